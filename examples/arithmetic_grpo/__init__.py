@@ -1,0 +1,1 @@
+"""Arithmetic GRPO: a small verifiable task, its policy, and the GRPO maths of the demo."""

@@ -1,0 +1,31 @@
+"""Options that both ends of every Slipstream connection agree on."""
+
+from __future__ import annotations
+
+import grpc
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Largest message either side takes: one sample of 2048 tokens at 32 KiB each."""
+
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A peer that was SIGSTOPped or unplugged is noticed within half a minute.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    # A restarted peer is found again within about two seconds.
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *OPTIONS,
+    # Two processes on one port would share its connections at random.
+    ("grpc.so_reuseport", 0),
+)
+
+
+def open_channel(address: str) -> grpc.Channel:
+    """A lazy insecure channel to ``host:port``; connects on the first call."""
+    return grpc.insecure_channel(address, options=OPTIONS)

@@ -1,0 +1,63 @@
+"""Auxiliary layer numbers and the convention they are in.
+
+Inside Slipstream a layer number L always means "after L decoder layers"
+(0 = embeddings), which is vLLM's reading and the index into Hugging Face's
+``hidden_states``. Other conventions exist only at the edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.refusal import RefusedError
+from slipstream.v1 import tensor_pb2
+
+
+def default_aux_layers(num_hidden_layers: int) -> tuple[int, ...]:
+    """vLLM's default for EAGLE-3: after layers 2, n // 2 and n - 3.
+
+    Source: vLLM ``get_eagle3_default_aux_hidden_state_layers``.
+
+    Raises:
+        RefusedError: fewer than 8 layers, where the three collapse into two.
+    """
+    if num_hidden_layers < 8:
+        raise RefusedError(
+            "num_hidden_layers",
+            num_hidden_layers,
+            "at least 8 for the default auxiliary layers",
+            "set eagle_aux_hidden_state_layer_ids in the draft's config.json",
+        )
+    return (2, num_hidden_layers // 2, num_hidden_layers - 3)
+
+
+def encode_layers(ids: Sequence[int]) -> tensor_pb2.AuxLayers:
+    """Layer numbers ("after L layers") as a message."""
+    return tensor_pb2.AuxLayers(
+        ids=list(ids), convention=tensor_pb2.LAYER_ID_CONVENTION_AFTER_LAYERS
+    )
+
+
+def decode_layers(message: tensor_pb2.AuxLayers, field: str) -> tuple[int, ...]:
+    """Layer numbers of a message, as "after L layers".
+
+    Raises:
+        RefusedError: no convention, no layer, or not strictly ascending.
+    """
+    shifts = {
+        tensor_pb2.LAYER_ID_CONVENTION_AFTER_LAYERS: 0,
+        tensor_pb2.LAYER_ID_CONVENTION_LAYER_OUTPUT: 1,
+    }
+    if message.convention not in shifts:
+        raise RefusedError(
+            f"{field}.convention",
+            message.convention,
+            "LAYER_ID_CONVENTION_AFTER_LAYERS or LAYER_ID_CONVENTION_LAYER_OUTPUT",
+            "say which layers the ids mean; an off-by-one trains without an error",
+        )
+    ids = tuple(int(layer) + shifts[message.convention] for layer in message.ids)
+    if not ids or ids[0] < 0 or any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
+        raise RefusedError(
+            f"{field}.ids", list(message.ids), "at least one, strictly ascending", "fix the list"
+        )
+    return ids
