@@ -1,1 +1,1 @@
-"""Placeholder docstring; see docs/architecture.md."""
+"""Tests of Slipstream; ``make test`` runs them all. Fixtures that several areas share: conftest.py."""

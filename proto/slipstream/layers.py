@@ -8,6 +8,7 @@ Inside Slipstream a layer number L always means "after L decoder layers"
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from slipstream.refusal import RefusedError
 from slipstream.v1 import tensor_pb2
@@ -56,7 +57,7 @@ def decode_layers(message: tensor_pb2.AuxLayers, field: str) -> tuple[int, ...]:
             "say which layers the ids mean; an off-by-one trains without an error",
         )
     ids = tuple(int(layer) + shifts[message.convention] for layer in message.ids)
-    if not ids or ids[0] < 0 or any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
+    if not ids or ids[0] < 0 or any(a >= b for a, b in pairwise(ids)):
         raise RefusedError(
             f"{field}.ids", list(message.ids), "at least one, strictly ascending", "fix the list"
         )

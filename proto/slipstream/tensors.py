@@ -19,7 +19,7 @@ from slipstream.v1 import tensor_pb2
 
 CHUNK_BYTES = 4 << 20
 
-_DTYPES: dict[torch.dtype, int] = {
+_DTYPES: dict[torch.dtype, tensor_pb2.DType] = {
     torch.float32: tensor_pb2.DTYPE_FLOAT32,
     torch.bfloat16: tensor_pb2.DTYPE_BFLOAT16,
     torch.float16: tensor_pb2.DTYPE_FLOAT16,
@@ -27,10 +27,10 @@ _DTYPES: dict[torch.dtype, int] = {
     torch.int32: tensor_pb2.DTYPE_INT32,
     torch.bool: tensor_pb2.DTYPE_BOOL,
 }
-_TORCH_DTYPES = {value: key for key, value in _DTYPES.items()}
+_TORCH_DTYPES: dict[int, torch.dtype] = {value: key for key, value in _DTYPES.items()}
 
 
-def dtype_to_wire(dtype: torch.dtype) -> int:
+def dtype_to_wire(dtype: torch.dtype) -> tensor_pb2.DType:
     """The wire's number for ``dtype``. Raises RefusedError for one that may not cross."""
     if dtype not in _DTYPES:
         names = ", ".join(str(known) for known in _DTYPES)
@@ -53,7 +53,7 @@ def dtype_from_wire(value: int, field: str) -> torch.dtype:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a CPU tensor, little-endian and row-major, without a copy if contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
 
 
 def encode(tensor: torch.Tensor) -> tensor_pb2.Tensor:

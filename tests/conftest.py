@@ -1,0 +1,101 @@
+"""What several test areas share: the trained tiny policy, its draft, and one real vLLM server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+# Nothing is ever fetched from a hub; one torch thread per process keeps two cores fair.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from slipstream.channel import open_channel
+from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
+
+from examples.arithmetic_grpo.processes import Service, free_port
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "arithmetic_grpo"
+DRAFT_LENGTH = 3
+
+
+@pytest.fixture(scope="session")
+def policy_dir() -> Path:
+    """The tiny policy that was trained on arithmetic: its accuracy is known."""
+    return EXAMPLE / "policy"
+
+
+@pytest.fixture(scope="session")
+def draft_dir() -> Path:
+    """Release 0 of the demo: an EAGLE-3 head trained for ``policy_dir``."""
+    return EXAMPLE / "draft"
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A real ``rollout-server serve`` process."""
+
+    service: Service
+    http: str
+    control: str
+    stub: rollout_grpc.RolloutServerStub
+
+
+@pytest.fixture(scope="session")
+def serve(
+    policy_dir: Path, draft_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[object]:
+    """``serve(*extra options) -> RunningServer``; every server is stopped at the end.
+
+    float32, so that the exact probabilities that the tests compute in torch are the
+    server's own and the statistical tests' null is exact.
+    """
+    started: list[tuple[Service, grpc.Channel]] = []
+
+    def start(*options: str, policy: Path = policy_dir, draft: Path = draft_dir) -> RunningServer:
+        import sys
+
+        http, control = free_port(), free_port()
+        script = Path(sys.executable).parent / "rollout-server"
+        service = Service(
+            "rollout-server",
+            [
+                str(script),
+                *("serve", str(policy), "--draft", str(draft)),
+                *("--draft-length", str(DRAFT_LENGTH)),
+                *("--host", "127.0.0.1", "--port", str(http)),
+                *("--control-port", str(control)),
+                *("--served-model-name", "policy", "--dtype", "float32"),
+                *("--max-model-len", "256", "--max-num-seqs", "128"),
+                *("--generation-config", "vllm"),
+                *options,
+            ],
+            tmp_path_factory.mktemp("server") / "log",
+            f"127.0.0.1:{control}",
+            {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        )
+        service.start()
+        channel = open_channel(service.health)
+        started.append((service, channel))
+        service.wait_ready(180)
+        return RunningServer(
+            service,
+            f"http://127.0.0.1:{http}",
+            service.health,
+            rollout_grpc.RolloutServerStub(channel),
+        )
+
+    yield start
+    for service, channel in started:
+        channel.close()
+        service.stop()
+
+
+@pytest.fixture(scope="session")
+def server(serve) -> RunningServer:  # type: ignore[no-untyped-def]
+    """One server, shared by every test that leaves it as it found it (release 0, speculating)."""
+    return serve()
