@@ -1,0 +1,179 @@
+"""Finds the parts of a causal language model that the bridge needs, by structure.
+
+Hugging Face models are recognised by shape, not by class, so that this package
+never imports transformers: a training image's version of it is not our business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from policy_bridge.config import ModulePaths
+from slipstream.refusal import RefusedError
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+_LAYER_PATHS = (
+    "model.layers",
+    "model.language_model.layers",
+    "layers",
+    "transformer.h",
+    "transformer.layers",
+    "gpt_neox.layers",
+    "model.decoder.layers",
+)
+
+# A model that changes logits after lm_head breaks "logit = final hidden state x
+# lm_head row", and with it log Z: the teacher would be wrong without an error.
+_LOGIT_CHANGES = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+)
+
+
+@dataclass(frozen=True)
+class PolicyModules:
+    """The parts of one policy.
+
+    Attributes:
+        root: the whole model.
+        decoder: owner of the decoder layers; its call marks the start of a forward pass.
+        layers: the decoder layers.
+        lm_head: the output projection, weight [vocab, hidden].
+        embed_tokens: the input embeddings, weight [vocab, hidden].
+        final_norm: when set, its output is the final hidden state.
+    """
+
+    root: nn.Module
+    decoder: nn.Module
+    layers: tuple[nn.Module, ...]
+    lm_head: nn.Module
+    embed_tokens: nn.Module
+    final_norm: nn.Module | None
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """lm_head's weight, [vocab, hidden]."""
+        return cast(torch.Tensor, self.lm_head.weight)
+
+    @property
+    def head_bias(self) -> torch.Tensor | None:
+        """lm_head's bias, [vocab], if it has one."""
+        return cast("torch.Tensor | None", getattr(self.lm_head, "bias", None))
+
+    @property
+    def embed_weight(self) -> torch.Tensor:
+        """The embedding table, [vocab, hidden]."""
+        return cast(torch.Tensor, self.embed_tokens.weight)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the final hidden state."""
+        return int(self.head_weight.shape[1])
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of lm_head."""
+        return int(self.head_weight.shape[0])
+
+    def spec(self, model_name: str) -> pb.PolicySpec:
+        """What the trainer must know about this policy."""
+        return pb.PolicySpec(
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            num_hidden_layers=len(self.layers),
+            model_name=model_name or type(self.root).__name__,
+        )
+
+    def stamp(self) -> int:
+        """A number that changes when an optimizer writes to the weights in place.
+
+        Sum of the parameters' version counters. Writes through ``.data`` escape it.
+        """
+        return sum(0 if p.is_inference() else p._version for p in self.root.parameters())
+
+
+def find_modules(model: nn.Module, paths: ModulePaths) -> PolicyModules:
+    """The parts of ``model``, from ``paths`` where given, otherwise by structure.
+
+    Raises:
+        RefusedError: a part was not found, does not fit, or the model changes its
+            logits after lm_head (soft caps, scales).
+    """
+    layers_path = paths.decoder_layers or _find_layers_path(model)
+    layer_list = _submodule(model, layers_path, "modules.decoder_layers")
+    layers = tuple(layer_list.children())
+    lm_head = _part(model, paths.lm_head, "get_output_embeddings", "lm_head")
+    embed_tokens = _part(model, paths.embed_tokens, "get_input_embeddings", "embed_tokens")
+    for name, part in (("lm_head", lm_head), ("embed_tokens", embed_tokens)):
+        weight = getattr(part, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+            raise RefusedError(
+                f"modules.{name}", type(part).__name__, "a weight [vocab, hidden]", "fix the path"
+            )
+    _refuse_changed_logits(model)
+    norm = paths.final_norm and _submodule(model, paths.final_norm, "modules.final_norm")
+    return PolicyModules(
+        root=model,
+        decoder=model.get_submodule(layers_path.rpartition(".")[0]),
+        layers=layers,
+        lm_head=lm_head,
+        embed_tokens=embed_tokens,
+        final_norm=norm or None,
+    )
+
+
+def _find_layers_path(model: nn.Module) -> str:
+    modules = dict(model.named_modules())
+    for path in _LAYER_PATHS:
+        if isinstance(modules.get(path), nn.ModuleList):
+            return path
+    raise RefusedError(
+        "modules.decoder_layers",
+        f"none of {', '.join(_LAYER_PATHS)} in {type(model).__name__}",
+        "a torch ModuleList of decoder layers",
+        "set modules.decoder_layers to its path",
+    )
+
+
+def _submodule(model: nn.Module, path: str, field: str) -> nn.Module:
+    found = dict(model.named_modules()).get(path)
+    if found is None:
+        raise RefusedError(
+            field, path, f"a module of {type(model).__name__}", "see model.named_modules()"
+        )
+    return found
+
+
+def _part(model: nn.Module, path: str, getter: str, name: str) -> nn.Module:
+    if path:
+        return _submodule(model, path, f"modules.{name}")
+    get = cast("Callable[[], object] | None", getattr(model, getter, None))
+    found = get() if get is not None else None
+    if not isinstance(found, nn.Module):
+        raise RefusedError(
+            f"modules.{name}",
+            f"{type(model).__name__} without {getter}()",
+            "a Hugging Face causal language model",
+            f"set modules.{name} to its path",
+        )
+    return found
+
+
+def _refuse_changed_logits(model: nn.Module) -> None:
+    config = getattr(model, "config", None)
+    for name in _LOGIT_CHANGES:
+        value = getattr(config, name, None)
+        if value is not None and value != 1.0:
+            raise RefusedError(
+                f"model.config.{name}",
+                value,
+                "absent: logits must be the final hidden state times lm_head",
+                "this policy cannot be captured",
+            )

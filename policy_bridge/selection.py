@@ -1,0 +1,148 @@
+"""Which sequences are shipped, decided before any hidden state leaves the device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from slipstream.refusal import RefusedError
+
+CONTEXT_TOKENS = 64
+"""Tokens that a later window repeats from the one before, so that its first targets have a past."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A sequence, or one window of it, that could be shipped.
+
+    Attributes:
+        forward: which forward pass of the capture it is in.
+        row: its row in that batch.
+        start: first column, padding excluded.
+        end: column after the last.
+        offset: position of ``start`` in its sequence; 0 unless it is a later window.
+        fresh: columns from here on are not in an earlier window; >= ``start``.
+        targets: tokens of the loss mask that are ``fresh``.
+        nbytes: what shipping it costs.
+    """
+
+    forward: int
+    row: int
+    start: int
+    end: int
+    offset: int
+    fresh: int
+    targets: int
+    nbytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Its length in tokens."""
+        return self.end - self.start
+
+
+class Selector(Protocol):
+    """Chooses candidates within a budget. Anything callable like this will do."""
+
+    def __call__(self, candidates: Sequence[Candidate], budget_bytes: int) -> Sequence[int]:
+        """Indices into ``candidates``, each once, whose bytes sum to the budget at most."""
+        ...
+
+
+class UniformRandom:
+    """Takes candidates in random order for as long as they fit; the same seed, the same choice.
+
+    A candidate that no longer fits is passed over and smaller ones still get their
+    chance, so the budget is filled and short sequences are slightly preferred.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def __call__(self, candidates: Sequence[Candidate], budget_bytes: int) -> list[int]:
+        """See ``Selector``."""
+        order = list(range(len(candidates)))
+        self._random.shuffle(order)
+        chosen, left = [], budget_bytes
+        for index in order:
+            if candidates[index].nbytes <= left:
+                chosen.append(index)
+                left -= candidates[index].nbytes
+        return sorted(chosen)
+
+
+def choose(
+    selector: Selector, candidates: Sequence[Candidate], budget_bytes: int
+) -> list[Candidate]:
+    """What ``selector`` picked, checked.
+
+    Raises:
+        RefusedError: it picked an index twice, one that does not exist, or over budget.
+    """
+    indices = list(selector(candidates, budget_bytes))
+    if len(set(indices)) != len(indices) or not all(0 <= i < len(candidates) for i in indices):
+        raise RefusedError(
+            "selector", indices, f"indices below {len(candidates)}, each once", "fix the selector"
+        )
+    chosen = [candidates[index] for index in indices]
+    total = sum(candidate.nbytes for candidate in chosen)
+    if total > budget_bytes:
+        raise RefusedError(
+            "selector", f"{total} bytes", f"at most {budget_bytes} bytes", "fix the selector"
+        )
+    return chosen
+
+
+def bytes_per_token(layers: int, hidden_size: int, itemsize: int) -> int:
+    """Bytes of one token on the wire: states of ``layers`` auxiliary layers and the final one,
+    five 4-byte numbers (id, position, segment, log-prob, logit) and a mask byte."""
+    return (layers + 1) * hidden_size * itemsize + 5 * 4 + 1
+
+
+def windows(
+    *,
+    forward: int,
+    row: int,
+    start: int,
+    loss_mask: Sequence[bool],
+    token_bytes: int,
+    max_tokens: int,
+) -> list[Candidate]:
+    """One sequence as candidates of at most ``max_tokens`` tokens.
+
+    A sequence that fits is one candidate. A longer one is cut into windows; each
+    repeats the tail of the one before as context that is not trained on again.
+    Candidates with nothing to train on are left out.
+
+    Args:
+        forward, row: see ``Candidate``.
+        start: column of the sequence's first token.
+        loss_mask: of the sequence, padding excluded.
+        token_bytes: see ``bytes_per_token``.
+        max_tokens: the longest sample that the trainer takes.
+    """
+    length = len(loss_mask)
+    context = min(CONTEXT_TOKENS, max_tokens // 4)
+    found, fresh = [], 0
+    while fresh < length:
+        begin = max(0, fresh - context)
+        end = min(length, begin + max_tokens)
+        # A draft's first anchor is token 0 and predicts token 2: none sooner is a target.
+        targets = sum(loss_mask[max(fresh, begin + 2) : end])
+        if targets:
+            found.append(
+                Candidate(
+                    forward=forward,
+                    row=row,
+                    start=start + begin,
+                    end=start + end,
+                    offset=begin,
+                    fresh=start + fresh,
+                    targets=targets,
+                    nbytes=(end - begin) * token_bytes,
+                )
+            )
+        fresh = end
+    return found

@@ -1,0 +1,159 @@
+"""What the bridge did, in numbers: nothing is given up without being counted here."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class SyncResult:
+    """What one weight-sync window did.
+
+    Attributes:
+        policy_version: the version that was synced.
+        policy_pushed: whether Slipstream carried the policy's weights.
+        draft_versions: draft version that each rollout server answered it serves.
+        prepare_seconds: opening the window: the draft is staged.
+        stage_seconds: staging the policy on every rollout server.
+        commit_seconds: from the commit call to the last server's answer.
+        draft_errors: why the draft could not follow; empty when it did.
+    """
+
+    policy_version: int
+    policy_pushed: bool = False
+    draft_versions: Mapping[str, int] = field(default_factory=dict)
+    prepare_seconds: float = 0.0
+    stage_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    draft_errors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BridgeStats:
+    """A snapshot. Counters count since the bridge was built.
+
+    Attributes:
+        connected: a run is open and its stream is up.
+        policy_version: the last version whose sync ended well; None before it.
+        captures: capture windows that took states.
+        captures_skipped: capture windows that took none: no trainer yet, or capture is off.
+        captured_tokens: unpadded tokens of the forward passes given to ``ship``.
+        chosen_samples, chosen_tokens: what the selector took of them.
+        not_chosen_samples: what it left, for the budget's sake.
+        sent_samples, sent_bytes: what went out, repeats included; serialized bytes.
+        resent_samples: repeats after a lost stream.
+        accepted, duplicate, refused: acknowledgements by kind.
+        refused_by_field: refusals by the field that they name.
+        shed: samples given up, by reason.
+        shed_bytes: bytes of them.
+        outbox_samples, outbox_bytes: waiting now, unacknowledged ones included.
+        announced: policy versions the trainer was told of.
+        connects: runs opened, the first included.
+        syncs: windows that ended well.
+        last_sync: the newest of them; None before it.
+        last_error: the newest error of the trainer's side; empty if none.
+    """
+
+    connected: bool
+    policy_version: int | None
+    captures: int
+    captures_skipped: int
+    captured_tokens: int
+    chosen_samples: int
+    chosen_tokens: int
+    not_chosen_samples: int
+    sent_samples: int
+    sent_bytes: int
+    resent_samples: int
+    accepted: int
+    duplicate: int
+    refused: int
+    refused_by_field: Mapping[str, int]
+    shed: Mapping[str, int]
+    shed_bytes: int
+    outbox_samples: int
+    outbox_bytes: int
+    announced: int
+    connects: int
+    syncs: int
+    last_sync: SyncResult | None
+    last_error: str
+
+
+class Counters:
+    """Counts from every thread of the bridge."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._shed: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._last_error = ""
+
+    def add(self, **deltas: int) -> None:
+        """Add to counters of ``BridgeStats`` by name."""
+        with self._lock:
+            self._counts.update(deltas)
+
+    def shed(self, reason: str, samples: int, nbytes: int) -> None:
+        """Count samples that are given up."""
+        with self._lock:
+            self._shed[reason] += samples
+            self._counts["shed_bytes"] += nbytes
+
+    def refused(self, field_name: str) -> bool:
+        """Count a refusal; True the first time for this field."""
+        with self._lock:
+            self._counts["refused"] += 1
+            self._refused[field_name] += 1
+            return self._refused[field_name] == 1
+
+    def error(self, text: str) -> bool:
+        """Keep the newest error; True when it is another one than before."""
+        with self._lock:
+            changed = text != self._last_error
+            self._last_error = text
+            return changed
+
+    def snapshot(
+        self,
+        *,
+        connected: bool,
+        policy_version: int | None,
+        outbox_samples: int,
+        outbox_bytes: int,
+        last_sync: SyncResult | None,
+    ) -> BridgeStats:
+        """Every counter and the given gauges, at one moment."""
+        with self._lock:
+            counts = self._counts
+            return BridgeStats(
+                connected=connected,
+                policy_version=policy_version,
+                captures=counts["captures"],
+                captures_skipped=counts["captures_skipped"],
+                captured_tokens=counts["captured_tokens"],
+                chosen_samples=counts["chosen_samples"],
+                chosen_tokens=counts["chosen_tokens"],
+                not_chosen_samples=counts["not_chosen_samples"],
+                sent_samples=counts["sent_samples"],
+                sent_bytes=counts["sent_bytes"],
+                resent_samples=counts["resent_samples"],
+                accepted=counts["accepted"],
+                duplicate=counts["duplicate"],
+                refused=counts["refused"],
+                refused_by_field=MappingProxyType(dict(self._refused)),
+                shed=MappingProxyType(dict(self._shed)),
+                shed_bytes=counts["shed_bytes"],
+                outbox_samples=outbox_samples,
+                outbox_bytes=outbox_bytes,
+                announced=counts["announced"],
+                connects=counts["connects"],
+                syncs=counts["syncs"],
+                last_sync=last_sync,
+                last_error=self._last_error,
+            )

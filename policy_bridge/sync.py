@@ -1,0 +1,230 @@
+"""The policy's weight-sync window: draft staged before it, committed with it.
+
+The policy does not depend on the sidecar: when the trainer is absent or late
+the bridge commits the policy itself. It does depend on the rollout servers: one
+that does not take the policy is an error to the caller, because training on
+rollouts of a stale policy would go unseen.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import grpc
+import torch
+from torch import nn
+
+from policy_bridge.config import BridgeConfig
+from policy_bridge.errors import describe
+from policy_bridge.fleet import RolloutFleet
+from policy_bridge.session import Session
+from policy_bridge.stats import SyncResult
+from slipstream.refusal import RefusedError
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+from slipstream.v1 import rollout_server_pb2
+
+
+class PolicySyncError(RuntimeError):
+    """At least one rollout server did not take the policy.
+
+    Attributes:
+        errors: by server address.
+        result: what was reached before it.
+    """
+
+    def __init__(self, stage: str, errors: Mapping[str, str], result: SyncResult) -> None:
+        self.errors = dict(errors)
+        self.result = result
+        texts = "; ".join(f"{address}: {text}" for address, text in errors.items())
+        super().__init__(
+            f"policy version {result.policy_version} was not {stage} on {len(errors)} rollout "
+            f"server(s): {texts}. Next step: see to those servers, then sync again"
+        )
+
+
+@dataclass(frozen=True)
+class SyncParties:
+    """Who takes part in a window.
+
+    Attributes:
+        trainer: the sidecar.
+        session: its open run; None while it is not reached.
+        servers: host:port of every rollout server.
+        fleet: how to talk to them.
+    """
+
+    trainer: pb_grpc.DraftTrainerStub
+    session: Session | None
+    servers: Sequence[str]
+    fleet: RolloutFleet
+
+
+class SyncWindow:
+    """``with bridge.sync(version) as window: ...``; ``window.result`` is set at its end."""
+
+    def __init__(
+        self,
+        version: int,
+        model: nn.Module,
+        parties: SyncParties,
+        config: BridgeConfig,
+    ) -> None:
+        self._model = model
+        self._parties = parties
+        self._config = config
+        self._push_error: PolicySyncError | None = None
+        self._figures = SyncResult(version)
+        self._stage_id = ""
+        self._prepared = False
+        self.result: SyncResult | None = None
+
+    def __enter__(self) -> SyncWindow:
+        session = self._parties.session
+        if session is None:
+            self._draft_error(f"the draft trainer at {self._config.trainer} is not reached")
+            return self
+        started = time.monotonic()
+        try:
+            response = self._parties.trainer.PrepareSync(
+                pb.PrepareSyncRequest(
+                    session_id=session.session_id, policy_version=self._figures.policy_version
+                ),
+                timeout=self._config.sync_seconds,
+            )
+            self._prepared = True
+            self._outcome_errors(response.servers)
+        except grpc.RpcError as error:
+            self._draft_error(f"PrepareSync: {describe(error)}")
+        self._figures = replace(self._figures, prepare_seconds=time.monotonic() - started)
+        return self
+
+    def push_policy(self, source: nn.Module | Mapping[str, torch.Tensor] | None = None) -> None:
+        """Stage the policy on every rollout server; it becomes live when the window ends.
+
+        Args:
+            source: a model or its state dict, named as vLLM's checkpoint loader expects;
+                None: the model that the bridge was built with. Floating tensors are cast
+                to ``policy_dtype``; tensors tied to one before them are left out.
+
+        Raises:
+            RefusedError: no rollout server is known, or the policy was pushed already.
+            PolicySyncError: a server did not take it; the window then aborts.
+        """
+        if self._stage_id:
+            raise RefusedError("push_policy", "a second call", "one per window", "push once")
+        if not self._parties.servers:
+            raise RefusedError(
+                "rollout_servers",
+                "none, neither in the configuration nor from the trainer",
+                "at least one host:port",
+                "set rollout_servers in BridgeConfig",
+            )
+        started = time.monotonic()
+        tensors = policy_tensors(
+            self._model if source is None else source, self._config.policy_dtype
+        )
+        version = self._figures.policy_version
+        self._stage_id = f"policy-{version}-{uuid.uuid4().hex[:8]}"
+        errors = self._parties.fleet.stage(self._parties.servers, self._stage_id, version, tensors)
+        self._figures = replace(
+            self._figures, policy_pushed=True, stage_seconds=time.monotonic() - started
+        )
+        if errors:
+            self._push_error = PolicySyncError("staged", errors, self._figures)
+            raise self._push_error
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if self._stage_id and (kind is not None or self._push_error is not None):
+                self._abort()
+            if kind is None:
+                # A caller that swallowed the push's error must not commit half a fleet.
+                if self._push_error is not None:
+                    raise self._push_error
+                self._commit()
+        finally:
+            self.result = self._figures
+
+    def _commit(self) -> None:
+        started = time.monotonic()
+        states: dict[str, rollout_server_pb2.ServerState] = {}
+        if self._prepared:
+            states.update(self._complete())
+        failed: dict[str, str] = {}
+        if self._stage_id:
+            live, failed = self._parties.fleet.make_live(
+                self._parties.servers, self._stage_id, self._figures.policy_version
+            )
+            states.update(live)
+        self._figures = replace(
+            self._figures,
+            draft_versions={address: state.draft_version for address, state in states.items()},
+            commit_seconds=time.monotonic() - started,
+        )
+        if failed:
+            self._abort()
+            raise PolicySyncError("committed", failed, self._figures)
+
+    def _complete(self) -> dict[str, rollout_server_pb2.ServerState]:
+        session = self._parties.session
+        try:
+            response = self._parties.trainer.CompleteSync(
+                pb.CompleteSyncRequest(
+                    session_id=session.session_id if session else "",
+                    policy_version=self._figures.policy_version,
+                    policy_stage_id=self._stage_id,
+                ),
+                timeout=self._config.sync_seconds,
+            )
+        except grpc.RpcError as error:
+            self._draft_error(f"CompleteSync: {describe(error)}")
+            return {}
+        outcomes = response.result.servers
+        self._outcome_errors(outcomes)
+        return {o.address: o.state for o in outcomes if o.HasField("state")}
+
+    def _outcome_errors(self, outcomes: Iterable[pb.ServerOutcome]) -> None:
+        # Not by `committed`: a policy may have been committed without its draft.
+        for outcome in outcomes:
+            if outcome.error:
+                self._draft_error(f"{outcome.address}: {outcome.error}")
+
+    def _abort(self) -> None:
+        errors = self._parties.fleet.abort(self._parties.servers, self._stage_id)
+        for address, text in errors.items():
+            self._draft_error(f"abort at {address}: {text}")
+
+    def _draft_error(self, text: str) -> None:
+        self._figures = replace(self._figures, draft_errors=(*self._figures.draft_errors, text))
+
+
+def policy_tensors(
+    source: nn.Module | Mapping[str, torch.Tensor], dtype_name: str
+) -> dict[str, torch.Tensor]:
+    """The policy's parameters by checkpoint name, on CPU, floating ones cast to ``dtype_name``.
+
+    Of tensors that share their memory (a tied lm_head) only the first is kept, as
+    a saved checkpoint does; sending both would double the largest matrix.
+    """
+    state = source.state_dict() if isinstance(source, nn.Module) else source
+    dtype: torch.dtype | None = getattr(torch, dtype_name) if dtype_name else None
+    seen: set[tuple[object, ...]] = set()
+    tensors = {}
+    for name, tensor in state.items():
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() and key in seen:
+            continue
+        seen.add(key)
+        cast = dtype if tensor.is_floating_point() and dtype is not None else tensor.dtype
+        tensors[name] = tensor.detach().to("cpu", cast)
+    return tensors

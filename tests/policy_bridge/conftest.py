@@ -1,0 +1,92 @@
+"""A small random Qwen3 (8 layers) and a bridge to a trainer double."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from policy_bridge import BridgeConfig, PolicyBridge
+
+from .doubles import DEADLINE, FakeTrainer
+
+VOCAB, HIDDEN = 64, 32
+
+
+def make_model(dtype: torch.dtype = torch.float32, tied: bool = False) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )
+    return Qwen3ForCausalLM(config).to(dtype).eval()
+
+
+@pytest.fixture
+def model() -> Qwen3ForCausalLM:
+    return make_model()
+
+
+Connect = Callable[..., PolicyBridge]
+
+
+@pytest.fixture
+def connect(model: Qwen3ForCausalLM) -> Iterator[Connect]:
+    """``connect(trainer_address, **settings)``: a bridge that has opened its run."""
+    bridges = []
+
+    def build(address: str, *, wait: bool = True, **settings: object) -> PolicyBridge:
+        settings = {"max_backoff_seconds": 0.1, "drain_seconds": 0.2, **settings}
+        used = settings.pop("model", model)
+        selector = settings.pop("selector", None)
+        bridge = PolicyBridge(
+            used,  # type: ignore[arg-type]
+            BridgeConfig(trainer=address, run_id="test", **settings),  # type: ignore[arg-type]
+            selector,  # type: ignore[arg-type]
+        )
+        bridges.append(bridge)
+        if wait:
+            assert bridge.wait_connected(DEADLINE)
+        return bridge
+
+    yield build
+    for bridge in bridges:
+        bridge.close()
+
+
+@pytest.fixture
+def trainer() -> FakeTrainer:
+    return FakeTrainer()
+
+
+def batch(lengths: tuple[int, ...], side: str = "right", seed: int = 1) -> dict[str, torch.Tensor]:
+    """Random tokens; prompts of 3, the rest completion. Padding id 0."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.zeros(len(lengths), width, dtype=torch.long)
+    attention, loss = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        start = 0 if side == "right" else width - length
+        ids[row, start : start + length] = torch.randint(1, VOCAB, (length,), generator=generator)
+        attention[row, start : start + length] = 1
+        loss[row, start + 3 : start + length] = True
+    return {"input_ids": ids, "attention_mask": attention, "loss_mask": loss}
+
+
+def ship(bridge: PolicyBridge, model: torch.nn.Module, data: dict[str, torch.Tensor]) -> None:
+    """One capture with one forward pass, log-probs left to the bridge."""
+    with torch.no_grad(), bridge.capture(temperature=1.0) as capture:
+        model(input_ids=data["input_ids"], attention_mask=data["attention_mask"])
+        capture.ship(
+            data["input_ids"], attention_mask=data["attention_mask"], loss_mask=data["loss_mask"]
+        )

@@ -1,0 +1,271 @@
+# ruff: noqa: N802
+"""In-process servers that speak the real wire, with the failures that the tests need."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent import futures
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+
+import grpc
+import torch
+
+from slipstream.channel import SERVER_OPTIONS
+from slipstream.layers import encode_layers
+from slipstream.refusal import RefusedError, abort_with
+from slipstream.tensors import ChunkAssembler, decode, encode
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+from slipstream.v1 import rollout_server_pb2 as rollout_pb
+from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
+
+DEADLINE = 20.0
+
+
+class Server(AbstractContextManager["Server"]):
+    """A gRPC server for one servicer, on a free port or on a given one."""
+
+    def __init__(self, add: Callable[[grpc.Server], None], port: int = 0) -> None:
+        self._server = grpc.server(futures.ThreadPoolExecutor(16), options=SERVER_OPTIONS)
+        add(self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        assert self.port
+        self._server.start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        self._server.stop(grace=None).wait(DEADLINE)
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+@dataclass
+class FakeTrainer(pb_grpc.DraftTrainerServicer):
+    """A draft trainer that keeps what it is sent.
+
+    Switches: ``credit`` bytes granted at once (returned with each ack), ``ack`` off
+    swallows samples without an answer, ``hang`` holds the named calls until ``release``.
+    """
+
+    layers: tuple[int, ...] = (2, 4, 5)
+    vocab_ids: torch.Tensor = field(default_factory=lambda: torch.arange(0, 64, 2))
+    max_tokens: int = 512
+    credit: int = 64 << 20
+    ack: bool = True
+    refuse: Callable[[pb.VerifierStates], RefusedError | None] = lambda _: None
+    refuse_run: RefusedError | None = None
+    hang: set[str] = field(default_factory=set)
+    rollout_servers: tuple[str, ...] = ()
+    staging: list[pb.ServerOutcome] = field(default_factory=list)
+    on_complete: Callable[[pb.CompleteSyncRequest], pb.CompleteSyncResponse] = lambda _: (
+        pb.CompleteSyncResponse()
+    )
+    samples: dict[str, pb.VerifierStates] = field(default_factory=dict)
+    received: list[str] = field(default_factory=list)
+    tensors: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    chunks_sent: dict[int, set[str]] = field(default_factory=dict)
+    events: list[tuple[str, int]] = field(default_factory=list)
+    overdrawn: int = 0
+    sessions: int = 0
+    release: threading.Event = field(default_factory=threading.Event)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, DEADLINE)
+
+    def serve(self, port: int = 0) -> Server:
+        return Server(lambda s: pb_grpc.add_DraftTrainerServicer_to_server(self, s), port)
+
+    def _maybe_hang(self, call: str) -> None:
+        with self.changed:
+            self.events.append((call, -1))
+            self.changed.notify_all()
+        if call in self.hang:
+            self.release.wait(DEADLINE)
+
+    def OpenRun(self, request, context):  # type: ignore[no-untyped-def]
+        self._maybe_hang("OpenRun")
+        if self.refuse_run is not None:
+            abort_with(self.refuse_run, context)
+        self.sessions += 1
+        return pb.OpenRunResponse(
+            session_id=f"s{self.sessions}",
+            aux_layers=encode_layers(self.layers),
+            draft_vocab_ids=encode(self.vocab_ids.int()),
+            num_speculative_tokens=3,
+            max_tokens_per_sample=self.max_tokens,
+            latest_policy_version=max(self.tensors) if self.tensors else None,
+            rollout_servers=self.rollout_servers,
+        )
+
+    def AnnouncePolicy(self, requests, context):  # type: ignore[no-untyped-def]
+        self._maybe_hang("AnnouncePolicy")
+        header = next(requests).header
+        held = {
+            spec.sha256: tensors[spec.name]
+            for tensors in self.tensors.values()
+            for spec in header.tensors
+            if _sha(tensors[spec.name]) == spec.sha256
+        }
+        assembler = ChunkAssembler(header.tensors, 1 << 30)
+        sent = set()
+        for request in requests:
+            assembler.feed(request.chunk)
+            sent.add(request.chunk.name)
+        wanted = {s.name: held[s.sha256] for s in header.tensors if s.name not in sent}
+        for spec in header.tensors:
+            if spec.name in wanted:
+                data = wanted[spec.name].contiguous().view(torch.uint8).numpy().tobytes()
+                from slipstream.v1 import tensor_pb2
+
+                assembler.feed(tensor_pb2.TensorChunk(name=spec.name, offset=0, data=data))
+        with self.changed:
+            assert all(header.policy_version > v for v in self.tensors)
+            self.tensors[header.policy_version] = assembler.finish()
+            self.chunks_sent[header.policy_version] = sent
+            self.events.append(("announced", header.policy_version))
+            self.changed.notify_all()
+        return pb.AnnouncePolicyResponse(policy_version=header.policy_version)
+
+    def StreamStates(self, requests, context):  # type: ignore[no-untyped-def]
+        assert next(requests).WhichOneof("kind") == "header"
+        left = self.credit
+        yield pb.StreamStatesResponse(credit=pb.Credit(bytes=left))
+        for request in requests:
+            sample, size = request.sample, request.sample.ByteSize()
+            with self.changed:
+                left -= size
+                self.overdrawn += left < 0
+                self.received.append(sample.sample_id)
+                self.events.append(("sample", sample.policy_version))
+                refusal = self.refuse(sample)
+                if sample.policy_version not in self.tensors:
+                    refusal = RefusedError("policy_version", "unknown", "announced", "announce")
+                again = sample.sample_id in self.samples
+                if refusal is None:
+                    self.samples[sample.sample_id] = sample
+                answer = self.ack
+                self.changed.notify_all()
+            if not answer:
+                continue
+            if refusal is not None:
+                ack = pb.Ack(
+                    sample_id=sample.sample_id,
+                    status=pb.ACK_STATUS_REFUSED,
+                    refusal=refusal.to_proto(),
+                )
+            else:
+                status = pb.ACK_STATUS_DUPLICATE if again else pb.ACK_STATUS_ACCEPTED
+                ack = pb.Ack(sample_id=sample.sample_id, status=status)
+            left += size
+            yield pb.StreamStatesResponse(ack=ack)
+            yield pb.StreamStatesResponse(credit=pb.Credit(bytes=size))
+
+    def PrepareSync(self, request, context):  # type: ignore[no-untyped-def]
+        self._maybe_hang("PrepareSync")
+        return pb.PrepareSyncResponse(draft_version=7, servers=self.staging)
+
+    def CompleteSync(self, request, context):  # type: ignore[no-untyped-def]
+        self._maybe_hang("CompleteSync")
+        return self.on_complete(request)
+
+    def tensor(self, sample: pb.VerifierStates, name: str) -> torch.Tensor:
+        return decode(getattr(sample, name), name)
+
+
+def _sha(tensor: torch.Tensor) -> bytes:
+    from slipstream.tensors import digest
+
+    return digest(tensor)
+
+
+@dataclass
+class FakeRollout(rollout_grpc.RolloutServerServicer):
+    """A rollout server that holds stages and commits them. ``fail`` names calls to refuse."""
+
+    fail: set[str] = field(default_factory=set)
+    staged: dict[str, tuple[int, dict[str, torch.Tensor]]] = field(default_factory=dict)
+    live: dict[str, torch.Tensor] = field(default_factory=dict)
+    policy_version: int | None = None
+    draft_version: int = 3
+    commits: list[list[str]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+
+    def serve(self) -> Server:
+        return Server(lambda s: rollout_grpc.add_RolloutServerServicer_to_server(self, s))
+
+    def _maybe_fail(self, call: str, context: grpc.ServicerContext) -> None:
+        if call in self.fail:
+            abort_with(RefusedError(call, "a switch", "no switch", "turn it off"), context)
+
+    def Stage(self, requests, context):  # type: ignore[no-untyped-def]
+        header = next(requests).header
+        self._maybe_fail("Stage", context)
+        yield rollout_pb.StageResponse(
+            needed=rollout_pb.StageNeeded(names=[spec.name for spec in header.tensors])
+        )
+        assembler = ChunkAssembler(header.tensors, 1 << 30)
+        for request in requests:
+            assembler.feed(request.chunk)
+            if assembler.bytes_received == _total(header.tensors):
+                break
+        self.staged[header.stage_id] = (header.version, assembler.finish())
+        yield rollout_pb.StageResponse(staged=rollout_pb.StageResult(stage_id=header.stage_id))
+
+    def commit(self, stage_ids: list[str]) -> rollout_pb.ServerState:
+        self.commits.append(stage_ids)
+        for stage_id in stage_ids:
+            self.policy_version, self.live = self.staged.pop(stage_id)
+        return self.state()
+
+    def state(self) -> rollout_pb.ServerState:
+        return rollout_pb.ServerState(
+            draft_version=self.draft_version,
+            policy_version=self.policy_version,
+            staged=list(self.staged),
+        )
+
+    def Commit(self, request, context):  # type: ignore[no-untyped-def]
+        self._maybe_fail("Commit", context)
+        return rollout_pb.CommitResponse(state=self.commit(list(request.stage_ids)))
+
+    def Abort(self, request, context):  # type: ignore[no-untyped-def]
+        for stage_id in request.stage_ids:
+            self.aborted.append(stage_id)
+            self.staged.pop(stage_id, None)
+        return rollout_pb.AbortResponse()
+
+    def GetState(self, request, context):  # type: ignore[no-untyped-def]
+        self._maybe_fail("GetState", context)
+        return self.state()
+
+
+def _total(specs) -> int:  # type: ignore[no-untyped-def]
+    import math
+
+    from slipstream.tensors import dtype_from_wire
+
+    return sum(math.prod(s.shape) * dtype_from_wire(s.dtype, "t").itemsize for s in specs)
+
+
+class BlackHole:
+    """An address that takes connections and never answers: a hung process."""
+
+    def __enter__(self) -> str:
+        import socket
+
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        self._socket.listen(16)
+        return f"127.0.0.1:{self._socket.getsockname()[1]}"
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._socket.close()

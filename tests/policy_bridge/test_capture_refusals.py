@@ -1,0 +1,137 @@
+"""What must not be shipped: wrong calls, states that moved, models that do not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from policy_bridge import BridgeConfig, PolicyBridge
+from slipstream.refusal import RefusedError
+
+from .conftest import Connect, batch, make_model, ship
+from .doubles import DEADLINE, FakeTrainer
+
+
+def write_in_place(_: object, args: tuple[torch.Tensor, ...], __: object) -> None:
+    args[0].mul_(2.0)
+
+
+def test_states_written_in_place_are_refused(trainer: FakeTrainer, connect: Connect) -> None:
+    model, data = make_model(), batch((9,))
+    model.model.layers[4].register_forward_hook(write_in_place)
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        with bridge.sync(1):
+            pass
+        with pytest.raises(RefusedError, match="written in place"):
+            ship(bridge, model, data)
+        assert bridge.stats().outbox_samples == 0
+
+
+def test_states_of_a_policy_that_moved_are_not_shipped(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((8, 8))
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        with bridge.sync(1):
+            pass
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(data["input_ids"]).logits.sum().backward()
+        optimizer.step()
+        ship(bridge, model, data)
+        assert bridge.stats().shed == {"policy_moved": 2}
+        with bridge.sync(2):
+            pass
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+        assert {s.policy_version for s in trainer.samples.values()} == {2}
+
+
+def test_an_exception_in_the_window_removes_the_hooks_and_ships_nothing(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((8,))
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        with bridge.sync(1):
+            pass
+        with pytest.raises(KeyError), torch.no_grad(), bridge.capture() as capture:
+            model(data["input_ids"])
+            capture.ship(data["input_ids"], loss_mask=data["loss_mask"])
+            raise KeyError("the user's own")
+        assert bridge.stats().chosen_samples == 0
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_bad_calls_are_refused_by_field(trainer: FakeTrainer, connect: Connect) -> None:
+    model, data = make_model(), batch((8, 4))
+    ids, mask, loss = data["input_ids"], data["attention_mask"], data["loss_mask"]
+    gap = mask.clone()
+    gap[0, 3] = 0
+    bad: list[tuple[str, dict[str, torch.Tensor]]] = [
+        ("input_ids", {"input_ids": ids[:1], "loss_mask": loss}),
+        ("loss_mask", {"input_ids": ids, "loss_mask": loss[:, :-1]}),
+        ("attention_mask", {"input_ids": ids, "loss_mask": loss, "attention_mask": gap}),
+        (
+            "sampled_logprobs",
+            {"input_ids": ids, "loss_mask": loss, "sampled_logprobs": torch.zeros(2, 3)},
+        ),
+    ]
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        with pytest.raises(RefusedError, match="policy_version"):
+            bridge.capture()
+        with bridge.sync(1):
+            pass
+        for field, arguments in bad:
+            with pytest.raises(RefusedError) as refused, bridge.capture() as capture:
+                with torch.no_grad():
+                    model(ids, attention_mask=mask)
+                capture.ship(**arguments)
+            assert refused.value.field == field
+        nothing = pytest.raises(RefusedError, match="no complete forward pass")
+        with nothing, bridge.capture() as capture:
+            capture.ship(ids, loss_mask=loss)
+        sliced = pytest.raises(RefusedError, match="logits_to_keep")
+        with sliced, torch.no_grad(), bridge.capture() as capture:
+            model(ids, logits_to_keep=1)
+            capture.ship(ids[:, :1], loss_mask=loss[:, :1])
+        with pytest.raises(RefusedError, match="temperature"):
+            bridge.capture(temperature=0.0)
+        for version in (1, 0, -1):
+            with pytest.raises(RefusedError, match="version"), bridge.sync(version):
+                pass
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+        assert len(trainer.samples) == 2
+
+
+def test_models_that_cannot_be_captured_are_refused() -> None:
+    config = BridgeConfig(trainer="127.0.0.1:1", run_id="r")
+    with pytest.raises(RefusedError, match="decoder_layers"):
+        PolicyBridge(torch.nn.Linear(2, 2), config)
+    model = make_model()
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(RefusedError, match="final_logit_softcapping"):
+        PolicyBridge(model, config)
+
+
+def test_log_probs_that_are_not_finite_are_shed_and_counted(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((8, 8))
+    logprobs = torch.full((2, 8), -1.0)
+    logprobs[0, 5] = float("nan")
+    logprobs[1, 1] = float("-inf")  # A prompt token: nobody reads it.
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        with bridge.sync(1):
+            pass
+        with torch.no_grad(), bridge.capture() as capture:
+            model(data["input_ids"])
+            capture.ship(data["input_ids"], loss_mask=data["loss_mask"], sampled_logprobs=logprobs)
+        assert bridge.flush(DEADLINE)
+        assert bridge.stats().shed == {"non_finite": 1}
+        (sample,) = trainer.samples.values()
+        assert trainer.tensor(sample, "sampled_logprobs").isfinite().all()

@@ -1,0 +1,114 @@
+"""Configuration, the import's cost, and the bridge that is off."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from policy_bridge import BridgeConfig, ModulePaths, PolicyBridge, null_bridge
+from policy_bridge.modules import find_modules
+from slipstream.refusal import RefusedError
+
+from .conftest import batch, make_model, ship
+
+
+def test_the_import_is_light_and_keeps_to_its_room() -> None:
+    code = """
+import json, sys, time
+started = time.process_time()
+import policy_bridge
+seconds = time.process_time() - started
+light = sorted({"torch", "grpc"} & set(sys.modules))
+policy_bridge.PolicyBridge, policy_bridge.null_bridge
+banned = {"vllm", "ray", "transformers", "draft_trainer", "rollout_server"}
+print(json.dumps([light, sorted(banned & set(sys.modules)), seconds]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    light, banned, seconds = json.loads(done.stdout)
+    assert light == []
+    assert banned == []
+    # Its own processor time; the promise to users is two seconds.
+    assert seconds < 1.0
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    import policy_bridge
+
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = policy_bridge.nonsense
+    assert "PolicyBridge" in dir(policy_bridge)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("trainer", "nowhere"),
+        ("trainer", "host:0"),
+        ("run_id", ""),
+        ("rollout_servers", ["a:1"]),
+        ("rollout_servers", ("a:1", "a:1")),
+        ("rollout_servers", ("a",)),
+        ("bytes_per_step", -1),
+        ("bytes_per_step", 1.5),
+        ("outbox_bytes", 0),
+        ("states_dtype", "int8"),
+        ("policy_dtype", "fp8"),
+        ("sync_seconds", 0),
+        ("stall_seconds", float("nan")),
+    ],
+)
+def test_bad_values_are_refused_by_field(field: str, value: object) -> None:
+    values: dict[str, object] = {"trainer": "127.0.0.1:1", "run_id": "r", field: value}
+    with pytest.raises(RefusedError) as refused:
+        BridgeConfig(**values)  # type: ignore[arg-type]
+    assert refused.value.field == field
+
+
+def test_from_dict() -> None:
+    config = BridgeConfig.from_dict(
+        {
+            "trainer": "127.0.0.1:1",
+            "run_id": "r",
+            "rollout_servers": ["127.0.0.1:2"],
+            "modules": {"lm_head": "head"},
+        }
+    )
+    assert config.rollout_servers == ("127.0.0.1:2",)
+    assert config.modules == ModulePaths(lm_head="head")
+    for bad, field in (
+        ({"trainer": "a:1", "run_id": "r", "bytes_per_setp": 1}, "bytes_per_setp"),
+        ({"trainer": "a:1", "run_id": "r", "modules": {"head": "x"}}, "modules.head"),
+        ({"trainer": "a:1"}, "run_id"),
+    ):
+        with pytest.raises(RefusedError) as refused:
+            BridgeConfig.from_dict(bad)
+        assert refused.value.field == field
+
+
+def test_modules_by_explicit_path() -> None:
+    model = make_model()
+    paths = ModulePaths("model.layers", "lm_head", "model.embed_tokens", "model.norm")
+    found = find_modules(model, paths)
+    assert found.final_norm is model.model.norm
+    assert found.decoder is model.model
+    assert (found.hidden_size, found.vocab_size, len(found.layers)) == (32, 64, 8)
+    with pytest.raises(RefusedError, match=r"modules\.lm_head"):
+        find_modules(model, ModulePaths(lm_head="nothing"))
+
+
+def test_a_bridge_that_is_off_has_the_same_surface() -> None:
+    model, data = make_model(), batch((6,))
+    public = {name for name in dir(PolicyBridge) if not name.startswith("_")}
+    assert public - {"disabled"} == {n for n in dir(null_bridge()) if not n.startswith("_")}
+    with PolicyBridge.disabled() as bridge:
+        with bridge.sync(1) as window:
+            pass
+        assert window.result is not None and window.result.policy_version == 1
+        ship(bridge, model, data)  # type: ignore[arg-type]
+        assert bridge.stats().captures_skipped == 1
+        assert not bridge.wait_connected(0.0) and bridge.flush(0.0)

@@ -1,0 +1,162 @@
+"""The outbox: bounded, sheds the oldest policy first, loses count of nothing."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from policy_bridge.outbox import Outbox
+from policy_bridge.sample import Sample
+from policy_bridge.stats import BridgeStats, Counters
+
+
+def sample(name: str, version: int, tokens: int = 8) -> Sample:
+    """17 bytes of numbers and 8 of states per token: 200 bytes at 8 tokens."""
+    return Sample(
+        sample_id=name,
+        policy_version=version,
+        temperature=1.0,
+        aux_layers=(1,),
+        token_ids=torch.zeros(tokens, dtype=torch.int32),
+        positions=torch.zeros(tokens, dtype=torch.int32),
+        loss_mask=torch.zeros(tokens, dtype=torch.bool),
+        aux_hidden_states=torch.zeros(tokens, 1),
+        final_hidden_state=torch.zeros(tokens, 1),
+        sampled_logprobs=torch.zeros(tokens),
+        sampled_logits=torch.zeros(tokens),
+    )
+
+
+def stats(counters: Counters) -> BridgeStats:
+    return counters.snapshot(
+        connected=False, policy_version=None, outbox_samples=0, outbox_bytes=0, last_sync=None
+    )
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+def test_it_never_holds_more_than_its_bound(counters: Counters) -> None:
+    outbox = Outbox(1000, counters)
+    taken = sum(outbox.offer(sample(f"a{i}", 1), 1.0) for i in range(10))
+    assert (taken, outbox.nbytes, len(outbox)) == (5, 1000, 5)
+    assert stats(counters).shed == {"outbox_full": 5}
+    assert stats(counters).shed_bytes == 1000
+    assert not outbox.offer(sample("big", 9, tokens=41), 1.0)
+    assert stats(counters).shed == {"outbox_full": 5, "too_large": 1}
+    assert outbox.nbytes == 1000
+
+
+def test_older_policies_make_room_and_newer_ones_do_not(counters: Counters) -> None:
+    outbox = Outbox(1000, counters)
+    for name, version in (("a", 1), ("b", 2), ("c", 1), ("d", 2), ("e", 3)):
+        assert outbox.offer(sample(name, version), 1.0)
+    assert outbox.offer(sample("f", 3), 1.0)  # a goes
+    assert outbox.offer(sample("g", 3, tokens=16), 1.0)  # c and b go
+    assert not outbox.offer(sample("h", 2), 1.0)  # nothing is older
+    assert stats(counters).shed == {"superseded": 3, "outbox_full": 1}
+    order = []
+    while (head := outbox.peek(0.0)) is not None:
+        assert outbox.mark_sent(head)
+        order.append(head.sample_id)
+    assert order == ["d", "e", "f", "g"]
+
+
+def test_a_sample_too_large_for_what_is_older_displaces_nothing(counters: Counters) -> None:
+    outbox = Outbox(1000, counters)
+    for name, version in (("a", 1), ("b", 2), ("c", 2), ("d", 2), ("e", 2)):
+        assert outbox.offer(sample(name, version), 1.0)
+    assert not outbox.offer(sample("f", 2, tokens=16), 1.0)
+    assert len(outbox) == 5
+    assert stats(counters).shed == {"outbox_full": 1}
+
+
+def test_sent_samples_count_until_acknowledged_and_come_again_in_order(
+    counters: Counters,
+) -> None:
+    outbox = Outbox(1000, counters)
+    for name in "abc":
+        outbox.offer(sample(name, 1), 1.0)
+    for _ in range(2):
+        head = outbox.peek(0.0)
+        assert head is not None and outbox.mark_sent(head)
+    assert outbox.nbytes == 600
+    assert outbox.settle("a") and not outbox.settle("a") and not outbox.settle("c")
+    assert outbox.nbytes == 400
+    assert outbox.requeue_sent() == {"b"}
+    order = []
+    while (head := outbox.peek(0.0)) is not None:
+        assert outbox.mark_sent(head)
+        order.append(head.sample_id)
+    assert order == ["b", "c"]
+    assert outbox.settle("b") and outbox.settle("c")
+    assert outbox.wait_empty(0.0)
+
+
+def test_a_sample_shed_after_the_peek_is_not_sent(counters: Counters) -> None:
+    outbox = Outbox(200, counters)
+    outbox.offer(sample("a", 1), 1.0)
+    head = outbox.peek(0.0)
+    assert head is not None
+    assert outbox.offer(sample("b", 2), 1.0)
+    assert not outbox.mark_sent(head)
+    assert stats(counters).shed == {"superseded": 1}
+
+
+def test_an_offer_keeps_its_deadline_and_counts(counters: Counters) -> None:
+    outbox = Outbox(1000, counters)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with outbox._changed:
+            held.set()
+            done.wait(10.0)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(10.0)
+    assert not outbox.offer(sample("a", 1), 0.01)
+    done.set()
+    thread.join(10.0)
+    assert stats(counters).shed == {"deadline": 1}
+
+
+def test_close_wakes_the_waiter_sheds_the_rest_and_takes_no_more(counters: Counters) -> None:
+    outbox = Outbox(1000, counters)
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(outbox.peek(60.0)))
+    thread.start()
+    outbox.close()
+    thread.join(10.0)
+    assert found == [None]
+    assert not outbox.offer(sample("a", 1), 1.0)
+    assert stats(counters).shed["closed"] == 1
+
+
+def test_every_sample_of_many_threads_is_settled_or_shed(counters: Counters) -> None:
+    outbox, settled = Outbox(2000, counters), []
+
+    def fill(worker: int) -> None:
+        for i in range(200):
+            outbox.offer(sample(f"{worker}-{i}", i % 7), 5.0)
+
+    def empty() -> None:
+        while (head := outbox.peek(1.0)) is not None:
+            if outbox.mark_sent(head) and outbox.settle(head.sample_id):
+                settled.append(head.sample_id)
+
+    threads = [threading.Thread(target=fill, args=(n,)) for n in range(4)]
+    drain = threading.Thread(target=empty)
+    for thread in [*threads, drain]:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert outbox.wait_empty(30.0)
+    outbox.close()
+    drain.join(30.0)
+    assert len(settled) == len(set(settled))
+    assert len(settled) + sum(stats(counters).shed.values()) == 800

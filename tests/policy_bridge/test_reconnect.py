@@ -1,0 +1,146 @@
+"""A trainer that is absent, hung, killed or restarted: nothing waits for it, nothing is lost."""
+
+from __future__ import annotations
+
+import threading
+
+from policy_bridge.null import NullCapture
+
+from .conftest import Connect, batch, make_model, ship
+from .doubles import DEADLINE, BlackHole, FakeTrainer
+
+# One sample of batch((10,)): 10 tokens of 4 states of 32 float32, and 17 bytes each.
+SAMPLE_BYTES = 10 * (4 * 32 * 4 + 17)
+
+
+def test_a_lost_ack_and_a_restart_send_the_same_ids_again(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((10,) * 3)
+    trainer.ack = False
+    server = trainer.serve()
+    bridge = connect(server.address, model=model)
+    with bridge.sync(1):
+        pass
+    ship(bridge, model, data)
+    trainer.wait_for(lambda: len(trainer.received) == 3)
+    server.kill()
+    trainer.ack = True
+    with trainer.serve(server.port):
+        assert bridge.flush(DEADLINE)
+    assert trainer.received[:3] == trainer.received[3:]
+    stats = bridge.stats()
+    assert (stats.duplicate, stats.accepted, stats.resent_samples) == (3, 0, 3)
+    assert stats.connects == trainer.sessions == 2
+    assert stats.shed == {}
+
+
+def test_a_trainer_that_lost_everything_is_told_again(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    """Killed and restarted empty: the policy is announced anew, unacknowledged samples come."""
+    model, data = make_model(), batch((10,) * 3)
+    trainer.ack = False
+    server = trainer.serve()
+    bridge = connect(server.address, model=model)
+    with bridge.sync(1):
+        pass
+    ship(bridge, model, data)
+    trainer.wait_for(lambda: len(trainer.received) == 3)
+    server.kill()
+    fresh = FakeTrainer()
+    with fresh.serve(server.port):
+        assert bridge.flush(DEADLINE)
+        with bridge.sync(2):
+            pass
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+    assert fresh.received[:3] == trainer.received
+    assert fresh.chunks_sent[1] == {"lm_head.weight", "embed_tokens.weight"}
+    assert bridge.stats().accepted == 6
+    assert bridge.stats().shed == {}
+
+
+def test_a_stream_without_news_is_opened_again(trainer: FakeTrainer, connect: Connect) -> None:
+    model = make_model()
+    trainer.ack = False
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, stall_seconds=0.3)
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, batch((10,)))
+        trainer.wait_for(lambda: len(trainer.received) == 1)
+        trainer.ack = True
+        assert bridge.flush(DEADLINE)
+        assert len(set(trainer.received)) == 1
+        assert "does not answer" in bridge.stats().last_error
+
+
+def test_another_draft_after_a_restart_sheds_what_no_longer_fits(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((10,) * 3)
+    trainer.ack = False
+    server = trainer.serve()
+    bridge = connect(server.address, model=model)
+    with bridge.sync(1):
+        pass
+    ship(bridge, model, data)
+    trainer.wait_for(lambda: len(trainer.received) == 3)
+    server.kill()
+    other = FakeTrainer(layers=(1, 3, 6))
+    with other.serve(server.port):
+        assert bridge.flush(DEADLINE)
+        assert bridge.stats().shed == {"draft_changed": 3}
+        other.wait_for(lambda: other.sessions == 1)
+        assert isinstance(bridge.capture(), NullCapture)
+        with bridge.sync(2):
+            pass
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+    assert {tuple(s.aux_layers.ids) for s in other.samples.values()} == {(1, 3, 6)}
+
+
+def test_an_absent_trainer_leaves_null_windows_until_it_comes(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((10,) * 3)
+    server = trainer.serve()
+    server.kill()
+    bridge = connect(server.address, model=model, wait=False)
+    with bridge.sync(1) as window:
+        pass
+    assert window.result is not None and "not reached" in window.result.draft_errors[0]
+    assert isinstance(bridge.capture(), NullCapture)
+    ship(bridge, model, data)
+    assert bridge.stats().captures_skipped == 2
+    assert not bridge.stats().connected
+    with trainer.serve(server.port):
+        assert bridge.wait_connected(DEADLINE)
+        # Nobody copied version 1's matrices while no trainer said which rows it wants.
+        assert isinstance(bridge.capture(), NullCapture)
+        with bridge.sync(2):
+            pass
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+    assert len(trainer.samples) == 3
+
+
+def test_a_trainer_that_never_answers_costs_only_the_deadlines(connect: Connect) -> None:
+    model, data = make_model(), batch((10,))
+    with BlackHole() as address:
+        bridge = connect(address, model=model, wait=False, connect_seconds=0.05, sync_seconds=0.05)
+        done = threading.Event()
+
+        def policy() -> None:
+            for version in (1, 2, 3):
+                with bridge.sync(version):
+                    pass
+                ship(bridge, model, data)
+            bridge.close()
+            done.set()
+
+        thread = threading.Thread(target=policy, daemon=True)
+        thread.start()
+        assert done.wait(DEADLINE)
+        assert bridge.stats().syncs == 3

@@ -1,0 +1,158 @@
+"""The byte budget, the windows, and the pluggable choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from policy_bridge.selection import (
+    CONTEXT_TOKENS,
+    Candidate,
+    UniformRandom,
+    bytes_per_token,
+    choose,
+    windows,
+)
+from slipstream.refusal import RefusedError
+
+from .conftest import HIDDEN, Connect, batch, make_model, ship
+from .doubles import DEADLINE, FakeTrainer
+
+
+def candidates(sizes: Sequence[int]) -> list[Candidate]:
+    return [Candidate(0, row, 0, n, 0, 0, n, n * 10) for row, n in enumerate(sizes)]
+
+
+def test_uniform_random_fills_the_budget_and_repeats_with_its_seed() -> None:
+    pool = candidates([5] * 20)
+    first = choose(UniformRandom(3), pool, 500)
+    assert len(first) == 10 and sum(c.nbytes for c in first) == 500
+    assert first == choose(UniformRandom(3), pool, 500)
+    assert first != choose(UniformRandom(4), pool, 500)
+
+
+def test_uniform_random_is_uniform() -> None:
+    """Null: each of 20 equal candidates is chosen with probability 1/2 per draw.
+
+    Over 2000 draws a count has standard deviation 22; 6 of those in any of 20
+    counts happen by chance less than once in ten million times.
+    """
+    pool, selector, counts = candidates([5] * 20), UniformRandom(0), [0] * 20
+    for _ in range(2000):
+        for index in selector(pool, 500):
+            counts[index] += 1
+    assert sum(counts) == 20_000
+    assert all(abs(count - 1000) < 6 * 22.4 for count in counts)
+
+
+@pytest.mark.parametrize("answer", [[0, 0], [9], [-1], [0, 1, 2]])
+def test_a_selector_that_breaks_the_rules_is_refused(answer: list[int]) -> None:
+    with pytest.raises(RefusedError, match="selector"):
+        choose(lambda _, __: answer, candidates([5, 5, 5]), 100)
+
+
+def cut(length: int, max_tokens: int, completion_from: int = 0) -> list[Candidate]:
+    mask = [i >= completion_from for i in range(length)]
+    return windows(forward=0, row=0, start=4, loss_mask=mask, token_bytes=1, max_tokens=max_tokens)
+
+
+def test_a_sequence_that_fits_is_whole() -> None:
+    (whole,) = cut(100, 100, completion_from=30)
+    assert (whole.start, whole.end, whole.offset, whole.fresh) == (4, 104, 0, 4)
+    assert (whole.targets, whole.nbytes) == (70, 100)
+
+
+@pytest.mark.parametrize("length", [101, 250, 1000])
+def test_windows_cover_every_token_once_and_repeat_context(length: int) -> None:
+    found = cut(length, 100)
+    context = min(CONTEXT_TOKENS, 25)
+    fresh = [column for w in found for column in range(w.fresh, w.end)]
+    assert fresh == list(range(4, 4 + length))
+    assert all(w.tokens <= 100 for w in found)
+    assert all(w.fresh - w.start == context for w in found[1:])
+
+
+def test_windows_without_a_target_are_left_out() -> None:
+    assert cut(300, 100, completion_from=300) == []
+    # The first two tokens of a sample cannot be predicted by any anchor of it.
+    assert (
+        windows(forward=0, row=0, start=0, loss_mask=[True, True], token_bytes=1, max_tokens=9)
+        == []
+    )
+    assert [w.offset for w in cut(300, 100, completion_from=290)] == [225]
+
+
+def test_the_budget_bounds_what_is_shipped(trainer: FakeTrainer, connect: Connect) -> None:
+    model, data = make_model(), batch((10,) * 12)
+    token = bytes_per_token(3, HIDDEN, 4)
+    assert token == 4 * HIDDEN * 4 + 21
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, bytes_per_step=35 * token)
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+        stats = bridge.stats()
+        assert (stats.chosen_samples, stats.chosen_tokens, stats.not_chosen_samples) == (3, 30, 9)
+        assert stats.captured_tokens == 120
+        assert len(trainer.samples) == stats.accepted == 3
+        states = sum(
+            len(s.aux_hidden_states.data) + len(s.final_hidden_state.data)
+            for s in trainer.samples.values()
+        )
+        assert states == 30 * 4 * HIDDEN * 4
+
+
+@pytest.mark.parametrize("forwards", [None, 4])
+def test_the_budget_holds_over_micro_batches(
+    trainer: FakeTrainer, connect: Connect, forwards: int | None
+) -> None:
+    model, data = make_model(), batch((10,) * 12)
+    budget = 60 * bytes_per_token(3, HIDDEN, 4)
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, bytes_per_step=budget)
+        with bridge.sync(1):
+            pass
+        with torch.no_grad(), bridge.capture(forwards=forwards) as capture:
+            for start in range(0, 12, 3):
+                rows = slice(start, start + 3)
+                model(data["input_ids"][rows])
+                capture.ship(data["input_ids"][rows], loss_mask=data["loss_mask"][rows])
+        assert bridge.flush(DEADLINE)
+        assert len(trainer.samples) == 6
+
+
+def test_a_selector_of_ones_own(trainer: FakeTrainer, connect: Connect) -> None:
+    def longest(pool: Sequence[Candidate], budget_bytes: int) -> list[int]:
+        return [max(range(len(pool)), key=lambda i: pool[i].tokens)]
+
+    model, data = make_model(), batch((8, 13, 9))
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, selector=longest)
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+        (sample,) = trainer.samples.values()
+        assert trainer.tensor(sample, "token_ids").tolist() == data["input_ids"][1].tolist()
+
+
+def test_long_sequences_arrive_as_windows(trainer: FakeTrainer, connect: Connect) -> None:
+    trainer.max_tokens = 16
+    model, data = make_model(), batch((40,), "left")
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+        ids, targets = data["input_ids"][0].tolist(), []
+        for sample in trainer.samples.values():
+            positions = trainer.tensor(sample, "positions").tolist()
+            assert len(positions) <= 16
+            assert trainer.tensor(sample, "token_ids").tolist() == [ids[p] for p in positions]
+            mask = trainer.tensor(sample, "loss_mask").tolist()
+            targets += [p for p, kept in zip(positions, mask, strict=True) if kept]
+        assert sorted(targets) == list(range(3, 40))

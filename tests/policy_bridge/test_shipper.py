@@ -1,0 +1,195 @@
+"""Shipping to a trainer that is up, slow, hung, refusing, killed or restarted."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from policy_bridge import PolicyBridge
+from slipstream.refusal import RefusedError
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+from .conftest import Connect, batch, make_model, ship
+from .doubles import DEADLINE, FakeTrainer
+
+# One sample of batch((10,)): 10 tokens of 4 states of 32 float32, and 17 bytes each.
+SAMPLE_BYTES = 10 * (4 * 32 * 4 + 17)
+
+
+def accounted(bridge: PolicyBridge) -> int:
+    """Everything that was chosen: acknowledged, waiting or shed."""
+    stats = bridge.stats()
+    return (
+        stats.accepted
+        + stats.duplicate
+        + stats.refused
+        + stats.outbox_samples
+        + sum(stats.shed.values())
+    )
+
+
+def test_a_version_is_announced_before_its_first_sample_and_hashes_save_bytes(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model = make_model()
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        for version in (1, 2, 3):
+            if version == 3:
+                with torch.no_grad():
+                    model.lm_head.weight.mul_(1.5)
+            with bridge.sync(version):
+                pass
+            ship(bridge, model, batch((10, 10)))
+        assert bridge.flush(DEADLINE)
+    firsts = [trainer.events.index(("announced", v)) for v in (1, 2, 3)]
+    samples = [trainer.events.index(("sample", v)) for v in (1, 2, 3)]
+    assert all(a < s for a, s in zip(firsts, samples, strict=True))
+    both = {"lm_head.weight", "embed_tokens.weight"}
+    assert trainer.chunks_sent == {1: both, 2: set(), 3: {"lm_head.weight"}}
+    assert torch.equal(
+        trainer.tensors[3]["lm_head.weight"], model.lm_head.weight[trainer.vocab_ids]
+    )
+    assert torch.equal(trainer.tensors[3]["embed_tokens.weight"], model.model.embed_tokens.weight)
+    stats = bridge.stats()
+    assert (stats.accepted, stats.announced, stats.connects) == (6, 3, 1)
+    assert stats.sent_bytes == sum(s.ByteSize() for s in trainer.samples.values())
+
+
+def test_credits_are_never_overdrawn(trainer: FakeTrainer, connect: Connect) -> None:
+    model, data = make_model(), batch((10,) * 8)
+    trainer.credit = 2 * SAMPLE_BYTES  # One message with its overhead, not two.
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+    assert trainer.overdrawn == 0
+    assert len(trainer.samples) == 8
+
+
+def test_a_sample_larger_than_the_trainers_window_does_not_block_the_others(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model = make_model()
+    trainer.credit = 2 * SAMPLE_BYTES
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, stall_seconds=0.3)
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, batch((40, 10, 10)))
+        assert bridge.flush(DEADLINE)
+        assert bridge.stats().shed == {"no_credit": 1}
+    assert len(trainer.samples) == 2
+    assert trainer.overdrawn == 0
+
+
+def test_close_interrupts_a_call_that_hangs(trainer: FakeTrainer, connect: Connect) -> None:
+    model = make_model()
+    trainer.hang.add("AnnouncePolicy")
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, batch((10, 10)))
+        trainer.wait_for(lambda: ("AnnouncePolicy", -1) in trainer.events)
+        bridge.close()
+        assert bridge.stats().shed == {"closed": 2}
+        assert accounted(bridge) == 2
+        trainer.release.set()
+
+
+def test_a_trainer_that_holds_its_acks_fills_a_bounded_outbox(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((10,) * 4)
+    trainer.ack = False
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, outbox_bytes=6 * SAMPLE_BYTES)
+        for version in (1, 2, 3):
+            with bridge.sync(version):
+                pass
+            ship(bridge, model, data)
+            assert bridge.stats().outbox_bytes <= 6 * SAMPLE_BYTES
+        stats = bridge.stats()
+        # 4 of version 1; then 2 of them make room, then the last 2 and 0 of version 2 ...
+        assert stats.outbox_samples == 6
+        assert sum(stats.shed.values()) == 6
+        assert stats.shed["superseded"] == 6
+        assert accounted(bridge) == 12
+
+
+def test_refusals_are_counted_by_field_and_the_stream_goes_on(
+    trainer: FakeTrainer, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, data = make_model(), batch((10, 7, 10, 7))
+    trainer.refuse = lambda s: (
+        RefusedError("token_ids", 7, 10, "send ten") if s.token_ids.shape[0] == 7 else None
+    )
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+        stats = bridge.stats()
+    assert (stats.accepted, stats.refused) == (2, 2)
+    assert stats.refused_by_field == {"token_ids": 2}
+    assert sum("token_ids" in record.message for record in caplog.records) == 1
+
+
+def test_a_refused_run_is_logged_once_and_shown(
+    trainer: FakeTrainer, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer.refuse_run = RefusedError("policy.hidden_size", 32, 64, "use the right draft")
+    with trainer.serve() as server:
+        bridge = connect(server.address, wait=False)
+        trainer.wait_for(lambda: trainer.events.count(("OpenRun", -1)) >= 3)
+        assert "policy.hidden_size: found 32, expected 64" in bridge.stats().last_error
+        bridge.close()
+    assert sum("policy.hidden_size" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "vocab", "field"),
+    [((2, 4, 8), [1, 2], "aux_layers"), ((2,), [1, 64], "draft_vocab"), ((2,), [2, 1], "draft_v")],
+)
+def test_a_draft_that_does_not_fit_is_refused_by_the_bridge(
+    connect: Connect, layers: tuple[int, ...], vocab: list[int], field: str
+) -> None:
+    trainer = FakeTrainer(layers=layers, vocab_ids=torch.tensor(vocab))
+    with trainer.serve() as server:
+        bridge = connect(server.address, wait=False)
+        trainer.wait_for(lambda: trainer.sessions >= 2)
+        assert not bridge.stats().connected
+        assert field in bridge.stats().last_error
+
+
+def test_close_drains_and_ends_every_thread(trainer: FakeTrainer, connect: Connect) -> None:
+    model, data = make_model(), batch((10,) * 3)
+    with trainer.serve() as server:
+        with connect(server.address, model=model, drain_seconds=DEADLINE) as bridge:
+            with bridge.sync(1):
+                pass
+            ship(bridge, model, data)
+        assert len(trainer.samples) == 3
+        names = [thread.name for thread in threading.enumerate()]
+        assert not [name for name in names if name.startswith("slipstream-")]
+        bridge.close()
+        with pytest.raises(RefusedError, match="closed"):
+            bridge.capture()
+
+
+def test_ids_are_unique_over_bridges_of_one_run(trainer: FakeTrainer, connect: Connect) -> None:
+    model, data = make_model(), batch((10,) * 3)
+    with trainer.serve() as server:
+        for version in (1, 2):
+            with connect(server.address, model=model, drain_seconds=DEADLINE) as bridge:
+                with bridge.sync(version):
+                    pass
+                ship(bridge, model, data)
+    assert len(trainer.samples) == len(trainer.received) == 6
+    assert all(isinstance(s, pb.VerifierStates) for s in trainer.samples.values())

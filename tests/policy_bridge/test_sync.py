@@ -1,0 +1,254 @@
+"""The weight-sync window: the rollouts always get their policy, or the caller hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from policy_bridge import PolicySyncError, null_bridge
+from policy_bridge.sync import policy_tensors
+from slipstream.refusal import RefusedError
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+from .conftest import Connect, make_model
+from .doubles import BlackHole, FakeRollout, FakeTrainer, Server
+
+
+@pytest.fixture
+def rollouts() -> Iterator[list[tuple[FakeRollout, Server]]]:
+    servers = [(double, double.serve()) for double in (FakeRollout(), FakeRollout())]
+    yield servers
+    for _, server in servers:
+        server.kill()
+
+
+Rollouts = list[tuple[FakeRollout, Server]]
+
+
+def addresses(rollouts: Rollouts) -> tuple[str, ...]:
+    return tuple(server.address for _, server in rollouts)
+
+
+def commit_all(trainer: FakeTrainer, rollouts: Rollouts) -> None:
+    """Let the trainer do what a real one does in CompleteSync."""
+
+    def complete(request: pb.CompleteSyncRequest) -> pb.CompleteSyncResponse:
+        outcomes = []
+        for double, server in rollouts:
+            double.draft_version = 7
+            state = double.commit([request.policy_stage_id] if request.policy_stage_id else [])
+            outcomes.append(pb.ServerOutcome(address=server.address, committed=True, state=state))
+        return pb.CompleteSyncResponse(result=pb.PublishResult(draft_version=7, servers=outcomes))
+
+    trainer.on_complete = complete
+
+
+def test_policy_and_draft_are_committed_in_one_call(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    model = make_model()
+    commit_all(trainer, rollouts)
+    trainer.rollout_servers = addresses(rollouts)  # The bridge asks the trainer for them.
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        with bridge.sync(5) as window:
+            window.push_policy()
+            assert all(double.policy_version is None for double, _ in rollouts)
+        assert window.result is not None
+        assert window.result.draft_versions == dict.fromkeys(addresses(rollouts), 7)
+        assert window.result.draft_errors == ()
+        assert window.result.policy_pushed
+        assert bridge.stats().last_sync == window.result
+        assert bridge.policy_version == bridge.stats().policy_version == 5
+    for double, _ in rollouts:
+        assert double.policy_version == 5
+        assert [len(ids) for ids in double.commits] == [1]
+        assert set(double.live) == set(model.state_dict())
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(double.live[name], tensor.bfloat16())
+
+
+def test_without_a_push_only_the_draft_is_committed(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    commit_all(trainer, rollouts)
+    with trainer.serve() as server:
+        bridge = connect(server.address, rollout_servers=addresses(rollouts))
+        with bridge.sync(1) as window:
+            pass
+    assert window.result is not None and not window.result.policy_pushed
+    assert set(window.result.draft_versions.values()) == {7}
+    assert all(double.policy_version is None for double, _ in rollouts)
+
+
+@pytest.mark.parametrize("failure", ["absent", "black hole", "PrepareSync", "CompleteSync"])
+def test_the_policy_arrives_without_the_trainer(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, failure: str
+) -> None:
+    model = make_model()
+    settings = {"rollout_servers": addresses(rollouts), "sync_seconds": 0.2, "model": model}
+    with trainer.serve() as server, BlackHole() as hole:
+        if failure in ("absent", "black hole"):
+            if failure == "absent":
+                server.kill()
+            address = server.address if failure == "absent" else hole
+            bridge = connect(address, wait=False, connect_seconds=0.2, **settings)
+        else:
+            trainer.hang.add(failure)
+            bridge = connect(server.address, **settings)
+        with bridge.sync(1) as window:
+            window.push_policy()
+        assert window.result is not None
+        assert len(window.result.draft_errors) == 1
+        assert window.result.draft_versions == dict.fromkeys(addresses(rollouts), 3)
+        assert bridge.policy_version == 1
+        trainer.release.set()
+    for double, _ in rollouts:
+        assert double.policy_version == 1
+        assert torch.equal(double.live["lm_head.weight"], model.lm_head.weight.bfloat16())
+        assert len(double.commits) == 1
+
+
+def test_a_commit_that_the_trainer_made_before_it_was_cut_off_is_not_made_twice(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    """CompleteSync reached one server of two, then failed."""
+
+    def complete(request: pb.CompleteSyncRequest) -> pb.CompleteSyncResponse:
+        double, server = rollouts[0]
+        state = double.commit([request.policy_stage_id])
+        lost = pb.ServerOutcome(address=rollouts[1][1].address, error="cut off")
+        done = pb.ServerOutcome(address=server.address, committed=True, state=state)
+        return pb.CompleteSyncResponse(result=pb.PublishResult(servers=[done, lost]))
+
+    trainer.on_complete = complete
+    with trainer.serve() as server:
+        bridge = connect(server.address, rollout_servers=addresses(rollouts))
+        with bridge.sync(1) as window:
+            window.push_policy()
+    assert window.result is not None
+    assert window.result.draft_errors == (f"{rollouts[1][1].address}: cut off",)
+    assert [len(double.commits) for double, _ in rollouts] == [1, 1]
+    assert [double.policy_version for double, _ in rollouts] == [1, 1]
+
+
+def test_a_draft_that_failed_is_reported_and_no_error(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    """Staging failed on one server; the other committed the policy without its draft."""
+    (_, first), (double, second) = rollouts
+
+    def complete(request: pb.CompleteSyncRequest) -> pb.CompleteSyncResponse:
+        state = double.commit([request.policy_stage_id])
+        outcome = pb.ServerOutcome(
+            address=second.address, committed=True, error="draft left behind", state=state
+        )
+        return pb.CompleteSyncResponse(result=pb.PublishResult(servers=[outcome]))
+
+    trainer.staging = [pb.ServerOutcome(address=first.address, error="disk full")]
+    trainer.on_complete = complete
+    with trainer.serve() as server:
+        bridge = connect(server.address, rollout_servers=addresses(rollouts))
+        with bridge.sync(1) as window:
+            window.push_policy()
+    assert window.result is not None
+    assert window.result.draft_errors == (
+        f"{first.address}: disk full",
+        f"{second.address}: draft left behind",
+    )
+    assert [double.policy_version for double, _ in rollouts] == [1, 1]
+
+
+def test_an_exception_inside_aborts_the_stage_and_passes_on(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    with trainer.serve() as server:
+        bridge = connect(server.address, rollout_servers=addresses(rollouts))
+        with pytest.raises(KeyError, match="the user's"), bridge.sync(1) as window:
+            window.push_policy()
+            raise KeyError("the user's")
+        assert bridge.policy_version is None
+        for double, _ in rollouts:
+            assert double.staged == {} and double.commits == []
+            assert len(double.aborted) == 1
+        assert ("CompleteSync", -1) not in trainer.events
+        # The same version may be tried again.
+        with bridge.sync(1) as window:
+            window.push_policy()
+        assert [double.policy_version for double, _ in rollouts] == [1, 1]
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+def test_a_server_that_does_not_stage_the_policy_stops_the_window(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, swallowed: bool
+) -> None:
+    rollouts[1][0].fail.add("Stage")
+    with trainer.serve() as server:
+        bridge = connect(server.address, rollout_servers=addresses(rollouts))
+        with pytest.raises(PolicySyncError, match="a switch") as raised, bridge.sync(1) as window:
+            if swallowed:
+                with pytest.raises(PolicySyncError):
+                    window.push_policy()
+            else:
+                window.push_policy()
+        assert set(raised.value.errors) == {rollouts[1][1].address}
+        assert bridge.policy_version is None
+        assert [double.policy_version for double, _ in rollouts] == [None, None]
+        assert [double.staged for double, _ in rollouts] == [{}, {}]
+
+
+def test_a_server_that_does_not_commit_the_policy_is_an_error(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    rollouts[0][0].fail.add("Commit")
+    with trainer.serve() as server:
+        bridge = connect(server.address, rollout_servers=addresses(rollouts))
+        expected = pytest.raises(PolicySyncError, match="not committed on 1 rollout")
+        with expected as raised, bridge.sync(1) as window:
+            window.push_policy()
+        assert set(raised.value.errors) == {rollouts[0][1].address}
+        assert raised.value.result.draft_versions == {rollouts[1][1].address: 3}
+        assert bridge.policy_version is None
+        assert rollouts[0][0].staged == {}
+
+
+def test_a_server_that_is_gone_is_an_error(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    rollouts[0][1].kill()
+    with trainer.serve() as server:
+        bridge = connect(server.address, rollout_servers=addresses(rollouts))
+        with pytest.raises(PolicySyncError, match="UNAVAILABLE"), bridge.sync(1) as window:
+            window.push_policy()
+        assert rollouts[1][0].staged == {}
+
+
+def test_misuse_is_refused(trainer: FakeTrainer, connect: Connect, rollouts: Rollouts) -> None:
+    with trainer.serve() as server:
+        bridge = connect(server.address)
+        with pytest.raises(RefusedError, match="rollout_servers"), bridge.sync(1) as window:
+            window.push_policy()
+        other = connect(server.address, rollout_servers=addresses(rollouts))
+        with pytest.raises(RefusedError, match="push_policy"), other.sync(1) as window:
+            window.push_policy()
+            window.push_policy()
+        with pytest.raises(RefusedError, match="open window"), other.sync(1), other.sync(2):
+            pass
+    with pytest.raises(RefusedError, match="disabled"), null_bridge().sync(1) as null_window:
+        null_window.push_policy()
+
+
+def test_policy_tensors_cast_floats_and_send_tied_ones_once() -> None:
+    tied = make_model(tied=True)
+    names = set(policy_tensors(tied, "bfloat16"))
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    given = {"w": torch.ones(3), "count": torch.tensor(3), "empty": torch.empty(0)}
+    cast = policy_tensors(given, "bfloat16")
+    assert {k: v.dtype for k, v in cast.items()} == {
+        "w": torch.bfloat16,
+        "count": torch.int64,
+        "empty": torch.bfloat16,
+    }
+    assert policy_tensors(given, "")["w"].dtype == torch.float32

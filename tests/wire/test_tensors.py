@@ -1,0 +1,187 @@
+"""Tensors on the wire: exact round trips, and no damaged message becomes a tensor."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from slipstream.refusal import RefusedError
+from slipstream.tensors import (
+    CHUNK_BYTES,
+    ChunkAssembler,
+    chunks_of,
+    decode,
+    digest,
+    dtype_from_wire,
+    dtype_to_wire,
+    encode,
+    spec_of,
+)
+from slipstream.v1 import tensor_pb2
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+]
+SHAPES = [(), (0,), (1,), (3, 4), (2, 0, 5), (2, 3, 4)]
+
+
+def make(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 100
+    return (values > 0) if dtype == torch.bool else values.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_round_trip(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = make(dtype, shape)
+    message = tensor_pb2.Tensor.FromString(encode(tensor).SerializeToString())
+    back = decode(message, "t")
+    assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(back, tensor)
+    assert len(message.data) == math.prod(shape) * dtype.itemsize
+    assert dtype_from_wire(dtype_to_wire(dtype), "t") == dtype
+
+
+def test_special_floats_keep_their_bits() -> None:
+    tensor = torch.tensor([float("nan"), float("inf"), float("-inf"), -0.0, 1e-45])
+    back = decode(encode(tensor), "t")
+    assert torch.equal(back.view(torch.int32), tensor.view(torch.int32))
+
+
+def test_views_are_sent_row_major() -> None:
+    base = torch.arange(24).reshape(4, 6)
+    for view in (base.T, base[::2], base[:, 1:3], base[1].expand(3, 6)):
+        assert torch.equal(decode(encode(view), "t"), view)
+        assert digest(view) == digest(view.clone())
+
+
+def test_the_decoded_tensor_owns_writable_memory() -> None:
+    message = encode(torch.zeros(3))
+    decode(message, "t").add_(1.0)
+    assert torch.equal(decode(message, "t"), torch.zeros(3))
+
+
+def test_a_tensor_that_needs_grad_is_encoded() -> None:
+    assert torch.equal(decode(encode(torch.ones(2, requires_grad=True)), "t"), torch.ones(2))
+
+
+def test_bytes_are_little_endian() -> None:
+    assert encode(torch.tensor([1, 256], dtype=torch.int32)).data == b"\1\0\0\0\0\1\0\0"
+
+
+@pytest.mark.parametrize(
+    ("damage", "field"),
+    [
+        (lambda m: setattr(m, "data", b"\1" + m.data[1:]), "t.crc32"),
+        (lambda m: setattr(m, "crc32", m.crc32 ^ 1), "t.crc32"),
+        (lambda m: setattr(m, "data", m.data[:-1]), "t.data"),
+        (lambda m: setattr(m, "data", m.data + b"\0"), "t.data"),
+        (lambda m: m.shape.append(2), "t.data"),
+        (lambda m: m.shape.extend([-1, -1]), "t.shape"),
+        (lambda m: setattr(m, "dtype", tensor_pb2.DTYPE_UNSPECIFIED), "t.dtype"),
+        (lambda m: setattr(m, "dtype", 99), "t.dtype"),
+    ],
+)
+def test_a_damaged_message_is_refused(damage: object, field: str) -> None:
+    message = encode(torch.zeros(2, 3))
+    damage(message)  # type: ignore[operator]
+    with pytest.raises(RefusedError) as refused:
+        decode(message, "t")
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.complex64])
+def test_other_dtypes_do_not_cross(dtype: torch.dtype) -> None:
+    with pytest.raises(RefusedError, match="dtype"):
+        encode(torch.zeros(1, dtype=dtype))
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "large": torch.randn(CHUNK_BYTES // 4 + 100, 2, generator=generator),
+        "small": torch.arange(5),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3),
+    }
+
+
+def assembler(sent: dict[str, torch.Tensor]) -> ChunkAssembler:
+    return ChunkAssembler([spec_of(name, tensor) for name, tensor in sent.items()], 1 << 30)
+
+
+def test_chunks_put_every_tensor_together_again() -> None:
+    sent = tensors()
+    receiver, chunks = assembler(sent), list(chunks_of(sent))
+    assert all(0 < len(chunk.data) <= CHUNK_BYTES for chunk in chunks)
+    assert [c.name for c in chunks] == ["large"] * 3 + ["small", "scalar"]
+    for chunk in chunks:
+        receiver.feed(chunk)
+    got = receiver.finish()
+    assert list(got) == list(sent)
+    for name, tensor in sent.items():
+        assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
+    assert receiver.bytes_received == sum(tensor.nbytes for tensor in sent.values())
+
+
+def test_chunks_of_two_tensors_may_alternate() -> None:
+    sent = {"a": tensors()["large"], "b": tensors()["large"] * 2}
+    receiver, chunks = assembler(sent), list(chunks_of(sent))
+    for pair in zip(chunks[:3], chunks[3:], strict=True):
+        for chunk in pair:
+            receiver.feed(chunk)
+    assert torch.equal(receiver.finish()["b"], sent["b"])
+
+
+def test_chunks_out_of_order_or_twice_or_beyond_are_refused() -> None:
+    sent = tensors()
+    chunks = [chunk for chunk in chunks_of(sent) if chunk.name == "large"]
+    receiver = assembler(sent)
+    with pytest.raises(RefusedError, match=r"large\.offset"):
+        receiver.feed(chunks[1])
+    receiver.feed(chunks[0])
+    with pytest.raises(RefusedError, match=r"large\.offset"):
+        receiver.feed(chunks[0])
+    receiver.feed(chunks[1])
+    chunks[2].data += b"\0"
+    with pytest.raises(RefusedError, match=r"large\.data"):
+        receiver.feed(chunks[2])
+    with pytest.raises(RefusedError, match=r"chunk\.name"):
+        receiver.feed(tensor_pb2.TensorChunk(name="stranger", data=b"1"))
+
+
+def test_short_or_altered_content_is_refused() -> None:
+    sent = {"w": torch.arange(8)}
+    (chunk,) = chunks_of(sent)
+    short = assembler(sent)
+    with pytest.raises(RefusedError, match="0 bytes, expected 64 bytes"):
+        short.finish()
+    altered = assembler(sent)
+    chunk.data = b"\1" + chunk.data[1:]
+    altered.feed(chunk)
+    with pytest.raises(RefusedError, match=r"w\.sha256"):
+        altered.finish()
+
+
+def test_specs_that_cannot_be_are_refused_before_a_byte_arrives() -> None:
+    good = spec_of("w", torch.zeros(4))
+    with pytest.raises(RefusedError, match="at most 15 bytes"):
+        ChunkAssembler([good], 15)
+    for name, value in (("sha256", b"short"), ("dtype", 0)):
+        bad = tensor_pb2.TensorSpec()
+        bad.CopyFrom(good)
+        setattr(bad, name, value)
+        with pytest.raises(RefusedError, match=name):
+            ChunkAssembler([bad], 1 << 20)
+    bad = tensor_pb2.TensorSpec()
+    bad.CopyFrom(good)
+    bad.shape[0] = -4
+    with pytest.raises(RefusedError, match="shape"):
+        ChunkAssembler([bad], 1 << 20)
