@@ -13,6 +13,9 @@ from slipstream.v1 import release_pb2
 
 METADATA_KEY = "slipstream-refusal-bin"
 
+StatusCode = grpc.StatusCode
+"""Re-exported for the rooms' cores, which name a code and know nothing else of gRPC."""
+
 
 class RefusedError(Exception):
     """A request, file or option that cannot be taken.

@@ -1,0 +1,178 @@
+"""The trainer's own counters, kept once: the status call and Prometheus both read them here.
+
+Plain numbers behind one lock; nothing here knows of gRPC or Prometheus.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+@dataclass(frozen=True)
+class Durations:
+    """A histogram of seconds: counts per bucket (the last is +Inf), and their sum."""
+
+    counts: tuple[int, ...] = (0,) * (len(SECONDS_BUCKETS) + 1)
+    total: float = 0.0
+
+    def observe(self, seconds: float) -> Durations:
+        """This histogram with one more value."""
+        counts = list(self.counts)
+        counts[bisect_left(SECONDS_BUCKETS, seconds)] += 1
+        return Durations(tuple(counts), self.total + seconds)
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """The last gate verdict. Lengths are None where nothing could be measured."""
+
+    verdict: str
+    candidate: float | None
+    incumbent: float | None
+    half_width: float | None
+    anchors: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Everything that was counted since the process started, at one instant."""
+
+    samples_accepted: int = 0
+    samples_duplicate: int = 0
+    samples_refused: int = 0
+    samples_evicted: int = 0
+    samples_trained: int = 0
+    train_steps: int = 0
+    train_steps_skipped: int = 0
+    tokens_trained: int = 0
+    train_seconds: float = 0.0
+    loss: float | None = None
+    step_acceptance: tuple[float, ...] = ()
+    idle: bool = True
+    gate: GateResult | None = None
+    training_error: str = ""
+    refused_by_field: Counter[str] = field(default_factory=Counter)
+    gate_verdicts: Counter[str] = field(default_factory=Counter)
+    publishes: Counter[str] = field(default_factory=Counter)
+    stage_seconds: Durations = Durations()
+    commit_seconds: Durations = Durations()
+    revision: int = 0
+
+
+class Board:
+    """Thread-safe holder of one ``Counts``; every change wakes those who watch."""
+
+    def __init__(self) -> None:
+        self._counts = Counts()
+        self._changed = threading.Condition()
+
+    def read(self) -> Counts:
+        """The numbers now. The counters inside are copies."""
+        with self._changed:
+            now = self._counts
+            return replace(
+                now,
+                refused_by_field=Counter(now.refused_by_field),
+                gate_verdicts=Counter(now.gate_verdicts),
+                publishes=Counter(now.publishes),
+            )
+
+    def wait_beyond(self, revision: int, timeout: float) -> bool:
+        """Block until something changed since ``revision``; False when ``timeout`` s passed."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._counts.revision > revision, timeout)
+
+    def touch(self) -> None:
+        """Something outside these counters changed (a version, a promotion)."""
+        self._change()
+
+    def accepted(self) -> None:
+        """A sample was taken."""
+        with self._changed:
+            self._change(samples_accepted=self._counts.samples_accepted + 1)
+
+    def duplicate(self) -> None:
+        """A sample came that had been taken before."""
+        with self._changed:
+            self._change(samples_duplicate=self._counts.samples_duplicate + 1)
+
+    def refused(self, field_name: str) -> None:
+        """A sample was refused for ``field_name`` (one of the fixed names of ``ingest``)."""
+        with self._changed:
+            self._counts.refused_by_field[field_name] += 1
+            self._change(samples_refused=self._counts.samples_refused + 1)
+
+    def evicted(self, samples: int) -> None:
+        """Samples fell out of the replay buffer untrained."""
+        with self._changed:
+            if samples:
+                self._change(samples_evicted=self._counts.samples_evicted + samples)
+
+    def idle(self, idle: bool) -> None:
+        """Whether there is nothing to train on."""
+        with self._changed:
+            if idle != self._counts.idle:
+                self._change(idle=idle)
+
+    def trained(
+        self,
+        *,
+        samples: int,
+        tokens: int,
+        seconds: float,
+        skipped: bool,
+        loss: float | None,
+        step_acceptance: Sequence[float],
+    ) -> None:
+        """One optimizer step, or one that was skipped for a non-finite loss or gradient."""
+        with self._changed:
+            now = self._counts
+            self._change(
+                train_steps=now.train_steps + (not skipped),
+                train_steps_skipped=now.train_steps_skipped + skipped,
+                samples_trained=now.samples_trained + samples,
+                tokens_trained=now.tokens_trained + (0 if skipped else tokens),
+                train_seconds=now.train_seconds + seconds,
+                loss=now.loss if skipped else loss,
+                step_acceptance=now.step_acceptance if skipped else tuple(step_acceptance),
+            )
+
+    def gated(self, result: GateResult) -> None:
+        """A verdict of the gate."""
+        with self._changed:
+            self._counts.gate_verdicts[result.verdict] += 1
+            self._change(gate=result)
+
+    def staged(self, seconds: float) -> None:
+        """One server staged one release."""
+        with self._changed:
+            self._change(stage_seconds=self._counts.stage_seconds.observe(seconds))
+
+    def committed(self, seconds: float) -> None:
+        """One server committed one release."""
+        with self._changed:
+            self._change(commit_seconds=self._counts.commit_seconds.observe(seconds))
+
+    def published(self, outcome: str) -> None:
+        """One attempt to publish ended: committed, stage_failed, rolled_back, unreachable."""
+        with self._changed:
+            self._counts.publishes[outcome] += 1
+            self._change()
+
+    def training_failed(self, text: str) -> None:
+        """The training thread ended with an error; the service goes on without it."""
+        self._change(training_error=text)
+
+    def _change(self, **changes: object) -> None:
+        # The condition's lock is re-entrant: callers that add to a number hold it already.
+        with self._changed:
+            changes["revision"] = self._counts.revision + 1
+            self._counts = replace(self._counts, **changes)  # type: ignore[arg-type]
+            self._changed.notify_all()

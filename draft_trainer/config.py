@@ -1,0 +1,203 @@
+"""What ``draft-trainer serve --config FILE`` reads: TOML, every key checked before anything starts.
+
+Paths are relative to the folder of the configuration file, so that a run does
+not depend on where it was started.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from slipstream.channel import MAX_MESSAGE_BYTES
+from slipstream.refusal import RefusedError
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0.0, le=3600.0, allow_inf_nan=False)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+ConfigPath = Annotated[Path, Field(strict=False)]
+
+
+class _Section(BaseModel):
+    # strict: "5" is not 5. A config that is coerced hides the typo that made it.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ServerConfig(_Section):
+    """[server]: where it listens and what one client may hold."""
+
+    host: str = "127.0.0.1"
+    port: Port = 50051
+    metrics_port: Port = 9464
+    max_streams: Annotated[int, Field(ge=1, le=256)] = 8
+    max_tokens_per_sample: Annotated[int, Field(ge=4)] = 2048
+    receive_window_bytes: Annotated[int, Field(ge=4096)] = MAX_MESSAGE_BYTES
+    shutdown_timeout_s: Seconds = 10.0
+
+
+class DraftConfig(_Section):
+    """[draft]: the checkpoint it starts from and the folder its releases live in."""
+
+    initial: ConfigPath
+    registry: ConfigPath
+    keep_releases: Annotated[int, Field(ge=2)] = 16
+
+
+class ReplayConfig(_Section):
+    """[replay]: how much is kept, for how long, and what is held out of training."""
+
+    capacity_bytes: Annotated[int, Field(ge=1)] = 1 << 30
+    held_out_fraction: Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)] = 0.1
+    max_epochs: Annotated[int, Field(ge=1)] = 2
+    max_policy_lag: Annotated[int, Field(ge=0)] = 4
+    ledger_entries: Annotated[int, Field(ge=1)] = 262_144
+
+
+class TrainingConfig(_Section):
+    """[training]: the optimizer, the training-time test and the processor's share."""
+
+    learning_rate: Positive = 1e-3
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
+    grad_clip: Positive = 1.0
+    ttt_steps: Annotated[int, Field(ge=1, le=16)] = 5
+    step_weight_decay: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.8
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    batch_tokens: Annotated[int, Field(ge=1)] = 4096
+    forward_tokens: Annotated[int, Field(ge=1)] = 4096
+    linger_s: Seconds = 0.2
+    steps_per_candidate: Annotated[int, Field(ge=1)] = 50
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    nice: Annotated[int, Field(ge=0, le=19)] = 5
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+class GateSection(_Section):
+    """[gate]: what a candidate must prove on held-out states before it is promoted."""
+
+    min_gain: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
+    confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = 0.95
+    min_anchors: Annotated[int, Field(ge=1)] = 200
+    newest_versions: Annotated[int, Field(ge=1)] = 2
+    max_tokens: Annotated[int, Field(ge=1)] = 16384
+
+
+class PublishConfig(_Section):
+    """[publish]: the fleet, how it drafts, and how long a phase may take."""
+
+    rollout_servers: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=16)] = 3
+    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
+    on: Literal["sync", "promotion"] = "sync"
+    state_timeout_s: Seconds = 5.0
+    stage_timeout_s: Seconds = 60.0
+    commit_timeout_s: Seconds = 10.0
+
+    @field_validator("rollout_servers")
+    @classmethod
+    def _addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdigit() or not 0 < int(port) < 65536:
+                raise ValueError(f"an address of the form host:port, not {address!r}")
+        if len(set(addresses)) != len(addresses):
+            raise ValueError("every address once")
+        return addresses
+
+
+class TrainerConfig(_Section):
+    """The whole file."""
+
+    server: ServerConfig = ServerConfig()
+    draft: DraftConfig
+    replay: ReplayConfig = ReplayConfig()
+    training: TrainingConfig = TrainingConfig()
+    gate: GateSection = GateSection()
+    publish: PublishConfig = PublishConfig()
+
+    @model_validator(mode="after")
+    def _depth_covers_the_served_drafts(self) -> TrainerConfig:
+        k, depth = self.publish.num_speculative_tokens, self.training.ttt_steps
+        if depth < k:
+            # Acceptance falls at draft positions beyond the depth that was trained.
+            raise RefusedError(
+                "training.ttt_steps",
+                depth,
+                f"at least publish.num_speculative_tokens = {k}",
+                "raise training.ttt_steps, or serve a shorter draft",
+            )
+        return self
+
+
+def load_config(path: Path) -> TrainerConfig:
+    """Read, check and resolve a configuration file.
+
+    Raises:
+        RefusedError: no such file, not TOML, or a key that is unknown, missing,
+            of the wrong type or out of range; ``field`` is the dotted key.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RefusedError(
+            "--config", f"{path} ({error.strerror})", "a readable TOML file", "check the path"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RefusedError(
+            "--config", f"{path}: {error}", "valid TOML in UTF-8", "fix that place"
+        ) from error
+    config = parse_config(raw)
+    base = path.resolve().parent
+    draft = config.draft.model_copy(
+        update={"initial": base / config.draft.initial, "registry": base / config.draft.registry}
+    )
+    return config.model_copy(update={"draft": draft})
+
+
+def parse_config(raw: Mapping[str, object]) -> TrainerConfig:
+    """Check a parsed file. Raises RefusedError naming the first wrong key and all others."""
+    try:
+        return TrainerConfig.model_validate(raw)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=True)
+        refusal = _refusal_of(details[0])
+        if len(details) > 1:
+            others = ", ".join(_key(detail) for detail in details[1:])
+            refusal.next_step += f" (also wrong: {others})"
+        raise RefusedError(
+            refusal.field, refusal.found, refusal.expected, refusal.next_step
+        ) from None
+
+
+def _key(detail: ErrorDetails) -> str:
+    return ".".join(str(part) for part in detail["loc"])
+
+
+def _refusal_of(detail: ErrorDetails) -> RefusedError:
+    key = _key(detail)
+    if detail["type"] == "missing":
+        kind = "a [section]" if len(detail["loc"]) == 1 else "a value"
+        return RefusedError(key, "nothing", f"{kind} for this required key", f"add {key}")
+    if detail["type"] == "extra_forbidden":
+        known = _known_keys(detail)
+        near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
+        hint = f"rename it to {near[0]}" if near else "remove it"
+        return RefusedError(key, "an unknown key", f"one of {known}", hint)
+    expected = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return RefusedError(key, repr(detail["input"]), expected, f"fix {key}")
+
+
+def _known_keys(detail: ErrorDetails) -> list[str]:
+    model: type[BaseModel] = TrainerConfig
+    for part in detail["loc"][:-1]:
+        annotation = model.model_fields[str(part)].annotation
+        candidates = [annotation, *get_args(annotation)]
+        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return sorted(model.model_fields)

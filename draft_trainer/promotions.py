@@ -1,0 +1,150 @@
+"""Which release the fleet should serve: one small file in the registry, replaced atomically.
+
+Without it a restarted trainer would fall back to the initial draft and the next
+sync would push that to every server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from slipstream.refusal import RefusedError, StatusCode
+
+FILE_NAME = "promoted.json"
+HISTORY = 16
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """What is wanted and what was served.
+
+    Args:
+        promoted: the release that every server should serve.
+        pinned: the gate may not replace it.
+        served: releases the whole fleet served, oldest first; the last is the last good one.
+    """
+
+    promoted: int
+    pinned: bool
+    served: tuple[int, ...]
+
+    @property
+    def last_good(self) -> int:
+        """The release the fleet ends on when a publish fails."""
+        return self.served[-1]
+
+    @property
+    def previous(self) -> int | None:
+        """The release served before the last good one, if any."""
+        return self.served[-2] if len(self.served) > 1 else None
+
+
+class Promotions:
+    """The pointer and its file. Every change is on disk before it is visible.
+
+    Args:
+        root: the registry's folder.
+        initial: what is promoted and served where there is no file yet.
+
+    Raises:
+        RefusedError: the file is not what this class writes, or cannot be written.
+    """
+
+    def __init__(self, root: Path, initial: int) -> None:
+        self._path = root / FILE_NAME
+        self._lock = threading.Lock()
+        if self._path.exists():
+            self._now = _read(self._path)
+        else:
+            self._now = Promotion(initial, False, (initial,))
+            self._write(self._now)
+
+    @property
+    def now(self) -> Promotion:
+        """The current pointer."""
+        with self._lock:
+            return self._now
+
+    def offer(self, version: int) -> bool:
+        """Promote a release that passed the gate, unless one is pinned. True when promoted."""
+        with self._lock:
+            if self._now.pinned:
+                return False
+            self._set(replace(self._now, promoted=version))
+            return True
+
+    def promote(self, version: int, pin: bool) -> None:
+        """Promote by hand."""
+        with self._lock:
+            self._set(replace(self._now, promoted=version, pinned=pin))
+
+    def serves(self, version: int) -> None:
+        """Every reachable server serves ``version`` now."""
+        with self._lock:
+            if self._now.last_good != version:
+                self._set(replace(self._now, served=(*self._now.served, version)[-HISTORY:]))
+
+    def roll_back(self) -> int:
+        """Promote the release that was served before the current one, and return it.
+
+        Raises:
+            RefusedError: FAILED_PRECONDITION, there is none.
+        """
+        with self._lock:
+            previous = self._now.previous
+            if previous is None:
+                raise RefusedError(
+                    "release",
+                    f"only release {self._now.last_good} was ever served",
+                    "a release that was served before it",
+                    "promote a release by its number: draft-trainer releases promote N",
+                    StatusCode.FAILED_PRECONDITION,
+                )
+            self._set(replace(self._now, promoted=previous, served=self._now.served[:-1]))
+            return previous
+
+    def _set(self, promotion: Promotion) -> None:
+        self._write(promotion)
+        self._now = promotion
+
+    def _write(self, promotion: Promotion) -> None:
+        temporary = self._path.with_suffix(".tmp")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                json.dump(asdict(promotion), file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._path)
+            folder = os.open(self._path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise RefusedError(
+                "draft.registry",
+                f"{self._path} ({error.strerror})",
+                "a folder that can be written",
+                "check its owner, its mode and the free space",
+                StatusCode.FAILED_PRECONDITION,
+            ) from error
+
+
+def _read(path: Path) -> Promotion:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        promotion = Promotion(int(raw["promoted"]), bool(raw["pinned"]), tuple(raw["served"]))
+        if not promotion.served or not all(isinstance(v, int) for v in promotion.served):
+            raise ValueError("served must name at least one release")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RefusedError(
+            str(path),
+            str(error),
+            '{"promoted": N, "pinned": false, "served": [N, ...]}',
+            "restore the file, or remove it to start from the oldest release",
+        ) from error
+    return promotion

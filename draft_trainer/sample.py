@@ -1,0 +1,53 @@
+"""One verified sequence, as the trainer keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """The states of one sequence (or window, or pack) that the policy's own forward pass saw.
+
+    Field semantics are those of ``slipstream.v1.VerifierStates``. T tokens, A auxiliary layers,
+    H hidden size. The tensors are shared, never written to.
+
+    Attributes:
+        sample_id: unique within the run.
+        policy_version: the policy version whose forward pass made the states.
+        temperature: sampling temperature of the rollout, > 0; the teacher's temperature.
+        token_ids: int32 or int64 [T], x_0 .. x_{T-1}.
+        positions: int32 or int64 [T], position of each token in its own sequence.
+        segment_ids: int32 or int64 [T], one number per packed sequence, in one run each.
+        loss_mask: bool [T], true where the token is a completion token.
+        aux: [T, A * H], auxiliary hidden states, concatenated in the run's layer order.
+        final_hidden: [T, H], after the final norm (the input of lm_head).
+        sampled_logprobs: float32 [T], log p(x_t | x_<t) at ``temperature``.
+        sampled_logits: float32 [T], logit of x_t given x_<t, before temperature.
+    """
+
+    sample_id: str
+    policy_version: int
+    temperature: float
+    token_ids: Tensor
+    positions: Tensor
+    segment_ids: Tensor
+    loss_mask: Tensor
+    aux: Tensor
+    final_hidden: Tensor
+    sampled_logprobs: Tensor
+    sampled_logits: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.token_ids.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tensors occupy."""
+        tensors = (getattr(self, field.name) for field in fields(self))
+        return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))

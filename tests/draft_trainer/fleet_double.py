@@ -1,0 +1,205 @@
+"""A rollout server without vLLM: the real wire, the .proto's rules, and faults on demand."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import grpc
+import torch
+
+from slipstream.channel import SERVER_OPTIONS
+from slipstream.refusal import RefusedError, abort_with
+from slipstream.tensors import ChunkAssembler
+from slipstream.v1 import rollout_server_pb2 as pb
+from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
+
+# ruff: noqa: N802
+
+
+@dataclass
+class Staged:
+    """What a stage holds."""
+
+    kind: int
+    version: int
+    against: int | None
+    tensors: dict[str, torch.Tensor]
+
+
+@dataclass
+class Faults:
+    """What goes wrong. Each entry is used once where it is a list.
+
+    Args:
+        stage: refuse to stage.
+        commit: refuse commits that name one of these stage ids.
+        lose_answer: commit, then fail the call as if the connection had gone.
+        roll_back: refuse to roll back.
+    """
+
+    stage: bool = False
+    commit: set[str] = field(default_factory=set)
+    lose_answer: bool = False
+    roll_back: bool = False
+
+
+class RolloutDouble(pb_grpc.RolloutServerServicer):
+    """See ``rollout_server.proto``. Counts the calls of each method in ``calls``."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.faults = Faults()
+        self.calls: list[tuple[str, tuple[str, ...]]] = []
+        self.live: dict[str, torch.Tensor] = {}
+        self.state = pb.ServerState(
+            num_speculative_tokens=3, draft_sample_method="probabilistic", speculation_enabled=True
+        )
+        self.bytes_received = 0
+        self._staged: dict[str, Staged] = {}
+        self._content: dict[bytes, torch.Tensor] = {}
+        self._before: tuple[int, dict[str, torch.Tensor]] | None = None
+        self._lock = threading.Lock()
+        self._server = grpc.server(ThreadPoolExecutor(8), options=SERVER_OPTIONS)
+        pb_grpc.add_RolloutServerServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.address = f"127.0.0.1:{self.port}"
+        self._server.start()
+
+    def stop(self) -> None:
+        """As if the process ended: calls in progress are cut."""
+        self._server.stop(grace=None).wait(5)
+
+    def commits(self) -> list[tuple[str, ...]]:
+        """The stage ids of every commit call, sorted within a call."""
+        with self._lock:
+            return [ids for name, ids in self.calls if name == "Commit"]
+
+    def stage_policy(self, stage_id: str, version: int) -> None:
+        """What the bridge does before CompleteSync."""
+        with self._lock:
+            self._staged[stage_id] = Staged(pb.STAGE_KIND_POLICY, version, None, {})
+
+    def Stage(
+        self, request_iterator: Iterator[pb.StageRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.StageResponse]:
+        started = time.monotonic()
+        header = next(request_iterator).header
+        self._note("Stage", [header.stage_id])
+        if self.faults.stage:
+            abort_with(
+                RefusedError("tensors", "a wrong shape", "the model's", "fix the draft"), context
+            )
+        with self._lock:
+            held = {
+                s.name: self._content[s.sha256] for s in header.tensors if s.sha256 in self._content
+            }
+        missing = [spec for spec in header.tensors if spec.name not in held]
+        yield pb.StageResponse(needed=pb.StageNeeded(names=[spec.name for spec in missing]))
+        assembler = ChunkAssembler(missing, 1 << 30)
+        try:
+            for request in request_iterator:
+                assembler.feed(request.chunk)
+            tensors = held | assembler.finish()
+        except RefusedError as error:
+            abort_with(error, context)
+        with self._lock:
+            self.bytes_received += assembler.bytes_received
+            self._content |= {spec.sha256: tensors[spec.name] for spec in header.tensors}
+            known = header.HasField("trained_against_policy_version")
+            self._staged[header.stage_id] = Staged(
+                header.kind,
+                header.version,
+                header.trained_against_policy_version if known else None,
+                tensors,
+            )
+        yield pb.StageResponse(
+            staged=pb.StageResult(
+                stage_id=header.stage_id,
+                bytes_received=assembler.bytes_received,
+                seconds=time.monotonic() - started,
+            )
+        )
+
+    def Commit(self, request: pb.CommitRequest, context: grpc.ServicerContext) -> pb.CommitResponse:
+        self._note("Commit", sorted(request.stage_ids))
+        bad = self.faults.commit & set(request.stage_ids)
+        if bad:
+            abort_with(
+                RefusedError("stage", sorted(bad), "weights that load", "look at the log"), context
+            )
+        with self._lock:
+            unknown = [i for i in request.stage_ids if i not in self._staged]
+            if not unknown:
+                for stage_id in request.stage_ids:
+                    self._apply(self._staged.pop(stage_id))
+        if unknown:
+            abort_with(
+                RefusedError(
+                    "stage_ids", unknown, "staged ids", "stage first", grpc.StatusCode.NOT_FOUND
+                ),
+                context,
+            )
+        if self.faults.lose_answer:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
+        return pb.CommitResponse(state=self._state(), seconds=0.001, worker_seconds=0.001)
+
+    def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.AbortResponse:
+        self._note("Abort", sorted(request.stage_ids))
+        with self._lock:
+            for stage_id in request.stage_ids:
+                self._staged.pop(stage_id, None)
+        return pb.AbortResponse()
+
+    def RollBack(
+        self, request: pb.RollBackRequest, context: grpc.ServicerContext
+    ) -> pb.CommitResponse:
+        self._note("RollBack", [])
+        with self._lock:
+            before = self._before
+            if before is not None and not self.faults.roll_back:
+                self.state.draft_version, self.live = before
+                self.state.ClearField("previous_draft_version")
+                self._before = None
+        if before is None or self.faults.roll_back:
+            abort_with(
+                RefusedError(
+                    "draft",
+                    "nothing",
+                    "a draft served before",
+                    "stage one",
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                ),
+                context,
+            )
+        return pb.CommitResponse(state=self._state())
+
+    def GetState(
+        self, request: pb.GetStateRequest, context: grpc.ServicerContext
+    ) -> pb.ServerState:
+        return self._state()
+
+    def _note(self, name: str, ids: list[str]) -> None:
+        with self._lock:
+            self.calls.append((name, tuple(ids)))
+
+    def _apply(self, staged: Staged) -> None:
+        if staged.kind == pb.STAGE_KIND_POLICY:
+            self.state.policy_version = staged.version
+            self.state.policy_commits += 1
+            return
+        self._before = (self.state.draft_version, self.live)
+        self.state.previous_draft_version = self.state.draft_version
+        self.state.draft_version = staged.version
+        self.state.draft_commits += 1
+        self.live = staged.tensors
+
+    def _state(self) -> pb.ServerState:
+        with self._lock:
+            state = pb.ServerState()
+            state.CopyFrom(self.state)
+            del state.staged[:]
+            state.staged.extend(sorted(self._staged))
+            return state

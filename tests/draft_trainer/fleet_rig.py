@@ -1,0 +1,70 @@
+"""A publisher, its releases and its fleet of rollout servers, all in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from draft_trainer.board import Board
+from draft_trainer.checkpoint import d2t_of
+from draft_trainer.fleet import Fleet, Timeouts
+from draft_trainer.promotions import Promotions
+from draft_trainer.publisher import Publisher
+from draft_trainer.releases import Registry
+from tests.draft_trainer.fleet_double import RolloutDouble
+from tests.draft_trainer.rig import write_draft
+from tests.draft_trainer.synthetic import draft_vocab_ids, head
+
+RELEASES = 4
+
+
+class Rig:
+    """Three rollout servers, four releases, a publisher."""
+
+    def __init__(self, tmp_path: Path, servers: int = 3) -> None:
+        self.doubles = [RolloutDouble() for _ in range(servers)]
+        self.registry = Registry(tmp_path / "registry")
+        self.registry.import_initial(write_draft(tmp_path / "initial"))
+        for seed in range(1, RELEASES):
+            model = head(seed)
+            self.registry.create(
+                model,
+                model.config,
+                d2t_of(draft_vocab_ids()),
+                parent=seed - 1,
+                trained_against=10 + seed,
+                run_id="run",
+                ttt_steps=3,
+                gate=None,
+            )
+        self.root = tmp_path / "registry"
+        self.board = Board()
+        self.fleet = Fleet([d.address for d in self.doubles], Timeouts(2.0, 10.0, 2.0))
+        self.promotions = Promotions(self.root, 0)
+        self.publisher = Publisher(self.fleet, self.registry, self.promotions, self.board)
+
+    @property
+    def served(self) -> list[int]:
+        return [d.state.draft_version for d in self.doubles]
+
+    @property
+    def policies(self) -> list[int]:
+        return [d.state.policy_version for d in self.doubles]
+
+    def stage_policy(self, version: int) -> str:
+        for double in self.doubles:
+            double.stage_policy(f"policy-{version}", version)
+        return f"policy-{version}"
+
+    def assert_live(self, version: int) -> None:
+        """Every server holds exactly the release's bytes."""
+        tensors = self.registry.tensors(version)
+        for double in self.doubles:
+            assert double.live.keys() == tensors.keys()
+            assert all(torch.equal(double.live[n], t) for n, t in tensors.items())
+
+    def close(self) -> None:
+        self.fleet.close()
+        for double in self.doubles:
+            double.stop()

@@ -1,0 +1,247 @@
+"""A trainer in this process, fed over the real wire with the synthetic policy's states."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+
+from draft_trainer.checkpoint import d2t_of, save_draft
+from draft_trainer.config import TrainerConfig, parse_config
+from draft_trainer.sample import Sample
+from draft_trainer.server import TrainerServer
+from slipstream.channel import open_channel
+from slipstream.layers import encode_layers
+from slipstream.refusal import RefusedError, refused_from
+from slipstream.tensors import chunks_of, encode, spec_of
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, draft_vocab_ids, head
+
+DEADLINE = 30.0
+LAYERS = (2, 4, 5)
+SPEC = pb.PolicySpec(
+    hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=8, model_name="synthetic"
+)
+
+
+def write_draft(folder: Path, seed: int = 0) -> Path:
+    """A random draft checkpoint with a reduced vocabulary."""
+    folder.mkdir(parents=True)
+    model = head(seed)
+    save_draft(folder, model.config, model, d2t_of(draft_vocab_ids()))
+    return folder
+
+
+def raw_config(tmp_path: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A small configuration on free ports; ``sections`` override."""
+    initial = tmp_path / "initial"
+    if not initial.exists():
+        write_draft(initial)
+    raw: dict[str, Any] = {
+        "server": {"port": 0, "metrics_port": 0},
+        "draft": {"initial": str(initial), "registry": str(tmp_path / "registry")},
+        "replay": {"capacity_bytes": 1 << 22, "held_out_fraction": 0.25, "max_policy_lag": 2},
+        "training": {"ttt_steps": 3, "learning_rate": 0.01, "warmup_steps": 2, "linger_s": 0.05},
+        "gate": {"min_anchors": 20},
+        "publish": {"num_speculative_tokens": 3, "state_timeout_s": 2.0},
+    }
+    for name, values in sections.items():
+        raw[name] = {**raw.get(name, {}), **values}
+    return raw
+
+
+def make_config(tmp_path: Path, **sections: dict[str, Any]) -> TrainerConfig:
+    """``raw_config``, checked."""
+    return parse_config(raw_config(tmp_path, **sections))
+
+
+@contextmanager
+def running(config: TrainerConfig, train: bool = True) -> Iterator[tuple[TrainerServer, Client]]:
+    """A serving trainer and a client of it; ``train=False`` leaves the training thread out."""
+    server = TrainerServer(config)
+    if not train:
+        server.loop.start = lambda: None  # type: ignore[method-assign]
+    server.start()
+    try:
+        with open_channel(server.address) as channel:
+            yield server, Client(channel)
+    finally:
+        assert server.stop()
+
+
+class Client:
+    """What the bridge does, one call at a time."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.stub = pb_grpc.DraftTrainerStub(channel)
+        self.session_id = ""
+
+    def open(self, run_id: str = "run", policy: pb.PolicySpec = SPEC) -> pb.OpenRunResponse:
+        response = self.stub.OpenRun(
+            pb.OpenRunRequest(run_id=run_id, policy=policy, client="test"), timeout=DEADLINE
+        )
+        self.session_id = response.session_id
+        return response
+
+    def announce(
+        self,
+        version: int,
+        policy: Policy | None = None,
+        tensors: dict[str, torch.Tensor] | None = None,
+        send: Sequence[str] | None = None,
+    ) -> pb.AnnouncePolicyResponse:
+        """Announce ``policy``; only the tensors named in ``send`` go over the wire (None: all)."""
+        policy = policy or Policy()
+        tensors = tensors or {
+            "lm_head.weight": policy.lm_head[draft_vocab_ids()],
+            "embed_tokens.weight": policy.embed,
+        }
+        header = pb.AnnouncePolicyHeader(
+            session_id=self.session_id,
+            policy_version=version,
+            tensors=[spec_of(name, tensor) for name, tensor in tensors.items()],
+        )
+        sent = {n: t for n, t in tensors.items() if send is None or n in send}
+        requests = [pb.AnnouncePolicyRequest(header=header)]
+        requests += [pb.AnnouncePolicyRequest(chunk=chunk) for chunk in chunks_of(sent)]
+        return self.stub.AnnouncePolicy(iter(requests), timeout=DEADLINE)
+
+    def send(self, *messages: pb.VerifierStates) -> list[pb.Ack]:
+        """One stream that sends ``messages`` within its credits and waits for every answer."""
+        with Stream(self) as stream:
+            return [stream.send(message) for message in messages]
+
+    def status(self) -> pb.TrainerStatus:
+        return self.stub.GetStatus(pb.GetStatusRequest(), timeout=DEADLINE)
+
+    def wait_for(self, condition: Any) -> pb.TrainerStatus:
+        """Watch the status until ``condition(status)``."""
+        call = self.stub.WatchStatus(pb.WatchStatusRequest(min_interval_ms=10), timeout=DEADLINE)
+        for status in call:
+            if condition(status):
+                call.cancel()
+                return status
+        raise AssertionError("the watch ended")
+
+    def prepare(self, version: int = 1) -> pb.PrepareSyncResponse:
+        return self.stub.PrepareSync(
+            pb.PrepareSyncRequest(session_id=self.session_id, policy_version=version),
+            timeout=DEADLINE,
+        )
+
+    def complete(self, version: int = 1, stage_id: str = "") -> pb.PublishResult:
+        request = pb.CompleteSyncRequest(
+            session_id=self.session_id, policy_version=version, policy_stage_id=stage_id
+        )
+        return self.stub.CompleteSync(request, timeout=DEADLINE).result
+
+    def promote(self, version: int, pin: bool = False) -> pb.PublishResult:
+        return self.stub.PromoteRelease(
+            pb.PromoteReleaseRequest(draft_version=version, pin=pin), timeout=DEADLINE
+        )
+
+    def roll_back(self) -> pb.PublishResult:
+        return self.stub.RollBackRelease(pb.RollBackReleaseRequest(), timeout=DEADLINE)
+
+
+class Stream:
+    """An open StreamStates call."""
+
+    def __init__(self, client: Client, session_id: str | None = None) -> None:
+        self._requests: queue.SimpleQueue[pb.StreamStatesRequest | None] = queue.SimpleQueue()
+        session_id = client.session_id if session_id is None else session_id
+        self.put(pb.StreamStatesRequest(header=pb.StreamHeader(session_id=session_id)))
+        self.call = client.stub.StreamStates(iter(self._requests.get, None), timeout=DEADLINE)
+        self.credit = 0
+
+    def __enter__(self) -> Stream:
+        self.credit += self._next("credit").credit.bytes
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._requests.put(None)
+        self.call.cancel()
+
+    def put(self, request: pb.StreamStatesRequest) -> None:
+        self._requests.put(request)
+
+    def send(self, message: pb.VerifierStates) -> pb.Ack:
+        """Send one sample and take its answer and its credit."""
+        self.credit -= message.ByteSize()
+        self.put(pb.StreamStatesRequest(sample=message))
+        ack = self._next("ack").ack
+        self.credit += self._next("credit").credit.bytes
+        return ack
+
+    def finish(self) -> None:
+        """Nothing more to send; returns when the trainer has ended the call."""
+        self._requests.put(None)
+        assert list(self.call) == []
+
+    def _next(self, kind: str) -> pb.StreamStatesResponse:
+        response = next(self.call)
+        assert response.WhichOneof("kind") == kind
+        return response
+
+
+def states(sample: Sample, dtype: torch.dtype = torch.float32) -> pb.VerifierStates:
+    """A sample as a message."""
+    return pb.VerifierStates(
+        sample_id=sample.sample_id,
+        policy_version=sample.policy_version,
+        temperature=sample.temperature,
+        token_ids=encode(sample.token_ids.int()),
+        positions=encode(sample.positions.int()),
+        segment_ids=encode(sample.segment_ids.int()),
+        loss_mask=encode(sample.loss_mask),
+        aux_layers=encode_layers(LAYERS),
+        aux_hidden_states=encode(sample.aux.to(dtype)),
+        final_hidden_state=encode(sample.final_hidden.to(dtype)),
+        sampled_logprobs=encode(sample.sampled_logprobs),
+        sampled_logits=encode(sample.sampled_logits),
+    )
+
+
+def rollouts(count: int, seed: int = 0, version: int = 1) -> list[pb.VerifierStates]:
+    """Messages of ``count`` rollouts of the default policy."""
+    messages = [states(sample) for sample in Policy().samples(count, seed)]
+    for message in messages:
+        message.policy_version = version
+    return messages
+
+
+def refusal(call: Any) -> RefusedError:
+    """The refusal that ``call()`` ends with."""
+    try:
+        answer = call()
+        raise AssertionError(f"not refused: {answer}")
+    except grpc.RpcError as error:
+        refused = refused_from(error)
+        assert refused is not None, f"no refusal in {error}"
+        assert refused.code == error.code()  # type: ignore[attr-defined]
+        return refused
+
+
+def train(client: Client, seed: int, version: int = 1) -> pb.TrainerStatus:
+    """Send 60 rollouts and wait until they were trained on and judged."""
+    before = client.status()
+    acks = client.send(*rollouts(60, seed, version))
+    assert {ack.status for ack in acks} == {pb.ACK_STATUS_ACCEPTED}
+    return client.wait_for(
+        lambda s: s.idle and s.samples_pending == 0 and s.train_steps > before.train_steps
+    )
+
+
+def train_until_released(client: Client, version: int = 1, first_seed: int = 0) -> int:
+    newest = client.status().newest_release
+    for seed in range(first_seed, first_seed + 40):
+        status = train(client, seed, version)
+        if status.newest_release > newest:
+            return int(status.newest_release)
+    raise AssertionError(f"no candidate passed: {status.last_gate}")

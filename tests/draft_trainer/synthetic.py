@@ -1,0 +1,134 @@
+"""A tiny synthetic policy whose states, tokens and log-probs are exactly consistent."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draft_trainer.head import Eagle3Head, HeadConfig
+from draft_trainer.policy_head import PolicyHead, PolicyHeads
+from draft_trainer.sample import Sample
+
+HIDDEN, VOCAB, DRAFT_VOCAB, LAYERS = 16, 24, 16, 3
+
+
+def config(draft_vocab: int = DRAFT_VOCAB, **changes: object) -> HeadConfig:
+    """A head of two heads over one key head."""
+    values: dict[str, object] = {
+        "hidden_size": HIDDEN,
+        "target_hidden_size": HIDDEN,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": draft_vocab,
+        "aux_layer_ids": (2, 4, 5),
+    }
+    return HeadConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+def draft_vocab_ids() -> Tensor:
+    """Sixteen of twenty-four ids."""
+    return torch.tensor([i for i in range(VOCAB) if i % 3 != 2])
+
+
+def head(seed: int = 0, draft_vocab: int = DRAFT_VOCAB, **changes: object) -> Eagle3Head:
+    """A random head."""
+    torch.manual_seed(seed)
+    ids = draft_vocab_ids() if draft_vocab < VOCAB else None
+    return Eagle3Head(config(draft_vocab, **changes), ids)
+
+
+class Policy:
+    """A second-order Markov policy: its final hidden state is a function of two tokens.
+
+    Args:
+        seed: of its weights.
+        sharpness: scale of its logits.
+    """
+
+    def __init__(self, seed: int = 0, sharpness: float = 2.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.embed = torch.randn(VOCAB, HIDDEN, generator=generator)
+        self.lm_head = torch.randn(VOCAB, HIDDEN, generator=generator) / HIDDEN**0.5
+        self._mix = torch.randn(2 * HIDDEN, HIDDEN, generator=generator) / HIDDEN**0.5
+        self._aux = torch.randn(HIDDEN, (LAYERS - 1) * HIDDEN, generator=generator)
+        self._sharpness = sharpness
+
+    def final_hidden(self, tokens: Tensor) -> Tensor:
+        """[T] to [T, H]."""
+        current = self.embed[tokens]
+        previous = torch.cat([torch.zeros(1, HIDDEN), current[:-1]])
+        return torch.tanh(torch.cat([current, previous], 1) @ self._mix) * self._sharpness
+
+    def log_probs(self, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+        """[T] to [T, VOCAB]."""
+        return (self.final_hidden(tokens) @ self.lm_head.T / temperature).log_softmax(-1)
+
+    def transitions(self, temperature: float = 1.0) -> Tensor:
+        """[VOCAB, VOCAB, VOCAB]: p(next | previous, current)."""
+        pairs = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
+        p = torch.stack([self.log_probs(pair, temperature)[-1].exp() for pair in pairs])
+        return p.view(VOCAB, VOCAB, VOCAB)
+
+    def rolls(
+        self,
+        generator: torch.Generator,
+        count: int,
+        length: int = 24,
+        prompt: int = 4,
+        temperature: float = 1,
+    ) -> Tensor:
+        """Tokens [count, length]: a uniform prompt, then samples of the policy."""
+        table = self.transitions(temperature)
+        tokens = torch.randint(VOCAB, (count, prompt), generator=generator)
+        while tokens.shape[1] < length:
+            p = table[tokens[:, -2], tokens[:, -1]]
+            tokens = torch.cat([tokens, torch.multinomial(p, 1, generator=generator)], 1)
+        return tokens
+
+    def sample(
+        self,
+        tokens: Tensor,
+        sample_id: str = "s",
+        version: int = 1,
+        prompt: int = 4,
+        temperature: float = 1.0,
+    ) -> Sample:
+        """The states of ``tokens`` as one sample."""
+        final = self.final_hidden(tokens)
+        logits = final @ self.lm_head.T
+        log_probs = (logits / temperature).log_softmax(-1)
+        following = tokens[1:, None]
+        zero = torch.zeros(1)
+        return Sample(
+            sample_id=sample_id,
+            policy_version=version,
+            temperature=temperature,
+            token_ids=tokens,
+            positions=torch.arange(len(tokens)),
+            segment_ids=torch.zeros(len(tokens), dtype=torch.int64),
+            loss_mask=torch.arange(len(tokens)) >= prompt,
+            aux=torch.cat([final, torch.tanh(final @ self._aux)], 1),
+            final_hidden=final,
+            sampled_logprobs=torch.cat([zero, log_probs[:-1].gather(1, following)[:, 0]]),
+            sampled_logits=torch.cat([zero, logits[:-1].gather(1, following)[:, 0]]),
+        )
+
+    def heads(self, version: int = 1, rows: Tensor | None = None) -> PolicyHeads:
+        """A store with this policy as its only version."""
+        store = PolicyHeads(4)
+        ids = draft_vocab_ids() if rows is None else rows
+        store.add(PolicyHead(version, self.lm_head[ids], self.embed))
+        return store
+
+    def samples(self, count: int, seed: int = 0, **options: float) -> list[Sample]:
+        """Rollouts of differing lengths, 16 to 24 tokens, the first four the prompt."""
+        temperature = float(options.get("temperature", 1.0))
+        generator = torch.Generator().manual_seed(seed)
+        tokens = self.rolls(generator, count, temperature=temperature)
+        return [
+            self.sample(row[: 16 + i % 9], f"{seed}-{i}", temperature=temperature)
+            for i, row in enumerate(tokens)
+        ]

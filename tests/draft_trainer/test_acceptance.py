@@ -1,0 +1,181 @@
+"""Predicted acceptance against a simulation of speculative sampling on the same policy.
+
+The simulation drafts, verifies and jumps as vLLM does and knows nothing of the recordings that
+the prediction is made from. Behind the last token it accepts nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from draft_trainer.acceptance import Method, expected_acceptance, visit_probabilities
+from draft_trainer.batch import batches, collate
+from draft_trainer.head import Eagle3Head
+from draft_trainer.learner import Learner, LearnerConfig
+from draft_trainer.objective import ahead_rows, valid_targets
+from draft_trainer.unroll import ttt_unroll
+from slipstream.refusal import RefusedError
+from tests.draft_trainer.synthetic import VOCAB, Policy, draft_vocab_ids, head
+
+K = 3
+TEMPERATURE = 0.6
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Policy, Eagle3Head]:
+    """A policy and a head that accepts a good part of its tokens."""
+    policy = Policy(sharpness=4.0)
+    config = LearnerConfig(learning_rate=5e-3, warmup_steps=5, ttt_steps=K)
+    learner = Learner(head(5), config)
+    for seed in range(40):
+        learner.step(policy.samples(40, seed=100 + seed), policy.heads())
+    return policy, learner.head
+
+
+def _simulate(
+    policy: Policy, model: Eagle3Head, method: Method, count: int, length: int, prompt: int
+) -> tuple[Tensor, Tensor]:
+    """Run speculative decoding ``count`` times side by side at T = 0.6.
+
+    Returns:
+        [count, K] drafts that were verified, and accepted, at each position.
+    """
+    ids, heads = draft_vocab_ids(), policy.heads()
+    generator = torch.Generator().manual_seed(11)
+    table = policy.transitions(TEMPERATURE)
+    reached, accepted = torch.zeros(count, K), torch.zeros(count, K)
+
+    def draw(p: Tensor) -> int:
+        return int(torch.multinomial(p, 1, generator=generator))
+
+    def p_of(tokens: list[int]) -> Tensor:
+        return table[tokens[-2], tokens[-1]]
+
+    def q_of(chains: list[list[int]], anchors: list[int], step: int) -> Tensor:
+        """q over the whole vocabulary at ``step`` of each chain, fed its own drafts."""
+        batch = collate(
+            [policy.sample(torch.tensor(t), str(i)) for i, t in enumerate(chains)], heads
+        )
+        with torch.no_grad():
+            output = list(ttt_unroll(model, batch, step + 1))[step]
+            logits = model.logits(output[torch.arange(len(chains)), torch.tensor(anchors)])
+        q = torch.zeros(len(chains), VOCAB)
+        q[:, ids] = (logits / TEMPERATURE).softmax(-1)
+        return q
+
+    runs = torch.randint(VOCAB, (count, prompt), generator=generator).tolist()
+    for tokens in runs:
+        tokens.append(draw(p_of(tokens)))
+    while drafting := [r for r in range(count) if len(runs[r]) < length]:
+        anchors = {r: len(runs[r]) - 2 for r in drafting}
+        for step in range(K):
+            drafting = [r for r in drafting if len(runs[r]) < length]
+            if not drafting:
+                break
+            q_all = q_of([runs[r] for r in drafting], [anchors[r] for r in drafting], step)
+            surviving = []
+            for r, q in zip(drafting, q_all, strict=True):
+                p = p_of(runs[r])
+                draft = int(q.argmax()) if method == "greedy" else draw(q)
+                if method == "greedy":
+                    q = torch.nn.functional.one_hot(torch.tensor(draft), VOCAB).float()
+                reached[r, step] += 1
+                if float(torch.rand((), generator=generator)) * q[draft] <= p[draft]:
+                    accepted[r, step] += 1
+                    runs[r].append(draft)
+                    surviving.append(r)
+                else:
+                    runs[r].append(draw((p - q).clamp(min=0)))
+            drafting = surviving
+        for r in drafting:
+            if len(runs[r]) < length:
+                runs[r].append(draw(p_of(runs[r])))
+    return reached, accepted
+
+
+@pytest.mark.parametrize("method", ["probabilistic", "greedy"])
+def test_replay_predicts_simulated_acceptance(
+    method: Method, trained: tuple[Policy, Eagle3Head]
+) -> None:
+    """Every position's rate within four joint standard errors.
+
+    Null: equal rates. Six comparisons at four standard errors: false alarms below 0.0004
+    together. The variance is the simulation's binomial one, plus as much of the recordings, which
+    are twice as many (their own is lower: expectations instead of draws).
+    """
+    policy, model = trained
+    prompt, length = 4, 20
+    reached, accepted = _simulate(policy, model, method, 400, length, prompt)
+    tokens = policy.rolls(torch.Generator().manual_seed(1), 800, length, prompt, TEMPERATURE)
+    samples = [policy.sample(row, str(i), temperature=TEMPERATURE) for i, row in enumerate(tokens)]
+    estimate = expected_acceptance(model, samples, policy.heads(), K, method)
+    trials = float(reached[:, 0].sum())
+    measured = (accepted.sum(0) / trials).double()
+    assert measured[K - 1] > 0.05  # the head accepts enough to tell chains apart
+    for rate, predicted in zip(measured.tolist(), estimate.accepted_per_position, strict=True):
+        error = (1.5 * rate * (1 - rate) / trials) ** 0.5
+        assert abs(rate - predicted) < 4 * error, (measured, estimate.accepted_per_position)
+    assert estimate.drafts / 800 == pytest.approx(float(reached[:, 0].mean()), rel=0.05)
+
+
+def test_visits_of_a_known_chain() -> None:
+    """Always accept one and reject the second: anchors 3, 5, 7; the others are never visited."""
+    mask = (torch.arange(10) >= 4)[None]
+    known = torch.zeros(2, 1, 10, dtype=torch.bool)
+    known[0, 0, 3:8], known[1, 0, 3:7] = True, True
+    survival = torch.zeros(2, 1, 10, dtype=torch.float64)
+    survival[0] = 1.0
+    visits = visit_probabilities(survival, known, mask)
+    assert visits[0].tolist() == [0, 0, 0, 1, 0, 1, 0, 1, 0, 0]
+    half = visit_probabilities(survival * 0.5, known, mask)[0]
+    assert half[3:6].tolist() == [1.0, 0.5, 0.5 + 0.25]
+
+
+def test_a_perfect_head_accepts_everything() -> None:
+    policy, model = Policy(), head(0, draft_vocab=VOCAB)
+    heads = policy.heads(rows=torch.arange(VOCAB))
+    samples = policy.samples(8)
+    exact = collate_all(samples, policy)
+    calls = iter(exact)
+    model.logits = lambda output: next(calls)  # type: ignore[method-assign]
+    estimate = expected_acceptance(model, samples, heads, K, "probabilistic")
+    # K + 1 tokens per verification: a visit at every fourth anchor, all accepted up to the end.
+    anchors = [s.num_tokens - 5 for s in samples]
+    accepted = [min(K, n - i) for n in anchors for i in range(0, n, K + 1)]
+    assert estimate.drafts == pytest.approx(len(accepted), abs=1e-3)
+    assert estimate.acceptance_length == pytest.approx(1 + sum(accepted) / len(accepted), abs=1e-4)
+
+
+def collate_all(samples: list, policy: Policy) -> list[Tensor]:
+    """The exact teacher at every step's valid anchors, in the order they are asked for."""
+    (batch,) = batches(samples, policy.heads(rows=torch.arange(VOCAB)), 8192)
+    valid = valid_targets(batch, K)
+    return [ahead_rows(batch.teacher_log_probs, s + 1, valid[s]) for s in range(K)]
+
+
+def test_pseudo_values_have_the_estimate_as_mean_and_batching_changes_nothing() -> None:
+    policy = Policy()
+    samples = policy.samples(20)
+    whole = expected_acceptance(head(5), samples, policy.heads(), K, "probabilistic")
+    parts = expected_acceptance(
+        head(5), samples, policy.heads(), K, "probabilistic", max_batch_tokens=50
+    )
+    assert float(whole.per_sequence.mean()) == pytest.approx(whole.acceptance_length, abs=1e-9)
+    assert (whole.per_sequence - parts.per_sequence).abs().max() < 1e-4
+    assert whole.sequences == 20
+    uniform = expected_acceptance(
+        head(5), samples, policy.heads(), K, "probabilistic", "per_anchor"
+    )
+    assert uniform.drafts == sum(s.num_tokens - 5 for s in samples)
+
+
+def test_no_anchor_is_no_acceptance_length() -> None:
+    policy = Policy()
+    sample = policy.samples(1)[0]
+    silent = dataclasses.replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+    with pytest.raises(RefusedError, match="no anchor"):
+        expected_acceptance(head(), [silent], policy.heads(), K, "greedy")

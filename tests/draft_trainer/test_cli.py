@@ -1,0 +1,220 @@
+"""The command line with real processes: ready, asked, refused, ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from draft_trainer.cli import main
+from slipstream.channel import open_channel
+from slipstream.v1 import draft_trainer_pb2 as pb
+from tests.draft_trainer.rig import Client, Stream, make_config, raw_config, rollouts, running
+
+PROGRAM = [sys.executable, "-c", "import sys; from draft_trainer.cli import main; sys.exit(main())"]
+DEADLINE = 60.0
+
+
+def write_config(tmp_path: Path, **sections: dict[str, Any]) -> Path:
+    lines = []
+    for name, values in raw_config(tmp_path, **sections).items():
+        lines.append(f"[{name}]")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+    path = tmp_path / "trainer.toml"
+    path.write_text("\n".join(lines))
+    return path
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def run(capsys: Capture, *arguments: str) -> tuple[int, str]:
+    """Exit code and stdout of a command, in this process: torch takes seconds to load."""
+    code = main(arguments)
+    return code, capsys.readouterr().out
+
+
+def refused(capsys: Capture, *arguments: str) -> str:
+    """stderr of a command that must end with 2: one line."""
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("draft-trainer: ")
+    return line
+
+
+@dataclass
+class Process:
+    """A serving draft-trainer."""
+
+    popen: subprocess.Popen[str]
+    address: str
+    metrics: str
+
+    def end(self, number: int) -> tuple[int, str]:
+        """Its exit code after a signal, and its stderr."""
+        self.popen.send_signal(number)
+        _, errors = self.popen.communicate(timeout=DEADLINE)
+        return self.popen.returncode, errors
+
+
+@contextmanager
+def serving(config: Path) -> Iterator[Process]:
+    popen = subprocess.Popen(
+        [*PROGRAM, "serve", "--config", str(config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    watchdog = threading.Timer(DEADLINE, popen.kill)
+    watchdog.start()
+    try:
+        assert popen.stdout is not None
+        words = popen.stdout.readline().split()
+        assert words[:2] == ["draft-trainer", "ready:"], popen.stderr and popen.stderr.read()
+        values = dict(word.split("=", 1) for word in words[2:])
+        yield Process(popen, values["grpc"], values["metrics"])
+    finally:
+        watchdog.cancel()
+        if popen.poll() is None:
+            popen.kill()
+            popen.communicate()
+
+
+def test_sigterm_while_fed_and_training_ends_with_0(tmp_path: Path) -> None:
+    with serving(write_config(tmp_path)) as process, open_channel(process.address) as channel:
+        client = Client(channel)
+        client.open()
+        client.announce(1)
+        stream = Stream(client).__enter__()
+        for message in rollouts(60):
+            assert stream.send(message).status == pb.ACK_STATUS_ACCEPTED
+        code, errors = process.end(signal.SIGTERM)
+        assert code == 0, errors
+        assert "Traceback" not in errors
+        with pytest.raises(grpc.RpcError):
+            stream.send(rollouts(1, seed=1)[0])
+
+
+def test_killed_client_does_not_matter_and_sigint_ends_with_0(tmp_path: Path) -> None:
+    feeder = """
+import os, sys
+from slipstream.channel import open_channel
+from tests.draft_trainer.rig import Client, Stream, rollouts
+client = Client(open_channel(sys.argv[1]))
+client.open()
+client.announce(1)
+with Stream(client) as stream:
+    for message in rollouts(5):
+        stream.send(message)
+    os.kill(os.getpid(), 9)
+"""
+    with serving(write_config(tmp_path)) as process:
+        fed = subprocess.run(
+            [sys.executable, "-c", feeder, process.address], timeout=DEADLINE, check=False
+        )
+        assert fed.returncode == -signal.SIGKILL
+        with open_channel(process.address) as channel:
+            client = Client(channel)
+            client.open()
+            acks = client.send(*rollouts(8))
+            assert [ack.status for ack in acks] == [2] * 5 + [1] * 3
+        assert process.end(signal.SIGINT)[0] == 0
+
+
+def test_status_and_releases(tmp_path: Path, capsys: Capture) -> None:
+    with running(make_config(tmp_path), train=False) as (server, _):
+        at = ("--address", server.address)
+        status = json.loads(run(capsys, "status", "--json", *at)[1])
+        assert status["promoted_release"] == "0" and status["idle"] is True
+        assert "loss" not in status
+        text = run(capsys, "status", *at)[1]
+        assert "promoted release        0" in text
+        assert "loss                    none yet" in text
+        (release,) = json.loads(run(capsys, "releases", "list", "--json", *at)[1])
+        assert release["draft_version"] == "0" and release["config_json"]
+        table = run(capsys, "releases", "list", *at)[1].splitlines()
+        assert table[1].split() == ["0", *"-----"]
+        promoted = run(capsys, "releases", "promote", "0", "--pin", *at)
+        assert promoted == (0, "the fleet serves draft 0\n")
+        line = refused(capsys, "releases", "promote", "9", *at)
+        assert "draft_version: found 9, expected one of" in line
+        line = refused(capsys, "releases", "rollback", *at)
+        assert "only release 0 was ever served" in line
+
+
+def test_promote_that_failed_somewhere_ends_with_1(tmp_path: Path, capsys: Capture) -> None:
+    config = make_config(tmp_path, publish={"rollout_servers": ["127.0.0.1:9"]})
+    with running(config, train=False) as (server, _):
+        code, text = run(capsys, "releases", "promote", "0", "--address", server.address)
+        assert code == 1
+        assert "127.0.0.1:9: unknown; unreachable" in text
+
+
+def test_client_without_a_trainer_is_told_so(capsys: Capture) -> None:
+    line = refused(capsys, "status", "--address", "127.0.0.1:9")
+    assert "127.0.0.1:9" in line and "a running draft-trainer" in line
+
+
+def test_port_in_use_ends_the_process_with_2(tmp_path: Path, capsys: Capture) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = write_config(tmp_path, server={"metrics_port": port})
+        line = refused(capsys, "serve", "--config", str(config))
+        assert f"server.metrics_port: found 127.0.0.1:{port}" in line
+        config = write_config(tmp_path, server={"port": port})
+        done = subprocess.run(
+            [*PROGRAM, "serve", "--config", str(config)],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert f"server.port: found 127.0.0.1:{port}" in done.stderr
+        assert "free port" in done.stderr and "stop what listens there" in done.stderr
+
+
+def test_unusable_files(tmp_path: Path, capsys: Capture) -> None:
+    def serve(**sections: dict[str, Any]) -> str:
+        return refused(capsys, "serve", "--config", str(write_config(tmp_path, **sections)))
+
+    line = refused(capsys, "serve", "--config", str(tmp_path / "absent.toml"))
+    assert "--config" in line and "No such file" in line
+    line = serve(training={"learning_rat": 1.0})
+    assert "training.learning_rat: found an unknown key" in line
+    assert "rename it to learning_rate" in line
+    line = serve(draft={"initial": str(tmp_path / "nothing")})
+    assert str(tmp_path / "nothing" / "config.json") in line
+    (tmp_path / "file").write_text("")
+    line = serve(draft={"registry": str(tmp_path / "file" / "registry")})
+    assert "draft.registry" in line and "Not a directory" in line
+    line = serve(training={"ttt_steps": 2})
+    assert "training.ttt_steps: found 2, expected at least publish.num_speculative_tokens" in line
+
+
+def test_help_names_everything(capsys: Capture) -> None:
+    def text(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            main([*arguments, "--help"])
+        assert caught.value.code == 0
+        return capsys.readouterr().out
+
+    assert all(word in text() for word in ("serve", "status", "releases"))
+    assert "--config FILE" in text("serve")
+    assert "--pin" in text("releases", "promote")

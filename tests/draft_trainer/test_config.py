@@ -1,0 +1,113 @@
+"""Every wrong configuration is one refusal that names the key and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draft_trainer.config import load_config, parse_config
+from slipstream.refusal import RefusedError
+
+GOOD: dict[str, Any] = {"draft": {"initial": "draft", "registry": "registry"}}
+
+
+def refused(**sections: Any) -> RefusedError:
+    with pytest.raises(RefusedError) as caught:
+        parse_config({**GOOD, **sections})
+    return caught.value
+
+
+def test_defaults_cover_everything_but_the_draft() -> None:
+    config = parse_config(GOOD)
+    assert config.server.host == "127.0.0.1"
+    assert config.training.ttt_steps >= config.publish.num_speculative_tokens
+    assert config.publish.draft_sample_method == "probabilistic"
+    assert config.publish.rollout_servers == ()
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "found", "expected", "next_step"),
+    [
+        ({"draft": {"registry": "r"}}, "draft.initial", "nothing", "a value", "add draft.initial"),
+        ({"draft": {}}, "draft.initial", "nothing", "a value", "also wrong: draft.registry"),
+        ({"tranining": {}}, "tranining", "unknown key", "training", "rename it to training"),
+        (
+            {"training": {"learning_rat": 0.1}},
+            "training.learning_rat",
+            "unknown key",
+            "learning_rate",
+            "rename it to learning_rate",
+        ),
+        ({"server": {"zzz": 1}}, "server.zzz", "unknown key", "metrics_port", "remove it"),
+        ({"server": {"port": "50051"}}, "server.port", "'50051'", "integer", "fix"),
+        ({"server": {"port": 70000}}, "server.port", "70000", "65535", "fix"),
+        ({"server": 7}, "server", "7", "dictionary", "fix"),
+        ({"replay": {"capacity_bytes": 0}}, "replay.capacity_bytes", "0", "1", "fix"),
+        ({"replay": {"held_out_fraction": 1.0}}, "replay.held_out_fraction", "1.0", "1", "fix"),
+        ({"training": {"learning_rate": 0}}, "training.learning_rate", "0", "greater", "fix"),
+        (
+            {"training": {"learning_rate": float("nan")}},
+            "training.learning_rate",
+            "nan",
+            "finite",
+            "fix",
+        ),
+        ({"training": {"threads": True}}, "training.threads", "True", "integer", "fix"),
+        ({"gate": {"confidence": 1.0}}, "gate.confidence", "1.0", "less than 1", "fix"),
+        (
+            {"publish": {"draft_sample_method": "best"}},
+            "publish.draft_sample_method",
+            "best",
+            "'probabilistic' or 'greedy'",
+            "fix",
+        ),
+        (
+            {"publish": {"rollout_servers": ["localhost"]}},
+            "publish.rollout_servers",
+            "localhost",
+            "host:port",
+            "fix",
+        ),
+        (
+            {"publish": {"rollout_servers": ["a:1", "a:1"]}},
+            "publish.rollout_servers",
+            "a:1",
+            "once",
+            "fix",
+        ),
+        (
+            {"training": {"ttt_steps": 2}, "publish": {"num_speculative_tokens": 3}},
+            "training.ttt_steps",
+            "2",
+            "num_speculative_tokens = 3",
+            "raise training.ttt_steps",
+        ),
+    ],
+)
+def test_wrong_key_is_named(
+    sections: dict[str, Any], field: str, found: str, expected: str, next_step: str
+) -> None:
+    error = refused(**sections)
+    assert error.field == field
+    assert found in error.found
+    assert expected in error.expected
+    assert next_step in error.next_step
+
+
+def test_missing_file_and_bad_toml(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="No such file"):
+        load_config(tmp_path / "absent.toml")
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[server\nport = 1\n")
+    with pytest.raises(RefusedError, match="line 1"):
+        load_config(bad)
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "trainer.toml"
+    file.write_text('[draft]\ninitial = "draft"\nregistry = "/elsewhere/registry"\n')
+    config = load_config(file)
+    assert config.draft.initial == tmp_path / "draft"
+    assert config.draft.registry == Path("/elsewhere/registry")

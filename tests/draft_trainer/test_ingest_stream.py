@@ -1,0 +1,150 @@
+"""Streams of samples: credits, cuts, bounds, policy lag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from draft_trainer.ledger import MemoryLedger
+from draft_trainer.server import TrainerServer
+from slipstream.v1 import draft_trainer_pb2 as pb
+from tests.draft_trainer.rig import Client, Stream, make_config, refusal, rollouts, running
+
+T = 16
+Mutation = Callable[[pb.VerifierStates], object]
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainerServer, Client]]:
+    config = make_config(
+        tmp_path_factory.mktemp("ingest"),
+        server={"max_tokens_per_sample": 32, "receive_window_bytes": 1 << 17},
+    )
+    with running(config, train=False) as (server, client):
+        client.open()
+        client.announce(1)
+        yield server, client
+
+
+def test_overrunning_the_credit_ends_the_stream(trainer: tuple[TrainerServer, Client]) -> None:
+    _, client = trainer
+    (message,) = rollouts(1, seed=50)
+    with Stream(client) as stream:
+        assert stream.credit == 1 << 17
+        message.sample_id = "x" * (1 << 17)
+        stream.put(pb.StreamStatesRequest(sample=message))
+        error = refusal(lambda: next(stream.call))
+    assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert error.field == "credit"
+    assert f"{1 << 17} bytes of credit left" in error.found
+
+
+def test_credit_comes_back_with_every_answer(trainer: tuple[TrainerServer, Client]) -> None:
+    _, client = trainer
+    with Stream(client) as stream:
+        for message in rollouts(100, seed=51):
+            stream.send(message)
+        assert stream.credit == 1 << 17
+
+
+def test_stream_must_begin_with_the_header_of_an_open_session(
+    trainer: tuple[TrainerServer, Client],
+) -> None:
+    _, client = trainer
+    stream = Stream(client, session_id="nobody")
+    error = refusal(lambda: next(stream.call))
+    assert error.code is grpc.StatusCode.FAILED_PRECONDITION
+    assert error.field == "session_id"
+    assert "OpenRun" in error.next_step
+    only_samples = [pb.StreamStatesRequest(sample=rollouts(1)[0])]
+    error = refusal(lambda: list(client.stub.StreamStates(iter(only_samples), timeout=10)))
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert (error.field, error.found, error.expected) == ("kind", "sample", "header")
+
+
+def test_stream_cut_in_the_middle_and_opened_again(
+    trainer: tuple[TrainerServer, Client],
+) -> None:
+    _, client = trainer
+    messages = rollouts(12, seed=60)
+    before = client.status()
+    with Stream(client) as stream:
+        first = [stream.send(message) for message in messages[:7]]
+    assert {ack.status for ack in first} == {pb.ACK_STATUS_ACCEPTED}
+    acks = client.send(*messages)
+    assert [ack.status for ack in acks[:7]] == [pb.ACK_STATUS_DUPLICATE] * 7
+    assert [ack.status for ack in acks[7:]] == [pb.ACK_STATUS_ACCEPTED] * 5
+    after = client.status()
+    assert after.samples_accepted - before.samples_accepted == 12
+    assert after.samples_duplicate - before.samples_duplicate == 7
+
+
+def test_replay_is_bounded_and_sheds_the_oldest(tmp_path: Path) -> None:
+    config = make_config(tmp_path, replay={"capacity_bytes": 40_000, "held_out_fraction": 0.01})
+    with running(config, train=False) as (_, client):
+        client.open()
+        client.announce(1)
+        messages = rollouts(100, seed=2)
+        peak = 0
+        with Stream(client) as stream:
+            for message in messages:
+                assert stream.send(message).status == pb.ACK_STATUS_ACCEPTED
+                peak = max(peak, client.status().replay_bytes)
+        status = client.status()
+        assert 30_000 < peak <= 40_000
+        assert status.samples_evicted + status.samples_pending == pytest.approx(100, abs=5)
+        assert status.samples_evicted > 50
+
+
+def test_one_sample_larger_than_the_replay_is_refused_and_not_remembered(tmp_path: Path) -> None:
+    with running(make_config(tmp_path, replay={"capacity_bytes": 64}), train=False) as (_, client):
+        client.open()
+        client.announce(1)
+        (message,) = rollouts(1)
+        for ack in client.send(message, message):
+            assert ack.status == pb.ACK_STATUS_REFUSED
+            assert ack.refusal.field == "sample"
+            assert "at most 64 bytes" in ack.refusal.expected
+
+
+def test_policy_lag(tmp_path: Path) -> None:
+    with running(make_config(tmp_path), train=False) as (_, client):
+        client.open()
+        (early,) = rollouts(1, seed=9)
+        (ack,) = client.send(early)
+        assert (ack.refusal.field, ack.refusal.expected) == (
+            "policy_version",
+            "a version that was announced; none was yet",
+        )
+        for version in (1, 2, 3, 4):
+            client.announce(version)
+        acks = client.send(*(rollouts(1, seed=v, version=v)[0] for v in (1, 2, 4, 5)))
+        assert [ack.status for ack in acks] == [
+            pb.ACK_STATUS_REFUSED,
+            pb.ACK_STATUS_ACCEPTED,
+            pb.ACK_STATUS_ACCEPTED,
+            pb.ACK_STATUS_REFUSED,
+        ]
+        assert acks[0].refusal.found == "1, 3 behind"
+        assert "at most 2 behind 4" in acks[0].refusal.expected
+        assert "[2, 3, 4]" in acks[3].refusal.expected
+        before = client.status()
+        client.announce(5)
+        # Version 2 is too old now: its one sample left the buffer.
+        after = client.status()
+        assert before.replay_bytes == 2 * after.replay_bytes > 0
+        evicted = after.samples_evicted - before.samples_evicted
+        assert evicted == before.samples_pending - after.samples_pending
+
+
+def test_memory_ledger_is_bounded_and_tells_runs_apart() -> None:
+    ledger = MemoryLedger(3)
+    assert [ledger.claim("run", name) for name in ("a", "b", "a", "c")] == [True, True, False, True]
+    assert ledger.claim("ru", "na")
+    assert not ledger.knows("run", "a")
+    assert ledger.knows("run", "c")
+    ledger.withdraw("run", "c")
+    assert ledger.claim("run", "c")

@@ -1,0 +1,121 @@
+"""The objective against a loop over anchors, and its gradient against finite differences."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from draft_trainer.batch import collate
+from draft_trainer.objective import step_weights, ttt_objective, valid_targets
+from draft_trainer.unroll import ttt_unroll
+from tests.draft_trainer.synthetic import VOCAB, Policy, draft_vocab_ids, head
+
+
+def test_teacher_is_the_policy_itself() -> None:
+    """p over the draft rows equals the policy's own full softmax there, at T = 0.7."""
+    policy = Policy()
+    samples = policy.samples(3, temperature=0.7)
+    batch = collate(samples, policy.heads())
+    for row, sample in enumerate(samples):
+        exact = policy.log_probs(sample.token_ids, 0.7)[:, draft_vocab_ids()]
+        known = batch.teacher_known[row]
+        assert int(known.sum()) == sample.num_tokens - 1
+        assert (batch.teacher_log_probs[row][known] - exact[:-1]).abs().max() < 1e-5
+
+
+def test_valid_targets_start_at_the_last_prompt_position() -> None:
+    """Prompt 4, length 10: anchors 3 .. 7 at step 0, one fewer with every step."""
+    policy = Policy()
+    tokens = policy.rolls(torch.Generator().manual_seed(0), 1, 10)[0]
+    valid = valid_targets(collate([policy.sample(tokens)], policy.heads()), 3)
+    assert [v[0].nonzero().flatten().tolist() for v in valid] == [
+        [3, 4, 5, 6, 7],
+        [3, 4, 5, 6],
+        [3, 4, 5],
+    ]
+
+
+def test_a_tool_answer_between_completions_is_no_target() -> None:
+    policy = Policy()
+    sample = policy.sample(policy.rolls(torch.Generator().manual_seed(0), 1, 12)[0])
+    sample.loss_mask[6:9] = False
+    valid = valid_targets(collate([sample], policy.heads()), 2)
+    assert valid[0, 0].nonzero().flatten().tolist() == [3, 8, 9]
+    assert valid[1, 0].nonzero().flatten().tolist() == [8]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_loss_and_metrics_equal_a_plain_loop(temperature: float) -> None:
+    policy, model, steps = Policy(), head(2), 3
+    samples = policy.samples(4, temperature=temperature)
+    batch = collate(samples, policy.heads())
+    valid = valid_targets(batch, steps)
+    weights = step_weights(steps, 0.8)
+    with torch.no_grad():
+        outcome = ttt_objective(model, batch, valid, weights=weights)
+        outputs = list(ttt_unroll(model, batch, steps))
+        loss = 0.0
+        for step in range(steps):
+            rows = []
+            for b, sample in enumerate(samples):
+                p_all = policy.log_probs(sample.token_ids, temperature).exp()
+                for i in range(3, sample.num_tokens - 2 - step):
+                    p = p_all[i + 1 + step, draft_vocab_ids()]
+                    q = (model.logits(outputs[step][b, i]) / temperature).softmax(-1)
+                    best = int(q.argmax())
+                    rows.append(
+                        [
+                            -float((p * q.log()).sum()),
+                            float(best == int(p.argmax())),
+                            float(torch.minimum(p, q).sum()),
+                            float(p[best]),
+                            1.0 - float(p.sum()),
+                        ]
+                    )
+            table = torch.tensor(rows, dtype=torch.float64)
+            assert len(rows) == int(outcome.counts[step])
+            assert (outcome.sums[step] / len(rows) - table.mean(0)).abs().max() < 1e-5
+            loss += weights[step] * float(table[:, 0].mean())
+    assert float(outcome.loss) == pytest.approx(loss, rel=1e-5)
+
+
+def test_gradient_equals_finite_differences() -> None:
+    """Directional derivatives in float64 along one random direction per parameter."""
+    policy, model = Policy(), head(4).double()
+    batch = collate(policy.samples(2), policy.heads())
+    valid = valid_targets(batch, 3)
+
+    def loss() -> torch.Tensor:
+        return ttt_objective(model, batch, valid, weights=step_weights(3, 0.8)).loss
+
+    loss().backward()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        slope = float((parameter.grad * direction).sum())
+        values = []
+        for sign in (1.0, -1.0):
+            with torch.no_grad():
+                parameter.add_(direction, alpha=sign * 1e-5)
+                values.append(float(loss()))
+                parameter.add_(direction, alpha=-sign * 1e-5)
+        assert (values[0] - values[1]) / 2e-5 == pytest.approx(slope, rel=1e-5, abs=1e-8), name
+
+
+def test_a_perfect_head_loses_exactly_the_entropy() -> None:
+    """q = p over the full vocabulary: cross-entropy = entropy, acceptance 1, nothing outside."""
+    policy, model = Policy(), head(0, draft_vocab=VOCAB)
+    batch = collate(policy.samples(3), policy.heads(rows=torch.arange(VOCAB)))
+    valid = valid_targets(batch, 1)
+    target = batch.teacher_log_probs.roll(-1, dims=1)[valid[0]]
+    model.logits = lambda output: target  # type: ignore[method-assign]
+    outcome = ttt_objective(model, batch, valid, weights=[1.0])
+    entropy = -(target.exp() * target).sum(-1).mean()
+    means = outcome.sums[0] / outcome.counts[0]
+    assert float(outcome.loss) == pytest.approx(float(entropy), rel=1e-5)
+    assert means[1] == 1.0
+    assert float(means[2]) == pytest.approx(1.0, abs=1e-5)
+    assert math.isclose(float(means[4]), 0.0, abs_tol=1e-5)

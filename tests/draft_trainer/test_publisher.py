@@ -1,0 +1,204 @@
+"""Publishing to a fleet of real gRPC servers, with every phase failing in turn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.draft_trainer.fleet_double import RolloutDouble
+from tests.draft_trainer.fleet_rig import Rig
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    rig.close()
+
+
+def test_draft_and_policy_are_committed_in_one_call_per_server(rig: Rig) -> None:
+    rig.promotions.offer(1)
+    prepared = rig.publisher.prepare()
+    assert (prepared.draft_version, prepared.changes) == (1, True)
+    assert rig.served == [0, 0, 0]
+    result = rig.publisher.complete(7, rig.stage_policy(7))
+    assert (result.draft_version, result.changes) == (1, True)
+    assert [d.commits() for d in rig.doubles] == [[("draft-1", "policy-7")]] * 3
+    assert rig.served == [1, 1, 1]
+    assert rig.policies == [7, 7, 7]
+    rig.assert_live(1)
+    for outcome in result.outcomes.values():
+        assert outcome.committed and outcome.draft_committed and outcome.error == ""
+        assert outcome.commit_seconds > 0 and outcome.stage_seconds > 0
+        assert outcome.state is not None and outcome.state.draft_version == 1
+    assert rig.promotions.now.served == (0, 1)
+    counts = rig.board.read()
+    assert counts.publishes == {"committed": 1}
+    assert sum(counts.stage_seconds.counts) == sum(counts.commit_seconds.counts) == 3
+
+
+def test_nothing_is_staged_when_every_server_is_current(rig: Rig) -> None:
+    assert not rig.publisher.prepare().changes
+    result = rig.publisher.complete(3, rig.stage_policy(3))
+    assert result.draft_version == 0
+    assert [d.commits() for d in rig.doubles] == [[("policy-3",)]] * 3
+    assert rig.board.read().publishes == {"policy_only": 1}
+
+
+def test_policy_is_committed_without_a_prepare_and_nothing_without_both(rig: Rig) -> None:
+    rig.promotions.offer(1)
+    assert all(
+        o.committed for o in rig.publisher.complete(4, rig.stage_policy(4)).outcomes.values()
+    )
+    assert rig.policies == [4, 4, 4]
+    result = rig.publisher.complete(5, "")
+    assert [o.committed for o in result.outcomes.values()] == [False] * 3
+    assert rig.served == [0, 0, 0]
+
+
+def test_staging_failure_leaves_the_fleet_and_the_policy_goes_on(rig: Rig) -> None:
+    rig.promotions.offer(1)
+    rig.doubles[1].faults.stage = True
+    prepared = rig.publisher.prepare()
+    assert (prepared.draft_version, prepared.changes) == (0, False)
+    errors = [prepared.outcomes[d.address].error for d in rig.doubles]
+    assert "staging failed" in errors[1] and "a wrong shape" in errors[1]
+    assert all("draft-1 was aborted" in errors[i] for i in (0, 2))
+    assert all(("Abort", ("draft-1",)) in d.calls for d in rig.doubles)
+    result = rig.publisher.complete(7, rig.stage_policy(7))
+    assert rig.policies == [7, 7, 7]
+    assert rig.served == [0, 0, 0]
+    assert result.draft_version == 0
+    assert all(o.error == "" and o.committed for o in result.outcomes.values())
+    assert rig.board.read().publishes == {"stage_failed": 1, "policy_only": 1}
+    # The next sync tries again.
+    rig.doubles[1].faults.stage = False
+    rig.publisher.prepare()
+    rig.publisher.complete(8, "")
+    assert rig.served == [1, 1, 1]
+
+
+def test_commit_failure_rolls_the_fleet_back_and_the_policy_is_committed(rig: Rig) -> None:
+    rig.promotions.offer(1)
+    rig.publisher.prepare()
+    rig.doubles[2].faults.commit = {"draft-1"}
+    result = rig.publisher.complete(7, rig.stage_policy(7))
+    assert rig.served == [0, 0, 0]
+    assert rig.policies == [7, 7, 7]
+    assert (result.draft_version, result.changes) == (0, False)
+    outcomes = [result.outcomes[d.address] for d in rig.doubles]
+    assert all(o.committed and not o.draft_committed for o in outcomes)
+    assert "weights that load" in outcomes[2].error
+    assert "policy-7 was committed without it" in outcomes[2].error
+    for outcome in outcomes[:2]:
+        assert "draft 1 was rolled back: it failed on " + rig.doubles[2].address in outcome.error
+        assert outcome.state is not None and outcome.state.draft_version == 0
+    assert rig.doubles[2].commits() == [("draft-1", "policy-7"), ("policy-7",)]
+    assert rig.promotions.now.served == (0,)
+    assert rig.board.read().publishes == {"rolled_back": 1}
+
+
+def test_rolling_back_stages_the_last_good_release_where_the_server_cannot(rig: Rig) -> None:
+    rig.publisher.promote(1, pin=False)
+    rig.promotions.offer(2)
+    rig.publisher.prepare()
+    rig.doubles[0].faults.commit = {"draft-2"}
+    # The server in the middle came back with another draft while the publish ran.
+    rig.doubles[1].state.draft_version = 0
+    result = rig.publisher.complete(0, "")
+    assert result.draft_version == 1
+    assert rig.served == [1, 1, 1]
+    rig.assert_live(1)
+    assert ("RollBack", ()) in rig.doubles[2].calls
+    assert rig.doubles[1].commits()[-1] == ("draft-1",)
+
+
+def test_lost_answer_is_settled_by_reading_the_state_back(rig: Rig) -> None:
+    rig.promotions.offer(1)
+    rig.publisher.prepare()
+    rig.doubles[0].faults.lose_answer = True
+    result = rig.publisher.complete(7, rig.stage_policy(7))
+    assert (result.draft_version, result.changes) == (1, True)
+    assert rig.served == [1, 1, 1]
+    assert rig.doubles[0].commits() == [("draft-1", "policy-7")]
+
+
+def test_server_that_is_away_is_left_out_and_caught_up(rig: Rig) -> None:
+    away = rig.doubles[1]
+    away.stop()
+    rig.promotions.offer(1)
+    prepared = rig.publisher.prepare()
+    assert prepared.changes
+    assert "unreachable" in prepared.outcomes[away.address].error
+    result = rig.publisher.complete(7, "")
+    assert result.draft_version == 1
+    assert not result.outcomes[away.address].committed
+    assert result.outcomes[away.address].state is None
+    assert [rig.doubles[0].state.draft_version, rig.doubles[2].state.draft_version] == [1, 1]
+    rig.doubles[1] = RolloutDouble(away.port)
+    channel = rig.fleet._clients[away.address]._channel
+    grpc.channel_ready_future(channel).result(timeout=20)
+    assert rig.publisher.prepare().changes
+    rig.publisher.complete(8, "")
+    assert rig.served == [1, 1, 1]
+    assert rig.doubles[0].commits() == [("draft-1",)]
+
+
+def test_server_that_dies_between_stage_and_commit(rig: Rig) -> None:
+    rig.promotions.offer(1)
+    rig.publisher.prepare()
+    rig.doubles[0].stop()
+    result = rig.publisher.complete(7, "")
+    assert result.draft_version == 0
+    assert rig.served == [0, 0, 0]
+    assert "was rolled back" in result.outcomes[rig.doubles[1].address].error
+
+
+def test_whole_fleet_away(rig: Rig) -> None:
+    for double in rig.doubles:
+        double.stop()
+    rig.promotions.offer(1)
+    assert not rig.publisher.prepare().changes
+    result = rig.publisher.complete(7, "policy-7")
+    assert result.draft_version == 0
+    assert all("UNAVAILABLE" in o.error and not o.committed for o in result.outcomes.values())
+    assert rig.board.read().publishes == {"policy_failed": 1}
+
+
+def test_only_changed_tensors_cross_the_wire(rig: Rig) -> None:
+    rig.publisher.promote(1, pin=False)
+    first = rig.doubles[0].bytes_received
+    size = sum(t.nbytes for t in rig.registry.tensors(1).values())
+    assert first == size
+    rig.publisher.promote(2, pin=False)
+    same = ("d2t", "t2d", "norm.weight")
+    unchanged = sum(
+        t.nbytes
+        for n, t in rig.registry.tensors(2).items()
+        if n in same or n.endswith("norm.weight") or "layernorm" in n
+    )
+    assert rig.doubles[0].bytes_received - first == size - unchanged
+
+
+def test_a_policy_commit_does_not_wait_for_a_publish_that_is_staging(rig: Rig) -> None:
+    started, go_on = threading.Event(), threading.Event()
+    real = rig.publisher._payloads.get
+
+    def slow(version: int) -> object:
+        started.set()
+        assert go_on.wait(20)
+        return real(version)
+
+    rig.publisher._payloads.get = slow  # type: ignore[method-assign,assignment]
+    promoting = threading.Thread(target=rig.publisher.promote, args=(1, False))
+    promoting.start()
+    assert started.wait(20)
+    rig.publisher.complete(7, rig.stage_policy(7))
+    assert rig.policies == [7, 7, 7]
+    go_on.set()
+    promoting.join(20)
+    assert rig.served == [1, 1, 1]

@@ -1,0 +1,107 @@
+"""What an operator does to the fleet: promote, pin, roll back, restart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from draft_trainer.promotions import FILE_NAME, Promotions
+from slipstream.refusal import RefusedError
+from tests.draft_trainer.fleet_rig import Rig
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    rig.close()
+
+
+def test_promote_pins_until_promoted_without_a_pin(rig: Rig) -> None:
+    result = rig.publisher.promote(2, pin=True)
+    assert result.changes and rig.served == [2, 2, 2]
+    assert not rig.promotions.offer(3)
+    assert rig.promotions.now.promoted == 2
+    assert not rig.publisher.prepare().changes
+    assert not rig.publisher.promote(2, pin=False).changes
+    assert rig.promotions.offer(3)
+    assert rig.publisher.prepare().draft_version == 3
+
+
+def test_promote_that_fails_changes_nothing(rig: Rig) -> None:
+    rig.doubles[0].faults.stage = True
+    result = rig.publisher.promote(2, pin=True)
+    assert (result.draft_version, result.changes) == (0, False)
+    rig.doubles[0].faults.stage = False
+    rig.doubles[0].faults.commit = {"draft-2"}
+    assert rig.publisher.promote(2, pin=True).draft_version == 0
+    assert rig.served == [0, 0, 0]
+    assert (rig.promotions.now.promoted, rig.promotions.now.pinned) == (0, False)
+    with pytest.raises(RefusedError) as caught:
+        rig.publisher.promote(99, pin=False)
+    assert caught.value.code is grpc.StatusCode.NOT_FOUND
+
+
+def test_promote_replaces_what_was_prepared(rig: Rig) -> None:
+    rig.promotions.offer(1)
+    rig.publisher.prepare()
+    rig.publisher.promote(2, pin=False)
+    rig.publisher.complete(7, rig.stage_policy(7))
+    assert rig.served == [2, 2, 2]
+    assert rig.policies == [7, 7, 7]
+    assert [d.commits() for d in rig.doubles] == [[("draft-2",), ("policy-7",)]] * 3
+    assert all(list(d._state().staged) == [] for d in rig.doubles)
+
+
+def test_roll_back_goes_one_release_back_each_time(rig: Rig) -> None:
+    for version in (1, 2, 3):
+        rig.publisher.promote(version, pin=False)
+    for version in (2, 1, 0):
+        result = rig.publisher.roll_back("test")
+        assert result.draft_version == version
+        assert all(o.committed for o in result.outcomes.values())
+        assert rig.served == [version] * 3
+        rig.assert_live(version)
+    with pytest.raises(RefusedError) as caught:
+        rig.publisher.roll_back("test")
+    assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "only release 0 was ever served" in caught.value.found
+
+
+def test_roll_back_when_a_server_cannot(rig: Rig) -> None:
+    rig.publisher.promote(1, pin=False)
+    rig.doubles[1].faults.roll_back = True
+    result = rig.publisher.roll_back("test")
+    assert result.draft_version == 0
+    assert [d.state.draft_version for d in rig.doubles] == [0, 1, 0]
+    outcome = result.outcomes[rig.doubles[1].address]
+    assert not outcome.committed
+    assert "putting it on draft 0 failed" in outcome.error
+    # The next window brings it in line.
+    assert rig.publisher.prepare().changes
+    rig.publisher.complete(0, "")
+    assert rig.served == [0, 0, 0]
+
+
+def test_pointer_survives_a_restart(rig: Rig) -> None:
+    rig.publisher.promote(1, pin=False)
+    rig.publisher.promote(2, pin=True)
+    again = Promotions(rig.root, 0)
+    assert again.now == rig.promotions.now
+    assert (again.now.promoted, again.now.pinned, again.now.served) == (2, True, (0, 1, 2))
+    assert not list(rig.root.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"promoted": 1}', json.dumps({"promoted": 1, "pinned": 0, "served": []})]
+)
+def test_damaged_pointer_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE_NAME).write_text(text)
+    with pytest.raises(RefusedError) as caught:
+        Promotions(tmp_path, 0)
+    assert caught.value.field == str(tmp_path / FILE_NAME)
+    assert "restore the file" in caught.value.next_step

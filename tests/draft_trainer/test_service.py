@@ -1,0 +1,249 @@
+"""The trainer as its clients see it: runs, policies, training, releases, status, metrics."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from draft_trainer.server import TrainerServer
+from slipstream.channel import open_channel
+from slipstream.refusal import RefusedError
+from slipstream.tensors import decode
+from slipstream.v1 import draft_trainer_pb2 as pb
+from tests.draft_trainer.rig import (
+    LAYERS,
+    SPEC,
+    Stream,
+    make_config,
+    refusal,
+    rollouts,
+    running,
+    train,
+    write_draft,
+)
+from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, draft_vocab_ids
+
+
+def spec(**changes: int) -> pb.PolicySpec:
+    message = pb.PolicySpec()
+    message.CopyFrom(SPEC)
+    for name, value in changes.items():
+        setattr(message, name, value)
+    return message
+
+
+def test_open_run_answers_what_to_capture(tmp_path: Path) -> None:
+    config = make_config(tmp_path, publish={"rollout_servers": ["127.0.0.1:9"]})
+    with running(config, train=False) as (_, client):
+        answer = client.open()
+        assert list(answer.aux_layers.ids) == list(LAYERS)
+        assert decode(answer.draft_vocab_ids, "ids").tolist() == draft_vocab_ids().tolist()
+        assert answer.draft_vocab_ids.dtype == 5
+        assert answer.num_speculative_tokens == 3
+        assert answer.max_tokens_per_sample == 2048
+        assert not answer.HasField("latest_policy_version")
+        assert list(answer.rollout_servers) == ["127.0.0.1:9"]
+        client.announce(4)
+        again = client.open()
+        assert again.session_id != answer.session_id
+        assert again.latest_policy_version == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "found", "expected"),
+    [
+        ({"hidden_size": 32}, "policy.hidden_size", "32", str(HIDDEN)),
+        ({"vocab_size": 25}, "policy.vocab_size", "25", str(VOCAB)),
+        ({"num_hidden_layers": 5}, "policy.num_hidden_layers", "5", "more than 5"),
+    ],
+)
+def test_policy_that_does_not_fit_the_draft(
+    tmp_path: Path, changes: dict[str, int], field: str, found: str, expected: str
+) -> None:
+    with running(make_config(tmp_path), train=False) as (_, client):
+        error = refusal(lambda: client.open(policy=spec(**changes)))
+        assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert (error.field, error.found) == (field, found)
+        assert expected in error.expected
+        assert client.open().session_id
+
+
+def test_runs(tmp_path: Path) -> None:
+    with running(make_config(tmp_path), train=False) as (_, client):
+        assert refusal(lambda: client.open(run_id="")).field == "run_id"
+        client.open("one")
+        error = refusal(lambda: client.open("one", spec(num_hidden_layers=9)))
+        assert error.field == "policy"
+        assert "num_hidden_layers=9" in error.found and "num_hidden_layers=8" in error.expected
+        client.announce(7)
+        with Stream(client) as stream:
+            assert stream.send(rollouts(1, version=7)[0]).status == pb.ACK_STATUS_ACCEPTED
+            error = refusal(lambda: client.open("two"))
+            assert error.code is grpc.StatusCode.FAILED_PRECONDITION
+            assert "1 stream(s)" in error.expected
+            # The same run may be opened again while it is fed.
+            client.open("one")
+            stream.finish()
+        old = client.session_id
+        opened = client.open("two")
+        assert not opened.HasField("latest_policy_version")
+        status = client.status()
+        assert status.replay_bytes == 0 and not status.HasField("policy_version")
+        client.announce(0)
+        error = refusal(lambda: next(Stream(client, old).call))
+        assert error.field == "session_id"
+
+
+def test_announce_refusals_leave_no_trace(tmp_path: Path) -> None:
+    policy = Policy()
+    rows, embed = policy.lm_head[draft_vocab_ids()], policy.embed
+    with running(make_config(tmp_path), train=False) as (_, client):
+        client.open()
+
+        def refused(rows: torch.Tensor, embed: torch.Tensor, **options: object) -> RefusedError:
+            tensors = {"lm_head.weight": rows, "embed_tokens.weight": embed}
+            return refusal(lambda: client.announce(1, tensors=tensors, **options))  # type: ignore[arg-type]
+
+        error = refused(policy.lm_head, embed)
+        assert error.field == "lm_head.weight.shape"
+        assert (error.found, error.expected) == (f"[{VOCAB}, {HIDDEN}]", f"[16, {HIDDEN}]")
+        error = refused(rows, embed[:, :8])
+        assert error.field == "embed_tokens.weight.shape"
+        error = refused(rows.int(), embed)
+        assert error.field == "lm_head.weight.dtype"
+        bad = rows.clone()
+        bad[3, 4] = float("nan")
+        error = refused(bad, embed)
+        assert (error.field, error.found) == ("lm_head.weight", "values that are not finite")
+        error = refused(rows, embed, send=["lm_head.weight"])
+        assert error.code is grpc.StatusCode.FAILED_PRECONDITION
+        assert error.found == "no chunks of embed_tokens.weight"
+        error = refusal(lambda: client.announce(1, tensors={"lm_head.weight": rows}))
+        assert (error.field, error.found) == ("tensors", "['lm_head.weight']")
+        assert not client.status().HasField("policy_version")
+        client.announce(1)
+        assert client.status().policy_version == 1
+
+
+def test_known_content_is_named_and_not_sent(tmp_path: Path) -> None:
+    with running(make_config(tmp_path), train=False) as (_, client):
+        client.open()
+        client.announce(1)
+        assert client.announce(2, send=[]).policy_version == 2
+        moved = Policy()
+        moved.lm_head = moved.lm_head + 1.0
+        assert client.announce(3, moved, send=["lm_head.weight"]).policy_version == 3
+        # A retry after a lost answer changes nothing; other content does not pass for it.
+        assert client.announce(3, moved).policy_version == 3
+        error = refusal(lambda: client.announce(3, Policy(1)))
+        assert (error.field, error.found, error.expected) == (
+            "policy_version",
+            "3",
+            "higher than 3",
+        )
+        assert error.code is grpc.StatusCode.FAILED_PRECONDITION
+        error = refusal(lambda: client.announce(2))
+        assert error.field == "policy_version"
+
+
+def test_registry_of_another_draft_is_refused(tmp_path: Path) -> None:
+    with running(make_config(tmp_path), train=False):
+        pass
+    other = write_draft(tmp_path / "other", seed=5)
+    with pytest.raises(RefusedError, match="another checkpoint than release 0"):
+        TrainerServer(make_config(tmp_path, draft={"initial": str(other)}))
+
+
+def test_missing_promoted_release_is_refused(tmp_path: Path) -> None:
+    with running(make_config(tmp_path), train=False):
+        pass
+    pointer = '{"promoted": 7, "pinned": false, "served": [0]}'
+    (tmp_path / "registry" / "promoted.json").write_text(pointer)
+    with pytest.raises(RefusedError) as caught:
+        TrainerServer(make_config(tmp_path))
+    assert (caught.value.field, caught.value.found) == ("draft_version", "7")
+
+
+def test_health_reflection_and_metrics(tmp_path: Path) -> None:
+    with running(make_config(tmp_path)) as (server, client):
+        with open_channel(server.address) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            for name in ("", "slipstream.v1.DraftTrainer"):
+                answer = check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            ask = reflection_pb2.ServerReflectionRequest(list_services="")
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            answer = next(stub.ServerReflectionInfo(iter([ask]), timeout=10))
+            names = {s.name for s in answer.list_services_response.service}
+            assert {"slipstream.v1.DraftTrainer", "grpc.health.v1.Health"} <= names
+        text = _scrape(server)
+        assert "slipstream_trainer_policy_version " not in text
+        assert "slipstream_trainer_loss " not in text
+        client.open()
+        client.announce(5)
+        bad = rollouts(1, 77, version=5)[0]
+        bad.temperature = 0.0
+        client.send(bad)
+        train(client, 0, version=5)
+        values = _values(_scrape(server))
+        prefix = "slipstream_trainer_"
+        assert values[prefix + 'samples_total{outcome="accepted"}'] == 60
+        assert values[prefix + 'samples_total{outcome="refused"}'] == 1
+        assert values[prefix + 'samples_refused_total{field="temperature"}'] == 1
+        assert values[prefix + "policy_version"] == 5
+        status = client.status()
+        assert values[prefix + "tokens_trained_total"] == status.tokens_trained
+        assert values[prefix + 'expected_acceptance{step="2"}'] == status.step_acceptance[2]
+        assert sum(v for n, v in values.items() if n.startswith(prefix + "verdicts_total")) >= 1
+        assert values[prefix + 'commit_seconds_bucket{le="+Inf"}'] == 0
+
+
+def _scrape(server: TrainerServer) -> str:
+    with urllib.request.urlopen(server._metrics.url, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def _values(text: str) -> dict[str, float]:
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_streams_and_watchers_are_bounded(tmp_path: Path) -> None:
+    with running(make_config(tmp_path, server={"max_streams": 2}), train=False) as (_, client):
+        client.open()
+        with Stream(client), Stream(client):
+            error = refusal(lambda: next(Stream(client).call))
+            assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "at most 2" in error.expected
+        watches = [client.stub.WatchStatus(pb.WatchStatusRequest(), timeout=60) for _ in range(16)]
+        for watch in watches:
+            next(watch)
+        error = refusal(lambda: next(client.stub.WatchStatus(pb.WatchStatusRequest(), timeout=60)))
+        assert error.field == "WatchStatus"
+        # Unary calls still have threads.
+        assert client.status().idle
+        for watch in watches:
+            watch.cancel()
+
+
+def test_open_streams_end_when_the_trainer_stops(tmp_path: Path) -> None:
+    with running(make_config(tmp_path)) as (server, client):
+        client.open()
+        stream = Stream(client).__enter__()
+        watch = client.stub.WatchStatus(pb.WatchStatusRequest(), timeout=60)
+        next(watch)
+        assert server.stop()
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stream.call)
+        assert caught.value.code() is grpc.StatusCode.CANCELLED  # type: ignore[attr-defined]
+        # The watch ends by itself, with OK.
+        list(watch)
+        assert watch.code() is grpc.StatusCode.OK
+        with pytest.raises(grpc.RpcError):
+            client.status()

@@ -1,0 +1,218 @@
+"""Training as the trainer's clients see it: gate, releases, publishing, restart."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from draft_trainer.learner import StepMetrics
+from draft_trainer.policy_head import PolicyHeads
+from draft_trainer.sample import Sample
+from slipstream.tensors import ChunkAssembler
+from slipstream.v1 import draft_trainer_pb2 as pb
+from tests.draft_trainer.fleet_double import RolloutDouble
+from tests.draft_trainer.rig import (
+    Client,
+    Stream,
+    make_config,
+    refusal,
+    rollouts,
+    running,
+    train,
+    train_until_released,
+)
+
+
+def test_trains_gates_releases_and_publishes_with_the_policy(tmp_path: Path) -> None:
+    double = RolloutDouble()
+    config = make_config(tmp_path, publish={"rollout_servers": [double.address]})
+    with running(config) as (_, client):
+        client.open()
+        client.announce(1)
+        version = train_until_released(client)
+        status = client.status()
+        assert status.promoted_release == version
+        assert status.last_gate.startswith("passed")
+        assert len(status.step_acceptance) == 3
+        assert all(0 < value < 1 for value in status.step_acceptance)
+        assert client.prepare(2).draft_version == version
+        double.stage_policy("policy-2", 2)
+        result = client.complete(2, "policy-2")
+        assert result.draft_version == version
+        assert result.servers[0].committed and result.servers[0].state.policy_version == 2
+        assert double.commits() == [(f"draft-{version}", "policy-2")]
+        releases = list(client.stub.ListReleases(pb.ListReleasesRequest(), timeout=10).releases)
+        assert [r.draft_version for r in releases] == list(range(version + 1))
+        newest = releases[-1]
+        assert newest.parent_version == version - 1
+        assert newest.trained_against_policy_version == 1
+        assert (newest.run_id, newest.ttt_steps) == ("run", 3)
+        gate = newest.gate
+        assert gate.passed and gate.anchors >= 20
+        assert gate.candidate_acceptance_length > gate.incumbent_acceptance_length
+        _assert_fetched(client, newest.draft_version, double)
+        assert not client.prepare(3).HasField("draft_version")
+        assert client.roll_back().servers[0].state.draft_version == 0
+    double.stop()
+
+
+def _assert_fetched(client: Client, version: int, double: RolloutDouble) -> None:
+    """FetchRelease gives exactly the tensors that the rollout server got."""
+    answers = client.stub.FetchRelease(pb.FetchReleaseRequest(draft_version=version), timeout=10)
+    manifest = next(answers).manifest
+    assembler = ChunkAssembler(manifest.tensors, 1 << 30)
+    for answer in answers:
+        assembler.feed(answer.chunk)
+    tensors = assembler.finish()
+    assert tensors.keys() == double.live.keys()
+    assert all(torch.equal(tensors[name], double.live[name]) for name in tensors)
+    error = refusal(
+        lambda: list(client.stub.FetchRelease(pb.FetchReleaseRequest(draft_version=99), timeout=10))
+    )
+    assert error.code is grpc.StatusCode.NOT_FOUND
+
+
+def test_released_tensors_never_change_while_training_goes_on(tmp_path: Path) -> None:
+    with running(make_config(tmp_path)) as (server, client):
+        client.open()
+        client.announce(1)
+        version = train_until_released(client)
+        registry = server.publisher._registry
+        before = registry.tensors(version)
+        train(client, 1000)
+        after = registry.tensors(version)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_duplicate_is_not_trained_twice(tmp_path: Path) -> None:
+    config = make_config(tmp_path, replay={"held_out_fraction": 0.01, "max_epochs": 1})
+    with running(config) as (_, client):
+        client.open()
+        client.announce(1)
+        train(client, 0)
+        tokens = client.status().tokens_trained
+        acks = client.send(*rollouts(60, 0))
+        assert {ack.status for ack in acks} == {pb.ACK_STATUS_DUPLICATE}
+        status = client.status()
+        assert (status.samples_accepted, status.samples_duplicate) == (60, 60)
+        assert status.samples_pending == 0
+        # A fresh sample proves that the loop has come round again.
+        client.send(*rollouts(61, 3)[60:])
+        status = client.wait_for(lambda s: s.samples_accepted == 61 and s.idle)
+        assert status.tokens_trained - tokens <= 25
+
+
+def test_too_few_held_out_states_are_no_pass(tmp_path: Path) -> None:
+    with running(make_config(tmp_path, gate={"min_anchors": 100_000})) as (_, client):
+        client.open()
+        client.announce(1)
+        status = train(client, 0)
+        status = client.wait_for(lambda s: s.last_gate != "")
+        assert "too few held-out states" in status.last_gate
+        assert "need 100000" in status.last_gate
+        assert (status.newest_release, status.promoted_release) == (0, 0)
+        assert status.train_steps > 0
+
+
+def test_publishing_on_promotion_needs_no_sync_window(tmp_path: Path) -> None:
+    double = RolloutDouble()
+    config = make_config(tmp_path, publish={"rollout_servers": [double.address], "on": "promotion"})
+    with running(config) as (server, client):
+        client.open()
+        client.announce(1)
+        version = train_until_released(client)
+        board = server._board
+        while not board.read().publishes["committed"]:
+            assert board.wait_beyond(board.read().revision, 20)
+        assert double.state.draft_version == version
+    double.stop()
+
+
+def test_pinned_release_is_not_replaced(tmp_path: Path) -> None:
+    with running(make_config(tmp_path)) as (_, client):
+        client.open()
+        client.announce(1)
+        assert client.promote(0, pin=True).draft_version == 0
+        version = train_until_released(client)
+        status = client.status()
+        assert (status.newest_release, status.promoted_release) == (version, 0)
+        assert status.pinned
+        error = refusal(lambda: client.promote(99))
+        assert error.code is grpc.StatusCode.NOT_FOUND
+
+
+def test_restart_resumes_with_the_promoted_release_and_the_newest_weights(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with running(config) as (_, client):
+        client.open()
+        client.announce(1)
+        version = train_until_released(client)
+        client.promote(0, pin=True)
+    with running(config, train=False) as (server, client):
+        status = client.status()
+        assert (status.newest_release, status.promoted_release, status.pinned) == (version, 0, True)
+        tensors = server.publisher._registry.tensors(version)
+        weights = server.loop._learner.head.state_dict()
+        for name, weight in weights.items():
+            assert torch.equal(weight, tensors[name].float())
+        # The client's session is gone with the process and it is told so.
+        error = refusal(lambda: next(Stream(client, "old").call))
+        assert error.code is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_fleet_that_is_away_never_takes_the_trainer_down(tmp_path: Path) -> None:
+    config = make_config(tmp_path, publish={"rollout_servers": ["127.0.0.1:9"]})
+    with running(config) as (_, client):
+        client.open()
+        client.announce(1)
+        version = train_until_released(client)
+        prepared = client.prepare(2)
+        assert not prepared.HasField("draft_version")
+        assert "unreachable" in prepared.servers[0].error
+        result = client.complete(2, "policy-2")
+        assert not result.servers[0].committed and not result.servers[0].HasField("state")
+        train(client, 500)
+        assert client.status().promoted_release >= version
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_training_that_dies_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(make_config(tmp_path)) as (server, client):
+
+        def out_of_memory(*_: object) -> None:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(server.loop._learner, "step", out_of_memory)
+        client.open()
+        client.announce(1)
+        client.send(*rollouts(20))
+        assert server.died.wait(20)
+        assert server._board.read().training_error == "the training thread ended with an error"
+
+
+def test_batch_whose_policy_version_was_forgotten_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(make_config(tmp_path)) as (server, client):
+        learner = server.loop._learner
+        step, drawn = learner.step, threading.Event()
+
+        def late(samples: list[Sample], heads: PolicyHeads) -> StepMetrics:
+            if not drawn.is_set():
+                for version in (2, 3, 4):
+                    client.announce(version)
+                drawn.set()
+            return step(samples, heads)
+
+        monkeypatch.setattr(learner, "step", late)
+        client.open()
+        client.announce(1)
+        client.send(*rollouts(20))
+        assert drawn.wait(20)
+        client.send(*rollouts(20, seed=1, version=4))
+        status = client.wait_for(lambda s: s.train_steps >= 1 and s.idle)
+        assert status.samples_accepted == 40

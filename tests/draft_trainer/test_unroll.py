@@ -1,0 +1,126 @@
+"""The unroll against the plainest reference: one anchor, one explicit key-value list."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from draft_trainer.attention import ttt_attention
+from draft_trainer.batch import Batch, collate
+from draft_trainer.head import Eagle3Head, rotate
+from draft_trainer.unroll import ahead, ttt_unroll
+from tests.draft_trainer.synthetic import Policy, head
+
+
+def _dense(q: Tensor, k0: Tensor, v0: Tensor, k_own: Tensor, v_own: Tensor) -> Tensor:
+    """Attention over [T, (S + 1) * T] keys with a dense mask."""
+    group, length = q.shape[1] // k0.shape[1], q.shape[2]
+    keys = torch.cat([k0, *k_own], dim=2).repeat_interleave(group, dim=1)
+    values = torch.cat([v0, *v_own], dim=2).repeat_interleave(group, dim=1)
+    causal = torch.ones(length, length).tril().bool()
+    mask = torch.cat([causal, *[torch.eye(length).bool()] * len(k_own)], dim=1)
+    scores = (q @ keys.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ values
+
+
+def _inputs(own: int, length: int, dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(own)
+    shapes = [(2, 4, length, 8), *[(2, 2, length, 8)] * 2, *[(own, 2, 2, length, 8)] * 2]
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("own", [0, 1, 3])
+def test_attention_equals_dense_mask(own: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and all gradients in float64, over several query blocks."""
+    monkeypatch.setattr("draft_trainer.attention._QUERY_BLOCK", 5)
+    inputs = _inputs(own, 13, torch.float64)
+    weight = torch.randn(2, 4, 13, 8, dtype=torch.float64)
+    ours, dense = ttt_attention(*inputs), _dense(*inputs)
+    assert (ours - dense).abs().max() < 1e-12
+    our_grads = torch.autograd.grad((ours * weight).sum(), inputs, allow_unused=True)
+    dense_grads = torch.autograd.grad((dense * weight).sum(), inputs, allow_unused=True)
+    for ours_g, dense_g in zip(our_grads[: 5 if own else 3], dense_grads, strict=False):
+        assert ours_g is not None and dense_g is not None
+        assert (ours_g - dense_g).abs().max() < 1e-12
+
+
+def test_attention_in_bfloat16_stays_near() -> None:
+    inputs = [t.detach() for t in _inputs(2, 40, torch.float32)]
+    low = ttt_attention(*[t.bfloat16() for t in inputs])
+    assert low.dtype == torch.bfloat16
+    assert (low.float() - _dense(*inputs)).abs().max() < 0.05
+
+
+def _naive_outputs(model: Eagle3Head, batch: Batch, row: int, anchor: int, steps: int) -> list:
+    """Serving's view of one chain: prefill up to the anchor, then one token at a time."""
+    layer, group = model.midlayer, 2
+    outputs, keys, values = [], [], []
+
+    def attend(token: int, position: int, hidden: Tensor) -> Tensor:
+        x, residual = layer.enter(batch.embeds[row, token], hidden)
+        angles = position * model._inv_freq.float()
+        q, k, v = (
+            proj(x).view(-1, 8)
+            for proj in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+        )
+        cos, sin = angles.cos(), angles.sin()
+        keys.append(rotate(k, cos, sin).repeat_interleave(group, 0))
+        values.append(v.repeat_interleave(group, 0))
+        scores = torch.stack([(rotate(q, cos, sin) * key).sum(-1) for key in keys]) * 8**-0.5
+        mixed = (scores.softmax(0)[..., None] * torch.stack(values)).sum(0)
+        residual = residual + layer.self_attn.o_proj(mixed.flatten())
+        return residual + layer.mlp(layer.post_attention_layernorm(residual))
+
+    for i in range(anchor + 1):
+        output = attend(i + 1, int(batch.positions[row, i]), model.fc(batch.aux[row, i]))
+    outputs.append(output)
+    for step in range(1, steps):
+        position = int(batch.positions[row, anchor]) + step
+        output = attend(anchor + 1 + step, position, model.feedback(output))
+        outputs.append(output)
+    return outputs
+
+
+@pytest.mark.parametrize("variant", [{}, {"norm_before_residual": True}, {"norm_output": True}])
+def test_unroll_equals_serving_one_chain_at_a_time(variant: dict[str, bool]) -> None:
+    """Every anchor and step of two padded rows, one of them starting at position 7."""
+    policy, model, steps = Policy(), head(3, **variant), 4
+    samples = policy.samples(3)
+    object.__setattr__(samples[1], "positions", samples[1].positions + 7)
+    batch = collate(samples, policy.heads())
+    with torch.no_grad():
+        unrolled = torch.stack(list(ttt_unroll(model, batch, steps)))
+        compared = 0
+        for row in (0, 1):
+            for anchor in range(int(batch.lengths[row]) - steps):
+                expected = torch.stack(_naive_outputs(model, batch, row, anchor, steps))
+                assert (unrolled[:, row, anchor] - expected).abs().max() < 1e-4
+                compared += 1
+    assert compared == 12 + 13
+
+
+def test_padding_and_packing_change_nothing() -> None:
+    """A sequence alone, in a padded batch, and packed with another one: the same outputs."""
+    policy, model = Policy(), head(1)
+    a, b = policy.samples(2)
+    names = ("token_ids", "positions", "loss_mask", "aux", "final_hidden")
+    names = (*names, "sampled_logprobs", "sampled_logits")
+    joined = {name: torch.cat([getattr(a, name), getattr(b, name)]) for name in names}
+    segments = torch.cat([torch.zeros(a.num_tokens), torch.ones(b.num_tokens)]).int()
+    packed = type(a)("packed", 1, 1.0, segment_ids=segments, **joined)
+    with torch.no_grad():
+        alone = [
+            list(ttt_unroll(model, collate([s], policy.heads()), 3))[2][0, : s.num_tokens - 3]
+            for s in (a, b)
+        ]
+        padded = list(ttt_unroll(model, collate([a, b], policy.heads()), 3))[2]
+        split = list(ttt_unroll(model, collate([packed], policy.heads()), 3))[2]
+    for row, expected in enumerate(alone):
+        assert (padded[row, : len(expected)] - expected).abs().max() < 1e-5
+        assert (split[row, : len(expected)] - expected).abs().max() < 1e-5
+
+
+def test_ahead_shifts_and_fills_with_zero() -> None:
+    assert ahead(torch.tensor([[1, 2, 3]]), 1).tolist() == [[2, 3, 0]]
+    assert ahead(torch.tensor([[1, 2, 3]]), 5).tolist() == [[0, 0, 0]]
