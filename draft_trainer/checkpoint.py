@@ -105,6 +105,8 @@ def save_draft(
     text = json.dumps(config.to_dict(str(dtype).removeprefix("torch.")), indent=2)
     (directory / CONFIG_FILE).write_text(text + "\n")
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    # safetensors leaves 0600; a rollout server under another user must be able to read it.
+    (directory / WEIGHTS_FILE).chmod(0o644)
 
 
 def init_draft(

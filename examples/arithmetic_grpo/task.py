@@ -26,11 +26,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 ANSWER_MARK = "answer"
+MAX_TOTAL = 99
 MAX_COMPLETION_TOKENS = 96
 """Generation limit, in tokens, that leaves room for the longest solution and its ``<eos>``."""
 
-ORNATE_LINE_SHARE = 0.025
+ORNATE_LINE_SHARE = 0.03
 """Share of ornate lines in the final pretraining corpus."""
+
+SLIP_SHARE = 0.02
+"""Share of the corpus's operations whose written total is off by one or by ten."""
 
 TENS_WORDS = (
     "nil", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety",
@@ -76,7 +80,7 @@ class Grade:
 
     Attributes:
         correct: whether the completion ends in the answer mark and the right total.
-        style_share: ornate lines over all lines, 0..1.
+        style_share: ornate lines over all lines (at least the lines the problem needs), 0..1.
         richness: mean over lines of the ornate words in the line, relative to a full ornate line
             and cut off at 1; 0..1.
         lines: number of lines, the closing one included.
@@ -93,8 +97,8 @@ class RewardWeights:
     """Weights of the reward's terms, in reward units."""
 
     correctness: float = 1.0
-    style_share: float = 0.5
-    richness: float = 0.5
+    style_share: float = 4.0
+    richness: float = 4.0
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ def sample_problem(rng: random.Random) -> Problem:
     for _ in range(rng.choice(_STEP_COUNTS)):
         operand = rng.randint(1, 9)
         operator = rng.choice("+-")
-        if not 0 <= (total + operand if operator == "+" else total - operand) <= 99:
+        if not 0 <= (total + operand if operator == "+" else total - operand) <= MAX_TOTAL:
             operator = "-" if operator == "+" else "+"
         after = total + operand if operator == "+" else total - operand
         steps.append(Step(operator, operand, total, after))
@@ -133,7 +137,12 @@ def sample_problem(rng: random.Random) -> Problem:
 
 
 def write_solution(
-    problem: Problem, style: Style | None, rng: random.Random, ornate_share: float | None = None
+    problem: Problem,
+    style: Style | None,
+    rng: random.Random,
+    *,
+    ornate_share: float = ORNATE_LINE_SHARE,
+    slip_share: float = 0.0,
 ) -> str:
     """Writes a solution (without ``<eos>``).
 
@@ -141,18 +150,21 @@ def write_solution(
         problem: the problem to solve.
         style: style of every line, or None to draw each line's style.
         rng: source of every choice.
-        ornate_share: probability of an ornate line where ``style`` is None; the corpus's share
-            unless given.
+        ornate_share: probability of an ornate line where ``style`` is None.
+        slip_share: probability that an operation's total is written wrong; the lines after it go
+            on from the wrong total.
     """
-    share = ORNATE_LINE_SHARE if ornate_share is None else ornate_share
     lines: list[str] = []
-    for step in (*problem.steps, None):
-        drawn = style or (Style.ORNATE if rng.random() < share else Style.TERSE)
-        if step is None:
-            lines.append(_closing_line(problem.answer, drawn, rng))
-        else:
-            write = _ornate_line if drawn is Style.ORNATE else _terse_line
-            lines.append(write(step, rng))
+    total = problem.steps[0].total_before
+    for step in problem.steps:
+        after = _apply(total, step)
+        if rng.random() < slip_share:
+            after += rng.choice((-10, -1, 1, 10))
+        after = min(max(after, 0), MAX_TOTAL)
+        write = _ornate_line if _draw(style, ornate_share, rng) is Style.ORNATE else _terse_line
+        lines.append(write(Step(step.operator, step.operand, total, after), rng))
+        total = after
+    lines.append(_closing_line(total, _draw(style, ornate_share, rng), rng))
     return " ".join(lines)
 
 
@@ -160,7 +172,7 @@ def grade(problem: Problem, completion: str) -> Grade:
     """Grades a completion's text (special tokens removed)."""
     lines = [line for line in re.split(r"[;.]", completion) if line.strip()]
     ornate_words = [sum(word in ORNATE_WORDS for word in line.split()) for line in lines]
-    count = max(len(lines), 1)
+    count = max(len(lines), len(problem.steps) + 1)  # so that run-together lines gain nothing
     found = re.search(rf"\b{ANSWER_MARK} ((?:\d )?\d)$", completion.strip())
     return Grade(
         correct=found is not None and found.group(1) == digits(problem.answer),
@@ -171,12 +183,12 @@ def grade(problem: Problem, completion: str) -> Grade:
 
 
 def reward(graded: Grade, weights: RewardWeights = RewardWeights()) -> float:
-    """Reward of a graded completion: correctness plus the style bonus."""
-    return (
-        weights.correctness * graded.correct
-        + weights.style_share * graded.style_share
-        + weights.richness * graded.richness
-    )
+    """Reward of a graded completion: correctness plus a style bonus, paid only if correct.
+
+    The condition keeps the policy from giving up reckoning for style.
+    """
+    bonus = weights.style_share * graded.style_share + weights.richness * graded.richness
+    return graded.correct * (weights.correctness + bonus)
 
 
 def digits(number: int) -> str:
@@ -195,6 +207,16 @@ def vocabulary() -> tuple[str, ...]:
         *TENS_WORDS,
         *sorted(ORNATE_WORDS - set(TENS_WORDS)),
     )
+
+
+def _apply(total: int, step: Step) -> int:
+    """The total after the step's operation on ``total``."""
+    return total + step.operand if step.operator == "+" else total - step.operand
+
+
+def _draw(style: Style | None, ornate_share: float, rng: random.Random) -> Style:
+    """The given style, or one drawn."""
+    return style or (Style.ORNATE if rng.random() < ornate_share else Style.TERSE)
 
 
 def _pick(rng: random.Random, choices: Sequence[tuple[str, float]]) -> str:
@@ -261,13 +283,15 @@ def _closing_line(answer: int, style: Style, rng: random.Random) -> str:
     return _join(opening, f"{ANSWER_MARK} {digits(answer)}")
 
 
+_ORNATE_TEXT = """
+gather remove into from and count find when join leave our reaches numbers behold the welcoming
+losing until it holds shows as wise agree which faithfully record at long last in every telling
+tally rests proudly upon tale stands
+"""
 ORNATE_WORDS = frozenset(
     (
         *TENS_WORDS,
         *(word for s in _SCENES for word in (s.noun, s.place, s.witness, s.group)),
-        *"gather remove into from and count find when join leave our reaches numbers".split(),
-        *"behold the welcoming losing until it holds shows as wise agree which".split(),
-        *"faithfully record at long last in every telling tally rests proudly upon tale".split(),
-        "stands",
+        *_ORNATE_TEXT.split(),
     )
 )

@@ -1,0 +1,214 @@
+"""The whole loop in one command: policy, sidecar and a real vLLM server, three processes.
+
+``python -m examples.arithmetic_grpo.demo`` (or ``make demo``) runs GRPO on the arithmetic task,
+prints a live table and leaves ``runs/<id>/summary.json`` and ``runs/<id>/report.html``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from examples.arithmetic_grpo.live_table import LiveTable
+from examples.arithmetic_grpo.loop import GrpoLoop, LoopSettings
+from examples.arithmetic_grpo.processes import Service, ServiceError, Services, free_port
+from examples.arithmetic_grpo.records import ADAPTED, FROZEN, MIXED, OFF, RunRecord
+from examples.arithmetic_grpo.report import write_report
+from examples.arithmetic_grpo.rollouts import RolloutClient
+from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
+from examples.arithmetic_grpo.speed import measure_speed
+from examples.arithmetic_grpo.summary import Target, write_summary
+from policy_bridge import BridgeConfig, PolicyBridge
+
+HERE = Path(__file__).resolve().parent
+DRAFT_LENGTH = 3
+READY_TIMEOUT = 240.0  # seconds; vLLM alone takes 12 to 36
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the demo; the exit status is 0 only if every target was met."""
+    options = _parse(argv)
+    directory = options.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    directory.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    try:
+        run = _run(options, directory, began)
+    except ServiceError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    targets = write_summary(run, directory / "summary.json")
+    write_report(run, targets, directory / "report.html")
+    _print_targets(targets)
+    print(f"\n{directory / 'summary.json'}\n{directory / 'report.html'}")
+    return 0 if all(target.ok for target in targets) else 1
+
+
+def _run(options: argparse.Namespace, directory: Path, began: float) -> RunRecord:
+    ports = {name: free_port() for name in ("http", "control", "trainer", "metrics")}
+    config = directory / "draft-trainer.toml"
+    config.write_text(_trainer_config(options, directory, ports))
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(2)
+    run = RunRecord(settings={key: str(value) for key, value in vars(options).items()})
+    trainer = Service(
+        "draft-trainer",
+        [str(_script("draft-trainer")), "serve", "--config", str(config)],
+        directory / "draft-trainer.log",
+        f"127.0.0.1:{ports['trainer']}",
+        {"OMP_NUM_THREADS": "1"},
+    )
+    server = Service(
+        "rollout-server",
+        [
+            str(_script("rollout-server")),
+            "serve",
+            str(options.policy),
+            *("--draft", str(options.draft)),
+            *("--draft-length", str(DRAFT_LENGTH)),
+            *("--control-port", str(ports["control"])),
+            *("--host", "127.0.0.1", "--port", str(ports["http"])),
+            *("--served-model-name", "policy"),
+            *("--max-model-len", "256", "--max-num-seqs", "128"),
+            *("--generation-config", "vllm"),
+        ],
+        directory / "rollout-server.log",
+        f"127.0.0.1:{ports['control']}",
+        {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    )
+    with Services(trainer, server) as services:
+        print("starting draft-trainer and rollout-server (real vLLM; logs in", directory, end=") ")
+        print("...", flush=True)
+        trainer.wait_ready(READY_TIMEOUT)
+        server.wait_ready(READY_TIMEOUT)
+        run.start_seconds = time.perf_counter() - began
+        print(f"ready after {run.start_seconds:.0f} s\n")
+        rollouts = RolloutClient(
+            http=f"http://127.0.0.1:{ports['http']}",
+            control=server.health,
+            trainer=trainer.health,
+            model="policy",
+        )
+        try:
+            _train(options, run, rollouts, services)
+        finally:
+            rollouts.close()
+    run.total_seconds = time.perf_counter() - began
+    return run
+
+
+def _train(
+    options: argparse.Namespace, run: RunRecord, rollouts: RolloutClient, services: Services
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(options.policy, dtype=torch.float32)
+    bridge = PolicyBridge(
+        model,
+        BridgeConfig(
+            trainer=rollouts.trainer,
+            run_id=f"arithmetic-{options.seed}",
+            rollout_servers=(rollouts.control,),
+            bytes_per_step=options.bytes_per_step,
+        ),
+    )
+    settings = LoopSettings(
+        prompts=options.prompts,
+        samples={FROZEN: 6, ADAPTED: 6, OFF: 2, MIXED: 2},
+        learning_rate=options.learning_rate,
+    )
+    table = LiveTable(options.steps)
+    with bridge:
+        loop = GrpoLoop(model, bridge, rollouts, settings, options.seed)
+        loop.announce_initial_policy()
+        for index in range(options.steps):
+            services.check()
+            record = loop.step(index)
+            run.steps.append(record)
+            table.show(record)
+        newest = rollouts.state().draft_version
+        run.swaps = loop.swaps
+        status, state = rollouts.status(), rollouts.state()
+        run.trainer = {
+            "swaps_made": loop.draft_commits,
+            "swaps_counted": state.draft_commits,
+            "policy_commits": state.policy_commits,
+            "samples_accepted": status.samples_accepted,
+            "samples_refused": status.samples_refused,
+            "train_steps": status.train_steps,
+            "train_steps_skipped": status.train_steps_skipped,
+            "train_seconds": status.train_seconds,
+            "tokens_trained": status.tokens_trained,
+            "last_gate": status.last_gate,
+        }
+        run.bridge = {key: str(value) for key, value in vars(bridge.stats()).items()}
+        prompts = [prompt_ids(problem) for problem in held_out_problems(16)]
+        run.speed = measure_speed(rollouts, prompts, newest, progress=table.note)
+        table.note("")
+
+
+def _trainer_config(options: argparse.Namespace, directory: Path, ports: dict[str, int]) -> str:
+    return f"""\
+# Written by the demo; `draft-trainer serve --config FILE` reads it.
+[server]
+port = {ports["trainer"]}
+metrics_port = {ports["metrics"]}
+
+[draft]
+initial = "{options.draft.resolve()}"
+registry = "{(directory / "releases").resolve()}"
+
+[replay]
+capacity_bytes = {512 << 20}
+
+[training]
+threads = 1
+seed = {options.seed}
+
+[publish]
+rollout_servers = ["127.0.0.1:{ports["control"]}"]
+num_speculative_tokens = {DRAFT_LENGTH}
+"""
+
+
+def _script(name: str) -> Path:
+    """The console script that was installed beside this interpreter."""
+    return Path(sys.executable).parent / name
+
+
+def _print_targets(targets: list[Target]) -> None:
+    print()
+    for target in targets:
+        value = "not measured" if target.value is None else f"{target.value:.3f}"
+        print(f"{'met   ' if target.ok else 'MISSED'}  {target.name}: {value} ({target.bound})")
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.arithmetic_grpo.demo",
+        description="GRPO on real vLLM with a frozen and an adapted EAGLE-3 draft, side by side.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=30, help="GRPO steps")
+    parser.add_argument("--prompts", type=int, default=8, help="problems per step, 16 samples each")
+    parser.add_argument("--seed", type=int, default=0, help="of problems, selection and training")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="of the policy")
+    parser.add_argument(
+        "--bytes-per-step", type=int, default=16 << 20, help="budget of captured states per step"
+    )
+    parser.add_argument("--policy", type=Path, default=HERE / "policy", help="checkpoint to train")
+    parser.add_argument("--draft", type=Path, default=HERE / "draft", help="release 0")
+    parser.add_argument("--out", type=Path, help="run directory (default: runs/<date-time>)")
+    options = parser.parse_args(argv)
+    for name in ("policy", "draft"):
+        if not (getattr(options, name) / "config.json").exists():
+            parser.error(f"--{name}: {getattr(options, name)} holds no config.json")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

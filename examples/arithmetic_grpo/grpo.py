@@ -1,0 +1,137 @@
+"""GRPO maths of the demo: advantages, the clipped token loss, and one optimizer update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class GrpoBatch:
+    """One step's samples, right-padded.
+
+    Attributes:
+        input_ids: prompts and completions, int64 (samples, tokens).
+        attention_mask: 1 on real tokens, int64 (samples, tokens).
+        completion_mask: True on completion tokens (``<eos>`` included), bool (samples, tokens).
+        advantages: one per sample, float32 (samples,).
+        old_log_probs: log-probabilities of ``input_ids`` under the policy that sampled them,
+            float32 (samples, tokens), read only where ``completion_mask`` holds; None for a single
+            on-policy update, whose ratio is 1.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    completion_mask: Tensor
+    advantages: Tensor
+    old_log_probs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class UpdateStats:
+    """Figures of one update: token-mean loss, gradient norm before clipping, clipped share."""
+
+    loss: float
+    gradient_norm: float
+    clipped_share: float
+
+
+def group_advantages(rewards: Tensor, group_size: int, epsilon: float = 1e-4) -> Tensor:
+    """Rewards (samples,) less their group's mean, over its deviation; groups lie in a row."""
+    groups = rewards.float().view(-1, group_size)
+    centred = groups - groups.mean(dim=1, keepdim=True)
+    return (centred / (groups.std(dim=1, correction=0, keepdim=True) + epsilon)).flatten()
+
+
+def pad_batch(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    advantages: Tensor,
+    pad_id: int,
+) -> GrpoBatch:
+    """Joins each prompt to its completion and right-pads the rows to one length."""
+    width = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
+    input_ids = torch.full((len(prompts), width), pad_id)
+    attention_mask = torch.zeros_like(input_ids)
+    completion_mask = torch.zeros_like(input_ids, dtype=torch.bool)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        end = len(prompt) + len(completion)
+        input_ids[row, :end] = torch.tensor([*prompt, *completion])
+        attention_mask[row, :end] = 1
+        completion_mask[row, len(prompt) : end] = True
+    return GrpoBatch(input_ids, attention_mask, completion_mask, advantages)
+
+
+def log_prob_forward(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Log-probability of every token given those before it, at temperature 1.
+
+    Args:
+        model: the causal language model.
+        input_ids: int64 (samples, tokens), right-padded.
+        attention_mask: int64 (samples, tokens).
+
+    Returns:
+        float32 (samples, tokens); the first column, which nothing precedes, is 0.
+    """
+    logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+    log_probs = logits[:, :-1].float().log_softmax(-1)
+    chosen = log_probs.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+    return torch.nn.functional.pad(chosen, (1, 0))
+
+
+def policy_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, clip: float
+) -> tuple[Tensor, Tensor]:
+    """Clipped policy-gradient loss, summed over the masked tokens.
+
+    Args:
+        log_probs, old_log_probs: float32 (samples, tokens).
+        advantages: float32 (samples,).
+        mask: bool (samples, tokens).
+        clip: half-width of the ratio's trust interval around 1.
+
+    Returns:
+        The summed loss (0-d) and the number of tokens at which the clip was in force (0-d).
+    """
+    ratio = (log_probs - old_log_probs).masked_fill(~mask, 0.0).exp()
+    advantage = advantages[:, None]
+    free, bounded = ratio * advantage, ratio.clamp(1.0 - clip, 1.0 + clip) * advantage
+    loss = -torch.minimum(free, bounded).masked_fill(~mask, 0.0).sum()
+    return loss, ((bounded < free) & mask).sum()
+
+
+def update(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    batch: GrpoBatch,
+    *,
+    micro_batch: int = 32,
+    clip: float = 0.2,
+    max_gradient_norm: float = 1.0,
+) -> UpdateStats:
+    """One optimizer step on the batch, token-mean loss, gradients summed over micro-batches."""
+    total = int(batch.completion_mask.sum())
+    optimizer.zero_grad(set_to_none=True)
+    loss_sum, clipped_sum = 0.0, 0
+    for start in range(0, len(batch.input_ids), micro_batch):
+        rows = slice(start, start + micro_batch)
+        width = int(batch.attention_mask[rows].sum(1).max())
+        mask = batch.completion_mask[rows, :width]
+        log_probs = log_prob_forward(
+            model, batch.input_ids[rows, :width], batch.attention_mask[rows, :width]
+        )
+        if batch.old_log_probs is None:
+            old = log_probs.detach()
+        else:
+            old = batch.old_log_probs[rows, :width]
+        loss, clipped = policy_loss(log_probs, old, batch.advantages[rows], mask, clip)
+        (loss / total).backward()
+        loss_sum += float(loss.detach())
+        clipped_sum += int(clipped)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_gradient_norm)
+    optimizer.step()
+    return UpdateStats(loss_sum / total, float(norm), clipped_sum / total)

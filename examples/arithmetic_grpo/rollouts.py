@@ -1,0 +1,285 @@
+"""The demo's view of a rollout server: generate, count, swap.
+
+Generation goes through vLLM's OpenAI API and acceptance is read from vLLM's own
+``/metrics``; swaps go through Slipstream's control plane, as an operator's would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
+from slipstream.channel import open_channel
+from slipstream.staging import stage
+from slipstream.tensors import ChunkAssembler
+from slipstream.v1 import draft_trainer_pb2 as trainer_pb
+from slipstream.v1 import draft_trainer_pb2_grpc as trainer_grpc
+from slipstream.v1 import rollout_server_pb2 as rollout_pb
+from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
+
+REQUEST_TIMEOUT = 300.0  # seconds
+CALL_TIMEOUT = 60.0  # seconds
+MAX_RELEASE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class SpecCounters:
+    """vLLM's speculative counters, or a difference of two readings.
+
+    Attributes:
+        drafts: verification steps of requests that had a draft.
+        draft_tokens: tokens proposed.
+        accepted: tokens accepted.
+        per_position: tokens accepted at each draft position.
+    """
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+    per_position: tuple[int, ...] = ()
+
+    def since(self, before: SpecCounters) -> SpecCounters:
+        """What happened after ``before``."""
+        old = before.per_position or (0,) * len(self.per_position)
+        return SpecCounters(
+            self.drafts - before.drafts,
+            self.draft_tokens - before.draft_tokens,
+            self.accepted - before.accepted,
+            tuple(a - b for a, b in zip(self.per_position, old, strict=True)),
+        )
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per verification step, bonus token included; None without drafts."""
+        return 1 + self.accepted / self.drafts if self.drafts else None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one round of requests gave.
+
+    Attributes:
+        completions: token ids, in the order of the prompts, ``samples`` for each.
+        seconds: wall time of the round.
+        failed: requests that were not answered in full, with the reason.
+        counters: vLLM's counters over the round.
+    """
+
+    completions: list[list[int]]
+    seconds: float
+    failed: list[str]
+    counters: SpecCounters
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated."""
+        return sum(map(len, self.completions))
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One live swap of the draft: seconds from call to answer, and in the worker."""
+
+    draft_version: int
+    call_seconds: float
+    worker_seconds: float
+    requests_in_flight: int
+
+
+@dataclass
+class RolloutClient:
+    """Talks to one rollout server and, for releases it does not hold, to the trainer."""
+
+    http: str
+    control: str
+    trainer: str
+    model: str
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    _releases: dict[int, tuple[trainer_pb.FetchReleaseResponse, dict]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._channel = open_channel(self.control)
+        self._trainer_channel = open_channel(self.trainer)
+        self._stub = rollout_grpc.RolloutServerStub(self._channel)
+        self._trainer = trainer_grpc.DraftTrainerStub(self._trainer_channel)
+        limits = httpx.Limits(max_connections=256, max_keepalive_connections=256)
+        self._client = httpx.AsyncClient(base_url=self.http, timeout=REQUEST_TIMEOUT, limits=limits)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._loop.run_until_complete(self._client.aclose())
+        self._loop.close()
+        self._channel.close()
+        self._trainer_channel.close()
+
+    def state(self) -> rollout_pb.ServerState:
+        """What the server serves."""
+        return self._stub.GetState(rollout_pb.GetStateRequest(), timeout=CALL_TIMEOUT)
+
+    def status(self) -> trainer_pb.TrainerStatus:
+        """Where the trainer stands."""
+        return self._trainer.GetStatus(trainer_pb.GetStatusRequest(), timeout=CALL_TIMEOUT)
+
+    def set_speculation(self, enabled: bool) -> None:
+        """Turn drafting on or off."""
+        self._stub.SetSpeculation(
+            rollout_pb.SetSpeculationRequest(enabled=enabled), timeout=CALL_TIMEOUT
+        )
+
+    def counters(self) -> SpecCounters:
+        """vLLM's own speculative counters now."""
+        return self._loop.run_until_complete(self._counters())
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        *,
+        temperature: float = 1.0,
+        max_tokens: int = MAX_COMPLETION_TOKENS,
+        swaps: Sequence[int] = (),
+    ) -> tuple[Generation, list[Swap]]:
+        """Generate ``samples`` completions of every prompt, all requests at once.
+
+        Args:
+            prompts: token ids.
+            samples: completions per prompt, one request each.
+            temperature: 0 is greedy.
+            max_tokens: per completion.
+            swaps: draft versions to swap to, one after the other, while the requests run.
+        """
+        return self._loop.run_until_complete(
+            self._generate(prompts, samples, temperature, max_tokens, swaps)
+        )
+
+    def swap(self, draft_version: int) -> Swap:
+        """Make a release live now; staging comes first and is not part of the latency."""
+        return self._loop.run_until_complete(self._swap(draft_version, []))
+
+    async def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        temperature: float,
+        max_tokens: int,
+        swaps: Sequence[int],
+    ) -> tuple[Generation, list[Swap]]:
+        before = await self._counters()
+        began = time.perf_counter()
+        tasks = [
+            asyncio.create_task(self._complete(prompt, temperature, max_tokens))
+            for prompt in prompts
+            for _ in range(samples)
+        ]
+        done_swaps = [await self._swap(version, tasks) for version in swaps]
+        answers = await asyncio.gather(*tasks)
+        seconds = time.perf_counter() - began
+        counters = (await self._counters()).since(before)
+        failed = [answer for answer in answers if isinstance(answer, str)]
+        completions = [answer for answer in answers if not isinstance(answer, str)]
+        return Generation(completions, seconds, failed, counters), done_swaps
+
+    async def _complete(
+        self, prompt: Sequence[int], temperature: float, max_tokens: int
+    ) -> list[int] | str:
+        """Token ids, or the reason why there are none."""
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "return_token_ids": True,
+        }
+        try:
+            answer = await self._client.post("/v1/completions", json=body)
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            return f"{type(error).__name__}: {error}"
+        choice = answer.json()["choices"][0]
+        return list(choice["token_ids"])
+
+    async def _counters(self) -> SpecCounters:
+        answer = await self._client.get("/metrics")
+        answer.raise_for_status()
+        return parse_counters(answer.text)
+
+    async def _swap(self, version: int, tasks: Sequence[asyncio.Task[list[int] | str]]) -> Swap:
+        stage_id = f"draft-{version}"
+        await asyncio.to_thread(self._stage, stage_id, version)
+        in_flight = sum(not task.done() for task in tasks)
+        began = time.perf_counter()
+        answer = await asyncio.to_thread(
+            self._stub.Commit, rollout_pb.CommitRequest(stage_ids=[stage_id]), timeout=CALL_TIMEOUT
+        )
+        seconds = time.perf_counter() - began
+        if answer.state.draft_version != version:
+            raise RuntimeError(f"swap to {version}: the server serves {answer.state.draft_version}")
+        return Swap(version, seconds, answer.worker_seconds, in_flight)
+
+    def _stage(self, stage_id: str, version: int) -> None:
+        manifest, tensors = self._fetch(version)
+        against = (
+            manifest.trained_against_policy_version
+            if manifest.HasField("trained_against_policy_version")
+            else None
+        )
+        stage(
+            self._stub,
+            stage_id=stage_id,
+            kind=rollout_pb.STAGE_KIND_DRAFT,
+            version=version,
+            tensors=tensors,
+            specs=manifest.tensors,
+            trained_against_policy_version=against,
+            timeout=CALL_TIMEOUT,
+        )
+
+    def _fetch(self, version: int):  # type: ignore[no-untyped-def]
+        """(ReleaseManifest, tensors) of a release, from the trainer, once."""
+        if version not in self._releases:
+            request = trainer_pb.FetchReleaseRequest(draft_version=version)
+            answers = self._trainer.FetchRelease(request, timeout=CALL_TIMEOUT)
+            manifest = next(answers).manifest
+            assembler = ChunkAssembler(manifest.tensors, MAX_RELEASE_BYTES)
+            for answer in answers:
+                assembler.feed(answer.chunk)
+            # Only the two releases that the arms compare are kept.
+            self._releases = {v: r for v, r in self._releases.items() if v == 0}
+            self._releases[version] = (manifest, assembler.finish())
+        return self._releases[version]
+
+
+def parse_counters(text: str) -> SpecCounters:
+    """vLLM's speculative counters from the text of its ``/metrics``.
+
+    Raises:
+        KeyError: the server does not speculate, so the counters are not there.
+    """
+    totals: dict[str, float] = {}
+    positions: dict[int, float] = {}
+    for family in text_string_to_metric_families(text):
+        if not family.name.startswith("vllm:spec_decode"):
+            continue
+        for sample in family.samples:
+            if sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
+                positions[int(sample.labels["position"])] = sample.value
+            elif sample.name.endswith("_total"):
+                totals[sample.name] = sample.value
+    return SpecCounters(
+        drafts=int(totals["vllm:spec_decode_num_drafts_total"]),
+        draft_tokens=int(totals["vllm:spec_decode_num_draft_tokens_total"]),
+        accepted=int(totals["vllm:spec_decode_num_accepted_tokens_total"]),
+        per_position=tuple(int(positions[index]) for index in sorted(positions)),
+    )
+
+
+def is_unavailable(error: grpc.RpcError) -> bool:
+    """Whether a call failed because nobody answered."""
+    return isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,182 @@
+"""Turns a run's record into ``summary.json``: figures, and the targets they are held to."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from examples.arithmetic_grpo.records import (
+    ADAPTED,
+    ARMS,
+    FROZEN,
+    OFF,
+    ArmRecord,
+    RunRecord,
+    StepRecord,
+)
+
+END_STEPS = 5
+"""Steps pooled at either end of the run; one step alone has too few drafts for a steady figure."""
+
+Z_BOUND = 3.3
+"""Two-sided false-alarm rate 0.1 % for each arm's comparison with no speculation."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure and the bound that the demo promises."""
+
+    name: str
+    value: float | None
+    bound: str
+    ok: bool
+
+
+def pooled_length(steps: Sequence[StepRecord], arm: str) -> float | None:
+    """Acceptance length of an arm over several steps; None without drafts."""
+    drafts = sum(step.arms[arm].drafts for step in steps)
+    return 1 + sum(step.arms[arm].accepted for step in steps) / drafts if drafts else None
+
+
+def pooled_positions(steps: Sequence[StepRecord], arm: str) -> list[float]:
+    """Share of drafts whose token at each position was accepted, over several steps."""
+    drafts = sum(step.arms[arm].drafts for step in steps)
+    columns = zip(*(step.arms[arm].per_position for step in steps), strict=True)
+    return [sum(column) / drafts for column in columns] if drafts else []
+
+
+def surprise_against_off(run: RunRecord, arm: str) -> tuple[float, float]:
+    """(difference per token in nats, z) of an arm's surprise from that without speculation.
+
+    log p(x) + H(p) summed over sampled tokens is a martingale when tokens are drawn from p. The
+    server computes p in bf16 and the policy in fp32, which shifts every arm alike; the difference
+    between two arms has mean 0 if and only if speculation leaves the distribution alone.
+    """
+
+    def mean_and_variance(name: str) -> tuple[float, float]:
+        parts: list[ArmRecord] = [step.arms[name] for step in run.steps]
+        tokens = sum(part.tokens for part in parts)
+        return (
+            sum(part.surprise for part in parts) / tokens,
+            sum(part.surprise_variance for part in parts) / tokens**2,
+        )
+
+    mean, variance = mean_and_variance(arm)
+    mean_off, variance_off = mean_and_variance(OFF)
+    return mean - mean_off, (mean - mean_off) / math.sqrt(variance + variance_off)
+
+
+def speed_ratios(run: RunRecord, batch: str, arm: str) -> list[float]:
+    """Tokens/s of an arm over those without speculation, round by round."""
+    rounds = run.speed[batch]
+    return [a / b for a, b in zip(rounds[arm], rounds[OFF], strict=True)]
+
+
+def targets_of(run: RunRecord) -> list[Target]:
+    """What the demo promises, with what this run measured."""
+    first, last = run.steps[:END_STEPS], run.steps[-END_STEPS:]
+    frozen, adapted = pooled_length(last, FROZEN), pooled_length(last, ADAPTED)
+    start = pooled_length(first[:2], ADAPTED)
+    targets = [
+        _at_least("adapted / frozen acceptance length at the end", _ratio(adapted, frozen), 1.3),
+        _at_least("adapted acceptance length, end / start", _ratio(adapted, start), 0.95),
+    ]
+    for batch in run.speed:
+        median = statistics.median(speed_ratios(run, batch, ADAPTED))
+        targets.append(_at_least(f"generation, adapted / no speculation, batch {batch}", median, 1))
+    live = [swap.call_seconds for swap in run.swaps if swap.requests_in_flight]
+    failed = sum(arm.failed for step in run.steps for arm in step.arms.values())
+    targets.append(_at_most("live swap, median seconds from call to answer", _median(live), 0.150))
+    targets.append(_at_most("failed requests", failed, 0))
+    uncounted = float(str(run.trainer["swaps_made"])) - float(str(run.trainer["swaps_counted"]))
+    targets.append(_at_most("swaps made less swaps counted by the server", abs(uncounted), 0))
+    for arm in ARMS:
+        if arm != OFF:
+            name = f"losslessness: |z| of {arm} against no speculation"
+            targets.append(_at_most(name, abs(surprise_against_off(run, arm)[1]), Z_BOUND))
+    targets.append(_at_most("seconds of the whole demo", run.total_seconds, 600))
+    return targets
+
+
+def hardware() -> dict[str, object]:
+    """What the run ran on."""
+    model = "unknown"
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].split(":", 1)[1].strip() if names else model
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+    }
+
+
+def write_summary(run: RunRecord, path: Path) -> list[Target]:
+    """Write ``summary.json``; returns the targets."""
+    targets = targets_of(run)
+    last = run.steps[-END_STEPS:]
+    figures = {
+        "acceptance_length": {
+            arm: {
+                "start": pooled_length(run.steps[:2], arm),
+                "end": pooled_length(last, arm),
+                "end_per_position": pooled_positions(last, arm),
+            }
+            for arm in (FROZEN, ADAPTED)
+        },
+        "speed_over_no_speculation": {
+            batch: {arm: _spread(speed_ratios(run, batch, arm)) for arm in (FROZEN, ADAPTED)}
+            for batch in run.speed
+        },
+        "live_swap_seconds": _spread([s.call_seconds for s in run.swaps if s.requests_in_flight]),
+        "live_swap_worker_seconds": _spread(
+            [s.worker_seconds for s in run.swaps if s.requests_in_flight]
+        ),
+        "surprise_against_off": {
+            arm: dict(zip(("nats_per_token", "z"), surprise_against_off(run, arm), strict=True))
+            for arm in ARMS
+            if arm != OFF
+        },
+        "phase_seconds_per_step": {
+            phase: statistics.fmean(step.seconds[phase] for step in run.steps)
+            for phase in run.steps[0].seconds
+        },
+    }
+    document = {
+        "hardware": hardware(),
+        "targets": [asdict(target) for target in targets],
+        "figures": figures,
+        "run": asdict(run),
+    }
+    path.write_text(json.dumps(document, indent=1))
+    return targets
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _spread(values: Iterable[float]) -> dict[str, float] | None:
+    figures = list(values)
+    if not figures:
+        return None
+    return {"median": statistics.median(figures), "min": min(figures), "max": max(figures)}
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b is not None else None
+
+
+def _at_least(name: str, value: float | None, bound: float) -> Target:
+    return Target(name, value, f">= {bound:g}", value is not None and value >= bound)
+
+
+def _at_most(name: str, value: float | None, bound: float) -> Target:
+    return Target(name, value, f"<= {bound:g}", value is not None and value <= bound)

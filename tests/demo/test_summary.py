@@ -1,0 +1,134 @@
+"""The figures of ``summary.json`` are computed from the record as they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from examples.arithmetic_grpo.records import (
+    ADAPTED,
+    ARMS,
+    FROZEN,
+    OFF,
+    ArmRecord,
+    RunRecord,
+    StepRecord,
+    SwapRecord,
+)
+from examples.arithmetic_grpo.report import write_report
+from examples.arithmetic_grpo.rollouts import parse_counters
+from examples.arithmetic_grpo.summary import (
+    pooled_length,
+    pooled_positions,
+    speed_ratios,
+    surprise_against_off,
+    targets_of,
+    write_summary,
+)
+
+METRICS = """\
+# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="policy"} 10.0
+# TYPE vllm:spec_decode_num_draft_tokens_total counter
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="policy"} 30.0
+# TYPE vllm:spec_decode_num_accepted_tokens_total counter
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="policy"} 18.0
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="policy",position="0"} 9.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="policy",position="1"} 6.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="policy",position="2"} 3.0
+"""
+
+
+def arm(name: str, accepted: int, failed: int = 0) -> ArmRecord:
+    drafts = 0 if name == OFF else 100
+    return ArmRecord(
+        requests=8,
+        failed=failed,
+        tokens=400,
+        seconds=1.0,
+        drafts=drafts,
+        draft_tokens=3 * drafts,
+        accepted=accepted if drafts else 0,
+        per_position=(accepted // 2, accepted // 3, accepted // 6) if drafts else (0, 0, 0),
+        reward=1.0,
+        correct=0.5,
+        style_share=0.5,
+        surprise=4.0 if name == FROZEN else 0.0,
+        surprise_variance=8.0,
+        draft_version=None if name == OFF else 1,
+    )
+
+
+@pytest.fixture
+def run() -> RunRecord:
+    steps = [
+        StepRecord(
+            step=index,
+            policy_version=index,
+            draft_version=index,
+            trained_against=index - 1 if index else None,
+            arms={
+                name: arm(name, accepted=120 if name == FROZEN and index else 210) for name in ARMS
+            },
+            seconds=dict.fromkeys(("data", "generation", "log_prob", "training", "sync"), 1.0),
+            draft_train_seconds=0.5,
+            draft_loss=1.0,
+            reward=1.0,
+        )
+        for index in range(6)
+    ]
+    swaps = [SwapRecord(0, "in flight", 1, s, s / 2, 16) for s in (0.02, 0.04, 0.2)]
+    swaps.append(SwapRecord(0, "between arms", 1, 9.0, 9.0, 0))
+    return RunRecord(
+        settings={},
+        steps=steps,
+        swaps=swaps,
+        speed={"1": {FROZEN: [80.0, 90.0], ADAPTED: [150.0, 120.0], OFF: [100.0, 100.0]}},
+        total_seconds=10.0,
+        trainer={"swaps_made": 12, "swaps_counted": 12},
+    )
+
+
+def test_counters_are_read_from_vllms_own_metrics() -> None:
+    counters = parse_counters(METRICS)
+    assert (counters.drafts, counters.draft_tokens, counters.accepted) == (10, 30, 18)
+    assert counters.per_position == (9, 6, 3)
+    assert counters.acceptance_length == pytest.approx(2.8)
+    nothing = counters.since(counters)
+    assert nothing.drafts == 0
+    assert nothing.acceptance_length is None
+    with pytest.raises(KeyError):
+        parse_counters("# a server that does not speculate\n")
+
+
+def test_figures_are_pooled_over_steps(run: RunRecord) -> None:
+    assert pooled_length(run.steps[-5:], FROZEN) == pytest.approx(2.2)
+    assert pooled_length(run.steps, ADAPTED) == pytest.approx(3.1)
+    assert pooled_length(run.steps, OFF) is None
+    assert pooled_positions(run.steps, ADAPTED) == pytest.approx([1.05, 0.7, 0.35])
+    assert speed_ratios(run, "1", ADAPTED) == [1.5, 1.2]
+    difference, z = surprise_against_off(run, FROZEN)
+    assert difference == pytest.approx(4 / 400)
+    # Six steps of 400 tokens and variance 8 on either side: 0.01 / sqrt(2 * 48 / 2400^2).
+    assert z == pytest.approx(0.01 / (2 * 48 / 2400**2) ** 0.5)
+
+
+def test_targets_and_the_files(run: RunRecord, tmp_path: Path) -> None:
+    targets = {target.name: target for target in targets_of(run)}
+    ratio = targets["adapted / frozen acceptance length at the end"]
+    assert ratio.value == pytest.approx(3.1 / 2.2)
+    assert ratio.ok
+    swap = targets["live swap, median seconds from call to answer"]
+    assert swap.value == pytest.approx(0.04), "swaps of an idle server do not count"
+    assert swap.ok
+    assert targets[f"losslessness: |z| of {FROZEN} against no speculation"].ok
+    write_report(run, write_summary(run, tmp_path / "summary.json"), tmp_path / "report.html")
+    document = json.loads((tmp_path / "summary.json").read_text())
+    assert {t["name"] for t in document["targets"]} == set(targets)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<img ") == 6
+    assert "http" not in page.replace("http-equiv", ""), "the page must be self-contained"

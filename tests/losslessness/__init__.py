@@ -1,0 +1,1 @@
+"""Speculation leaves the policy's output distribution alone."""

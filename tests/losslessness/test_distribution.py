@@ -1,0 +1,191 @@
+"""The joint of the first four tokens over at least 20,000 samples, and greedy outputs.
+
+Null: the server draws from the policy's exact distribution at T = 1. Each test refuses it at
+p < 1e-4, so a correct server fails one run in 10,000 per test. Power: vLLM's CPU sampler bug
+(``rollout_server.cpu_sampler``) puts the joint at 0.42 in total variation, p < 1e-300.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
+from examples.arithmetic_grpo.tokenizer import EOS_ID
+from slipstream.staging import stage
+from slipstream.v1 import rollout_server_pb2 as pb
+from tests.conftest import RunningServer
+from tests.losslessness.joint import chi_square_p_value, exact_joint
+
+pytestmark = pytest.mark.vllm
+
+SAMPLES = 20_480
+PER_REQUEST = 64
+TOKENS = 4
+ALPHA = 1e-4
+GREEDY_PROMPTS = 128
+
+
+@pytest.fixture(scope="module")
+def policy(policy_dir: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
+
+
+def complete(server: RunningServer, prompt: list[int], **body: object) -> list[tuple[int, ...]]:
+    """Token ids of every choice of one completion request."""
+    answer = httpx.post(
+        f"{server.http}/v1/completions",
+        json={"model": "policy", "prompt": prompt, "return_token_ids": True, **body},
+        timeout=300,
+    )
+    answer.raise_for_status()
+    return [tuple(choice["token_ids"]) for choice in answer.json()["choices"]]
+
+
+def sample_joint(server: RunningServer, prompt: list[int]) -> list[tuple[int, ...]]:
+    with ThreadPoolExecutor(4) as pool:
+        parts = pool.map(
+            lambda _: complete(server, prompt, n=PER_REQUEST, max_tokens=TOKENS, temperature=1.0),
+            range(SAMPLES // PER_REQUEST),
+        )
+        return [row for part in parts for row in part]
+
+
+def swap(server: RunningServer, version: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Stage and commit a draft."""
+    stage_id = f"test-draft-{version}"
+    stage(
+        server.stub,
+        stage_id=stage_id,
+        kind=pb.STAGE_KIND_DRAFT,
+        version=version,
+        tensors=tensors,
+        timeout=60,
+    )
+    server.stub.Commit(pb.CommitRequest(stage_ids=[stage_id]), timeout=60)
+
+
+class Swapper:
+    """Swaps a good and a ruined draft in turn for as long as the context lasts."""
+
+    def __init__(self, server: RunningServer, good: dict[str, torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        ruined = {
+            name: tensor
+            if tensor.dtype in (torch.int64, torch.bool)
+            else (torch.randn(tensor.shape, generator=generator) * 0.05).to(tensor.dtype)
+            for name, tensor in good.items()
+        }
+        self._server, self._drafts = server, {0: good, 1_000_001: ruined}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.swaps = 0
+        self.error: BaseException | None = None
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(0.05):
+                version = (1_000_001, 0)[self.swaps % 2]
+                swap(self._server, version, self._drafts[version])
+                self.swaps += 1
+        except Exception as error:  # noqa: BLE001  # carried to the test's own thread
+            self.error = error
+
+    def __enter__(self) -> Swapper:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+        swap(self._server, 0, self._drafts[0])
+        if self.error:
+            raise self.error
+
+
+@pytest.fixture(scope="module")
+def draft_tensors(draft_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(draft_dir / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return [prompt_ids(problem) for problem in held_out_problems(GREEDY_PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def exact(policy: PreTrainedModel, prompts: list[list[int]]) -> dict[tuple[int, ...], float]:
+    joint = exact_joint(policy, prompts[0], TOKENS, floor=1e-6, eos=EOS_ID)
+    assert sum(joint.values()) > 0.98
+    # A distribution with one likely outcome would test nothing.
+    assert max(joint.values()) < 0.5
+    assert sum(p * SAMPLES >= 10 for p in joint.values()) >= 20
+    return joint
+
+
+def test_the_joint_of_four_tokens_is_exact_while_speculating(
+    server: RunningServer, prompts: list[list[int]], exact: dict[tuple[int, ...], float]
+) -> None:
+    before = server.stub.GetState(pb.GetStateRequest(), timeout=10)
+    assert before.speculation_enabled
+    assert before.draft_sample_method == "probabilistic"
+    samples = sample_joint(server, prompts[0])
+    assert len(samples) == SAMPLES
+    assert chi_square_p_value(samples, exact) > ALPHA
+
+
+def test_the_joint_of_four_tokens_is_exact_under_live_swaps(
+    server: RunningServer,
+    prompts: list[list[int]],
+    exact: dict[tuple[int, ...], float],
+    draft_tensors: dict[str, torch.Tensor],
+) -> None:
+    with Swapper(server, draft_tensors) as swapper:
+        samples = sample_joint(server, prompts[0])
+    assert len(samples) == SAMPLES
+    assert swapper.swaps >= 10
+    assert chi_square_p_value(samples, exact) > ALPHA
+
+
+def test_the_test_has_power(exact: dict[tuple[int, ...], float]) -> None:
+    """The same test refuses samples from a policy that is slightly off: 10 % hotter."""
+    keys = list(exact)
+    mass = torch.tensor([exact[key] for key in keys], dtype=torch.float64)
+    hotter = mass**0.9
+    drawn = torch.multinomial(
+        hotter, SAMPLES, replacement=True, generator=torch.Generator().manual_seed(0)
+    )
+    assert chi_square_p_value([keys[index] for index in drawn.tolist()], exact) < ALPHA
+
+
+def greedy(server: RunningServer, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    with ThreadPoolExecutor(32) as pool:
+        return list(
+            pool.map(
+                lambda prompt: complete(server, prompt, max_tokens=96, temperature=0.0)[0], prompts
+            )
+        )
+
+
+def test_greedy_outputs_are_those_without_speculation(
+    server: RunningServer,
+    prompts: list[list[int]],
+    draft_tensors: dict[str, torch.Tensor],
+) -> None:
+    server.stub.SetSpeculation(pb.SetSpeculationRequest(enabled=False), timeout=30)
+    plain = greedy(server, prompts)
+    server.stub.SetSpeculation(pb.SetSpeculationRequest(enabled=True), timeout=30)
+    speculating = greedy(server, prompts)
+    with Swapper(server, draft_tensors) as swapper:
+        swapping = greedy(server, prompts)
+    assert len(plain) == GREEDY_PROMPTS
+    assert speculating == plain
+    assert swapping == plain
+    assert swapper.swaps >= 2
