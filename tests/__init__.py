@@ -1,1 +1,1 @@
-"""Tests of Slipstream; ``make test`` runs them all. Fixtures that several areas share: conftest.py."""
+"""Tests of Slipstream; ``make test`` runs them all. Shared fixtures are in conftest.py."""

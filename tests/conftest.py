@@ -14,10 +14,9 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from examples.arithmetic_grpo.processes import Service, free_port
 from slipstream.channel import open_channel
 from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
-
-from examples.arithmetic_grpo.processes import Service, free_port
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "arithmetic_grpo"
 DRAFT_LENGTH = 3

@@ -41,13 +41,14 @@ class LoopSettings:
     Attributes:
         prompts: problems per step.
         samples: completions of each problem in each arm.
-        learning_rate: of the policy's AdamW.
+        learning_rate: of the policy's AdamW, after ``warmup_steps`` steps of linear warm-up.
         log_prob_batch: sequences per micro-batch of the log-prob forward.
     """
 
     prompts: int
     samples: dict[str, int]
     learning_rate: float
+    warmup_steps: int = 4
     log_prob_batch: int = 64
 
     @property
@@ -89,14 +90,18 @@ class GrpoLoop:
         self._optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
+        self._warmup = torch.optim.lr_scheduler.LinearLR(
+            self._optimizer, 1 / (settings.warmup_steps + 1), total_iters=settings.warmup_steps
+        )
         self.policy_version = 0
         self.swaps: list[SwapRecord] = []
         self.draft_commits = 0
+        """Draft commits that this loop asked for or saw a sync make."""
         self._draft_train_seconds = 0.0
 
     def announce_initial_policy(self) -> None:
         """Sync version 0, so that server and sidecar start from the policy that trains."""
-        self._sync(step=-1)
+        self._sync()
 
     def step(self, index: int) -> StepRecord:
         """One GRPO step; returns what happened in it."""
@@ -110,13 +115,14 @@ class GrpoLoop:
         with _timed(seconds, "data"):
             grades, arms, batch = self._grade(problems, prompts, rounds)
         with _timed(seconds, "log_prob"):
-            surprise, variance = self._log_prob(index, batch)
+            surprise, variance = self._log_prob(batch)
         with _timed(seconds, "training"):
             update(self._model, self._optimizer, batch, micro_batch=32)
+            self._warmup.step()
         version = self.policy_version
         with _timed(seconds, "sync"):
             self.policy_version += 1
-            self._sync(index)
+            self._sync()
         status = self._rollouts.status()
         train_seconds = status.train_seconds - self._draft_train_seconds
         self._draft_train_seconds = status.train_seconds
@@ -201,7 +207,7 @@ class GrpoLoop:
         return grades, arms, pad_batch(rows_prompts, rows, advantages, PAD_ID)
 
     @torch.no_grad()
-    def _log_prob(self, step: int, batch: GrpoBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _log_prob(self, batch: GrpoBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The log-prob forward that GRPO does anyway, captured for the draft.
 
         Returns:
@@ -232,10 +238,12 @@ class GrpoLoop:
                 variance.append((spread * inside).double().sum(1))
         return torch.cat(surprise), torch.cat(variance)
 
-    def _sync(self, step: int) -> None:
+    def _sync(self) -> None:
         """Push the policy; the draft that the sidecar has ready goes with it."""
+        before = self._rollouts.state().draft_version
         with self._bridge.sync(self.policy_version) as window:
             window.push_policy()
+        self.draft_commits += self._rollouts.state().draft_version != before
 
 
 def _pick(

@@ -138,7 +138,7 @@ def position_figure(run: RunRecord) -> Figure:
             label=f"{LABELS[arm]}, {when}",
         )
     axes.set_ylim(0, 1)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xticks([position + 1 for position in range(len(pooled_positions(run.steps, ADAPTED)))])
     axes.legend(frameon=False, fontsize=9)
     return figure
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import grpc
 import httpx
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
@@ -21,6 +21,7 @@ from slipstream.staging import stage
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as trainer_pb
 from slipstream.v1 import draft_trainer_pb2_grpc as trainer_grpc
+from slipstream.v1 import release_pb2 as release_pb
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
 from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
 
@@ -102,7 +103,9 @@ class RolloutClient:
     trainer: str
     model: str
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
-    _releases: dict[int, tuple[trainer_pb.FetchReleaseResponse, dict]] = field(default_factory=dict)
+    _releases: dict[int, tuple[release_pb.ReleaseManifest, dict[str, torch.Tensor]]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         self._channel = open_channel(self.control)
@@ -241,8 +244,8 @@ class RolloutClient:
             timeout=CALL_TIMEOUT,
         )
 
-    def _fetch(self, version: int):  # type: ignore[no-untyped-def]
-        """(ReleaseManifest, tensors) of a release, from the trainer, once."""
+    def _fetch(self, version: int) -> tuple[release_pb.ReleaseManifest, dict[str, torch.Tensor]]:
+        """A release from the trainer, once."""
         if version not in self._releases:
             request = trainer_pb.FetchReleaseRequest(draft_version=version)
             answers = self._trainer.FetchRelease(request, timeout=CALL_TIMEOUT)
@@ -278,8 +281,3 @@ def parse_counters(text: str) -> SpecCounters:
         accepted=int(totals["vllm:spec_decode_num_accepted_tokens_total"]),
         per_position=tuple(int(positions[index]) for index in sorted(positions)),
     )
-
-
-def is_unavailable(error: grpc.RpcError) -> bool:
-    """Whether a call failed because nobody answered."""
-    return isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNAVAILABLE
