@@ -1,1 +1,1 @@
-"""Placeholder docstring; see docs/architecture.md."""
+"""Real vLLM with a draft head and a policy that can be replaced while requests run."""

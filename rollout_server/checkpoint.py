@@ -1,0 +1,158 @@
+"""What a checkpoint directory holds, read without loading a tensor."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format
+
+from slipstream.refusal import RefusedError
+from slipstream.v1 import release_pb2
+
+_SAFETENSORS_DTYPES = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "I64": "int64",
+    "I32": "int32",
+    "BOOL": "bool",
+}
+_HEADER_LIMIT = 100 << 20  # safetensors' own bound on its header
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Name-less description of a tensor.
+
+    Attributes:
+        dtype: torch's name, for example "bfloat16".
+        shape: sizes, outermost first.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Layout = Mapping[str, TensorLayout]
+"""Every tensor of a checkpoint, by name."""
+
+
+def read_config(directory: Path, option: str) -> dict[str, Any]:
+    """``config.json`` of a checkpoint.
+
+    Args:
+        directory: the checkpoint.
+        option: how a refusal names it, for example "--draft".
+
+    Raises:
+        RefusedError: no directory, no such file, or not a JSON object.
+    """
+    if not directory.is_dir():
+        raise RefusedError(
+            option,
+            f"{directory}: {'a file' if directory.exists() else 'nothing there'}",
+            "a checkpoint directory",
+            "give the path of a directory with config.json and model.safetensors "
+            "(download a hub model first)",
+        )
+    path = directory / "config.json"
+    if not path.is_file():
+        raise RefusedError(
+            option, f"{directory} without config.json", "config.json", "complete the checkpoint"
+        )
+    try:
+        config = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RefusedError(
+            str(path), f"not JSON ({error})", "a JSON object", "write the file again"
+        ) from error
+    if not isinstance(config, dict):
+        raise RefusedError(
+            str(path), type(config).__name__, "a JSON object", "write the file again"
+        )
+    return config
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: those its index names, else all of them."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return [directory / name for name in names]
+    return sorted(directory.glob("*.safetensors"))
+
+
+def read_layout(directory: Path, option: str) -> dict[str, TensorLayout]:
+    """Names, dtypes and shapes of every tensor of a checkpoint.
+
+    Raises:
+        RefusedError: no safetensors file, a damaged one, or a dtype that cannot be staged.
+    """
+    files = weight_files(directory)
+    if not files:
+        raise RefusedError(
+            option,
+            f"{directory} without model.safetensors",
+            "at least one safetensors file",
+            "save the weights as safetensors (pickled weights are not read)",
+        )
+    layout: dict[str, TensorLayout] = {}
+    for path in files:
+        for name, entry in _read_header(path).items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] not in _SAFETENSORS_DTYPES:
+                raise RefusedError(
+                    f"{path}: {name}",
+                    entry["dtype"],
+                    f"one of {sorted(_SAFETENSORS_DTYPES)}",
+                    "quantized checkpoints cannot be swapped live; serve the unquantized one",
+                )
+            layout[name] = TensorLayout(
+                _SAFETENSORS_DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
+            )
+    return layout
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """The JSON header: 8 bytes length, then the header (safetensors format)."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _HEADER_LIMIT:
+                raise ValueError(f"header of {length} bytes")
+            header = json.loads(file.read(length))
+    except (OSError, struct.error, ValueError) as error:
+        raise RefusedError(
+            str(path), f"unreadable ({error})", "a safetensors file", "write the file again"
+        ) from error
+    if not isinstance(header, dict):
+        raise RefusedError(str(path), "no header", "a safetensors file", "write the file again")
+    return header
+
+
+def read_manifest(directory: Path) -> release_pb2.ReleaseManifest | None:
+    """``manifest.json`` of a release, or None for a checkpoint from elsewhere.
+
+    Raises:
+        RefusedError: there is one and it cannot be read.
+    """
+    path = directory / "manifest.json"
+    if not path.exists():
+        return None
+    try:
+        return json_format.Parse(
+            path.read_text(), release_pb2.ReleaseManifest(), ignore_unknown_fields=True
+        )
+    except (json_format.ParseError, UnicodeDecodeError) as error:
+        raise RefusedError(
+            str(path),
+            f"unreadable ({error})",
+            "a slipstream.v1.ReleaseManifest as protobuf JSON",
+            "write the release again, or delete manifest.json to serve it as version 0",
+        ) from error

@@ -1,0 +1,56 @@
+"""``rollout-server``: vLLM with Slipstream's control plane beside it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rollout_server.activation import mark_process
+from slipstream import __version__
+from slipstream.refusal import RefusedError
+
+_DESCRIPTION = """\
+Serve a policy with real vLLM and an EAGLE-3 draft head that can be replaced while
+requests run. The OpenAI API is vLLM's own; the control plane (gRPC, service
+slipstream.v1.RolloutServer) listens on its own port.
+"""
+
+_EXAMPLES = """\
+examples:
+  rollout-server serve ./policy --draft ./draft-release-0
+  rollout-server serve ./policy --draft ./draft --port 8000 --control-port 50061 \\
+      --draft-length 3 --dtype float32 --max-model-len 512
+  rollout-server serve --help=all      every option, vLLM's included
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit status: 0, 2 for a refusal."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="rollout-server",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("command", choices=["serve"], help="serve a model (see serve --help)")
+    # Only the first word is parsed here: the rest is vLLM's parser's, whose import
+    # takes seconds.
+    parser.parse_args(arguments[:1])
+    mark_process()
+    from rollout_server.launch import serve
+
+    try:
+        return serve(arguments[1:])
+    except RefusedError as error:
+        print(f"rollout-server: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        # vLLM turns a SIGTERM during start-up into this; its processes are gone.
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

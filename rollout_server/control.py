@@ -1,0 +1,254 @@
+"""The control plane's state: what is staged, what is live, and how that changes.
+
+Knows nothing of gRPC services or Prometheus. One event loop owns it; commits are
+serialised and, once begun, run to their end even if the caller goes away: a
+commit that is abandoned half-way would leave the server not knowing what it
+serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import grpc
+
+from rollout_server.acceptance_tracker import AcceptanceTracker
+from rollout_server.content_store import ContentStore
+from rollout_server.engine import Change, Engine, UntrustedEngineError
+from rollout_server.weights import DRAFT, POLICY, Weights
+from slipstream.refusal import RefusedError
+
+MAX_STAGED = 16
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Committed:
+    """How long a change took: from the call, and in the workers (seconds)."""
+
+    seconds: float
+    worker_seconds: float
+
+
+class CommitObserver(Protocol):
+    """Told of every change that was tried, for metrics."""
+
+    def committed(self, kind: str, outcome: str, took: Committed | None) -> None: ...
+
+
+class RolloutControl:
+    """See the module.
+
+    Args:
+        engine: already started.
+        store: holds what ``draft`` names.
+        tracker: told which draft is live.
+        observer: told of commits.
+        draft: what the server was started with.
+        policy: what the server was started with.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: ContentStore,
+        tracker: AcceptanceTracker,
+        observer: CommitObserver,
+        draft: Weights,
+        policy: Weights,
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._tracker = tracker
+        self._observer = observer
+        self._changing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.live = {DRAFT: draft, POLICY: policy}
+        self.previous_draft: Weights | None = None
+        self.staged: dict[str, Weights] = {}
+        self.commits = {DRAFT: 0, POLICY: 0}
+        self.speculation_enabled = True
+        self.untrusted = asyncio.Event()
+        store.hold(draft.keys)
+
+    def already_staged(self, weights: Weights) -> bool:
+        """Whether this very stage is held already.
+
+        Raises:
+            RefusedError: its id is staged with other content, or too many stages are held.
+        """
+        known = self.staged.get(weights.stage_id)
+        if known is not None:
+            if known.same_content(weights):
+                return True
+            raise RefusedError(
+                "stage_id",
+                f"{weights.stage_id}, staged with other content",
+                "a new id",
+                "abort the old stage first, or choose another id",
+                grpc.StatusCode.ALREADY_EXISTS,
+            )
+        if len(self.staged) >= MAX_STAGED:
+            raise RefusedError(
+                "stage_id",
+                f"{len(self.staged)} stages that were neither committed nor aborted",
+                f"at most {MAX_STAGED}",
+                "commit or abort them",
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+            )
+        return False
+
+    def add_stage(self, weights: Weights) -> None:
+        """A verified stage, ready to commit; its content is in the store."""
+        if not self.already_staged(weights):
+            self._store.hold(weights.keys)
+            self.staged[weights.stage_id] = weights
+            self._tracker.wake()
+
+    def abort(self, stage_ids: Sequence[str]) -> None:
+        """Forget stages; unknown ids are ignored."""
+        for stage_id in stage_ids:
+            weights = self.staged.pop(stage_id, None)
+            if weights is not None:
+                self._store.release(weights.keys)
+                self._tracker.wake()
+
+    async def commit(self, stage_ids: Sequence[str]) -> Committed:
+        """Make staged weights live together.
+
+        Naming only stages that are live already answers at once, so that a
+        caller who lost the answer can ask again.
+
+        Raises:
+            RefusedError: unknown or duplicate stages, or nothing was applied.
+        """
+        arrival = time.perf_counter()
+        return await self._to_the_end(self._commit(tuple(stage_ids), arrival))
+
+    async def roll_back(self) -> Committed:
+        """Put the previous draft back. Raises RefusedError when there is none."""
+        arrival = time.perf_counter()
+        return await self._to_the_end(self._roll_back(arrival))
+
+    async def set_speculation(self, enabled: bool) -> Committed:
+        """Turn drafting on or off between two engine steps."""
+        arrival = time.perf_counter()
+        return await self._to_the_end(self._set_speculation(enabled, arrival))
+
+    async def close(self) -> None:
+        """Wait for a change that is under way."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=5.0)
+
+    async def _commit(self, stage_ids: tuple[str, ...], arrival: float) -> Committed:
+        async with self._changing:
+            named = [self._named(stage_id) for stage_id in dict.fromkeys(stage_ids)]
+            if not named:
+                raise RefusedError(
+                    "stage_ids", "none", "at least one", "name the stages to make live"
+                )
+            if len({weights.kind for weights in named}) < len(named):
+                raise RefusedError(
+                    "stage_ids",
+                    f"two of one kind in {list(stage_ids)}",
+                    "at most one draft and one policy",
+                    "commit one after the other",
+                )
+            todo = [weights for weights in named if weights.stage_id in self.staged]
+            if not todo:
+                return Committed(time.perf_counter() - arrival, 0.0)
+            took = await self._apply(todo, "commit", arrival)
+            for weights in todo:
+                del self.staged[weights.stage_id]
+                self._went_live(weights)
+            return took
+
+    async def _roll_back(self, arrival: float) -> Committed:
+        async with self._changing:
+            previous = self.previous_draft
+            if previous is None:
+                raise RefusedError(
+                    "previous_draft_version",
+                    "none",
+                    "a draft that was served before the current one",
+                    "stage and commit the release that you want",
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                )
+            took = await self._apply([previous], "rollback", arrival)
+            self._store.release(self.live[DRAFT].keys)
+            self.live[DRAFT] = previous
+            # Not the draft that was just rolled back: nobody wants that one again.
+            self.previous_draft = None
+            return took
+
+    async def _set_speculation(self, enabled: bool, arrival: float) -> Committed:
+        async with self._changing:
+            worker_seconds = 0.0
+            if enabled != self.speculation_enabled:
+                worker_seconds = await self._engine.set_speculation(enabled)
+                self.speculation_enabled = enabled
+                self._tracker.wake()
+            return Committed(time.perf_counter() - arrival, worker_seconds)
+
+    async def _apply(self, todo: Sequence[Weights], action: str, arrival: float) -> Committed:
+        label = "both" if len(todo) > 1 else todo[0].kind
+        label = label if action == "commit" else action
+        try:
+            applied = await self._engine.apply(
+                [Change(w.kind, w.source, self.live[w.kind].source) for w in todo]
+            )
+        except UntrustedEngineError as error:
+            self._observer.committed(label, "untrusted", None)
+            self.untrusted.set()
+            raise RefusedError(
+                action,
+                error,
+                "the new weights, or the old ones again",
+                "this server stops itself; restart it",
+                grpc.StatusCode.DATA_LOSS,
+            ) from error
+        except RefusedError:
+            self._observer.committed(label, "failed", None)
+            raise
+        for weights in todo:
+            self.commits[weights.kind] += 1
+            if weights.kind == DRAFT and weights.version is not None:
+                self._tracker.switch(weights.version, applied.drafts_before)
+        took = Committed(time.perf_counter() - arrival, applied.worker_seconds)
+        self._observer.committed(label, "ok", took)
+        self._tracker.wake()
+        return took
+
+    def _went_live(self, weights: Weights) -> None:
+        """The stage's hold becomes the live weights'; what it replaces moves on."""
+        replaced, self.live[weights.kind] = self.live[weights.kind], weights
+        if weights.kind == POLICY:
+            self._store.release(replaced.keys)
+            return
+        if self.previous_draft is not None:
+            self._store.release(self.previous_draft.keys)
+        self.previous_draft = replaced
+
+    def _named(self, stage_id: str) -> Weights:
+        if stage_id in self.staged:
+            return self.staged[stage_id]
+        for weights in self.live.values():
+            if stage_id and weights.stage_id == stage_id:
+                return weights
+        raise RefusedError(
+            "stage_ids",
+            stage_id,
+            f"one of {sorted(self.staged)}",
+            "stage it first (a stage is forgotten when it is aborted or superseded)",
+            grpc.StatusCode.NOT_FOUND,
+        )
+
+    def _to_the_end(self, work: Coroutine[Any, Any, _T]) -> Awaitable[_T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return asyncio.shield(task)

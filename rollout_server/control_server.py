@@ -1,0 +1,102 @@
+"""Owns the control plane's gRPC server inside the API server's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rollout_server.control import RolloutControl
+from rollout_server.engine import Engine
+from slipstream.channel import SERVER_OPTIONS
+from slipstream.refusal import RefusedError
+from slipstream.v1 import rollout_server_pb2 as pb
+from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
+
+SERVICE = pb.DESCRIPTOR.services_by_name["RolloutServer"].full_name
+_POLL_SECONDS = 0.05
+_HEALTH_SECONDS = 0.5
+_GRACE_SECONDS = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+class ControlServer:
+    """Starts, watches over and stops the gRPC server.
+
+    Health is SERVING from the moment the OpenAI API answers until the engine dies,
+    is not to be trusted, or the server stops.
+
+    Args:
+        service: the servicer.
+        control: watched for an engine that cannot be trusted.
+        engine: watched for death.
+        http_started: whether the OpenAI API accepts requests.
+        announce: called once when everything is ready.
+    """
+
+    def __init__(
+        self,
+        service: pb_grpc.RolloutServerServicer,
+        control: RolloutControl,
+        engine: Engine,
+        http_started: Callable[[], bool],
+        announce: Callable[[], None],
+    ) -> None:
+        self._control = control
+        self._engine = engine
+        self._http_started = http_started
+        self._announce = announce
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        pb_grpc.add_RolloutServerServicer_to_server(service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        self._watch: asyncio.Task[None] | None = None
+        self.port = 0
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen. Raises RefusedError: the port was taken meanwhile."""
+        await self._set_health(serving=False)
+        try:
+            self.port = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise RefusedError(
+                "--control-port", f"{host}:{port} in use", "a free port", "choose another port"
+            ) from error
+        await self._server.start()
+        self._watch = asyncio.get_running_loop().create_task(self._watch_over())
+
+    async def stop(self) -> None:
+        """Stop listening; ends calls that are under way after a moment."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait({self._watch})
+        await self._set_health(serving=False)
+        await self._control.close()
+        await self._server.stop(_GRACE_SECONDS)
+
+    async def _watch_over(self) -> None:
+        while not self._http_started():
+            await asyncio.sleep(_POLL_SECONDS)
+        await self._set_health(serving=True)
+        self._announce()
+        while self._engine.is_alive() and not self._control.untrusted.is_set():
+            await asyncio.sleep(_HEALTH_SECONDS)
+        await self._set_health(serving=False)
+        if self._control.untrusted.is_set():
+            logger.critical("the weights in memory are unknown; stopping rather than serving them")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    async def _set_health(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.ServingStatus
+        value = status.SERVING if serving else status.NOT_SERVING
+        for name in ("", SERVICE):
+            await self._health.set(name, value)

@@ -1,0 +1,208 @@
+"""Starts vLLM's API server in this process, with Slipstream's plug-ins loaded.
+
+Calls the server's run function instead of the ``vllm`` command: the command asks
+for the version of a distribution named "vllm", which the CPU wheel is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from rollout_server.preflight import check_draft_fits, check_port_free
+from rollout_server.process import API, Settings
+from slipstream.refusal import RefusedError
+
+PLUGIN = "slipstream"
+_LOOPBACK = "127.0.0.1"
+_DEFAULT_STAGE_BYTES = 4 << 30
+_OTHER_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.platform_plugins",
+    "vllm.stat_logger_plugins",
+)
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """Check everything, then serve until a signal. Returns the exit status.
+
+    Raises:
+        RefusedError: an option, a checkpoint or a port cannot be used.
+    """
+    choose_plugins()
+    import uvloop
+    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+
+    cli_env_setup()
+    args = build_parser().parse_args(list(arguments))
+    API.settings = settings_of(args)
+    configure_logging_from_args(args)
+    validate_parsed_serve_args(args)
+    uvloop.run(_serve(args))
+    return 0
+
+
+def choose_plugins() -> None:
+    """Set ``VLLM_PLUGINS`` so that ours load and nobody else's stop loading.
+
+    Raises:
+        RefusedError: our entry points are not installed, so vLLM would start without us.
+    """
+    installed = {entry.name for entry in entry_points(group="vllm.endpoint_plugins")}
+    if PLUGIN not in installed:
+        raise RefusedError(
+            "entry point vllm.endpoint_plugins:slipstream",
+            "not installed",
+            "installed",
+            "install the package (pip install -e .) in the environment that runs vLLM",
+        )
+    chosen = os.environ.get("VLLM_PLUGINS")
+    if chosen is None:
+        # Unset means "all" to vLLM, except for endpoint plug-ins, which are opt-in.
+        names = {entry.name for group in _OTHER_GROUPS for entry in entry_points(group=group)}
+    else:
+        names = {name for name in chosen.split(",") if name}
+    os.environ["VLLM_PLUGINS"] = ",".join(sorted(names | {PLUGIN}))
+
+
+def build_parser() -> Any:
+    """vLLM's own parser, with Slipstream's options in front."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(
+        prog="rollout-server serve",
+        usage="rollout-server serve MODEL --draft DIR [options]",
+        description="Serve MODEL (a checkpoint directory) with vLLM and a live-swappable "
+        "EAGLE-3 draft. Every option of vLLM's server is taken as well; "
+        "--help=all shows them, --help=slipstream these.",
+    )
+    group = parser.add_argument_group("slipstream", "The draft and the control plane.")
+    group.add_argument(
+        "--draft",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="EAGLE-3 checkpoint: config.json and model.safetensors; manifest.json, if there is "
+        "one, gives its version.",
+    )
+    group.add_argument(
+        "--draft-length",
+        type=int,
+        default=3,
+        metavar="K",
+        help="Tokens that the draft proposes per step (num_speculative_tokens).",
+    )
+    group.add_argument(
+        "--draft-sample-method",
+        choices=["probabilistic", "greedy"],
+        default="probabilistic",
+        help="How the draft proposes. probabilistic accepts the most at temperature > 0.",
+    )
+    group.add_argument(
+        "--control-port", type=int, default=50061, help="Port of the gRPC control plane."
+    )
+    group.add_argument(
+        "--control-host",
+        default=_LOOPBACK,
+        help="Address of the control plane. It is not authenticated: whoever reaches it can "
+        "replace the weights.",
+    )
+    group.add_argument(
+        "--stage-bytes",
+        type=int,
+        default=_DEFAULT_STAGE_BYTES,
+        help="Bound in bytes on the weights that are held on the host: live, previous and "
+        "staged drafts and policies.",
+    )
+    return make_arg_parser(parser)
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Check the options and put the speculative configuration into ``args``.
+
+    Raises:
+        RefusedError: naming the option, directory or port at fault.
+    """
+    _check_supported(args)
+    model = args.model_tag
+    if model is None:
+        raise RefusedError("MODEL", "nothing", "a checkpoint directory", "name it after serve")
+    check_draft_fits(Path(model), args.draft)
+    args.host = args.host or _LOOPBACK
+    check_port_free("--port", args.host, args.port)
+    check_port_free("--control-port", args.control_host, args.control_port)
+    if args.port == args.control_port and args.port:
+        raise RefusedError(
+            "--control-port", args.control_port, "another port than --port", "choose another port"
+        )
+    args.model = model
+    args.api_server_count = None
+    args.speculative_config = {
+        "method": "eagle3",
+        "model": str(args.draft),
+        "num_speculative_tokens": args.draft_length,
+        "draft_sample_method": args.draft_sample_method,
+    }
+    return Settings(
+        model_dir=Path(model),
+        draft_dir=args.draft,
+        control_host=args.control_host,
+        control_port=args.control_port,
+        draft_length=args.draft_length,
+        draft_sample_method=args.draft_sample_method,
+        stage_bytes=args.stage_bytes,
+    )
+
+
+def _check_supported(args: argparse.Namespace) -> None:
+    for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens"):
+        value = getattr(args, name, None)
+        if value is not None:
+            raise RefusedError(
+                f"--{name.replace('_', '-')}",
+                value,
+                "not given",
+                "use --draft, --draft-length and --draft-sample-method",
+            )
+    for option, found, expected, why in (
+        ("--draft-length", args.draft_length, 1, "at least one token is proposed"),
+        ("--stage-bytes", args.stage_bytes, 1, "weights are held on the host"),
+    ):
+        if found < expected:
+            raise RefusedError(option, found, f"at least {expected}", why)
+    for option, found, why in (
+        ("--api-server-count", args.api_server_count, "the control plane is in the API server"),
+        ("--data-parallel-size", args.data_parallel_size, "start one server per replica"),
+        ("--pipeline-parallel-size", args.pipeline_parallel_size, "use --tensor-parallel-size"),
+        ("--nnodes", args.nnodes, "staged weights are files of this host"),
+    ):
+        if found is not None and found > 1:
+            raise RefusedError(option, found, 1, why)
+    for option, given, why in (
+        ("--headless", args.headless, "serve with an API server"),
+        ("--grpc", args.grpc, "serve the OpenAI API"),
+        ("--uds", args.uds, "serve on --port"),
+        ("--disable-log-stats", args.disable_log_stats, "acceptance is counted from the stats"),
+    ):
+        if given:
+            raise RefusedError(option, given, "not given", why)
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+
+    try:
+        await run_server(args)
+    finally:
+        if API.control_server is not None:
+            await API.control_server.stop()
+        for close in API.closers:
+            close()

@@ -1,0 +1,52 @@
+"""What the parts of the API server's process share: launcher, stat logger, endpoint plug-in.
+
+vLLM creates the two plug-ins itself, so they can only meet here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollout_server.acceptance_tracker import AcceptanceTracker
+
+if TYPE_CHECKING:
+    from rollout_server.control_server import ControlServer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the launcher was told and has checked.
+
+    Attributes:
+        model_dir: the policy's checkpoint.
+        draft_dir: the draft's checkpoint.
+        control_host: address the control plane listens on.
+        control_port: its port.
+        draft_length: num_speculative_tokens.
+        draft_sample_method: "probabilistic" or "greedy".
+        stage_bytes: bound of the content store.
+    """
+
+    model_dir: Path
+    draft_dir: Path
+    control_host: str
+    control_port: int
+    draft_length: int
+    draft_sample_method: str
+    stage_bytes: int
+
+
+@dataclass
+class ApiProcess:
+    """One per API server process."""
+
+    settings: Settings | None = None
+    tracker: AcceptanceTracker = field(default_factory=AcceptanceTracker)
+    control_server: ControlServer | None = None
+    closers: list[Callable[[], None]] = field(default_factory=list)
+
+
+API = ApiProcess()

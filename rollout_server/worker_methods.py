@@ -1,0 +1,83 @@
+"""Methods that Slipstream adds to vLLM's workers.
+
+Each is one ``collective_rpc`` call, which vLLM runs between two engine steps.
+They answer plain data and report failures as data: an exception inside a worker
+call says nothing about which ranks did what.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_server.aliasing import shared_parameters, shares_embedding
+from rollout_server.reload import Change, apply_all
+from rollout_server.speculation_switch import DrafterSwitch
+from rollout_server.weight_source import WeightSource
+
+
+def slipstream_describe(self: Any) -> dict[str, Any]:
+    """How the draft lies in memory beside the verifier.
+
+    Returns:
+        {"has_draft": bool, "shares_embedding": bool, "shared": names of draft
+        parameters in the verifier's memory, "dtype": of the served policy}.
+    """
+    draft = self.get_draft_model()
+    dtype = str(self.model_config.dtype).removeprefix("torch.")
+    if draft is None:
+        return {"has_draft": False, "shares_embedding": False, "shared": [], "dtype": dtype}
+    policy = self.get_model()
+    return {
+        "has_draft": True,
+        "shares_embedding": shares_embedding(policy, draft),
+        "shared": shared_parameters(policy, draft),
+        "dtype": dtype,
+    }
+
+
+def slipstream_apply(self: Any, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply every change of the plan, or none (``reload.apply_all``)."""
+    from vllm.config import set_current_vllm_config
+
+    changes = [_change(self, change) for change in plan["changes"]]
+    with set_current_vllm_config(self.vllm_config):
+        outcome = apply_all(changes)
+    if any(change.kind == "policy" for change in changes) and self.vllm_config.lora_config:
+        self.model_runner.reset_lora_state()
+    return outcome.to_message()
+
+
+def slipstream_set_speculation(self: Any, enabled: bool) -> float:
+    """Skip the draft's forward pass or run it. Answers seconds."""
+    start = time.perf_counter()
+    runner = self.model_runner
+    # Model Runner V2 has no such hook; there the scheduler's half suffices and
+    # the draft's first forward pass goes on.
+    if hasattr(runner, "drafter"):
+        if not hasattr(self, "slipstream_drafter_switch"):
+            self.slipstream_drafter_switch = DrafterSwitch(runner)
+        self.slipstream_drafter_switch.set(enabled)
+    return time.perf_counter() - start
+
+
+def _change(self: Any, change: Mapping[str, Any]) -> Change:
+    draft = change["kind"] == "draft"
+    return Change(
+        kind=change["kind"],
+        model=self.get_draft_model() if draft else self.get_model(),
+        config=(
+            self.vllm_config.speculative_config.draft_model_config
+            if draft
+            else self.vllm_config.model_config
+        ),
+        new=WeightSource.from_message(change["new"]),
+        old=WeightSource.from_message(change["old"]),
+    )
+
+
+def install(worker_class: type) -> None:
+    """Add the methods to vLLM's ``Worker``."""
+    for method in (slipstream_describe, slipstream_apply, slipstream_set_speculation):
+        setattr(worker_class, method.__name__, method)

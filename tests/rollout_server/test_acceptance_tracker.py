@@ -1,0 +1,58 @@
+"""Attribution of vLLM's counters to draft versions."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout_server.acceptance_tracker import KEPT_VERSIONS, AcceptanceTracker
+
+
+def test_drafts_before_the_boundary_belong_to_the_old_version() -> None:
+    tracker = AcceptanceTracker()
+    tracker.start(0)
+    tracker.record(4, 12, 5, [3, 1, 1])
+    # The commit's answer overtakes the statistics of two steps of 4 drafts.
+    tracker.switch(7, drafts_before=12)
+    tracker.record(4, 12, 1, [1, 0, 0])
+    tracker.record(4, 12, 2, [1, 1, 0])
+    assert set(tracker.counters()) == {0}
+    tracker.record(4, 12, 12, [4, 4, 4])
+    old, new = tracker.counters()[0], tracker.counters()[7]
+    assert (old.drafts, old.draft_tokens, old.accepted_tokens) == (12, 36, 8)
+    assert old.accepted_per_position == [5, 2, 1]
+    assert (new.drafts, new.accepted_tokens, new.accepted_per_position) == (4, 12, [4, 4, 4])
+
+
+def test_commits_in_a_row_without_drafts_leave_no_entry() -> None:
+    tracker = AcceptanceTracker()
+    tracker.start(0)
+    tracker.switch(1, 0)
+    tracker.switch(2, 0)
+    assert tracker.counters() == {}
+    tracker.record(1, 3, 0, [0, 0, 0])
+    assert set(tracker.counters()) == {2}
+
+
+def test_a_version_that_returns_goes_on_counting() -> None:
+    tracker = AcceptanceTracker()
+    tracker.start(0)
+    tracker.record(2, 6, 2, [2, 0, 0])
+    tracker.switch(1, 2)
+    tracker.record(3, 9, 0, [0, 0, 0])
+    tracker.switch(0, 5)
+    tracker.record(5, 15, 5, [5, 0, 0])
+    assert {v: c.drafts for v, c in tracker.counters().items()} == {0: 7, 1: 3}
+
+
+def test_only_the_newest_versions_are_kept() -> None:
+    tracker = AcceptanceTracker()
+    tracker.start(0)
+    for version in range(1, 3 * KEPT_VERSIONS):
+        tracker.record(1, 3, 0, [0, 0, 0])
+        tracker.switch(version, version)
+    assert len(tracker.counters()) == KEPT_VERSIONS
+
+
+def test_counts_without_a_version_are_an_error() -> None:
+    with pytest.raises(LookupError):
+        AcceptanceTracker().record(1, 3, 0, [0, 0, 0])

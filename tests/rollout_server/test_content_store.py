@@ -1,0 +1,68 @@
+"""The host store: bounded in bytes, nothing that is held ever leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_server.content_store import ContentStore, Key
+from rollout_server.weight_source import StagedTensor, WeightSource
+from slipstream.refusal import RefusedError
+
+
+def put(store: ContentStore, name: str, values: int = 25) -> Key:
+    tensor = torch.full((values,), 1.5)
+    key = Key(name, "float32", values * 4)
+    with store.room(key.size) as room:
+        store.write(key, tensor)
+        store.add(key, room)
+    return key
+
+
+def test_the_least_recently_used_leaves_first_and_held_never(tmp_path: Path) -> None:
+    store = ContentStore(tmp_path, 300)
+    a, b, c = (put(store, name) for name in "abc")
+    store.hold([a])
+    d = put(store, "d")
+    assert a in store and c in store and d in store
+    assert b not in store and not store.path(b).exists()
+    store.hold([c, d])
+    with pytest.raises(RefusedError, match="--stage-bytes"):
+        put(store, "e")
+    assert store.bytes == 300
+    store.release([c])
+    put(store, "e")
+    assert c not in store
+
+
+def test_a_refused_stage_leaves_nothing(tmp_path: Path) -> None:
+    store = ContentStore(tmp_path, 300)
+    key = put(store, "a")
+    store.drop([key])
+    assert store.bytes == 0 and list(tmp_path.iterdir()) == []
+
+
+def test_workers_read_what_was_written(tmp_path: Path) -> None:
+    store = ContentStore(tmp_path, 10_000)
+    tensor = torch.randn(5, 7).bfloat16()
+    key = Key("x", "bfloat16", 70)
+    empty = Key("y", "int64", 0)
+    for k, t in ((key, tensor), (empty, torch.empty(0, dtype=torch.int64))):
+        with store.room(k.size) as room:
+            store.write(k, t)
+            store.add(k, room)
+    source = WeightSource(
+        tensors=(
+            StagedTensor("w", "bfloat16", (5, 7), str(store.path(key))),
+            StagedTensor("e", "int64", (0,), str(store.path(empty))),
+        )
+    )
+    read = dict(WeightSource.from_message(source.to_message()).weights())
+    assert torch.equal(read["w"], tensor) and read["e"].shape == (0,)
+    store.path(key).write_bytes(b"short")
+    with pytest.raises(OSError, match="70 needed"):
+        dict(source.weights())
+    store.close()
+    assert not tmp_path.exists()

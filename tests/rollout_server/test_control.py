@@ -1,0 +1,193 @@
+"""The control plane's state machine, over an engine that only remembers what it was told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rollout_server.acceptance_tracker import AcceptanceTracker
+from rollout_server.content_store import ContentStore, Key
+from rollout_server.control import MAX_STAGED, Committed, RolloutControl
+from rollout_server.engine import Applied, Change, Description, UntrustedEngineError
+from rollout_server.weight_source import WeightSource
+from rollout_server.weights import DRAFT, POLICY, Weights
+from slipstream.refusal import RefusedError
+
+
+class FakeEngine:
+    def __init__(self) -> None:
+        self.live = {DRAFT: "draft-0", POLICY: "policy-0"}
+        self.failure: Exception | None = None
+        self.gate: asyncio.Event | None = None
+
+    async def apply(self, changes: Sequence[Change]) -> Applied:
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.failure is not None:
+            raise self.failure
+        for change in changes:
+            assert change.old.directory == self.live[change.kind]
+            self.live[change.kind] = change.new.directory
+        return Applied(0.01, 0)
+
+    async def start(self) -> Description:
+        raise NotImplementedError
+
+    async def describe(self) -> Description:
+        raise NotImplementedError
+
+    async def set_speculation(self, enabled: bool) -> float:
+        return 0.0
+
+    def is_alive(self) -> bool:
+        return True
+
+
+class Outcomes:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    def committed(self, kind: str, outcome: str, took: Committed | None) -> None:
+        self.seen.append((kind, outcome))
+
+
+def weights(kind: str, version: int, stage_id: str = "") -> Weights:
+    name = f"{kind}-{version}"
+    key = Key(f"{name}", "float32", 10)
+    return Weights(kind, version, WeightSource(name), (key,), stage_id, digests=((name, name),))
+
+
+class Plane:
+    def __init__(self, directory: Path) -> None:
+        self.engine, self.outcomes = FakeEngine(), Outcomes()
+        self.store = ContentStore(directory, 1000)
+        self.control = RolloutControl(
+            self.engine,
+            self.store,
+            AcceptanceTracker(),
+            self.outcomes,
+            weights(DRAFT, 0),
+            weights(POLICY, 0),
+        )
+
+    def stage(self, kind: str, version: int) -> str:
+        stage_id = f"{kind}-{version}"
+        self.control.add_stage(weights(kind, version, stage_id))
+        return stage_id
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 20))
+
+
+def test_policy_and_draft_in_one_call(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        plane = Plane(tmp_path)
+        await plane.control.commit([plane.stage(DRAFT, 1), plane.stage(POLICY, 4)])
+        assert plane.engine.live == {DRAFT: "draft-1", POLICY: "policy-4"}
+        assert plane.control.commits == {DRAFT: 1, POLICY: 1}
+        assert plane.control.staged == {}
+        assert plane.outcomes.seen == [("both", "ok")]
+
+    run(scenario())
+
+
+def test_a_refused_apply_changes_nothing_and_keeps_the_stage(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        plane = Plane(tmp_path)
+        stage = plane.stage(DRAFT, 1)
+        plane.engine.failure = RefusedError("commit", "x", "y", "z", grpc.StatusCode.ABORTED)
+        with pytest.raises(RefusedError):
+            await plane.control.commit([stage])
+        assert plane.control.live[DRAFT].version == 0
+        assert list(plane.control.staged) == [stage]
+        plane.engine.failure = None
+        await plane.control.commit([stage])
+        assert plane.control.live[DRAFT].version == 1
+        assert plane.outcomes.seen == [("draft", "failed"), ("draft", "ok")]
+
+    run(scenario())
+
+
+def test_unknown_weights_end_the_server(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        plane = Plane(tmp_path)
+        plane.engine.failure = UntrustedEngineError("lost")
+        with pytest.raises(RefusedError) as refusal:
+            await plane.control.commit([plane.stage(DRAFT, 1)])
+        assert refusal.value.code == grpc.StatusCode.DATA_LOSS
+        assert plane.control.untrusted.is_set()
+
+    run(scenario())
+
+
+def test_a_commit_goes_on_when_its_caller_leaves(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        plane = Plane(tmp_path)
+        plane.engine.gate = asyncio.Event()
+        first, second = plane.stage(DRAFT, 1), plane.stage(DRAFT, 2)
+        caller = asyncio.ensure_future(plane.control.commit([first]))
+        other = asyncio.ensure_future(plane.control.commit([second]))
+        await asyncio.sleep(0)
+        caller.cancel()
+        plane.engine.gate.set()
+        await other
+        assert plane.control.live[DRAFT].version == 2
+        assert plane.control.previous_draft is not None
+        assert plane.control.previous_draft.version == 1, "serialised, and the first one finished"
+        await plane.control.close()
+
+    run(scenario())
+
+
+def test_roll_back_restores_the_previous_draft_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        plane = Plane(tmp_path)
+        with pytest.raises(RefusedError):
+            await plane.control.roll_back()
+        await plane.control.commit([plane.stage(DRAFT, 1)])
+        await plane.control.commit([plane.stage(DRAFT, 2)])
+        await plane.control.roll_back()
+        assert plane.engine.live[DRAFT] == "draft-1"
+        with pytest.raises(RefusedError):
+            await plane.control.roll_back()
+
+    run(scenario())
+
+
+def test_bad_commits_are_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        plane = Plane(tmp_path)
+        two = [plane.stage(DRAFT, 1), plane.stage(DRAFT, 2)]
+        for stage_ids, code in (
+            ([], grpc.StatusCode.INVALID_ARGUMENT),
+            (two, grpc.StatusCode.INVALID_ARGUMENT),
+            (["never"], grpc.StatusCode.NOT_FOUND),
+        ):
+            with pytest.raises(RefusedError) as refusal:
+                await plane.control.commit(stage_ids)
+            assert refusal.value.code == code
+        assert plane.engine.live[DRAFT] == "draft-0"
+
+    run(scenario())
+
+
+def test_stages_are_bounded_and_ids_mean_one_content(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        plane = Plane(tmp_path)
+        for version in range(MAX_STAGED):
+            plane.stage(DRAFT, version)
+        plane.stage(DRAFT, 0)  # the same again
+        with pytest.raises(RefusedError) as refusal:
+            plane.control.add_stage(weights(DRAFT, 7, "draft-0"))
+        assert refusal.value.code == grpc.StatusCode.ALREADY_EXISTS
+        with pytest.raises(RefusedError) as refusal:
+            plane.stage(DRAFT, MAX_STAGED)
+        assert refusal.value.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    run(scenario())

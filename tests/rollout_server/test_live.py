@@ -1,0 +1,305 @@
+"""The control plane on real vLLM: one server, left as it was found."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from transformers import AutoModelForCausalLM
+
+from slipstream.channel import open_channel
+from slipstream.tensors import digest, spec_of
+from slipstream.v1 import rollout_server_pb2 as pb
+from tests.rollout_server.checkpoints import load, perturbed
+from tests.rollout_server.live import Completion, Live, RefusedError, prompts, refused, until
+
+pytestmark = pytest.mark.vllm
+_VERSIONS = itertools.count(100)
+
+
+@pytest.fixture(scope="module")
+def live(server) -> Live:  # type: ignore[no-untyped-def]
+    return Live(server.stub, server.http)
+
+
+@pytest.fixture(scope="module")
+def draft(draft_dir: Path) -> dict[str, torch.Tensor]:
+    return load(draft_dir)
+
+
+@pytest.fixture(scope="module")
+def policy(policy_dir: Path) -> dict[str, torch.Tensor]:
+    return load(policy_dir)
+
+
+@pytest.fixture(scope="module")
+def plain(live: Live) -> list[Completion]:
+    """Greedy completions without speculation, by the weights the server started with."""
+    live.speculate(False)
+    completions = live.generate(prompts(64))
+    live.speculate(True)
+    return completions
+
+
+@pytest.fixture(autouse=True)
+def as_found(
+    live: Live, draft: dict[str, torch.Tensor], policy: dict[str, torch.Tensor]
+) -> Iterator[None]:
+    """Puts release 0, the first policy and speculation back."""
+    policies = live.state().policy_commits
+    drafts = live.state().draft_commits
+    yield
+    live.stub.Abort(pb.AbortRequest(stage_ids=live.state().staged), timeout=30)
+    if live.state().draft_commits != drafts:
+        live.stage("draft", "found", 0, draft)
+        live.commit("found")
+    if live.state().policy_commits != policies:
+        live.stage("policy", "found-policy", 0, policy)
+        live.commit("found-policy")
+    live.speculate(True)
+
+
+def test_stage_commit_and_roll_back_without_network(
+    live: Live, draft: dict[str, torch.Tensor]
+) -> None:
+    before = live.state()
+    version = next(_VERSIONS)
+    release = perturbed(draft, scale=0.05, seed=version)
+    size = sum(t.numel() * t.element_size() for t in release.values() if t.ndim >= 2)
+
+    staged = live.stage("draft", "one", version, release, trained_against_policy_version=7)
+    assert staged.bytes_received >= size
+    assert list(live.state().staged) == ["one"]
+    assert live.state().draft_version == before.draft_version
+    assert live.stage("draft", "one", version, release, trained_against_policy_version=7)
+    again = live.stage("draft", "other-id", version, release)
+    assert again.bytes_received == 0
+
+    answer = live.commit("one")
+    assert answer.state.draft_version == version
+    assert answer.state.trained_against_policy_version == 7
+    assert answer.state.previous_draft_version == before.draft_version
+    assert answer.state.draft_commits == before.draft_commits + 1
+    assert 0 < answer.worker_seconds <= answer.seconds
+    assert live.commit("one").worker_seconds == 0, "asking again is answered, not repeated"
+
+    back = live.stub.RollBack(pb.RollBackRequest(), timeout=30)
+    assert back.state.draft_version == before.draft_version
+    assert not back.state.HasField("previous_draft_version")
+    with pytest.raises(RefusedError) as refusal:
+        refused(lambda: live.stub.RollBack(pb.RollBackRequest(), timeout=30))
+    assert refusal.value.code == grpc.StatusCode.FAILED_PRECONDITION
+
+    # The store still holds release 0, so going back by name needs no bytes either.
+    assert live.stage("draft", "zero", 0, draft).bytes_received == 0
+
+
+def test_counters_follow_the_version(live: Live, draft: dict[str, torch.Tensor]) -> None:
+    live.generate(prompts(8))
+    version = next(_VERSIONS)
+    live.stage("draft", "counted", version, perturbed(draft, scale=2.0, seed=version))
+    before = live.counters()
+    live.commit("counted")
+    assert version not in live.counters(), "no drafts yet is no entry"
+    live.generate(prompts(16), tokens=30)
+    after = live.counters()
+    assert after[0].drafts == before[0].drafts, "nothing was in flight: the boundary is exact"
+    mine = after[version]
+    assert mine.draft_tokens <= 3 * mine.drafts
+    assert mine.accepted_tokens == sum(mine.accepted_per_position)
+    assert len(mine.accepted_per_position) == 3
+    # Every token is one of the prompt step's, a bonus token or an accepted draft.
+    assert 16 * 29 <= mine.drafts + mine.accepted_tokens <= 16 * 29 + 3 * 16
+    label = {"draft_version": str(version)}
+    assert live.metric("slipstream_rollout_drafts_total", **label) == mine.drafts
+    assert live.metric("slipstream_rollout_accepted_tokens_total", **label) == mine.accepted_tokens
+    assert (
+        live.metric("slipstream_rollout_accepted_per_position_total", **label, position="0")
+        == mine.accepted_per_position[0]
+    )
+    assert live.metric("slipstream_rollout_draft_version") == version
+
+
+def test_swaps_with_requests_in_flight_lose_nothing(
+    live: Live, draft: dict[str, torch.Tensor], plain: list[Completion]
+) -> None:
+    batch = prompts(64)
+    releases = [perturbed(draft, scale=scale, seed=9) for scale in (0.05, 3.0)] + [draft]
+    total_before = sum(live.drafts().values())
+    vllm_before = live.metric("vllm:spec_decode_num_drafts_total", engine="0", model_name="policy")
+    done: list[list[Completion]] = []
+    worker = threading.Thread(target=lambda: done.append(live.generate(batch * 4)))
+    worker.start()
+    swaps = 0
+    while worker.is_alive():
+        version = next(_VERSIONS)
+        live.stage("draft", f"swap-{version}", version, releases[swaps % 3])
+        assert live.commit(f"swap-{version}").state.draft_version == version
+        swaps += 1
+    worker.join()
+    assert swaps >= 3
+    assert done[0] == plain * 4, "no request failed and no token differs"
+    counted = sum(live.drafts().values()) - total_before
+    vllm = live.metric("vllm:spec_decode_num_drafts_total", engine="0", model_name="policy")
+    assert counted == vllm - vllm_before, "every draft is attributed to exactly one version"
+
+
+def test_policy_push_while_requests_run(
+    live: Live,
+    policy_dir: Path,
+    policy: dict[str, torch.Tensor],
+    draft: dict[str, torch.Tensor],
+    plain: list[Completion],
+) -> None:
+    new = perturbed(policy, scale=0.05, seed=5)
+    batch = prompts(64)
+    done: list[list[Completion]] = []
+    worker = threading.Thread(target=lambda: done.append(live.generate(batch * 3)))
+    before = sum(live.drafts().values())
+    worker.start()
+    until(lambda: sum(live.drafts().values()) > before)
+    live.stage("policy", "p", 31, new)
+    version = next(_VERSIONS)
+    live.stage("draft", "d", version, perturbed(draft, scale=0.05, seed=6))
+    commits = live.state()
+    answer = live.commit("p", "d")
+    assert worker.is_alive(), "the commit must have happened with requests in flight"
+    assert (answer.state.policy_version, answer.state.draft_version) == (31, version)
+    assert answer.state.policy_commits == commits.policy_commits + 1
+    assert answer.state.draft_commits == commits.draft_commits + 1
+    worker.join()
+    assert len(done[0]) == len(batch) * 3
+    served = live.generate(batch)
+    assert served == _torch_completions(policy_dir, new, batch, 40)
+    assert sum(a != b for a, b in zip(served, plain, strict=True)) > len(batch) // 2
+
+
+def _torch_completions(
+    policy_dir: Path, weights: dict[str, torch.Tensor], batch: list[list[int]], tokens: int
+) -> list[Completion]:
+    model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    ids = torch.tensor(batch)
+    with torch.no_grad():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return [tuple(row[ids.shape[1] :].tolist()) for row in out]
+
+
+def test_speculation_off_and_on(live: Live, plain: list[Completion]) -> None:
+    assert not live.speculate(False).state.speculation_enabled
+    assert live.metric("slipstream_rollout_speculation_enabled") == 0
+    before = live.drafts()
+    assert live.generate(prompts(64)) == plain
+    assert live.drafts() == before, "nothing is proposed while it is off"
+    done: list[list[Completion]] = []
+    worker = threading.Thread(target=lambda: done.append(live.generate(prompts(64) * 2)))
+    worker.start()
+    for enabled in itertools.cycle((True, False)):
+        live.speculate(enabled)
+        if not worker.is_alive():
+            break
+    live.speculate(True)
+    assert done[0] == plain * 2
+    assert live.generate(prompts(64)) == plain
+    assert sum(live.drafts().values()) > sum(before.values())
+
+
+def test_refused_stages_change_nothing(
+    live: Live, draft: dict[str, torch.Tensor], plain: list[Completion]
+) -> None:
+    nan = draft["fc.weight"].clone()
+    nan[3, 5] = float("nan")
+    bad = {
+        "fc.weight].shape": {**draft, "fc.weight": draft["fc.weight"][:, :-1].contiguous()},
+        "missing": {name: t for name, t in draft.items() if name != "norm.weight"},
+        "NaN": {**draft, "fc.weight": nan},
+        "fc.weight].dtype": {**draft, "fc.weight": draft["fc.weight"].to(torch.int32)},
+        "tensors[extra]": {**draft, "extra": torch.zeros(2)},
+        "embed_tokens": {**draft, "embed_tokens.weight": torch.zeros(128, 192)},
+    }
+    state, held = live.state(), live.metric("slipstream_rollout_staged_bytes")
+    for text, tensors in bad.items():
+        with pytest.raises(RefusedError) as refusal:
+            live.stage("draft", "bad", 5, tensors)
+        assert text in str(refusal.value)
+        assert "Next step" in str(refusal.value)
+    promised = perturbed(draft, scale=0.1, seed=1)
+    specs = [spec_of(name, tensor) for name, tensor in promised.items()]
+    with pytest.raises(RefusedError, match="sha256"):
+        live.stage("draft", "bad", 5, {**promised, "fc.weight": draft["fc.weight"]}, specs=specs)
+    with pytest.raises(RefusedError) as refusal:
+        live.commit("bad")
+    assert refusal.value.code == grpc.StatusCode.NOT_FOUND
+    assert live.state() == state
+    assert live.metric("slipstream_rollout_staged_bytes") == held
+    assert live.generate(prompts(64)) == plain
+
+
+def test_a_commit_that_fails_half_way_is_undone(
+    live: Live,
+    policy: dict[str, torch.Tensor],
+    draft: dict[str, torch.Tensor],
+    plain: list[Completion],
+) -> None:
+    """The policy loads, the draft's last tensor is gone: both must be as before."""
+    live.stage("policy", "good-policy", 41, perturbed(policy, scale=0.2, seed=8))
+    release = perturbed(draft, scale=0.2, seed=next(_VERSIONS))
+    live.stage("draft", "torn", 42, release)
+    gone = digest(release["midlayer.self_attn.v_proj.weight"]).hex()
+    roots = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    files = [path for root in roots for path in root.glob(f"slipstream-rollout-*/{gone}.*")]
+    assert len(files) == 1
+    files[0].unlink()
+    state = live.state()
+    with pytest.raises(RefusedError) as refusal:
+        live.commit("good-policy", "torn")
+    assert refusal.value.code == grpc.StatusCode.ABORTED
+    after = live.state()
+    assert (after.draft_version, after.policy_commits) == (
+        state.draft_version,
+        state.policy_commits,
+    )
+    assert live.generate(prompts(64)) == plain
+    assert sum(live.drafts().values()) > 0
+
+
+def test_abort_forgets_and_is_idempotent(live: Live, draft: dict[str, torch.Tensor]) -> None:
+    live.stage("draft", "gone", 3, perturbed(draft, scale=0.1, seed=2))
+    for _ in range(2):
+        live.stub.Abort(pb.AbortRequest(stage_ids=["gone", "never-was"]), timeout=30)
+        assert "gone" not in live.state().staged
+    with pytest.raises(RefusedError):
+        live.commit("gone")
+
+
+def test_health_and_reflection(server) -> None:  # type: ignore[no-untyped-def]
+    with open_channel(server.control) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "slipstream.v1.RolloutServer"):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        listed = next(
+            iter(
+                reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+                    iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=10
+                )
+            )
+        )
+        names = {service.name for service in listed.list_services_response.service}
+        assert "slipstream.v1.RolloutServer" in names

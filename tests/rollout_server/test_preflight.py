@@ -1,0 +1,114 @@
+"""Every wrong input is refused before the engine starts, and says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rollout_server.preflight import check_draft_fits, check_port_free
+from slipstream.refusal import RefusedError
+from tests.rollout_server.checkpoints import load, write_draft
+
+
+@pytest.fixture
+def reduced(tmp_path: Path, policy_dir: Path) -> Path:
+    return write_draft(tmp_path / "draft", policy_dir, draft_vocab_size=96)
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load(directory)
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_fitting_drafts_pass(
+    tmp_path: Path, policy_dir: Path, reduced: Path, draft_dir: Path
+) -> None:
+    check_draft_fits(policy_dir, reduced)
+    check_draft_fits(policy_dir, write_draft(tmp_path / "full", policy_dir))
+    check_draft_fits(policy_dir, draft_dir)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda d: shutil.rmtree(d), "nothing there"),
+        (lambda d: (d / "config.json").unlink(), "config.json"),
+        (lambda d: (d / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda d: (d / "config.json").write_text("{"), "JSON"),
+        (lambda d: (d / "model.safetensors").write_bytes(b"nonsense"), "safetensors"),
+        (lambda d: edit_config(d, hidden_size=128), "hidden_size: found 128, expected 192"),
+        (lambda d: edit_config(d, eagle_aux_hidden_state_layer_ids=[2, 5, 11]), "10 layers"),
+        (lambda d: edit_config(d, eagle_aux_hidden_state_layer_ids=[5, 2, 7]), "ascending"),
+        (lambda d: edit_config(d, eagle_aux_hidden_state_layer_ids=[2, 5]), "fc.weight"),
+        (lambda d: edit_config(d, vocab_size=127), "vocab_size: found 127, expected 128"),
+        (lambda d: edit_config(d, draft_vocab_size=95), "lm_head.weight"),
+        (lambda d: edit_tensors(d, lambda t: t.pop("lm_head.weight")), "lm_head.weight: found abs"),
+        (lambda d: edit_tensors(d, lambda t: t.pop("d2t")), "d2t: found absent"),
+        (lambda d: edit_tensors(d, lambda t: t["d2t"].add_(40)), "target ids"),
+        (lambda d: edit_tensors(d, lambda t: t["t2d"].logical_not_()), "t2d"),
+    ],
+)
+def test_a_draft_that_does_not_fit(
+    reduced: Path, policy_dir: Path, spoil: Callable[[Path], object], text: str
+) -> None:
+    spoil(reduced)
+    with pytest.raises(RefusedError) as refusal:
+        check_draft_fits(policy_dir, reduced)
+    assert text in str(refusal.value)
+    assert refusal.value.next_step
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(RefusedError, match=f"--control-port: found 127.0.0.1:{port}"):
+            check_port_free("--control-port", "127.0.0.1", port)
+    check_port_free("--control-port", "127.0.0.1", 0)
+
+
+def rollout_server(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rollout_server.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_the_command_line_refuses_with_status_2(policy_dir: Path, reduced: Path) -> None:
+    ended = rollout_server(
+        *("serve", str(policy_dir), "--draft", str(reduced)),
+        *("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'),
+    )
+    assert ended.returncode == 2
+    assert "rollout-server: --speculative-config: found" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_plug_in_without_the_mark_does_nothing() -> None:
+    """As in a user's own vLLM in the same environment; it must not even import torch."""
+    code = (
+        "import sys; from rollout_server import plugins; plugins.register_general();"
+        "plugins.make_endpoint_plugin();"
+        "assert not {'torch', 'vllm', 'grpc'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
