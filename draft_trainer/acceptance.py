@@ -58,6 +58,8 @@ class AcceptanceEstimate:
         per_sequence: float64 [sequences], pseudo-values: their mean is ``acceptance_length``, and
             their standard deviation over sqrt(sequences) is its standard error (linearised ratio).
             Pair them between two heads on the same samples.
+        groups: what each sequence belongs to (``Sample.group``); sequences of one prompt are not
+            independent.
     """
 
     acceptance_length: float
@@ -65,6 +67,7 @@ class AcceptanceEstimate:
     drafts: float
     sequences: int
     per_sequence: Tensor
+    groups: tuple[str, ...]
 
 
 def expected_acceptance(
@@ -96,9 +99,11 @@ def expected_acceptance(
     if not samples:
         raise _no_anchor()
     accepted_parts, drafts_parts = [], []
+    groups: list[str] = []
     with torch.inference_mode():
         # ``batches`` sorts by length, the same way for every head: pairs stay pairs.
         for batch in batches(samples, policy_heads, max_batch_tokens):
+            groups.extend(batch.groups)
             known = valid_targets(batch, k)
             rate, survival = step_acceptance(head, batch, known, method)
             visits = (
@@ -113,7 +118,7 @@ def expected_acceptance(
                 accepted_parts.append((alive * rate[step]).sum(1))
                 alive = alive * survival[step]
     accepted = torch.stack([torch.cat(accepted_parts[step::k]) for step in range(k)])
-    return _estimate(accepted.cpu(), torch.cat(drafts_parts).cpu())
+    return _estimate(accepted.cpu(), torch.cat(drafts_parts).cpu(), groups)
 
 
 def step_acceptance(
@@ -181,8 +186,8 @@ def visit_probabilities(survival: Tensor, known: Tensor, loss_mask: Tensor) -> T
     return visits[:, :length]
 
 
-def _estimate(accepted: Tensor, drafts: Tensor) -> AcceptanceEstimate:
-    """From sums per sequence: accepted [k, rows] and drafts [rows]."""
+def _estimate(accepted: Tensor, drafts: Tensor, groups: Sequence[str]) -> AcceptanceEstimate:
+    """From sums per sequence, accepted [k, rows] and drafts [rows], and the rows' groups."""
     present = drafts > 0
     accepted, drafts = accepted[:, present], drafts[present]
     count = len(drafts)
@@ -199,6 +204,7 @@ def _estimate(accepted: Tensor, drafts: Tensor) -> AcceptanceEstimate:
         drafts=float(total),
         sequences=count,
         per_sequence=1.0 + ratio + count * influence,
+        groups=tuple(g for g, here in zip(groups, present.tolist(), strict=True) if here),
     )
 
 

@@ -29,6 +29,7 @@ class Batch:
         teacher_known: bool [B, T], where log Z was on the wire: j + 1 lies in the row.
         sampled_logprobs: float32 [B, T], log p(x_j).
         temperature: float32 [B].
+        groups: B names; rows of one prompt share one (``Sample.group``).
     """
 
     token_ids: Tensor
@@ -41,6 +42,7 @@ class Batch:
     teacher_known: Tensor
     sampled_logprobs: Tensor
     temperature: Tensor
+    groups: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +120,7 @@ def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.devi
         teacher_known=empty(dtype=torch.bool),
         sampled_logprobs=empty(),
         temperature=torch.tensor([row.sample.temperature for row in rows], device=where),
+        groups=tuple(row.sample.group for row in rows),
     )
     final, log_z = empty(hidden), empty()
     by_version: dict[int, list[int]] = {}

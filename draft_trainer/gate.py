@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+import torch
+
 from draft_trainer.acceptance import AcceptanceEstimate, Method, expected_acceptance
 from draft_trainer.head import Eagle3Head
 from draft_trainer.policy_head import PolicyHeads
@@ -14,7 +16,7 @@ from draft_trainer.sample import Sample
 from slipstream.refusal import RefusedError
 from slipstream.v1 import release_pb2
 
-_MIN_SEQUENCES = 4
+_MIN_PROMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ class Gate:
         """Judge ``candidate``, both heads with the weights that are (or would be) served.
 
         The difference is paired: both heads replay the same recordings, so that the sequences'
-        own difficulty cancels. Its interval is Student's over sequences.
+        own difficulty cancels. Its interval is Student's over prompts: completions of one prompt
+        are one cluster, because what a head gains on one of them it gains on all.
 
         Args:
             candidate: the head that wants to be released.
@@ -111,11 +114,11 @@ class Gate:
             if error.field != "samples":
                 raise
             return _unmeasured("no held-out sample has an anchor")
-        anchors = math.floor(theirs.drafts)
-        if anchors < self._config.min_anchors or theirs.sequences < _MIN_SEQUENCES:
+        anchors, prompts = math.floor(theirs.drafts), len(set(theirs.groups))
+        if anchors < self._config.min_anchors or prompts < _MIN_PROMPTS:
             return _unmeasured(
-                f"too few held-out states: {anchors} anchors in {theirs.sequences} sequences, "
-                f"need {self._config.min_anchors} in {_MIN_SEQUENCES}",
+                f"too few held-out states: {anchors} anchors in {prompts} prompts, "
+                f"need {self._config.min_anchors} in {_MIN_PROMPTS}",
                 anchors,
             )
         difference, half_width = self._interval(ours, theirs)
@@ -142,8 +145,14 @@ class Gate:
         self, ours: AcceptanceEstimate, theirs: AcceptanceEstimate
     ) -> tuple[float, float]:
         paired = ours.per_sequence - theirs.per_sequence
-        spread = float(paired.std(unbiased=True)) / math.sqrt(len(paired))
-        return float(paired.mean()), spread * _student(self._config.confidence, len(paired) - 1)
+        mean = float(paired.mean())
+        numbers = {group: index for index, group in enumerate(dict.fromkeys(theirs.groups))}
+        clusters = torch.zeros(len(numbers), dtype=paired.dtype)
+        clusters.index_add_(0, torch.tensor([numbers[g] for g in theirs.groups]), paired - mean)
+        freedom = len(clusters) - 1
+        # Cluster-robust (Liang and Zeger 1986), with the small-sample factor G / (G - 1).
+        variance = float(clusters.square().sum()) * len(clusters) / freedom
+        return mean, math.sqrt(variance) / len(paired) * _student(self._config.confidence, freedom)
 
 
 def _student(confidence: float, freedom: int) -> float:

@@ -23,12 +23,14 @@ class _Entry:
 class ReplayBuffer:
     """Holds samples for training and for the gate. Thread-safe.
 
-    Whether a sample is held out follows from its id alone, so a restart, a second trainer or a
-    replayed stream never moves a sample from the held-out share into training.
+    Whether a sample is held out follows from its prompt alone (``Sample.group``), so a restart, a
+    second trainer or a replayed stream never moves a sample from the held-out share into training,
+    and a candidate is never judged on prompts whose other completions it was trained on: by
+    sample, the gate saw gains of 0.4 in acceptance length that live rollouts did not have.
 
     Args:
         capacity_bytes: bound on the bytes of all samples held, held-out ones included.
-        held_out_fraction: share of samples that never train, in [0, 1).
+        held_out_fraction: share of prompts that never train, in [0, 1).
         max_epochs: how often one sample is drawn at most; at least 1. A sample leaves the buffer
             when it has been drawn that often.
     """
@@ -73,7 +75,7 @@ class ReplayBuffer:
                     "give every sample an id of its own",
                     StatusCode.ALREADY_EXISTS,
                 )
-            held_out = self.is_held_out(sample.sample_id)
+            held_out = self.is_held_out(sample.group)
             self._entries[sample.sample_id] = _Entry(sample, self._arrivals, held_out)
             self._arrivals += 1
             self._nbytes += size
@@ -143,9 +145,9 @@ class ReplayBuffer:
             for entry in [e for e in self._entries.values() if e.sample.policy_version in gone]:
                 self._evict(entry)
 
-    def is_held_out(self, sample_id: str) -> bool:
-        """Whether a sample of this id is held out: a hash of the id below the fraction."""
-        word = hashlib.blake2b(sample_id.encode(), digest_size=8).digest()
+    def is_held_out(self, group: str) -> bool:
+        """Whether samples of this group are held out: a hash of it below the fraction."""
+        word = hashlib.blake2b(group.encode(), digest_size=8).digest()
         return int.from_bytes(word, "little") < self._held_out_fraction * 2.0**64
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, fields
 
 import torch
@@ -45,6 +46,21 @@ class Sample:
     def num_tokens(self) -> int:
         """T."""
         return int(self.token_ids.shape[0])
+
+    @property
+    def group(self) -> str:
+        """What the samples of one prompt share: a hash of the tokens before the first completion.
+
+        GRPO draws many completions of one prompt. A head that has trained on some of them knows
+        the others, so they are held out together and are not independent evidence. A window that
+        begins inside a completion has no prompt, and is a group of its own.
+        """
+        prompt = int(self.loss_mask.int().argmax())
+        if prompt == 0:
+            return self.sample_id
+        return hashlib.blake2b(
+            self.token_ids[:prompt].long().numpy().tobytes(), digest_size=16
+        ).hexdigest()
 
     @property
     def nbytes(self) -> int:

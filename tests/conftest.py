@@ -71,6 +71,7 @@ def serve(
                 *("--served-model-name", "policy", "--dtype", "float32"),
                 *("--max-model-len", "256", "--max-num-seqs", "128"),
                 *("--generation-config", "vllm"),
+                "--enforce-eager",
                 *options,
             ],
             tmp_path_factory.mktemp("server") / "log",

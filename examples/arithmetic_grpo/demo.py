@@ -76,6 +76,8 @@ def _run(options: argparse.Namespace, directory: Path, began: float) -> RunRecor
             *("--served-model-name", "policy"),
             *("--max-model-len", "256", "--max-num-seqs", "128"),
             *("--generation-config", "vllm"),
+            # Ready in 25 s instead of 70, and no C++ compiler is needed.
+            "--enforce-eager",
         ],
         directory / "rollout-server.log",
         f"127.0.0.1:{ports['control']}",
@@ -121,7 +123,7 @@ def _train(
     )
     settings = LoopSettings(
         prompts=options.prompts,
-        samples={FROZEN: 6, ADAPTED: 6, OFF: 2, MIXED: 2},
+        samples={FROZEN: 3, ADAPTED: 3, OFF: 1, MIXED: 1},
         learning_rate=options.learning_rate,
     )
     table = LiveTable(options.steps)
@@ -150,7 +152,10 @@ def _train(
         }
         run.bridge = {key: str(value) for key, value in vars(bridge.stats()).items()}
         prompts = [prompt_ids(problem) for problem in held_out_problems(16)]
-        run.speed = measure_speed(rollouts, prompts, newest, progress=table.note)
+        if options.speed_rounds:
+            run.speed = measure_speed(
+                rollouts, prompts, newest, rounds=options.speed_rounds, progress=table.note
+            )
         table.note("")
 
 
@@ -167,12 +172,16 @@ registry = "{(directory / "releases").resolve()}"
 
 [replay]
 capacity_bytes = {512 << 20}
+held_out_fraction = 0.15
 
 [training]
 threads = 1
 compute_dtype = "bfloat16"
 batch_tokens = 1024
 seed = {options.seed}
+
+[gate]
+newest_versions = 3
 
 [publish]
 rollout_servers = ["127.0.0.1:{ports["control"]}"]
@@ -198,12 +207,18 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description="GRPO on real vLLM with a frozen and an adapted EAGLE-3 draft, side by side.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=30, help="GRPO steps")
-    parser.add_argument("--prompts", type=int, default=8, help="problems per step, 16 samples each")
+    parser.add_argument("--steps", type=int, default=32, help="GRPO steps")
+    parser.add_argument("--prompts", type=int, default=16, help="problems per step, 8 samples each")
     parser.add_argument("--seed", type=int, default=0, help="of problems, selection and training")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the policy")
+    parser.add_argument("--learning-rate", type=float, default=7e-4, help="of the policy")
     parser.add_argument(
         "--bytes-per-step", type=int, default=16 << 20, help="budget of captured states per step"
+    )
+    parser.add_argument(
+        "--speed-rounds",
+        type=int,
+        default=5,
+        help="interleaved rounds of the final speed comparison; 0 leaves it out",
     )
     parser.add_argument("--policy", type=Path, default=HERE / "policy", help="checkpoint to train")
     parser.add_argument("--draft", type=Path, default=HERE / "draft", help="release 0")

@@ -46,7 +46,7 @@ text-align:left}td.n{text-align:right;font-variant-numeric:tabular-nums}
 
 def write_report(run: RunRecord, targets: Sequence[Target], path: Path) -> None:
     """Write the page; no other file is needed to read it."""
-    sections = [
+    sections: list[tuple[str, str, Figure]] = [
         (
             "Acceptance length",
             "Tokens per verification step, bonus token included, from vLLM's own counters. Both "
@@ -58,12 +58,6 @@ def write_report(run: RunRecord, targets: Sequence[Target], path: Path) -> None:
             f"Share of drafts whose token at that position was accepted, first two and last "
             f"{END_STEPS} steps.",
             position_figure(run),
-        ),
-        (
-            "Generation speed",
-            "Tokens/s over those without speculation, the arms interleaved on the idle server "
-            "after the last step; bars are medians, whiskers the extremes.",
-            speed_figure(run),
         ),
         (
             "Reward",
@@ -83,6 +77,14 @@ def write_report(run: RunRecord, targets: Sequence[Target], path: Path) -> None:
             swap_figure(run),
         ),
     ]
+    if run.speed:
+        speed = (
+            "Generation speed",
+            "Tokens/s over those without speculation, the arms interleaved on the idle server "
+            "after the last step; bars are medians, whiskers the extremes.",
+            speed_figure(run),
+        )
+        sections.insert(2, speed)
     body = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>Slipstream: a GRPO run</title>",
         f"<style>{STYLE}</style><h1>Slipstream: one GRPO run, two drafts</h1>",

@@ -69,7 +69,7 @@ class Generation:
     Attributes:
         completions: token ids, in the order of the prompts, ``samples`` for each.
         seconds: wall time of the round.
-        failed: requests that were not answered in full, with the reason.
+        failed: why requests were not answered in full, one text each.
         counters: vLLM's counters over the round.
     """
 
@@ -149,11 +149,11 @@ class RolloutClient:
         max_tokens: int = MAX_COMPLETION_TOKENS,
         swaps: Sequence[int] = (),
     ) -> tuple[Generation, list[Swap]]:
-        """Generate ``samples`` completions of every prompt, all requests at once.
+        """Generate ``samples`` completions of every prompt, all at once.
 
         Args:
-            prompts: token ids.
-            samples: completions per prompt, one request each.
+            prompts: token ids, one request each.
+            samples: completions per prompt.
             temperature: 0 is greedy.
             max_tokens: per completion.
             swaps: draft versions to swap to, one after the other, while the requests run.
@@ -177,25 +177,25 @@ class RolloutClient:
         before = await self._counters()
         began = time.perf_counter()
         tasks = [
-            asyncio.create_task(self._complete(prompt, temperature, max_tokens))
+            asyncio.create_task(self._complete(prompt, samples, temperature, max_tokens))
             for prompt in prompts
-            for _ in range(samples)
         ]
         done_swaps = [await self._swap(version, tasks) for version in swaps]
         answers = await asyncio.gather(*tasks)
         seconds = time.perf_counter() - began
         counters = (await self._counters()).since(before)
         failed = [answer for answer in answers if isinstance(answer, str)]
-        completions = [answer for answer in answers if not isinstance(answer, str)]
+        completions = [row for answer in answers if not isinstance(answer, str) for row in answer]
         return Generation(completions, seconds, failed, counters), done_swaps
 
     async def _complete(
-        self, prompt: Sequence[int], temperature: float, max_tokens: int
-    ) -> list[int] | str:
-        """Token ids, or the reason why there are none."""
+        self, prompt: Sequence[int], samples: int, temperature: float, max_tokens: int
+    ) -> list[list[int]] | str:
+        """Token ids of each sample, or the reason why there are none."""
         body = {
             "model": self.model,
             "prompt": list(prompt),
+            "n": samples,
             "max_tokens": max_tokens,
             "temperature": temperature,
             "return_token_ids": True,
@@ -205,15 +205,16 @@ class RolloutClient:
             answer.raise_for_status()
         except httpx.HTTPError as error:
             return f"{type(error).__name__}: {error}"
-        choice = answer.json()["choices"][0]
-        return list(choice["token_ids"])
+        return [list(choice["token_ids"]) for choice in answer.json()["choices"]]
 
     async def _counters(self) -> SpecCounters:
         answer = await self._client.get("/metrics")
         answer.raise_for_status()
         return parse_counters(answer.text)
 
-    async def _swap(self, version: int, tasks: Sequence[asyncio.Task[list[int] | str]]) -> Swap:
+    async def _swap(
+        self, version: int, tasks: Sequence[asyncio.Task[list[list[int]] | str]]
+    ) -> Swap:
         stage_id = f"draft-{version}"
         await asyncio.to_thread(self._stage, stage_id, version)
         in_flight = sum(not task.done() for task in tasks)

@@ -65,6 +65,7 @@ def _batch(golden: dict[str, Tensor]) -> Batch:
         teacher_known=torch.ones_like(ids, dtype=torch.bool),
         sampled_logprobs=torch.zeros(ids.shape),
         temperature=torch.ones(rows),
+        groups=tuple(map(str, range(rows))),
     )
 
 

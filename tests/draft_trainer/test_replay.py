@@ -69,11 +69,38 @@ def test_untrained_before_trained_and_newest_before_old() -> None:
     assert len(buffer.draw(1, random.Random(0))) == 1  # one sample even above the bound
 
 
-def test_held_out_is_decided_by_the_id_and_never_drawn() -> None:
+def _with_prompt(sample: Sample, number: int) -> Sample:
+    tokens = sample.token_ids.clone()
+    tokens[0], tokens[1] = divmod(number, 20)
+    return dataclasses.replace(sample, token_ids=tokens)
+
+
+def test_completions_of_one_prompt_are_held_out_together() -> None:
+    """By sample, a candidate would be judged on prompts that it was trained on."""
+    buffer = ReplayBuffer(10**9, 0.5)
+    for i in range(40):
+        buffer.add(_with_prompt(_sample(f"s{i}"), i % 10))
+    held = [s.group for s in buffer.held_out()]
+    drawn = [s.group for s in buffer.draw(10**9, random.Random(0))]
+    assert len(held) + len(drawn) == 40
+    assert not set(held) & set(drawn)
+    assert {held.count(group) for group in held} == {4}
+
+
+def test_a_window_without_its_prompt_is_a_group_of_its_own() -> None:
+    windows = [
+        dataclasses.replace(_sample(name), loss_mask=torch.ones_like(TEMPLATE.loss_mask))
+        for name in ("w0", "w1")
+    ]
+    assert [w.group for w in windows] == ["w0", "w1"]
+    assert _sample("a").group == _sample("b").group
+
+
+def test_held_out_is_decided_by_the_prompt_and_never_drawn() -> None:
     first, second = ReplayBuffer(10**9, 0.25), ReplayBuffer(10**9, 0.25)
     for i in range(400):
-        first.add(_sample(f"s{i}", i // 100))
-        second.add(_sample(f"s{399 - i}"))
+        first.add(_with_prompt(_sample(f"s{i}", i // 100), i))
+        second.add(_with_prompt(_sample(f"s{399 - i}"), 399 - i))
     held = {s.sample_id for s in first.held_out()}
     assert held == {s.sample_id for s in second.held_out()}
     assert 60 <= len(held) <= 140  # binomial(400, 1/4): 4.6 standard deviations either way
