@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from rollout_server import early_stop
 from rollout_server.preflight import check_draft_fits, check_port_free
 from rollout_server.process import API, Settings
 from slipstream.refusal import RefusedError
@@ -197,10 +198,15 @@ def _check_supported(args: argparse.Namespace) -> None:
 
 
 async def _serve(args: argparse.Namespace) -> None:
-    from vllm.entrypoints.launchers.api_server.entry import run_server
+    # The two halves of vLLM's ``run_server``, with our handling of early signals between them.
+    from vllm.entrypoints.launchers.api_server.entry import run_server_worker, setup_server
+    from vllm.utils.system_utils import decorate_logs
 
+    early_stop.install(API.closers)
+    decorate_logs("APIServer", skip_if_decorated=True)
     try:
-        await run_server(args)
+        listen_address, sock = setup_server(args, reuse_port=False)
+        await run_server_worker(listen_address, sock, args)
     finally:
         if API.control_server is not None:
             await API.control_server.stop()

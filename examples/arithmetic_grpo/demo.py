@@ -123,7 +123,7 @@ def _train(
     )
     settings = LoopSettings(
         prompts=options.prompts,
-        samples={FROZEN: 3, ADAPTED: 3, OFF: 1, MIXED: 1},
+        samples={FROZEN: 6, ADAPTED: 6, OFF: 2, MIXED: 2},
         learning_rate=options.learning_rate,
     )
     table = LiveTable(options.steps)
@@ -173,6 +173,7 @@ registry = "{(directory / "releases").resolve()}"
 [replay]
 capacity_bytes = {512 << 20}
 held_out_fraction = 0.15
+max_epochs = 3
 
 [training]
 threads = 1
@@ -207,12 +208,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description="GRPO on real vLLM with a frozen and an adapted EAGLE-3 draft, side by side.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=32, help="GRPO steps")
-    parser.add_argument("--prompts", type=int, default=16, help="problems per step, 8 samples each")
+    parser.add_argument("--steps", type=int, default=25, help="GRPO steps")
+    parser.add_argument("--prompts", type=int, default=16, help="problems per step, 16 samples each")
     parser.add_argument("--seed", type=int, default=0, help="of problems, selection and training")
-    parser.add_argument("--learning-rate", type=float, default=7e-4, help="of the policy")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the policy")
     parser.add_argument(
-        "--bytes-per-step", type=int, default=16 << 20, help="budget of captured states per step"
+        "--bytes-per-step", type=int, default=32 << 20, help="budget of captured states per step"
     )
     parser.add_argument(
         "--speed-rounds",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from examples.arithmetic_grpo.processes import Service, free_port
 from slipstream.tensors import digest
 from tests.conftest import RunningServer
 from tests.rollout_server.checkpoints import load, perturbed, write_draft
@@ -70,3 +73,28 @@ def test_equal_heads_stay_apart_and_sigterm_leaves_nothing(  # type: ignore[no-u
     assert server.service.stop() == 0
     until(lambda: not any(alive(pid) for pid in family))
     assert not held[0].parent.exists(), "staged weights are not left behind"
+
+
+def test_a_signal_during_start_up_is_not_lost(
+    policy_dir: Path, draft_dir: Path, tmp_path: Path
+) -> None:
+    """vLLM's own handler raises where it gets swallowed: the server came up all the same."""
+    control = free_port()
+    service = Service(
+        "rollout-server",
+        [
+            str(Path(sys.executable).parent / "rollout-server"),
+            *("serve", str(policy_dir), "--draft", str(draft_dir)),
+            *("--port", str(free_port()), "--control-port", str(control)),
+            *("--max-model-len", "256", "--enforce-eager"),
+        ],
+        tmp_path / "log",
+        f"127.0.0.1:{control}",
+        {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    )
+    service.start()
+    # The engine's own process is there, so the API server waits for it, deep in vLLM.
+    until(lambda: len(descendants(service.pid)) >= 3)
+    family = descendants(service.pid)
+    assert service.stop(grace=30) == 128 + signal.SIGTERM
+    until(lambda: not any(alive(pid) for pid in family))
