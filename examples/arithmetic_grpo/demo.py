@@ -173,16 +173,19 @@ registry = "{(directory / "releases").resolve()}"
 [replay]
 capacity_bytes = {512 << 20}
 held_out_fraction = 0.15
-max_epochs = 3
+max_epochs = 2
 
 [training]
 threads = 1
 compute_dtype = "bfloat16"
 batch_tokens = 1024
+learning_rate = 2e-3
+steps_per_candidate = 16
 seed = {options.seed}
 
 [gate]
-newest_versions = 3
+newest_versions = 4
+confidence = 0.9
 
 [publish]
 rollout_servers = ["127.0.0.1:{ports["control"]}"]
@@ -208,7 +211,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description="GRPO on real vLLM with a frozen and an adapted EAGLE-3 draft, side by side.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=25, help="GRPO steps")
+    parser.add_argument("--steps", type=int, default=26, help="GRPO steps")
     parser.add_argument("--prompts", type=int, default=16, help="problems per step, 16 samples each")
     parser.add_argument("--seed", type=int, default=0, help="of problems, selection and training")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the policy")

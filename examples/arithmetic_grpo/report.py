@@ -45,13 +45,15 @@ text-align:left}td.n{text-align:right;font-variant-numeric:tabular-nums}
 
 
 def write_report(run: RunRecord, targets: Sequence[Target], path: Path) -> None:
-    """Write the page; no other file is needed to read it."""
+    """Write the page; no other file is needed to read it. Its first plot also goes beside it."""
+    acceptance = acceptance_figure(run)
+    acceptance.savefig(path.parent / "acceptance.png", dpi=110)
     sections: list[tuple[str, str, Figure]] = [
         (
             "Acceptance length",
             "Tokens per verification step, bonus token included, from vLLM's own counters. Both "
             "arms draft for the same policy at the same step; only the draft differs.",
-            acceptance_figure(run),
+            acceptance,
         ),
         (
             "Accepted at each draft position",

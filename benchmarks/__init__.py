@@ -1,1 +1,0 @@
-"""Placeholder docstring; see docs/architecture.md."""

@@ -1,0 +1,74 @@
+"""docs/operations.md names every configuration key with its default, every metric and option."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from draft_trainer.config import TrainerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+
+
+def documented_defaults() -> dict[str, str]:
+    rows = re.findall(r"^\| `(\w+\.\w+)` \|(.*?)\|", OPERATIONS, re.MULTILINE)
+    return {key: text.strip().strip("`") for key, text in rows}
+
+
+def actual_defaults() -> dict[str, object]:
+    found: dict[str, object] = {}
+    for section, outer in TrainerConfig.model_fields.items():
+        annotation = outer.annotation
+        assert annotation is not None
+        for name, field in annotation.model_fields.items():
+            found[f"{section}.{name}"] = field.default
+    return found
+
+
+def test_every_key_is_documented_with_its_default() -> None:
+    documented, actual = documented_defaults(), actual_defaults()
+    assert documented.keys() == actual.keys()
+    units = {"MiB": 1 << 20, "GiB": 1 << 30}
+    for key, text in documented.items():
+        default = actual[key]
+        if text in ("", "none"):
+            assert default == () or "Undefined" in repr(default), key
+        elif text.split()[-1] in units:
+            number, unit = text.split()
+            assert int(number) * units[unit] == default, key
+        elif isinstance(default, str):
+            assert text == default, key
+        else:
+            assert float(text) == pytest.approx(float(default)), key  # type: ignore[arg-type]
+
+
+def test_every_metric_is_documented() -> None:
+    for room in ("draft_trainer", "rollout_server"):
+        text = (ROOT / room / "metrics.py").read_text()
+        prefix = {"draft_trainer": "slipstream_trainer_", "rollout_server": "slipstream_rollout_"}
+        names = re.findall(
+            r"(?:_gauge|_counter|_counted|_labelled|_histogram)\(\s*\"(\w+)\"", text
+        ) + re.findall(r"(?:_PREFIX \+ \"|\{PREFIX\})(\w+)\"", text)
+        assert len(names) > 5
+        for name in names:
+            assert prefix[room] + name in OPERATIONS, name
+
+
+def test_every_option_of_the_rollout_server_is_documented() -> None:
+    text = (ROOT / "rollout_server" / "launch.py").read_text()
+    options = re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", text)
+    assert len(options) >= 6
+    for option in options:
+        assert f"`{option}" in OPERATIONS, option
+
+
+def test_files_that_the_documentation_names_exist() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text()
+        for link in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+        for path in re.findall(r"`((?:\w+/)+[\w.]+\.(?:py|proto|md|toml))`", text):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
