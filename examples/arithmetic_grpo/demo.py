@@ -214,7 +214,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=28, help="GRPO steps")
-    parser.add_argument("--prompts", type=int, default=12, help="problems per step, 16 samples each")
+    parser.add_argument(
+        "--prompts", type=int, default=12, help="problems per step, 16 samples each"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of problems, selection and training")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the policy")
     parser.add_argument(
