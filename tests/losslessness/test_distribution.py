@@ -11,6 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 import torch
@@ -95,8 +96,8 @@ class Swapper:
                 version = (1_000_001, 0)[self.swaps % 2]
                 swap(self._server, version, self._drafts[version])
                 self.swaps += 1
-        except Exception as error:  # noqa: BLE001  # carried to the test's own thread
-            self.error = error
+        except grpc.RpcError as error:
+            self.error = error  # carried to the test's own thread
 
     def __enter__(self) -> Swapper:
         self._thread.start()
