@@ -67,6 +67,7 @@ class TrainingConfig(_Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
     grad_clip: Positive = 1.0
+    weight_averaging: Fraction = 0.0
     ttt_steps: Annotated[int, Field(ge=1, le=16)] = 5
     step_weight_decay: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.8
     compute_dtype: Literal["float32", "bfloat16"] = "float32"

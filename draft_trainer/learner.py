@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from draft_trainer.batch import Batch, batches
 from draft_trainer.head import Eagle3Head
@@ -30,6 +31,9 @@ class LearnerConfig:
         weight_decay: AdamW's, on matrices only.
         betas: AdamW's.
         grad_clip: bound on the global gradient norm.
+        weight_averaging: decay per step of the exponential average of the weights that is judged
+            and released; 0 releases the weights of the last step. A rate high enough to follow a
+            moving policy leaves a noise in the last step's weights that costs acceptance.
         ttt_steps: depth K of the training-time test; at least the served draft length.
         step_weight_decay: step s weighs this to the power s.
         compute_dtype: float32, or bfloat16 for autocast. Master weights are float32 either way.
@@ -43,6 +47,7 @@ class LearnerConfig:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     grad_clip: float = 1.0
+    weight_averaging: float = 0.0
     ttt_steps: int = 5
     step_weight_decay: float = 0.8
     compute_dtype: torch.dtype = torch.float32
@@ -54,6 +59,8 @@ class LearnerConfig:
             raise RefusedError(
                 "compute_dtype", self.compute_dtype, "float32 or bfloat16", "set one of them"
             )
+        if not 0.0 <= self.weight_averaging < 1.0:
+            raise RefusedError("weight_averaging", self.weight_averaging, "in [0, 1)", "lower it")
         for name in ("learning_rate", "grad_clip", "ttt_steps", "step_weight_decay"):
             if not getattr(self, name) > 0:
                 raise RefusedError(name, getattr(self, name), "above 0", "raise it")
@@ -111,6 +118,7 @@ class Learner:
         self.anchors_trained = 0
         self._weights = step_weights(config.ttt_steps, config.step_weight_decay)
         self._restart_optimizer()
+        self._average = self._new_average()
 
     def step(self, samples: Sequence[Sample], policy_heads: PolicyHeads) -> StepMetrics:
         """One optimizer step on all of ``samples``.
@@ -148,6 +156,7 @@ class Learner:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             self._optimizer.step()
+            self._average.update_parameters(self.head)
             self._since_restart += 1
             self.steps += 1
             self.anchors_trained += int(counts[0])
@@ -171,11 +180,12 @@ class Learner:
         )
 
     def snapshot(self, dtype: torch.dtype = torch.bfloat16) -> Eagle3Head:
-        """A float32 copy of the head with its weights rounded to ``dtype``, as it will be served.
+        """A float32 copy of the averaged head, its weights rounded to ``dtype``, as it is served.
 
         The gate must judge these weights: rounding is part of a release.
         """
         head = copy.deepcopy(self.head).requires_grad_(False)
+        head.load_state_dict(self._average.module.state_dict())
         for parameter in head.parameters():
             parameter.copy_(parameter.to(dtype))
         return head
@@ -184,10 +194,13 @@ class Learner:
         """Take another head's weights, with a fresh optimizer and warm-up (after a roll-back)."""
         self.head.load_state_dict(head.state_dict())
         self._restart_optimizer()
+        self._average = self._new_average()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, optimizer moments and counters as copied tensors, for a safetensors file."""
         state = {f"head.{k}": v.detach().clone() for k, v in self.head.state_dict().items()}
+        average = self._average.module.state_dict()
+        state |= {f"average.{k}": v.detach().clone() for k, v in average.items()}
         for name, parameter in self.head.named_parameters():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 state[f"optimizer.{name}.{key}"] = value.detach().clone()
@@ -202,6 +215,7 @@ class Learner:
             RefusedError: a tensor is missing or has another shape; nothing was changed.
         """
         expected = {f"head.{k}": v.shape for k, v in self.head.state_dict().items()}
+        expected |= {f"average.{k}": v.shape for k, v in self.head.state_dict().items()}
         expected |= {f"counter.{name}": torch.Size([]) for name in _COUNTERS}
         for name, shape in expected.items():
             found = state[name].shape if name in state else None
@@ -211,6 +225,12 @@ class Learner:
                 )
         self.head.load_state_dict({k: state[f"head.{k}"] for k in self.head.state_dict()})
         self._restart_optimizer()
+        self._average = self._new_average()
+        self._average.module.load_state_dict(
+            {k: state[f"average.{k}"] for k in self.head.state_dict()}
+        )
+        # Else the next update would start the average anew.
+        self._average.n_averaged.fill_(max(int(state["counter.steps"]), 1))
         for name, parameter in self.head.named_parameters():
             prefix = f"optimizer.{name}."
             moments = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
@@ -229,6 +249,14 @@ class Learner:
         if outcome.loss.requires_grad:
             outcome.loss.backward()
         return float(outcome.loss.detach()), outcome.sums
+
+    def _new_average(self) -> AveragedModel:
+        average = AveragedModel(
+            self.head, multi_avg_fn=get_ema_multi_avg_fn(self.config.weight_averaging)
+        )
+        # The first update of a fresh average copies; it should average with where it started.
+        average.n_averaged.fill_(1)
+        return average
 
     def _restart_optimizer(self) -> None:
         matrices = [p for p in self.head.parameters() if p.ndim >= 2]

@@ -218,6 +218,7 @@ def learner_config(config: TrainerConfig) -> LearnerConfig:
         warmup_steps=training.warmup_steps,
         weight_decay=training.weight_decay,
         grad_clip=training.grad_clip,
+        weight_averaging=training.weight_averaging,
         ttt_steps=training.ttt_steps,
         step_weight_decay=training.step_weight_decay,
         compute_dtype=getattr(torch, training.compute_dtype),

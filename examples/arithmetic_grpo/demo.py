@@ -180,6 +180,7 @@ threads = 1
 compute_dtype = "bfloat16"
 batch_tokens = 1024
 learning_rate = 2e-3
+weight_averaging = 0.95
 steps_per_candidate = 16
 seed = {options.seed}
 

@@ -163,3 +163,20 @@ def test_gate_does_not_judge_on_too_little_or_on_ruins() -> None:
     many = policy.samples(60)
     assert not gate.compare(ruined, head(1), many, policy.heads(), 3, "greedy").passed
     assert not gate.compare(ruined, head(1), many, policy.heads(), 3, "probabilistic").passed
+
+
+def test_released_weights_are_the_exponential_average() -> None:
+    policy = Policy(0, 4.0)
+    config = dataclasses.replace(CONFIG, warmup_steps=0, weight_averaging=0.75)
+    learner = Learner(head(0), config)
+    expected = {k: v.clone() for k, v in learner.head.state_dict().items()}
+    for seed in range(3):
+        learner.step(policy.samples(8, seed=seed), policy.heads())
+        for name, value in learner.head.state_dict().items():
+            expected[name] = 0.75 * expected[name] + 0.25 * value
+    resumed = Learner(head(1), config)
+    resumed.load_state_dict(learner.state_dict())
+    for name, value in learner.snapshot(torch.float32).state_dict().items():
+        torch.testing.assert_close(value, expected[name])
+        torch.testing.assert_close(resumed.snapshot(torch.float32).state_dict()[name], value)
+    assert not torch.equal(expected["fc.weight"], learner.head.state_dict()["fc.weight"])
