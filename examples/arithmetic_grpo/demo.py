@@ -125,6 +125,7 @@ def _train(
         prompts=options.prompts,
         samples={FROZEN: 6, ADAPTED: 6, OFF: 2, MIXED: 2},
         learning_rate=options.learning_rate,
+        steps=options.steps,
     )
     table = LiveTable(options.steps)
     with bridge:
@@ -173,7 +174,7 @@ registry = "{(directory / "releases").resolve()}"
 [replay]
 capacity_bytes = {512 << 20}
 held_out_fraction = 0.2
-max_epochs = 2
+max_epochs = 4
 
 [training]
 threads = 1
@@ -214,7 +215,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description="GRPO on real vLLM with a frozen and an adapted EAGLE-3 draft, side by side.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=28, help="GRPO steps")
+    parser.add_argument("--steps", type=int, default=36, help="GRPO steps")
     parser.add_argument(
         "--prompts", type=int, default=12, help="problems per step, 16 samples each"
     )

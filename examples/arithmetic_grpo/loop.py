@@ -7,6 +7,7 @@ each group is drafted by release 0, part by the newest release, part by neither,
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -41,13 +42,16 @@ class LoopSettings:
     Attributes:
         prompts: problems per step.
         samples: completions of each problem in each arm.
-        learning_rate: of the policy's AdamW, after ``warmup_steps`` steps of linear warm-up.
+        learning_rate: of the policy's AdamW at its highest: linear warm-up over ``warmup_steps``
+            steps, then a cosine to a tenth at the end.
+        steps: GRPO steps of the run.
         log_prob_batch: sequences per micro-batch of the log-prob forward.
     """
 
     prompts: int
     samples: dict[str, int]
     learning_rate: float
+    steps: int
     warmup_steps: int = 4
     log_prob_batch: int = 64
 
@@ -90,8 +94,8 @@ class GrpoLoop:
         self._optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
-        self._warmup = torch.optim.lr_scheduler.LinearLR(
-            self._optimizer, 1 / (settings.warmup_steps + 1), total_iters=settings.warmup_steps
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: _rate(step, settings.warmup_steps, settings.steps)
         )
         self.policy_version = 0
         self.swaps: list[SwapRecord] = []
@@ -118,7 +122,7 @@ class GrpoLoop:
             surprise, variance = self._log_prob(batch)
         with _timed(seconds, "training"):
             update(self._model, self._optimizer, batch, micro_batch=32)
-            self._warmup.step()
+            self._schedule.step()
         version = self.policy_version
         with _timed(seconds, "sync"):
             self.policy_version += 1
@@ -272,6 +276,12 @@ def _arm_record(played: _Round, grades: list[Grade], surprise: float, variance: 
         surprise_variance=variance,
         draft_version=played.version,
     )
+
+
+def _rate(step: int, warmup: int, steps: int) -> float:
+    """Share of the highest learning rate at a 0-based step."""
+    done = min(max(step - warmup, 0) / max(steps - warmup, 1), 1.0)
+    return min((step + 1) / (warmup + 1), 1.0) * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
 @contextmanager
