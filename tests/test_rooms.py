@@ -1,0 +1,52 @@
+"""Each room imports only what the architecture allows; nothing unpickles."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FORBIDDEN = {
+    "proto": {"vllm", "ray", "draft_trainer", "policy_bridge", "rollout_server"},
+    "policy_bridge": {"vllm", "ray", "transformers", "draft_trainer", "rollout_server"},
+    "draft_trainer": {"vllm", "policy_bridge", "rollout_server"},
+    "rollout_server": {"draft_trainer", "policy_bridge"},
+}
+CORES = {
+    "draft_trainer": (
+        *("head", "head_config", "attention", "unroll", "objective", "batch", "sample", "replay"),
+        *("learner", "acceptance", "checkpoint", "policy_head"),
+    ),
+    "policy_bridge": ("tap", "capture", "selection", "outbox", "batch", "logprobs"),
+    "rollout_server": ("reload", "content_store", "control", "acceptance_tracker", "weights"),
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names of everything that a file imports, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name.partition(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("room", FORBIDDEN)
+def test_no_room_imports_another(room: str) -> None:
+    files = [path for path in (ROOT / room).rglob("*.py") if "_pb2" not in path.name]
+    assert files
+    for path in files:
+        assert not imports(path) & FORBIDDEN[room], path
+        assert not imports(path) & {"pickle", "cloudpickle", "dill", "joblib"}, path
+
+
+@pytest.mark.parametrize("room", CORES)
+def test_the_core_of_a_room_knows_no_prometheus(room: str) -> None:
+    for name in CORES[room]:
+        path = ROOT / room / f"{name}.py"
+        assert "prometheus_client" not in imports(path), path
+        assert "_pb2_grpc" not in path.read_text(), path
