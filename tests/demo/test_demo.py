@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.vllm
 
-STEPS = 5
+STEPS = 7
 PROMPTS = 10
 """Fewer would hold out too few prompts for the gate to judge a candidate within the run."""
 
@@ -31,7 +31,7 @@ def summary(draft_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     tensors = load_file(weak / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     weight = tensors["fc.weight"]
-    noise = torch.randn(weight.shape, generator=generator) * weight.float().std()
+    noise = 3 * torch.randn(weight.shape, generator=generator) * weight.float().std()
     tensors["fc.weight"] = (weight.float() + noise).to(weight.dtype)
     save_file(tensors, weak / "model.safetensors", metadata={"format": "pt"})
     done = subprocess.run(
@@ -48,7 +48,7 @@ def summary(draft_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
         check=False,
     )
     path = folder / "run" / "summary.json"
-    # Status 1 is "a target was missed": five steps are not meant to meet them.
+    # Status 1 is "a target was missed": seven steps are not meant to meet them.
     assert path.exists(), done.stdout[-2000:] + done.stderr[-4000:]
     assert (folder / "run" / "report.html").stat().st_size > 50_000
     return json.loads(path.read_text())
@@ -85,6 +85,7 @@ def test_a_gated_release_was_served_and_accepts_more(summary: dict) -> None:
         for name, arm in last["arms"].items()
         if name in ("frozen", "adapted")
     }
+    # About 400 drafts an arm: a standard error of 0.07 on the difference.
     assert lengths["adapted"] > lengths["frozen"] + 0.2
     assert last["arms"]["off"]["drafts"] == 0
 
