@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,8 +57,6 @@ def serve(
     started: list[tuple[Service, grpc.Channel]] = []
 
     def start(*options: str, policy: Path = policy_dir, draft: Path = draft_dir) -> RunningServer:
-        import sys
-
         http, control = free_port(), free_port()
         script = Path(sys.executable).parent / "rollout-server"
         service = Service(

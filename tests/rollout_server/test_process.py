@@ -50,7 +50,7 @@ def test_equal_heads_stay_apart_and_sigterm_leaves_nothing(  # type: ignore[no-u
     draft_dir = write_draft(
         tmp_path / "equal-head", policy_dir, lm_head=policy["lm_head.weight"], version=5
     )
-    server: RunningServer = serve("--enforce-eager", draft=draft_dir)
+    server: RunningServer = serve(draft=draft_dir)
     live = Live(server.stub, server.http)
     assert live.state().draft_version == 5, "from manifest.json"
     before = live.generate(prompts(32))
