@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -60,6 +62,30 @@ class Live:
                 return tuple(answer.json()["choices"][0]["token_ids"])
 
             return list(pool.map(one, batch))
+
+    @contextmanager
+    def generating(self, batch: Sequence[list[int]]) -> Iterator[list[list[Completion]]]:
+        """Requests in flight for as long as the block lasts, however fast the machine.
+
+        ``batch`` is served over and over; each round's completions are appended to the
+        list. The block starts with drafts flowing and its end waits for the last round.
+        """
+        rounds: list[list[Completion]] = []
+        enough = threading.Event()
+
+        def work() -> None:
+            while not enough.is_set():
+                rounds.append(self.generate(batch))
+
+        before = sum(self.drafts().values())
+        with ThreadPoolExecutor(1) as pool:
+            worker = pool.submit(work)
+            try:
+                until(lambda: worker.done() or sum(self.drafts().values()) > before)
+                yield rounds
+            finally:
+                enough.set()
+            worker.result()
 
     def stage(
         self,
