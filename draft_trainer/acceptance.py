@@ -35,7 +35,7 @@ from torch import Tensor
 
 from draft_trainer.batch import Batch, batches
 from draft_trainer.head import Eagle3Head
-from draft_trainer.objective import ahead_rows, valid_targets
+from draft_trainer.objective import valid_targets
 from draft_trainer.policy_head import PolicyHeads
 from draft_trainer.sample import Sample
 from draft_trainer.unroll import ahead, ttt_unroll
@@ -140,10 +140,16 @@ def step_acceptance(
     survival = rate.clone()
     draft_ids = head.draft_ids_of(batch.token_ids)
     temperature = batch.temperature[:, None].expand(batch.token_ids.shape)
-    for step, output in enumerate(ttt_unroll(head, batch, known.shape[0])):
+    first_anchor = int(known.flatten(0, 1).any(0).int().argmax())
+    for step, output in enumerate(ttt_unroll(head, batch, known.shape[0], first_anchor)):
         chosen = known[step]
-        q = (head.logits(output[chosen]) / temperature[chosen][:, None]).double().softmax(-1)
-        p = ahead_rows(batch.teacher_log_probs, step + 1, chosen).double().exp()
+        q = (
+            (head.logits(output[chosen[:, first_anchor:]]) / temperature[chosen][:, None])
+            .double()
+            .softmax(-1)
+        )
+        row, anchor = chosen.nonzero(as_tuple=True)
+        p = batch.teacher_log_probs(row, anchor + step + 1).double().exp()
         x = ahead(draft_ids, step + 2)[chosen]
         if method == "greedy":
             best = q.argmax(-1)

@@ -1,8 +1,8 @@
-"""The consensus loss of the training-time test, and what it says about acceptance.
+"""The objective of the training-time test: the head's K steps against the policy.
 
-Per step s: soft cross-entropy of the head's q against the policy's p over the draft vocabulary,
-forward KL up to the teacher's entropy. p is NOT renormalised over the draft vocabulary: the mass
-outside it is missing from p, as it is when vLLM verifies. Steps are averaged with the weights
+Every valid row (anchor i, step s) has a loss against the policy's p at j = i + 1 + s
+(``soft_targets``). p is NOT renormalised over the draft vocabulary: the mass outside it is missing
+from p, as it is when vLLM verifies. Rows are averaged within a step, steps with the weights
 decay^s, normalised by their sum.
 
 q is taken at the rollout's temperature, because vLLM divides the draft's logits by the request's
@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from draft_trainer.batch import Batch
+from draft_trainer.computing import computing_in
 from draft_trainer.head import Eagle3Head
+from draft_trainer.soft_targets import METRICS, Target, TeacherRows, soft_target_loss
 from draft_trainer.unroll import ahead, ttt_unroll
 
-METRICS = ("loss", "top1_agreement", "acceptance", "greedy_acceptance", "outside_mass")
+__all__ = ["METRICS", "Objective", "Target", "step_weights", "ttt_objective", "valid_targets"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +30,9 @@ class Objective:
     """Outcome of one pass over a batch.
 
     Attributes:
-        loss: scalar, differentiable.
-        sums: float64 [K, len(METRICS)], sums over the valid anchors of each step: cross-entropy;
-            argmax q = argmax p; sum over x of min(p, q), the acceptance rate of probabilistic
-            drafts; p(argmax q), that of greedy drafts; policy mass outside the draft vocabulary.
+        loss: scalar, differentiable in the head's parameters.
+        sums: float64 [K, len(METRICS)], sums over the valid anchors of each step, see
+            ``soft_target_loss``.
         counts: int64 [K], valid anchors of each step.
     """
 
@@ -52,7 +53,7 @@ def valid_targets(batch: Batch, steps: int) -> Tensor:
         bool [K, B, T].
     """
     valid = []
-    chain = ahead(batch.loss_mask, 1)
+    chain = batch.anchors & ahead(batch.loss_mask, 1)
     for step in range(steps):
         chain = chain & ahead(batch.loss_mask, step + 2)
         valid.append(chain & ahead(batch.teacher_known, step + 1))
@@ -72,53 +73,62 @@ def ttt_objective(
     *,
     weights: list[float],
     denominators: Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+    target: Target = "kl",
 ) -> Objective:
     """Loss and metrics of the head on a batch, in one pass.
 
     Args:
-        head: the draft head.
+        head: the draft head; its parameters are the float32 masters.
         batch: rows; the teacher is a constant.
-        valid: bool [K, B, T], from ``valid_targets``.
+        valid: bool [K, B, T], from ``valid_targets`` or any part of it.
         weights: K step weights, see ``step_weights``.
         denominators: [K], what each step's sum is divided by; the number of valid anchors of the
             step in this batch if None (at least 1). Given when a batch is one part of many.
+        compute_dtype: what matrices are multiplied in. Soft-max, norms and sums are at least
+            float32, gradients arrive in the parameters' own type.
+        target: the loss of a row.
     """
     steps = valid.shape[0]
     counts = valid.flatten(1).sum(1)
     divisors = counts.clamp(min=1) if denominators is None else denominators
-    temperature = batch.temperature[:, None].expand(batch.token_ids.shape)
-    loss = torch.zeros((), device=valid.device)
-    sums = torch.zeros(steps, len(METRICS), dtype=torch.float64, device=valid.device)
-    for step, output in enumerate(ttt_unroll(head, batch, steps)):
-        chosen = valid[step]
-        logits = head.logits(output[chosen]) / temperature[chosen][:, None]
-        log_p = ahead_rows(batch.teacher_log_probs, step + 1, chosen)
-        cross_entropy, sums[step] = _score(logits, log_p)
-        loss = loss + weights[step] * cross_entropy / divisors[step]
+    # Step s of the anchor i has its teacher at j = i + 1 + s. Rows are the js that any step uses.
+    at_teacher = torch.stack([_behind(valid[step], step + 1) for step in range(steps)])
+    row, index = at_teacher.any(0).nonzero(as_tuple=True)
+    first_anchor = int(valid.flatten(0, 1).any(0).int().argmax())
+    anchors_a_row = valid.shape[2] - first_anchor
+    # Of the anchor of step 0; where a row has no anchor for a step, some other one stands in.
+    flat = row * anchors_a_row + index - 1 - first_anchor
+    teacher = TeacherRows(
+        final_hidden=batch.final_hidden[row, index].to(compute_dtype),
+        lm_head_rows=batch.lm_head_rows.to(compute_dtype),
+        log_z=batch.log_z[row, index],
+        temperature=batch.temperature[row],
+    )
+    per_step = (torch.tensor(weights, device=valid.device) / divisors).float()
+
+    def score(computing: Eagle3Head) -> tuple[Tensor, Tensor]:
+        outputs = ttt_unroll(computing, batch, steps, first_anchor)
+        hidden = [
+            computing.norm(output.flatten(0, 1)[(flat - step).clamp(min=0)])
+            for step, output in enumerate(outputs)
+        ]
+        return soft_target_loss(
+            torch.stack(hidden),
+            computing.lm_head.weight,
+            teacher,
+            at_teacher[:, row, index],
+            per_step[:, None].expand(-1, len(row)),
+            target,
+        )
+
+    loss, sums = computing_in(head, compute_dtype, score)
     return Objective(loss, sums, counts)
 
 
-def ahead_rows(x: Tensor, count: int, chosen: Tensor) -> Tensor:
-    """x[b, i + count] for every chosen (b, i): [B, T, V] and bool [B, T] to [N, V]."""
-    row, index = chosen.nonzero(as_tuple=True)
-    return x[row, index + count]
-
-
-def _score(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy (differentiable) and summed METRICS of [N, draft_vocab] rows."""
-    log_q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    p = log_p.exp()
-    cross_entropy = -(p * log_q).sum()
-    with torch.no_grad():
-        q = log_q.exp()
-        best = q.argmax(-1, keepdim=True)
-        metrics = torch.stack(
-            [
-                cross_entropy.double(),
-                (best[:, 0] == p.argmax(-1)).sum().double(),
-                torch.minimum(p, q).sum().double(),
-                p.gather(1, best).sum().double(),
-                (1.0 - p.sum(-1)).sum().double(),
-            ]
-        )
-    return cross_entropy, metrics
+def _behind(x: Tensor, count: int) -> Tensor:
+    """x[:, j - count] at index j, zeros before the start; [B, T] to the same shape."""
+    shifted = torch.zeros_like(x)
+    if count < x.shape[1]:
+        shifted[:, count:] = x[:, : x.shape[1] - count]
+    return shifted

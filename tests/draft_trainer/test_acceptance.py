@@ -16,7 +16,7 @@ from draft_trainer.acceptance import Method, expected_acceptance, visit_probabil
 from draft_trainer.batch import batches, collate
 from draft_trainer.head import Eagle3Head
 from draft_trainer.learner import Learner, LearnerConfig
-from draft_trainer.objective import ahead_rows, valid_targets
+from draft_trainer.objective import valid_targets
 from draft_trainer.unroll import ttt_unroll
 from slipstream.refusal import RefusedError
 from tests.draft_trainer.synthetic import VOCAB, Policy, draft_vocab_ids, head
@@ -154,7 +154,8 @@ def collate_all(samples: list, policy: Policy) -> list[Tensor]:
     """The exact teacher at every step's valid anchors, in the order they are asked for."""
     (batch,) = batches(samples, policy.heads(rows=torch.arange(VOCAB)), 8192)
     valid = valid_targets(batch, K)
-    return [ahead_rows(batch.teacher_log_probs, s + 1, valid[s]) for s in range(K)]
+    anchors = [step.nonzero(as_tuple=True) for step in valid]
+    return [batch.teacher_log_probs(row, i + s + 1) for s, (row, i) in enumerate(anchors)]
 
 
 def test_pseudo_values_have_the_estimate_as_mean_and_batching_changes_nothing() -> None:

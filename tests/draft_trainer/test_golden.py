@@ -59,9 +59,12 @@ def _batch(golden: dict[str, Tensor]) -> Batch:
         positions=torch.arange(length).expand(rows, length),
         lengths=golden["in.lengths"],
         loss_mask=golden["in.loss_mask"].bool(),
+        anchors=torch.ones_like(ids, dtype=torch.bool),
         aux=golden["in.aux"],
         embeds=golden["w.embed_tokens.weight"][ids],
-        teacher_log_probs=(golden["in.last_postnorm"] @ draft_rows.T).log_softmax(-1),
+        final_hidden=golden["in.last_postnorm"],
+        lm_head_rows=draft_rows,
+        log_z=(golden["in.last_postnorm"] @ draft_rows.T).logsumexp(-1),
         teacher_known=torch.ones_like(ids, dtype=torch.bool),
         sampled_logprobs=torch.zeros(ids.shape),
         temperature=torch.ones(rows),
@@ -135,7 +138,7 @@ def test_speculators_loss_and_gradients() -> None:
     valid = torch.stack([ahead(batch.loss_mask, s + 1) for s in range(STEPS)])
     counts = valid.flatten(1).sum(1) + 1e-5
     outcome = ttt_objective(head, batch, valid, weights=[1.0] * STEPS, denominators=counts)
-    log_p = batch.teacher_log_probs
+    log_p = (batch.final_hidden @ batch.lm_head_rows.T).log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     losses = []
     for step in range(STEPS):

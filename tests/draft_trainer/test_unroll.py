@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draft_trainer import causal
 from draft_trainer.attention import ttt_attention
 from draft_trainer.batch import Batch, collate
 from draft_trainer.head import Eagle3Head, rotate
@@ -13,41 +14,48 @@ from draft_trainer.unroll import ahead, ttt_unroll
 from tests.draft_trainer.synthetic import Policy, head
 
 
-def _dense(q: Tensor, k0: Tensor, v0: Tensor, k_own: Tensor, v_own: Tensor) -> Tensor:
+def _dense(q: Tensor, k0: Tensor, v0: Tensor, *own: Tensor) -> Tensor:
     """Attention over [T, (S + 1) * T] keys with a dense mask."""
-    group, length = q.shape[1] // k0.shape[1], q.shape[2]
-    keys = torch.cat([k0, *k_own], dim=2).repeat_interleave(group, dim=1)
-    values = torch.cat([v0, *v_own], dim=2).repeat_interleave(group, dim=1)
-    causal = torch.ones(length, length).tril().bool()
-    mask = torch.cat([causal, *[torch.eye(length).bool()] * len(k_own)], dim=1)
-    scores = (q @ keys.transpose(-1, -2)) * q.shape[-1] ** -0.5
-    return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ values
+    group, length = q.shape[2] // k0.shape[2], q.shape[1]
+    keys = torch.cat([k0, *own[::2]], dim=1).repeat_interleave(group, dim=2)
+    values = torch.cat([v0, *own[1::2]], dim=1).repeat_interleave(group, dim=2)
+    causal = torch.ones(length, k0.shape[1]).tril(k0.shape[1] - length).bool()
+    mask = torch.cat([causal, *[torch.eye(length).bool()] * (len(own) // 2)], dim=1)
+    scores = torch.einsum("bihd,bjhd->bhij", q, keys) * q.shape[-1] ** -0.5
+    p = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return torch.einsum("bhij,bjhd->bihd", p, values)
 
 
-def _inputs(own: int, length: int, dtype: torch.dtype) -> list[Tensor]:
+def _inputs(own: int, length: int, dtype: torch.dtype, context: int = 0) -> list[Tensor]:
     torch.manual_seed(own)
-    shapes = [(2, 4, length, 8), *[(2, 2, length, 8)] * 2, *[(own, 2, 2, length, 8)] * 2]
+    prefix = (2, context + length, 2, 8)
+    shapes = [(2, length, 4, 8), prefix, prefix, *[(2, length, 2, 8)] * (2 * own)]
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
+def _ours(q: Tensor, k0: Tensor, v0: Tensor, *own: Tensor) -> Tensor:
+    return ttt_attention(q, k0, v0, list(zip(own[::2], own[1::2], strict=True)))
+
+
+@pytest.mark.parametrize("heads", [1, 3, 100])
 @pytest.mark.parametrize("own", [0, 1, 3])
-def test_attention_equals_dense_mask(own: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output and all gradients in float64, over several query blocks."""
-    monkeypatch.setattr("draft_trainer.attention._QUERY_BLOCK", 5)
-    inputs = _inputs(own, 13, torch.float64)
-    weight = torch.randn(2, 4, 13, 8, dtype=torch.float64)
-    ours, dense = ttt_attention(*inputs), _dense(*inputs)
+def test_attention_equals_dense_mask(own: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and all gradients in float64, over several blocks of queries and of key heads."""
+    monkeypatch.setattr(causal, "_QUERY_BLOCK", {"cpu": 5})
+    monkeypatch.setattr(causal, "_BLOCK_ELEMENTS", {"cpu": heads * 5 * 2 * 13})
+    inputs = _inputs(own, 13, torch.float64, context=7)
+    weight = torch.randn(2, 13, 4, 8, dtype=torch.float64)
+    ours, dense = _ours(*inputs), _dense(*inputs)
     assert (ours - dense).abs().max() < 1e-12
-    our_grads = torch.autograd.grad((ours * weight).sum(), inputs, allow_unused=True)
-    dense_grads = torch.autograd.grad((dense * weight).sum(), inputs, allow_unused=True)
-    for ours_g, dense_g in zip(our_grads[: 5 if own else 3], dense_grads, strict=False):
-        assert ours_g is not None and dense_g is not None
+    our_grads = torch.autograd.grad((ours * weight).sum(), inputs)
+    dense_grads = torch.autograd.grad((dense * weight).sum(), inputs)
+    for ours_g, dense_g in zip(our_grads, dense_grads, strict=True):
         assert (ours_g - dense_g).abs().max() < 1e-12
 
 
 def test_attention_in_bfloat16_stays_near() -> None:
     inputs = [t.detach() for t in _inputs(2, 40, torch.float32)]
-    low = ttt_attention(*[t.bfloat16() for t in inputs])
+    low = _ours(*[t.bfloat16() for t in inputs])
     assert low.dtype == torch.bfloat16
     assert (low.float() - _dense(*inputs)).abs().max() < 0.05
 
@@ -98,6 +106,17 @@ def test_unroll_equals_serving_one_chain_at_a_time(variant: dict[str, bool]) -> 
                 assert (unrolled[:, row, anchor] - expected).abs().max() < 1e-4
                 compared += 1
     assert compared == 12 + 13
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_positions_before_the_first_anchor_cost_and_change_nothing(first: int) -> None:
+    policy, model = Policy(), head(3)
+    batch = collate(policy.samples(3), policy.heads())
+    with torch.no_grad():
+        whole = torch.stack(list(ttt_unroll(model, batch, 3)))
+        part = torch.stack(list(ttt_unroll(model, batch, 3, first)))
+    assert part.shape[2] == whole.shape[2] - first
+    assert (part - whole[:, :, first:]).abs().max() < 1e-6
 
 
 def test_padding_and_packing_change_nothing() -> None:
