@@ -49,6 +49,7 @@ class Counts:
     samples_refused: int = 0
     samples_evicted: int = 0
     samples_trained: int = 0
+    samples_recorded: int = 0
     train_steps: int = 0
     train_steps_skipped: int = 0
     tokens_trained: int = 0
@@ -61,6 +62,7 @@ class Counts:
     refused_by_field: Counter[str] = field(default_factory=Counter)
     gate_verdicts: Counter[str] = field(default_factory=Counter)
     publishes: Counter[str] = field(default_factory=Counter)
+    recording_shed: Counter[str] = field(default_factory=Counter)
     stage_seconds: Durations = Durations()
     commit_seconds: Durations = Durations()
     revision: int = 0
@@ -82,6 +84,7 @@ class Board:
                 refused_by_field=Counter(now.refused_by_field),
                 gate_verdicts=Counter(now.gate_verdicts),
                 publishes=Counter(now.publishes),
+                recording_shed=Counter(now.recording_shed),
             )
 
     def wait_beyond(self, revision: int, timeout: float) -> bool:
@@ -114,6 +117,18 @@ class Board:
         with self._changed:
             if samples:
                 self._change(samples_evicted=self._counts.samples_evicted + samples)
+
+    def recorded(self, samples: int) -> None:
+        """Samples were written to disk."""
+        with self._changed:
+            if samples:
+                self._change(samples_recorded=self._counts.samples_recorded + samples)
+
+    def recording_shed(self, reason: str, samples: int) -> None:
+        """Samples were not: queue_full, busy, capacity, policy_forgotten, write_failed."""
+        with self._changed:
+            self._counts.recording_shed[reason] += samples
+            self._change()
 
     def idle(self, idle: bool) -> None:
         """Whether there is nothing to train on."""

@@ -1,26 +1,23 @@
-"""``draft-trainer``: run the trainer, or ask a running one."""
+"""``draft-trainer``: run the trainer, ask a running one, or make a draft offline."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
-import signal
 import sys
-import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import grpc
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
+from draft_trainer import cli_fit, cli_init, cli_serve
 from slipstream.channel import open_channel
 from slipstream.refusal import RefusedError, refused_from
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
-REFUSED = 2
+FAILED, REFUSED = 1, 2
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
@@ -32,6 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RefusedError as error:
         print(f"draft-trainer: {error}", file=sys.stderr)
         return REFUSED
+    except OSError as error:
+        print(
+            f"draft-trainer: {error}. Next step: see that the folder can be written and the disk "
+            "has room, then run it again (fit: with --resume)",
+            file=sys.stderr,
+        )
+        return FAILED
     except grpc.RpcError as error:
         print(f"draft-trainer: {_explain(error, arguments.address)}", file=sys.stderr)
         return REFUSED
@@ -43,26 +47,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Trains an EAGLE-3 draft head on a moving policy's states and publishes it.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    serve = commands.add_parser(
-        "serve",
-        help="run the trainer",
-        description="Runs the trainer until SIGTERM or SIGINT. Prints one line when it is ready.",
-    )
-    serve.add_argument(
-        "--config",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="TOML with the sections server, draft, replay, training, gate and publish; "
-        "paths in it are relative to its folder",
-    )
-    serve.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="what goes to stderr (default: info)",
-    )
-    serve.set_defaults(run=_serve, address="")
+    cli_serve.add_to(commands)
+    cli_init.add_to(commands)
+    cli_fit.add_to(commands)
     status = commands.add_parser("status", help="where a running trainer stands")
     status.add_argument("--json", action="store_true", help="the whole status as JSON")
     _add_address(status)
@@ -101,43 +88,6 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=120.0, metavar="S", help="seconds (default: 120)"
     )
-
-
-def _serve(arguments: argparse.Namespace) -> int:
-    # torch is loaded only here: the client commands answer at once.
-    from draft_trainer.config import load_config
-    from draft_trainer.server import TrainerServer
-
-    logging.basicConfig(
-        level=arguments.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
-    server = TrainerServer(load_config(arguments.config))
-    ended = server.died
-    signalled = threading.Event()
-
-    def on_signal(number: int, frame: object) -> None:
-        signalled.set()
-        ended.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-    server.start()
-    print(server.ready_line, flush=True)
-    ended.wait()
-    clean = server.stop()
-    if not signalled.is_set():
-        print(
-            "draft-trainer: training ended with the error above; restart resumes from the newest "
-            "release",
-            file=sys.stderr,
-        )
-        return 1
-    if not clean:
-        print("draft-trainer: not everything ended in time", file=sys.stderr)
-        return 1
-    return 0
 
 
 def _status(arguments: argparse.Namespace) -> int:

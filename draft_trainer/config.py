@@ -10,7 +10,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -23,14 +23,17 @@ Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0.0, le=3600.0, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 ConfigPath = Annotated[Path, Field(strict=False)]
+S = TypeVar("S", bound=BaseModel)
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """Keys of one [section], each with its type and range."""
+
     # strict: "5" is not 5. A config that is coerced hides the typo that made it.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class ServerConfig(_Section):
+class ServerConfig(Section):
     """[server]: where it listens and what one client may hold."""
 
     host: str = "127.0.0.1"
@@ -42,15 +45,16 @@ class ServerConfig(_Section):
     shutdown_timeout_s: Seconds = 10.0
 
 
-class DraftConfig(_Section):
+class DraftConfig(Section):
     """[draft]: the checkpoint it starts from and the folder its releases live in."""
 
     initial: ConfigPath
     registry: ConfigPath
+    policy: ConfigPath | None = None
     keep_releases: Annotated[int, Field(ge=2)] = 16
 
 
-class ReplayConfig(_Section):
+class ReplayConfig(Section):
     """[replay]: how much is kept, for how long, and what is held out of training."""
 
     capacity_bytes: Annotated[int, Field(ge=1)] = 1 << 30
@@ -60,7 +64,7 @@ class ReplayConfig(_Section):
     ledger_entries: Annotated[int, Field(ge=1)] = 262_144
 
 
-class TrainingConfig(_Section):
+class TrainingConfig(Section):
     """[training]: the optimizer, the training-time test and the processor's share."""
 
     learning_rate: Positive = 1e-3
@@ -68,6 +72,7 @@ class TrainingConfig(_Section):
     weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
     grad_clip: Positive = 1.0
     weight_averaging: Fraction = 0.0
+    target: Literal["kl", "tv", "lk"] = "kl"
     ttt_steps: Annotated[int, Field(ge=1, le=16)] = 5
     step_weight_decay: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.8
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -77,10 +82,13 @@ class TrainingConfig(_Section):
     steps_per_candidate: Annotated[int, Field(ge=1)] = 50
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     nice: Annotated[int, Field(ge=0, le=19)] = 5
+    device: Literal["cpu", "cuda"] = "cpu"
+    rank_timeout_s: Seconds = 300.0
+    state_every_steps: Annotated[int, Field(ge=0)] = 20
     seed: Annotated[int, Field(ge=0)] = 0
 
 
-class GateSection(_Section):
+class GateSection(Section):
     """[gate]: what a candidate must prove on held-out states before it is promoted."""
 
     min_gain: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
@@ -90,7 +98,7 @@ class GateSection(_Section):
     max_tokens: Annotated[int, Field(ge=1)] = 16384
 
 
-class PublishConfig(_Section):
+class PublishConfig(Section):
     """[publish]: the fleet, how it drafts, and how long a phase may take."""
 
     rollout_servers: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -113,7 +121,17 @@ class PublishConfig(_Section):
         return addresses
 
 
-class TrainerConfig(_Section):
+class RecordingConfig(Section):
+    """[recording]: keeps accepted samples on disk too, for ``draft-trainer init`` and ``fit``."""
+
+    directory: ConfigPath | None = None
+    capacity_bytes: Annotated[int, Field(ge=1)] = 16 << 30
+    shard_bytes: Annotated[int, Field(ge=1)] = 256 << 20
+    queue_bytes: Annotated[int, Field(ge=1)] = 256 << 20
+    offer_timeout_s: Seconds = 0.05
+
+
+class TrainerConfig(Section):
     """The whole file."""
 
     server: ServerConfig = ServerConfig()
@@ -122,6 +140,7 @@ class TrainerConfig(_Section):
     training: TrainingConfig = TrainingConfig()
     gate: GateSection = GateSection()
     publish: PublishConfig = PublishConfig()
+    recording: RecordingConfig = RecordingConfig()
 
     @model_validator(mode="after")
     def _depth_covers_the_served_drafts(self) -> TrainerConfig:
@@ -144,8 +163,23 @@ def load_config(path: Path) -> TrainerConfig:
         RefusedError: no such file, not TOML, or a key that is unknown, missing,
             of the wrong type or out of range; ``field`` is the dotted key.
     """
+    config = parse_config(read_toml(path))
+    base = path.resolve().parent
+    given = config.draft
+    paths = {"initial": base / given.initial, "registry": base / given.registry}
+    if given.policy is not None:
+        paths["policy"] = base / given.policy
+    draft = given.model_copy(update=paths)
+    recording = config.recording
+    if recording.directory is not None:
+        recording = recording.model_copy(update={"directory": base / recording.directory})
+    return config.model_copy(update={"draft": draft, "recording": recording})
+
+
+def read_toml(path: Path) -> dict[str, object]:
+    """The content of a configuration file. Raises RefusedError: no such file, or not TOML."""
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RefusedError(
             "--config", f"{path} ({error.strerror})", "a readable TOML file", "check the path"
@@ -154,21 +188,20 @@ def load_config(path: Path) -> TrainerConfig:
         raise RefusedError(
             "--config", f"{path}: {error}", "valid TOML in UTF-8", "fix that place"
         ) from error
-    config = parse_config(raw)
-    base = path.resolve().parent
-    draft = config.draft.model_copy(
-        update={"initial": base / config.draft.initial, "registry": base / config.draft.registry}
-    )
-    return config.model_copy(update={"draft": draft})
 
 
 def parse_config(raw: Mapping[str, object]) -> TrainerConfig:
     """Check a parsed file. Raises RefusedError naming the first wrong key and all others."""
+    return validated(TrainerConfig, raw)
+
+
+def validated(model: type[S], raw: Mapping[str, object]) -> S:
+    """``raw`` as a ``model``. Raises RefusedError naming the first wrong key and all others."""
     try:
-        return TrainerConfig.model_validate(raw)
+        return model.model_validate(raw)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=True)
-        refusal = _refusal_of(details[0])
+        refusal = _refusal_of(model, details[0])
         if len(details) > 1:
             others = ", ".join(_key(detail) for detail in details[1:])
             refusal.next_step += f" (also wrong: {others})"
@@ -181,13 +214,13 @@ def _key(detail: ErrorDetails) -> str:
     return ".".join(str(part) for part in detail["loc"])
 
 
-def _refusal_of(detail: ErrorDetails) -> RefusedError:
+def _refusal_of(model: type[BaseModel], detail: ErrorDetails) -> RefusedError:
     key = _key(detail)
     if detail["type"] == "missing":
         kind = "a [section]" if len(detail["loc"]) == 1 else "a value"
         return RefusedError(key, "nothing", f"{kind} for this required key", f"add {key}")
     if detail["type"] == "extra_forbidden":
-        known = _known_keys(detail)
+        known = _known_keys(model, detail)
         near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
         hint = f"rename it to {near[0]}" if near else "remove it"
         return RefusedError(key, "an unknown key", f"one of {known}", hint)
@@ -195,8 +228,7 @@ def _refusal_of(detail: ErrorDetails) -> RefusedError:
     return RefusedError(key, repr(detail["input"]), expected, f"fix {key}")
 
 
-def _known_keys(detail: ErrorDetails) -> list[str]:
-    model: type[BaseModel] = TrainerConfig
+def _known_keys(model: type[BaseModel], detail: ErrorDetails) -> list[str]:
     for part in detail["loc"][:-1]:
         annotation = model.model_fields[str(part)].annotation
         candidates = [annotation, *get_args(annotation)]

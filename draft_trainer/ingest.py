@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from draft_trainer.board import Board
 from draft_trainer.ledger import Ledger
+from draft_trainer.recorder import Recorder
 from draft_trainer.session import Run
 from draft_trainer.validate import Expected, check_sample_id, sample_of
 from slipstream.refusal import RefusedError, StatusCode
@@ -21,15 +22,22 @@ class Ingest:
         ledger: remembers what was accepted.
         board: counts fates.
         arrived: set whenever there may be something new to train on.
+        recorder: is offered every sample that was taken.
     """
 
     def __init__(
-        self, expected: Expected, ledger: Ledger, board: Board, arrived: threading.Event
+        self,
+        expected: Expected,
+        ledger: Ledger,
+        board: Board,
+        arrived: threading.Event,
+        recorder: Recorder | None = None,
     ) -> None:
         self.expected = expected
         self._ledger = ledger
         self._board = board
         self._arrived = arrived
+        self._recorder = recorder
 
     def take(self, run: Run, message: pb.VerifierStates) -> pb.Ack:
         """Answer one sample. A refusal is an answer too; nothing is raised."""
@@ -68,6 +76,8 @@ class Ingest:
             raise RefusedError(
                 "sample", error.found, error.expected, error.next_step, error.code
             ) from error
+        if self._recorder is not None:
+            self._recorder.offer(run, sample)
         return True
 
 

@@ -1,275 +1,230 @@
-"""Trains the head: its own optimizer, its own clipping, and a guard against non-finite numbers."""
+"""Trains the head: one optimizer step on a set of samples, on one rank or several."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from draft_trainer.batch import Batch, batches
 from draft_trainer.head import Eagle3Head
+from draft_trainer.learner_config import LearnerConfig, StepMetrics
 from draft_trainer.objective import METRICS, step_weights, ttt_objective, valid_targets
+from draft_trainer.optimizer import HeadOptimizer
 from draft_trainer.policy_head import PolicyHeads
+from draft_trainer.ranks import Ranks
 from draft_trainer.sample import Sample
 from slipstream.refusal import RefusedError
 
-
-@dataclass(frozen=True)
-class LearnerConfig:
-    """How the head is trained.
-
-    Attributes:
-        learning_rate: AdamW's, after warm-up.
-        warmup_steps: optimizer steps of linear warm-up after every (re)start of the optimizer. A
-            fresh AdamW at full rate takes its first steps on one batch's signs and threw a good
-            head back by 6 % of its acceptance length.
-        weight_decay: AdamW's, on matrices only.
-        betas: AdamW's.
-        grad_clip: bound on the global gradient norm.
-        weight_averaging: decay per step of the exponential average of the weights that is judged
-            and released; 0 releases the weights of the last step. A rate high enough to follow a
-            moving policy leaves a noise in the last step's weights that costs acceptance.
-        ttt_steps: depth K of the training-time test; at least the served draft length.
-        step_weight_decay: step s weighs this to the power s.
-        compute_dtype: float32, or bfloat16 for autocast. Master weights are float32 either way.
-        max_batch_tokens: tokens, padding included, of one forward pass; a step accumulates
-            gradients over as many passes as its samples need.
-        seed: reserved for what a step draws at random; kept so that a run names it.
-    """
-
-    learning_rate: float = 1e-3
-    warmup_steps: int = 20
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    grad_clip: float = 1.0
-    weight_averaging: float = 0.0
-    ttt_steps: int = 5
-    step_weight_decay: float = 0.8
-    compute_dtype: torch.dtype = torch.float32
-    max_batch_tokens: int = 4096
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.compute_dtype not in (torch.float32, torch.bfloat16):
-            raise RefusedError(
-                "compute_dtype", self.compute_dtype, "float32 or bfloat16", "set one of them"
-            )
-        if not 0.0 <= self.weight_averaging < 1.0:
-            raise RefusedError("weight_averaging", self.weight_averaging, "in [0, 1)", "lower it")
-        for name in ("learning_rate", "grad_clip", "ttt_steps", "step_weight_decay"):
-            if not getattr(self, name) > 0:
-                raise RefusedError(name, getattr(self, name), "above 0", "raise it")
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """One call of ``Learner.step``. Per-step tuples have K entries, NaN where nothing was valid.
-
-    Attributes:
-        skipped: True when nothing was learned: no valid anchor, or a non-finite number (only the
-            latter counts in ``Learner.steps_skipped``).
-        loss: the weighted loss that was minimised.
-        step_loss: mean cross-entropy per TTT step.
-        step_acceptance: mean of sum over x of min(p, q) per TTT step, in [0, 1].
-        step_greedy_acceptance: mean of p(argmax q) per TTT step, in [0, 1].
-        step_top1: share of anchors with argmax q = argmax p, per TTT step.
-        outside_mass: the policy's mean probability outside the draft vocabulary at step 0.
-        grad_norm: before clipping.
-        learning_rate: of this step.
-        anchors: step-0 anchors.
-        tokens: tokens of the samples.
-        seconds: wall time.
-        policy_version: newest policy version among the samples.
-    """
-
-    skipped: bool
-    loss: float
-    step_loss: tuple[float, ...]
-    step_acceptance: tuple[float, ...]
-    step_greedy_acceptance: tuple[float, ...]
-    step_top1: tuple[float, ...]
-    outside_mass: float
-    grad_norm: float
-    learning_rate: float
-    anchors: int
-    tokens: int
-    seconds: float
-    policy_version: int
+__all__ = ["Learner", "LearnerConfig", "StepMetrics"]
 
 
 class Learner:
     """Owns the head's float32 master weights and their optimizer. Not thread-safe.
 
+    Two learners that start from the same weights and take the same steps have the same bits, on
+    the same hardware with the same number of threads; on a GPU, whether torch uses deterministic
+    algorithms is the caller's choice.
+
     Args:
-        head: trained in place.
+        head: trained in place, on the device where it lies.
         config: how.
+        ranks: with more than one, ``step`` is called by all of them together, each with its share
+            of the samples, after ``take_rank_0`` has given all of them the same weights.
     """
 
-    def __init__(self, head: Eagle3Head, config: LearnerConfig) -> None:
+    def __init__(self, head: Eagle3Head, config: LearnerConfig, ranks: Ranks | None = None) -> None:
         self.head = head.float()
         self.config = config
         self.steps = 0
         self.steps_skipped = 0
         self.anchors_trained = 0
+        self.steps_since_restart = 0
         self._weights = step_weights(config.ttt_steps, config.step_weight_decay)
-        self._restart_optimizer()
-        self._average = self._new_average()
+        self._optimizer = HeadOptimizer(head, config)
+        self._ranks = ranks or Ranks()
 
     def step(self, samples: Sequence[Sample], policy_heads: PolicyHeads) -> StepMetrics:
-        """One optimizer step on all of ``samples``.
+        """One optimizer step on all of ``samples``, of all ranks.
 
-        A non-finite loss or gradient norm leaves weights and optimizer as they were and is
-        counted in ``steps_skipped``.
+        Every rank's loss is divided by the anchors of all ranks, so the sum of their gradients is
+        that of one rank with all samples. A non-finite loss or gradient norm leaves weights and
+        optimizer as they were, on every rank, and is counted in ``steps_skipped``.
 
         Args:
-            samples: at least one.
+            samples: this rank's share; at least one on some rank.
             policy_heads: must hold their policy versions.
 
         Raises:
-            RefusedError: a policy version is not held; nothing was changed.
+            RefusedError: a policy version is not held, here or on another rank; nothing was
+                changed on any of them.
+            RankLostError: another rank is gone.
         """
         started = time.perf_counter()
-        config = self.config
-        parts = [
-            (batch, valid_targets(batch, config.ttt_steps))
-            for batch in batches(samples, policy_heads, config.max_batch_tokens)
-        ]
-        counts = torch.stack([valid.flatten(1).sum(1) for _, valid in parts]).sum(0)
-        sums = torch.zeros(config.ttt_steps, len(METRICS), dtype=torch.float64)
-        loss = 0.0
-        self._optimizer.zero_grad(set_to_none=True)
+        steps = self.config.ttt_steps
+        parts, tally = self._agree(samples, policy_heads)
+        counts, tokens = tally[:, :steps].sum(0), int(tally[:, steps].sum())
+        self._optimizer.clear_gradients()
+        # The loss, then METRICS of every TTT step.
+        totals = torch.zeros(
+            1 + steps * len(METRICS), dtype=torch.float64, device=self.head.norm.weight.device
+        )
         for batch, valid in parts:
-            value, part = self._backward(batch, valid, counts.clamp(min=1))
-            loss += value
-            sums += part.cpu()
-        norm = float(torch.nn.utils.clip_grad_norm_(self.head.parameters(), config.grad_clip))
-        rate = config.learning_rate * min((self._since_restart + 1) / (config.warmup_steps + 1), 1)
-        finite = torch.tensor([loss, norm]).isfinite().all() and bool(sums.isfinite().all())
+            totals += self._backward(batch, valid, counts.clamp(min=1))
+        totals = self._ranks.sum(totals.cpu())
+        self._ranks.sum_gradients(self._optimizer.with_gradients())
+        norm = self._optimizer.gradient_norm()
+        rate = self.config.schedule.rate(self.steps, self.steps_since_restart)
+        finite = bool(totals.isfinite().all()) and norm < float("inf")
         skipped = not finite or int(counts[0]) == 0
         self.steps_skipped += not finite
         if not skipped:
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
-            self._average.update_parameters(self.head)
-            self._since_restart += 1
+            self._optimizer.step(rate, norm)
             self.steps += 1
+            self.steps_since_restart += 1
             self.anchors_trained += int(counts[0])
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.clear_gradients()
+        sums = totals[1:].view(steps, len(METRICS))
         means = sums / torch.where(counts > 0, counts, torch.nan)[:, None]
         columns = {name: tuple(means[:, i].tolist()) for i, name in enumerate(METRICS)}
         return StepMetrics(
             skipped=skipped,
-            loss=loss,
+            loss=float(totals[0]),
             step_loss=columns["loss"],
             step_acceptance=columns["acceptance"],
-            step_greedy_acceptance=columns["greedy_acceptance"],
             step_top1=columns["top1_agreement"],
             outside_mass=columns["outside_mass"][0],
             grad_norm=norm,
             learning_rate=rate,
             anchors=int(counts[0]),
-            tokens=sum(sample.num_tokens for sample in samples),
+            tokens=tokens,
             seconds=time.perf_counter() - started,
-            policy_version=max(sample.policy_version for sample in samples),
+            policy_version=int(tally[:, steps + 1].max()),
         )
 
+    @torch.no_grad()
     def snapshot(self, dtype: torch.dtype = torch.bfloat16) -> Eagle3Head:
         """A float32 copy of the averaged head, its weights rounded to ``dtype``, as it is served.
 
         The gate must judge these weights: rounding is part of a release.
         """
         head = copy.deepcopy(self.head).requires_grad_(False)
-        head.load_state_dict(self._average.module.state_dict())
-        for parameter in head.parameters():
-            parameter.copy_(parameter.to(dtype))
+        for name, parameter in head.named_parameters():
+            parameter.copy_(self._optimizer.averaged[name].to(dtype))
         return head
 
-    def restart_from(self, head: Eagle3Head) -> None:
-        """Take another head's weights, with a fresh optimizer and warm-up (after a roll-back)."""
-        self.head.load_state_dict(head.state_dict())
-        self._restart_optimizer()
-        self._average = self._new_average()
+    def restart_optimizer(self) -> None:
+        """Fresh moments and a new warm-up: for another policy, whose gradients are other ones."""
+        self._optimizer.restart()
+        self.steps_since_restart = 0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Weights, optimizer moments and counters as copied tensors, for a safetensors file."""
-        state = {f"head.{k}": v.detach().clone() for k, v in self.head.state_dict().items()}
-        average = self._average.module.state_dict()
-        state |= {f"average.{k}": v.detach().clone() for k, v in average.items()}
-        for name, parameter in self.head.named_parameters():
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                state[f"optimizer.{name}.{key}"] = value.detach().clone()
-        for name in _COUNTERS:
-            state[f"counter.{name}"] = torch.tensor(getattr(self, name))
-        return state
+        """Weights, average, moments and counters, copied to the CPU, for a ``StateStore``.
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The inverse of ``state_dict``; warm-up starts again, the moments are kept.
+        With the position in the data it is all that the next steps depend on.
+        """
+        return {
+            name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """The inverse of ``state_dict``: what follows is what would have followed there.
+
+        A change of ``weight_averaging`` is no obstacle: the average starts at the weights.
 
         Raises:
-            RefusedError: a tensor is missing or has another shape; nothing was changed.
+            RefusedError: a tensor is missing, unknown or of another shape or type; nothing was
+                changed.
         """
-        expected = {f"head.{k}": v.shape for k, v in self.head.state_dict().items()}
-        expected |= {f"average.{k}": v.shape for k, v in self.head.state_dict().items()}
-        expected |= {f"counter.{name}": torch.Size([]) for name in _COUNTERS}
-        for name, shape in expected.items():
-            found = state[name].shape if name in state else None
-            if found != shape:
+        own = self._tensors()
+        if not self.config.weight_averaging:
+            state = {k: v for k, v in state.items() if not k.startswith("average.")}
+        elif not any(name.startswith("average.") for name in state):
+            head = {k: v for k, v in state.items() if k.startswith("head.")}
+            state = {**state, **{k.replace("head.", "average.", 1): v for k, v in head.items()}}
+        for name in sorted(own.keys() | state.keys()):
+            found, expected = (
+                (list(some[name].shape), some[name].dtype) if name in some else None
+                for some in (state, own)
+            )
+            if found != expected:
                 raise RefusedError(
-                    f"learner state {name}", found, shape, "resume from this head's own checkpoint"
+                    f"learner state {name}",
+                    found,
+                    expected,
+                    "resume from a state that was saved for this head",
                 )
-        self.head.load_state_dict({k: state[f"head.{k}"] for k in self.head.state_dict()})
-        self._restart_optimizer()
-        self._average = self._new_average()
-        self._average.module.load_state_dict(
-            {k: state[f"average.{k}"] for k in self.head.state_dict()}
+        for name, tensor in own.items():
+            tensor.detach().copy_(state[name])
+        self._take_counters(state)
+
+    def take_rank_0(self) -> None:
+        """Have every rank take rank 0's state; called by all of them together."""
+        own = self._tensors()
+        self._ranks.broadcast({name: tensor.detach() for name, tensor in own.items()})
+        self._take_counters(own)
+
+    def _agree(
+        self, samples: Sequence[Sample], policy_heads: PolicyHeads
+    ) -> tuple[list[tuple[Batch, Tensor]], Tensor]:
+        """This rank's batches, and of every rank: counts [K], tokens, newest policy version."""
+        steps = self.config.ttt_steps
+        parts: list[tuple[Batch, Tensor]] = []
+        refusal = None
+        device = self.head.norm.weight.device
+        try:
+            size = self.config.max_batch_tokens
+            for batch in batches(samples, policy_heads, size, device, window_steps=steps):
+                parts.append((batch, valid_targets(batch, steps)))
+        except RefusedError as error:
+            # Told to the others first: they would wait for this rank until the deadline.
+            refusal = error
+        counts = torch.zeros(steps, dtype=torch.int64)
+        for _, valid in parts:
+            counts += valid.flatten(1).sum(1).cpu()
+        own = [
+            sum(sample.num_tokens for sample in samples),
+            max((sample.policy_version for sample in samples), default=-1),
+            int(refusal is not None),
+        ]
+        tally = self._ranks.gather(torch.cat([counts, torch.tensor(own)]))
+        if refusal is not None:
+            raise refusal
+        refused = tally[:, -1].nonzero().flatten().tolist()
+        if refused:
+            raise RefusedError(
+                "samples",
+                f"refused by rank {refused[0]}",
+                "samples that every rank can train on",
+                f"see the log of rank {refused[0]}",
+            )
+        return parts, tally
+
+    def _backward(self, batch: Batch, valid: Tensor, denominators: Tensor) -> Tensor:
+        outcome = ttt_objective(
+            self.head,
+            batch,
+            valid,
+            weights=self._weights,
+            denominators=denominators.to(valid.device),
+            compute_dtype=self.config.compute_dtype,
+            target=self.config.target,
         )
-        # Else the next update would start the average anew.
-        self._average.n_averaged.fill_(max(int(state["counter.steps"]), 1))
-        for name, parameter in self.head.named_parameters():
-            prefix = f"optimizer.{name}."
-            moments = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-            if moments:
-                self._optimizer.state[parameter] = {k: v.clone() for k, v in moments.items()}
+        if outcome.loss.requires_grad:
+            outcome.loss.backward()
+        return torch.cat([outcome.loss.detach().double()[None], outcome.sums.flatten()])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}
+        counters = {f"counter.{name}": torch.tensor(getattr(self, name)) for name in _COUNTERS}
+        return named | self._optimizer.tensors | counters
+
+    def _take_counters(self, state: Mapping[str, Tensor]) -> None:
         for name in _COUNTERS:
             setattr(self, name, int(state[f"counter.{name}"]))
 
-    def _backward(self, batch: Batch, valid: Tensor, denominators: Tensor) -> tuple[float, Tensor]:
-        device = batch.aux.device.type
-        enabled = self.config.compute_dtype is not torch.float32
-        with torch.autocast(device, self.config.compute_dtype, enabled=enabled):
-            outcome = ttt_objective(
-                self.head, batch, valid, weights=self._weights, denominators=denominators
-            )
-        if outcome.loss.requires_grad:
-            outcome.loss.backward()
-        return float(outcome.loss.detach()), outcome.sums
 
-    def _new_average(self) -> AveragedModel:
-        average = AveragedModel(
-            self.head, multi_avg_fn=get_ema_multi_avg_fn(self.config.weight_averaging)
-        )
-        # The first update of a fresh average copies; it should average with where it started.
-        average.n_averaged.fill_(1)
-        return average
-
-    def _restart_optimizer(self) -> None:
-        matrices = [p for p in self.head.parameters() if p.ndim >= 2]
-        vectors = [p for p in self.head.parameters() if p.ndim < 2]
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": self.config.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=self.config.learning_rate,
-            betas=self.config.betas,
-        )
-        self._since_restart = 0
-
-
-_COUNTERS = ("steps", "steps_skipped", "anchors_trained")
+_COUNTERS = ("steps", "steps_skipped", "anchors_trained", "steps_since_restart")

@@ -16,7 +16,9 @@ import torch
 from draft_trainer.board import Board
 from draft_trainer.candidates import Candidates
 from draft_trainer.config import TrainingConfig
+from draft_trainer.followers import Followers
 from draft_trainer.learner import Learner
+from draft_trainer.learner_states import LearnerStates
 from draft_trainer.session import Run, Runs
 from slipstream.refusal import RefusedError
 
@@ -28,6 +30,11 @@ class TrainingLoop:
 
     Args:
         learner: the weights; they go on from where they are whether or not a candidate passed.
+            With several ranks, rank 0's.
+        followers: the other ranks.
+        states: what a restart resumes from.
+        resumed_run: the run that the learner's moments are of; empty where they are fresh.
+        newest_release: draft version of the newest release.
         config: [training].
         runs: whose current run is trained on.
         candidates: judges the weights.
@@ -41,6 +48,10 @@ class TrainingLoop:
     def __init__(
         self,
         learner: Learner,
+        followers: Followers,
+        states: LearnerStates,
+        resumed_run: str,
+        newest_release: int,
         config: TrainingConfig,
         runs: Runs,
         candidates: Candidates,
@@ -50,6 +61,10 @@ class TrainingLoop:
         on_death: Callable[[], None],
     ) -> None:
         self._learner = learner
+        self._followers = followers
+        self._states = states
+        self._run_id = resumed_run
+        self._newest_release = newest_release
         self._config = config
         self._runs = runs
         self._candidates = candidates
@@ -58,7 +73,6 @@ class TrainingLoop:
         self._on_release = on_release
         self._on_death = on_death
         self._stopping = threading.Event()
-        self._rng = random.Random(config.seed)
         self._steps_since_candidate = 0
         self._trained_against = 0
         self._thread = threading.Thread(target=self._run, name="training", daemon=True)
@@ -82,10 +96,14 @@ class TrainingLoop:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._config.nice)
         torch.set_num_threads(self._config.threads)
         try:
+            self._followers.begin(self._learner.head.config, self._learner.config)
+            self._learner.take_rank_0()
             while not self._stopping.is_set():
                 run = self._runs.current
                 if run is None or not self._train_once(run):
                     self._sleep()
+            self._states.save_last(self._learner, self._run_id, self._newest_release)
+            self._followers.end()
         finally:
             if not self._stopping.is_set():
                 self._board.training_failed("the training thread ended with an error")
@@ -93,14 +111,20 @@ class TrainingLoop:
 
     def _train_once(self, run: Run) -> bool:
         """One step, and a candidate when one is due. False when there was nothing to train on."""
-        samples = run.replay.draw(self._config.batch_tokens, self._rng)
+        # Seeded by how far training is: a resumed run draws as the one it resumes would have.
+        done = self._learner.steps + self._learner.steps_skipped
+        rng = random.Random(f"{self._config.seed}:{done}")
+        samples = run.replay.draw(self._config.batch_tokens, rng)
         if not samples:
             if self._steps_since_candidate:
                 self._consider(run)
             return False
         self._board.idle(False)
+        if run.run_id != self._run_id:
+            self._restart_optimizer(run.run_id)
         try:
-            metrics = self._learner.step(samples, run.heads)
+            share = self._followers.give(samples, run.heads)
+            metrics = self._learner.step(share, run.heads)
         except RefusedError as error:
             if error.field != "policy_version":
                 raise
@@ -118,6 +142,7 @@ class TrainingLoop:
         if not metrics.skipped:
             self._steps_since_candidate += 1
             self._trained_against = metrics.policy_version
+            self._states.after_step(self._learner, self._run_id, self._newest_release)
         if self._steps_since_candidate >= self._config.steps_per_candidate:
             self._consider(run)
         return True
@@ -126,12 +151,23 @@ class TrainingLoop:
         self._steps_since_candidate = 0
         version = self._candidates.consider(self._learner, run, self._trained_against)
         if version is not None:
+            self._newest_release = version
+            # A state from before a release is never resumed.
+            self._states.save(self._learner, self._run_id, version)
             self._on_release(version)
+
+    def _restart_optimizer(self, run_id: str) -> None:
+        """Another run: the moments of the last one's gradients would misdirect the first steps."""
+        self._run_id = run_id
+        self._learner.restart_optimizer()
+        self._followers.take_rank_0()
+        self._learner.take_rank_0()
 
     def _sleep(self) -> None:
         """Until something arrives; then until it has been quiet for a moment, to fill a batch."""
         self._board.idle(True)
-        self._arrived.wait()
+        while not self._arrived.wait(self._followers.patience):
+            self._followers.keep_alive()
         self._arrived.clear()
         until = time.monotonic() + 5 * self._config.linger_s
         while not self._stopping.is_set() and time.monotonic() < until:

@@ -86,6 +86,10 @@ def _counters(counts: Counts) -> Iterator[Metric]:
     )
     yield _counter("samples_trained", "Samples trained on, once per epoch.", counts.samples_trained)
     yield _counter("samples_evicted", "Samples dropped untrained.", counts.samples_evicted)
+    yield _counter("samples_recorded", "Samples written to disk.", counts.samples_recorded)
+    yield _counted(
+        "recording_shed", "Samples not written to disk, by reason.", "reason", counts.recording_shed
+    )
     yield _counter("tokens_trained", "Step-0 anchors trained on.", counts.tokens_trained)
     yield _counter("train_steps", "Optimizer steps.", counts.train_steps)
     yield _counter(

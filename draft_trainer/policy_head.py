@@ -36,12 +36,15 @@ class PolicyHeads:
 
     Args:
         keep: how many versions to hold, at least 1.
+
+    Attributes:
+        keep: the same.
     """
 
     def __init__(self, keep: int) -> None:
         if keep < 1:
             raise RefusedError("keep", keep, "at least 1", "hold at least one policy version")
-        self._keep = keep
+        self.keep = keep
         self._lock = threading.Lock()
         self._heads: dict[int, PolicyHead] = {}
         self._digests: dict[int, tuple[bytes, bytes]] = {}
@@ -74,7 +77,7 @@ class PolicyHeads:
                 held.get(digests[1], head.embed_tokens),
             )
             self._digests[head.policy_version] = digests
-            forgotten = tuple(sorted(self._heads)[: -self._keep])
+            forgotten = tuple(sorted(self._heads)[: -self.keep])
             for version in forgotten:
                 del self._heads[version], self._digests[version]
         return forgotten
@@ -82,16 +85,14 @@ class PolicyHeads:
     def get(self, version: int) -> PolicyHead:
         """The matrices of a version. Raises RefusedError when it is not held."""
         with self._lock:
-            if version not in self._heads:
-                raise RefusedError(
-                    "policy_version",
-                    version,
-                    f"one of {sorted(self._heads)}",
-                    "announce the policy version before its first sample, and send its samples "
-                    f"before {self._keep} newer versions are announced",
-                    StatusCode.FAILED_PRECONDITION,
-                )
+            self._check(version)
             return self._heads[version]
+
+    def digests(self, version: int) -> tuple[bytes, bytes]:
+        """SHA-256 of ``lm_head_rows`` and ``embed_tokens``. Raises RefusedError as ``get``."""
+        with self._lock:
+            self._check(version)
+            return self._digests[version]
 
     def tensor(self, sha256: bytes) -> Tensor | None:
         """A held matrix with this SHA-256 over its bytes, or None: it need not be sent again."""
@@ -107,6 +108,17 @@ class PolicyHeads:
     def __contains__(self, version: object) -> bool:
         with self._lock:
             return version in self._heads
+
+    def _check(self, version: int) -> None:
+        if version not in self._heads:
+            raise RefusedError(
+                "policy_version",
+                version,
+                f"one of {sorted(self._heads)}",
+                "announce the policy version before its first sample, and send its samples "
+                f"before {self.keep} newer versions are announced",
+                StatusCode.FAILED_PRECONDITION,
+            )
 
     def _by_digest(self) -> Mapping[bytes, Tensor]:
         held: dict[bytes, Tensor] = {}

@@ -17,7 +17,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import slipstream
-from draft_trainer.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_draft, save_draft
+from draft_trainer.checkpoint import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    read_checkpoint,
+    save_draft,
+    write_checkpoint,
+)
 from draft_trainer.head import Eagle3Head, HeadConfig
 from slipstream.refusal import RefusedError, StatusCode
 from slipstream.tensors import spec_of
@@ -56,7 +62,10 @@ class Registry:
         gate: release_pb2.GateFigures | None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> release_pb2.ReleaseManifest:
-        """Write a new release, numbered one above the newest.
+        """Write a new release, numbered one above the newest and written like it.
+
+        A server takes releases whose tensors have the names of the draft it was started with, so
+        layout, fields and names stay those of the imported draft; without one they are plain.
 
         Args:
             head: the weights.
@@ -68,6 +77,9 @@ class Registry:
             ttt_steps: depth of the training-time test.
             gate: the gate's figures, if it was gated.
             dtype: element type of the weights.
+
+        Raises:
+            RefusedError: the head is not of the newest release's configuration.
         """
         manifest = release_pb2.ReleaseManifest(run_id=run_id, ttt_steps=ttt_steps)
         if parent is not None:
@@ -77,39 +89,54 @@ class Registry:
         if gate is not None:
             manifest.gate.CopyFrom(gate)
         with self._lock:
-            manifest.draft_version = max(self._versions(), default=-1) + 1
+            newest = max(self._versions(), default=-1)
+            manifest.draft_version = newest + 1
             staging = self._staging()
             try:
-                save_draft(staging, config, head, d2t, dtype)
+                like = None if newest < 0 else self.path(newest)
+                save_draft(staging, config, head, d2t, dtype, like=like)
                 return self._publish(staging, manifest)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
 
-    def import_initial(self, directory: Path) -> release_pb2.ReleaseManifest:
-        """Make a draft checkpoint release 0, byte for byte.
+    def import_initial(
+        self, directory: Path, policy: Path | None = None
+    ) -> release_pb2.ReleaseManifest:
+        """Make a draft checkpoint release 0.
 
-        Importing the same checkpoint again returns release 0 as it is.
+        Byte for byte, where vLLM reads exactly the head that is in it. Otherwise it is written so
+        that vLLM does: without what it cannot load, without a copy of the policy's embeddings,
+        and with the layer numbers in vLLM's place and meaning. Importing the same checkpoint
+        again returns release 0 as it is.
+
+        Args:
+            directory: the checkpoint, in any layout (see ``checkpoint``).
+            policy: the folder of its policy, where the checkpoint does not say everything.
 
         Raises:
             RefusedError: not a draft checkpoint that the trainer can represent, or release 0
                 exists and is another one.
         """
-        load_draft(directory)
+        checkpoint = read_checkpoint(directory, policy)
         with self._lock:
-            if versions := self._versions():
-                if 0 in versions and self._same_content(directory):
-                    return self._manifest(0)
-                raise RefusedError(
-                    str(directory),
-                    "another checkpoint than release 0 of this registry",
-                    f"an empty registry, or the checkpoint that release 0 in {self._root} is",
-                    "point the registry at a new directory, or give the original draft",
-                    StatusCode.FAILED_PRECONDITION,
-                )
-            staging = self._staging()
+            staging, source = self._staging(), directory
             try:
-                for name in (CONFIG_FILE, WEIGHTS_FILE):
-                    shutil.copyfile(directory / name, staging / name)
+                if not checkpoint.as_stored:
+                    write_checkpoint(staging, checkpoint)
+                    source = staging
+                if versions := self._versions():
+                    if 0 in versions and self._same_content(source):
+                        return self._manifest(0)
+                    raise RefusedError(
+                        str(directory),
+                        "another checkpoint than release 0 of this registry",
+                        f"an empty registry, or the checkpoint that release 0 in {self._root} is",
+                        "point the registry at a new directory, or give the original draft",
+                        StatusCode.FAILED_PRECONDITION,
+                    )
+                if checkpoint.as_stored:
+                    for name in (CONFIG_FILE, WEIGHTS_FILE):
+                        shutil.copyfile(directory / name, staging / name)
                 return self._publish(staging, release_pb2.ReleaseManifest(draft_version=0))
             finally:
                 shutil.rmtree(staging, ignore_errors=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from draft_trainer.sample import Sample
+from draft_trainer.sample import Sample, is_held_out
 from slipstream.refusal import RefusedError, StatusCode
 
 
@@ -146,9 +145,8 @@ class ReplayBuffer:
                 self._evict(entry)
 
     def is_held_out(self, group: str) -> bool:
-        """Whether samples of this group are held out: a hash of it below the fraction."""
-        word = hashlib.blake2b(group.encode(), digest_size=8).digest()
-        return int.from_bytes(word, "little") < self._held_out_fraction * 2.0**64
+        """Whether samples of this group are held out of training."""
+        return is_held_out(group, self._held_out_fraction)
 
     @property
     def pending(self) -> int:

@@ -49,21 +49,40 @@ class Sample:
 
     @property
     def group(self) -> str:
-        """What the samples of one prompt share: a hash of the tokens before the first completion.
-
-        GRPO draws many completions of one prompt. A head that has trained on some of them knows
-        the others, so they are held out together and are not independent evidence. A window that
-        begins inside a completion has no prompt, and is a group of its own.
-        """
-        prompt = int(self.loss_mask.int().argmax())
-        if prompt == 0:
-            return self.sample_id
-        return hashlib.blake2b(
-            self.token_ids[:prompt].long().numpy().tobytes(), digest_size=16
-        ).hexdigest()
+        """What the samples of one prompt share; see ``group_of``."""
+        return group_of(self.sample_id, self.token_ids, self.loss_mask)
 
     @property
     def nbytes(self) -> int:
         """Bytes that the tensors occupy."""
         tensors = (getattr(self, field.name) for field in fields(self))
         return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+
+
+def group_of(sample_id: str, token_ids: Tensor, loss_mask: Tensor) -> str:
+    """What the samples of one prompt share: a hash of the tokens before the first completion.
+
+    GRPO draws many completions of one prompt. A head that has trained on some of them knows
+    the others, so they are held out together and are not independent evidence. A window that
+    begins inside a completion has no prompt, and is a group of its own.
+
+    Args:
+        sample_id: of the sample.
+        token_ids: int32 or int64 [T].
+        loss_mask: bool [T].
+    """
+    prompt = int(loss_mask.int().argmax())
+    if prompt == 0:
+        return sample_id
+    tokens = token_ids[:prompt].long().numpy()
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
+
+
+def is_held_out(group: str, fraction: float) -> bool:
+    """Whether samples of this group are held out of training: a hash of it below ``fraction``.
+
+    It follows from the prompt alone, so a restart, a second trainer or a replayed stream never
+    moves a sample from the held-out share into training.
+    """
+    word = hashlib.blake2b(group.encode(), digest_size=8).digest()
+    return int.from_bytes(word, "little") < fraction * 2.0**64

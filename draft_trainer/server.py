@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -18,19 +19,26 @@ from draft_trainer.candidates import Candidates
 from draft_trainer.checkpoint import load_head, target_ids
 from draft_trainer.config import TrainerConfig
 from draft_trainer.fleet import Fleet, Timeouts
+from draft_trainer.followers import Followers
 from draft_trainer.head import Eagle3Head
+from draft_trainer.head_config import HeadConfig
 from draft_trainer.ingest import Ingest
-from draft_trainer.learner import Learner, LearnerConfig
+from draft_trainer.learner import Learner
+from draft_trainer.learner_config import learner_config
+from draft_trainer.learner_states import LearnerStates
 from draft_trainer.ledger import MemoryLedger
 from draft_trainer.loop import TrainingLoop
 from draft_trainer.metrics import MetricsServer, TrainerCollector
 from draft_trainer.promotions import Promotions
 from draft_trainer.publisher import Publisher
+from draft_trainer.ranks import Ranks
+from draft_trainer.recorder import Recorder
 from draft_trainer.releases import Registry
 from draft_trainer.replay import ReplayBuffer
 from draft_trainer.service import MAX_WATCHERS, DraftTrainerService
 from draft_trainer.session import Run, Runs
 from draft_trainer.status import Status
+from draft_trainer.training_state import head_facts
 from draft_trainer.validate import Expected
 from slipstream.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from slipstream.refusal import RefusedError
@@ -49,13 +57,15 @@ class TrainerServer:
 
     Args:
         config: checked, with absolute paths.
+        ranks: of which this process is number 0; the others run ``followers.follow``.
 
     Raises:
         RefusedError: the draft, the registry or a port cannot be used; nothing is left running.
     """
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: TrainerConfig, ranks: Ranks | None = None) -> None:
         self._config = config
+        ranks = ranks or Ranks()
         self.died = threading.Event()
         """Set when the training thread ended by itself."""
         registry = open_registry(config)
@@ -65,6 +75,13 @@ class TrainerServer:
             registry.path(version)
         head, d2t = load_head(registry.path(newest.draft_version))
         draft = head.config
+        states = LearnerStates(
+            config.draft.registry,
+            states_belong_to(registry, draft),
+            config.training.state_every_steps,
+        )
+        learner = Learner(head.to(ranks.device), learner_config(config.training), ranks)
+        resumed_run = states.resume(learner, newest.draft_version)
         self._board = Board()
         arrived = threading.Event()
         expected = Expected(
@@ -99,7 +116,11 @@ class TrainerServer:
         self.publisher = Publisher(self._fleet, registry, self._promotions, self._board)
         self._auto = AutoPublisher(self.publisher) if publish.on == "promotion" else None
         self.loop = TrainingLoop(
-            Learner(head, learner_config(config)),
+            learner,
+            Followers(ranks),
+            states,
+            resumed_run,
+            newest.draft_version,
             config.training,
             self.runs,
             Candidates(config, registry, self._promotions, self._board, self._status),
@@ -109,12 +130,17 @@ class TrainerServer:
             on_death=self.died.set,
         )
         ids = torch.arange(draft.vocab_size) if d2t is None else target_ids(d2t)
+        folder = config.recording.directory
+        self._recorder = (
+            Recorder(folder, config.recording, draft, ids, self._board) if folder else None
+        )
+        ledger = MemoryLedger(replay.ledger_entries)
         self._service = DraftTrainerService(
             config,
             draft,
             ids.to(torch.int32),
             self.runs,
-            Ingest(expected, MemoryLedger(replay.ledger_entries), self._board, arrived),
+            Ingest(expected, ledger, self._board, arrived, self._recorder),
             self.publisher,
             registry,
             self._status,
@@ -131,6 +157,8 @@ class TrainerServer:
         self._grpc.start()
         for name in ("", SERVICE):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        if self._recorder:
+            self._recorder.start()
         self.loop.start()
         if self._auto:
             self._auto.start()
@@ -150,6 +178,8 @@ class TrainerServer:
         if self._auto:
             clean = self._auto.stop(_left(deadline)) and clean
         clean = stopped.wait(_left(deadline)) and clean
+        if self._recorder:
+            clean = self._recorder.stop(_left(deadline)) and clean
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._fleet.close()
         self._metrics.close(_left(deadline))
@@ -199,7 +229,7 @@ def open_registry(config: TrainerConfig) -> Registry:
     try:
         registry = Registry(draft.registry)
         registry.remove_leftovers()
-        registry.import_initial(draft.initial)
+        registry.import_initial(draft.initial, draft.policy)
     except OSError as error:
         raise RefusedError(
             "draft.registry",
@@ -210,28 +240,21 @@ def open_registry(config: TrainerConfig) -> Registry:
     return registry
 
 
-def learner_config(config: TrainerConfig) -> LearnerConfig:
-    """[training] as the learner takes it."""
-    training = config.training
-    return LearnerConfig(
-        learning_rate=training.learning_rate,
-        warmup_steps=training.warmup_steps,
-        weight_decay=training.weight_decay,
-        grad_clip=training.grad_clip,
-        weight_averaging=training.weight_averaging,
-        ttt_steps=training.ttt_steps,
-        step_weight_decay=training.step_weight_decay,
-        compute_dtype=getattr(torch, training.compute_dtype),
-        max_batch_tokens=training.forward_tokens,
-        seed=training.seed,
-    )
+def states_belong_to(registry: Registry, draft: HeadConfig) -> dict[str, object]:
+    """What a training state must have been saved with to be resumed: this draft's beginning."""
+    first = registry.get(0).tensors
+    total = hashlib.sha256(b"".join(spec.sha256 for spec in first))
+    return head_facts(draft) | {"initial_sha256": total.hexdigest()}
 
 
 def _max_tokens(config: TrainerConfig, head: Eagle3Head) -> int:
-    """Longest sample: as configured, but in bf16 it must fit one message and the window."""
+    """Longest sample: as configured, but in bf16 it must fit one message and the windows."""
     per_token = 2 * (head.config.num_aux_layers + 1) * head.config.target_hidden_size + 21
     largest = min(MAX_MESSAGE_BYTES, config.server.receive_window_bytes) - _MESSAGE_OVERHEAD
-    return max(3, min(config.server.max_tokens_per_sample, largest // per_token))
+    longest = min(config.server.max_tokens_per_sample, largest // per_token)
+    if head.config.sliding_window is not None:
+        longest = min(longest, head.config.sliding_window - config.training.ttt_steps + 1)
+    return max(3, longest)
 
 
 def _left(deadline: float) -> float:

@@ -111,3 +111,6 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     config = load_config(file)
     assert config.draft.initial == tmp_path / "draft"
     assert config.draft.registry == Path("/elsewhere/registry")
+    assert config.draft.policy is None
+    file.write_text('[draft]\ninitial = "draft"\nregistry = "r"\npolicy = "policy"\n')
+    assert load_config(file).draft.policy == tmp_path / "policy"

@@ -145,23 +145,91 @@ def test_pinned_release_is_not_replaced(tmp_path: Path) -> None:
         assert error.code is grpc.StatusCode.NOT_FOUND
 
 
-def test_restart_resumes_with_the_promoted_release_and_the_newest_weights(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    with running(config) as (_, client):
+def test_restart_resumes_with_the_promoted_release_and_the_whole_training_state(
+    tmp_path: Path,
+) -> None:
+    config = make_config(tmp_path, training={"weight_averaging": 0.5})
+    with running(config) as (server, client):
         client.open()
         client.announce(1)
         version = train_until_released(client)
         client.promote(0, pin=True)
+        train(client, 900)
+        newest = client.status().newest_release
+    before = server.loop._learner.state_dict()
     with running(config, train=False) as (server, client):
         status = client.status()
-        assert (status.newest_release, status.promoted_release, status.pinned) == (version, 0, True)
-        tensors = server.publisher._registry.tensors(version)
-        weights = server.loop._learner.head.state_dict()
-        for name, weight in weights.items():
-            assert torch.equal(weight, tensors[name].float())
+        assert (status.newest_release, status.promoted_release, status.pinned) == (newest, 0, True)
+        assert newest >= version
+        after = server.loop._learner.state_dict()
+        assert before["counter.steps"] > 0 and before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert server.loop._run_id == "run"
         # The client's session is gone with the process and it is told so.
         error = refusal(lambda: next(Stream(client, "old").call))
         assert error.code is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_restart_without_a_training_state_takes_the_newest_release(tmp_path: Path) -> None:
+    config = make_config(tmp_path, training={"state_every_steps": 0})
+    with running(config) as (_, client):
+        client.open()
+        client.announce(1)
+        version = train_until_released(client)
+    assert not (config.draft.registry / "training-state").exists()
+    with running(config, train=False) as (server, _):
+        learner = server.loop._learner
+        tensors = server.publisher._registry.tensors(version)
+        for name, weight in learner.head.state_dict().items():
+            assert torch.equal(weight, tensors[name].float())
+        assert (learner.steps, server.loop._run_id) == (0, "")
+
+
+def test_state_from_before_the_newest_release_is_not_resumed(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with running(config) as (_, client):
+        client.open()
+        client.announce(1)
+        train(client, 0)
+    without = make_config(tmp_path, training={"state_every_steps": 0})
+    with running(without) as (_, client):
+        client.open()
+        client.announce(1)
+        version = train_until_released(client, first_seed=1)
+    with running(config) as (server, client):
+        tensors = server.publisher._registry.tensors(version)
+        weights = server.loop._learner.head.state_dict()
+        assert all(torch.equal(weights[name], tensors[name].float()) for name in weights)
+        client.open()
+        client.announce(1)
+        train(client, 800)
+    steps = server.loop._learner.steps
+    with running(config, train=False) as (server, _):
+        assert server.loop._learner.steps == steps > 0
+
+
+def test_another_run_begins_with_fresh_moments_and_a_warm_up(tmp_path: Path) -> None:
+    config = make_config(tmp_path, training={"warmup_steps": 50})
+    with running(config) as (server, client):
+        learner = server.loop._learner
+        client.open("first")
+        client.announce(1)
+        train(client, 0)
+        first = learner.steps
+        assert learner.steps_since_restart == first > 0
+        client.open("second")
+        client.announce(1)
+        train(client, 1)
+        assert learner.steps_since_restart == learner.steps - first > 0
+        adam_steps = learner.state_dict()["optimizer.fc.weight.step"]
+        assert int(adam_steps) == learner.steps_since_restart
+    with running(config) as (server, client):
+        # The same run again: it goes on where it was.
+        client.open("second")
+        client.announce(1)
+        train(client, 2)
+        learner = server.loop._learner
+        assert learner.steps_since_restart == learner.steps - first
 
 
 def test_fleet_that_is_away_never_takes_the_trainer_down(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""Files that are on disk whole or not at all, whatever instant the process is killed at."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from slipstream.refusal import RefusedError
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path`` to write to; it becomes ``path`` at the end.
+
+    The content is fsynced before the rename and the folder after it. When the body or the disk
+    fails, ``path`` is what it was before and the temporary file is gone.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    number, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    os.close(number)
+    temporary = Path(name)
+    try:
+        yield temporary
+        # mkstemp and safetensors leave 0600; a server under another user reads these files.
+        temporary.chmod(0o644)
+        fsync(temporary)
+        temporary.replace(path)
+        fsync(path.parent)
+    except SafetensorError as error:
+        # Its only name for a full disk.
+        raise OSError(f"{path}: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def folder_written_whole(path: Path) -> Iterator[Path]:
+    """As ``written_whole`` for a new folder of plain files: yields a temporary folder.
+
+    Raises:
+        RefusedError: ``path`` is there already.
+        OSError: the parent folder cannot be written, or the disk is full.
+    """
+    check_free(path, "folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        for file in (*temporary.iterdir(), temporary):
+            fsync(file)
+        temporary.rename(path)
+        fsync(path.parent)
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def fsync(path: Path) -> None:
+    """Have a file's content, or a folder's entries, on disk before going on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_free(path: Path, field: str) -> None:
+    """Raise RefusedError where something is at ``path``."""
+    if path.exists() or path.is_symlink():
+        raise RefusedError(
+            f"{field} {path}", "something there", "a free name", "remove it, or choose another"
+        )

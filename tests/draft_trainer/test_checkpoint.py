@@ -1,0 +1,222 @@
+"""Checkpoints: exact round trips in the layouts that are written, and what reading decides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft_trainer.checkpoint import (
+    load_draft,
+    load_head,
+    read_checkpoint,
+    save_draft,
+    target_ids,
+    write_checkpoint,
+)
+from draft_trainer.head_config import HeadConfig
+from draft_trainer.rope import RopeScaling
+from slipstream.refusal import RefusedError
+from tests.draft_trainer.checkpoint_rig import (
+    CONFIG,
+    WEIGHTS,
+    d2t,
+    edit_config,
+    edit_tensors,
+    policy_folder,
+    saved,
+)
+from tests.draft_trainer.synthetic import HIDDEN, VOCAB, draft_vocab_ids, head
+
+_VLLM_NAMES = {
+    "fc.weight",
+    "lm_head.weight",
+    "norm.weight",
+    *(
+        f"midlayer.{name}.weight"
+        for name in (
+            "hidden_norm",
+            "input_layernorm",
+            "post_attention_layernorm",
+            *(f"self_attn.{p}_proj" for p in "qkvo"),
+            *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
+        )
+    ),
+}
+_YARN = RopeScaling("yarn", (("factor", 4.0), ("original_max_position_embeddings", 64)))
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "reduced": {},
+    "full": {"draft_vocab": VOCAB},
+    "norms": {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True},
+    "fc_norm": {"fc_norm": True, "aux_layer_ids": (0, 7), "sliding_window": 32},
+    "biases": {"attention_bias": True, "mlp_bias": True, "rope_scaling": _YARN},
+    "qk_norm": {"qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "narrow": {"target_hidden_size": 24, "own_embeddings": True, "rope_theta": 3e5},
+    "own": {"own_embeddings": True, "aux_layer_ids": (3,), "rms_norm_eps": 1e-6},
+}
+
+
+def test_a_plain_checkpoint_has_vllms_names(tmp_path: Path) -> None:
+    model = head(1)
+    save_draft(tmp_path, model.config, model, d2t())
+    tensors = load_file(tmp_path / WEIGHTS)
+    assert tensors.keys() == _VLLM_NAMES | {"d2t", "t2d"}
+    assert tensors["fc.weight"].dtype == torch.bfloat16
+    assert tensors["t2d"].nonzero().flatten().tolist() == draft_vocab_ids().tolist()
+    written = json.loads((tmp_path / CONFIG).read_text())
+    assert written["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert written["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    loaded, _ = load_head(tmp_path)
+    for a, b in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b.bfloat16().float())
+    assert loaded.draft_ids_of(torch.tensor([0, 2, 3])).tolist() == [0, -1, 2]
+
+
+def test_full_vocabulary_checkpoint_has_no_d2t(tmp_path: Path) -> None:
+    model = saved(tmp_path, draft_vocab=VOCAB)
+    assert load_file(tmp_path / WEIGHTS).keys() == _VLLM_NAMES
+    assert load_draft(tmp_path)[2] is None
+    with pytest.raises(RefusedError, match="d2t"):
+        save_draft(tmp_path, model.config, model, torch.zeros(VOCAB, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("layout", ["plain", "speculators"])
+@pytest.mark.parametrize("variant", _VARIANTS)
+def test_round_trips_are_exact(tmp_path: Path, layout: str, variant: str) -> None:
+    """Configuration, every tensor and both maps; writing again gives the same bytes."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    for folder in (first, second, third):
+        folder.mkdir()
+    model = saved(first, layout=layout, **_VARIANTS[variant])
+    checkpoint = read_checkpoint(first)
+    assert checkpoint.config == model.config and checkpoint.as_stored
+    assert checkpoint.tensors.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(checkpoint.tensors[name], tensor), name
+    if not model.config.full_vocabulary:
+        assert checkpoint.d2t is not None and torch.equal(checkpoint.d2t, d2t())
+    save_draft(second, model.config, model, checkpoint.d2t, torch.float32, like=first)
+    write_checkpoint(third, checkpoint)
+    for name in (CONFIG, WEIGHTS):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+        assert (first / name).read_bytes() == (third / name).read_bytes()
+
+
+def test_what_the_trainer_does_not_know_is_kept(tmp_path: Path) -> None:
+    """Fields, the absence of t2d and the names of a checkpoint survive being trained on."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir(), second.mkdir()
+    model = saved(first)
+    tensors = {
+        name.replace("midlayer.", "layers.0."): tensor
+        for name, tensor in load_file(first / WEIGHTS).items()
+        if name != "t2d"
+    }
+    save_file(tensors, first / WEIGHTS)
+    edit_config(first, bos_token_id=7, note="mine", dtype=..., torch_dtype="float32")
+    assert read_checkpoint(first).as_stored
+    save_draft(second, model.config, model, d2t(), like=first)
+    assert load_file(second / WEIGHTS).keys() == tensors.keys()
+    expected = {**json.loads((first / CONFIG).read_text()), "torch_dtype": "bfloat16"}
+    assert json.loads((second / CONFIG).read_text()) == expected
+    with pytest.raises(RefusedError, match="rms_norm_eps"):
+        other = head(1, rms_norm_eps=0.5)
+        save_draft(second, other.config, other, d2t(), like=first)
+
+
+def test_older_fields_are_read(tmp_path: Path) -> None:
+    saved(tmp_path)
+    scaling = {"type": "linear", "factor": 2.0}
+    absent = dict.fromkeys(("rope_parameters", "num_aux_hidden_states", "target_hidden_size"), ...)
+    edit_config(tmp_path, **absent, rope_theta=5e5, rope_scaling=scaling)
+    config = read_checkpoint(tmp_path).config
+    assert config.rope_theta == 5e5 and config.rope_scaling == RopeScaling(
+        "linear", (("factor", 2.0),)
+    )
+
+
+def test_maps_of_a_full_vocabulary(tmp_path: Path) -> None:
+    """SpecForge writes the identity, which vLLM cannot load: it is left out."""
+    saved(tmp_path, draft_vocab=VOCAB)
+    identity = {"d2t": torch.zeros(VOCAB, dtype=torch.int64), "t2d": torch.ones(VOCAB) > 0}
+    edit_tensors(tmp_path, **identity)
+    checkpoint = read_checkpoint(tmp_path)
+    assert checkpoint.d2t is None and not checkpoint.as_stored
+    edit_tensors(tmp_path, t2d=torch.arange(VOCAB) > 0)
+    with pytest.raises(RefusedError, match="t2d"):
+        read_checkpoint(tmp_path)
+
+
+def test_embeddings_are_dropped_kept_or_refused(tmp_path: Path) -> None:
+    """A copy of the policy's is shared; others are the draft's own; without the policy, neither."""
+    model = saved(tmp_path)
+    theirs = torch.randn(VOCAB, HIDDEN).bfloat16()
+    policy = policy_folder(tmp_path, theirs)
+    edit_tensors(tmp_path, embed_tokens__weight=theirs.float())
+    with pytest.raises(RefusedError, match="embed_tokens"):
+        read_checkpoint(tmp_path)
+    copied = read_checkpoint(tmp_path, policy)
+    assert copied.config == model.config and not copied.as_stored
+    assert load_head(tmp_path, policy)[0].embed_tokens is None
+
+    edit_tensors(tmp_path, embed_tokens__weight=theirs.float() + 1)
+    own = read_checkpoint(tmp_path, policy)
+    assert own.config.own_embeddings and not own.as_stored
+    again = tmp_path / "again"
+    again.mkdir()
+    write_checkpoint(again, own)
+    # What was found out is in the file now, so that the policy is no longer needed.
+    loaded, _ = load_head(again)
+    assert loaded.embed_tokens is not None and read_checkpoint(again).as_stored
+    assert torch.equal(loaded.embed_tokens.weight, theirs.float() + 1)
+    assert not loaded.embed_tokens.weight.requires_grad
+
+
+def test_the_policys_depth_says_what_nested_layers_mean(tmp_path: Path) -> None:
+    """Ten layers: SpecForge's and vLLM's defaults are (1, 4, 6) and (2, 5, 7)."""
+    saved(tmp_path, aux_layer_ids=(2, 5, 7))
+    policy = policy_folder(tmp_path)
+    name = "eagle_aux_hidden_state_layer_ids"
+    for nested in (None, [1, 4, 6], [2, 5, 7]):
+        eagle = {} if nested is None else {"eagle_config": {name: nested, "other": 1}}
+        edit_config(tmp_path, **{name: ..., **eagle})
+        with pytest.raises(RefusedError, match=name):
+            read_checkpoint(tmp_path)
+        checkpoint = read_checkpoint(tmp_path, policy)
+        assert checkpoint.config.aux_layer_ids == (2, 5, 7) and not checkpoint.as_stored
+        assert checkpoint.document[name] == [2, 5, 7]
+    assert checkpoint.document["eagle_config"] == {"other": 1}
+    edit_config(tmp_path, eagle_config={name: [1, 4, 7]})
+    with pytest.raises(RefusedError, match=name):
+        read_checkpoint(tmp_path, policy)
+
+
+def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    (tmp_path / WEIGHTS).unlink()
+    shards = {"a.safetensors": ("fc.weight", "d2t"), "b.safetensors": ()}
+    shards["b.safetensors"] = tuple(tensors.keys() - set(shards["a.safetensors"]))
+    for name, names in shards.items():
+        save_file({n: tensors[n] for n in names}, tmp_path / name)
+    weight_map = {n: shard for shard, names in shards.items() for n in names}
+    index = tmp_path / f"{WEIGHTS}.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    checkpoint = read_checkpoint(tmp_path)
+    assert torch.equal(checkpoint.tensors["fc.weight"], model.fc.weight)
+    assert not checkpoint.as_stored
+    save_file(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(RefusedError, match="again"):
+        read_checkpoint(tmp_path)
+    index.write_text("[]")
+    with pytest.raises(RefusedError, match="index"):
+        read_checkpoint(tmp_path)
+
+
+def test_target_ids_invert_d2t() -> None:
+    assert target_ids(d2t()).tolist() == draft_vocab_ids().tolist()
+    assert HeadConfig.from_dict(head().config.to_dict()) == head().config

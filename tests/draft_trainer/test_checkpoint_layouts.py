@@ -1,0 +1,182 @@
+"""Checkpoints that speculators, SpecForge and ModelOpt wrote (by ``checkpoints/make.py``)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft_trainer.checkpoint import load_head, read_checkpoint, save_draft
+from draft_trainer.releases import Registry
+from slipstream.refusal import RefusedError
+from tests.draft_trainer.dense_head import dense_step
+
+_FOLDER = Path(__file__).parent / "checkpoints"
+_POLICY = _FOLDER / "policy"
+_SPECULATORS = ("speculators", "speculators_qwen3")
+_ALL = (*_SPECULATORS, "specforge_hf", "specforge_sglang", "modelopt")
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_NOT_THE_HEADS = {"d2t", "t2d", "embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("name", _ALL)
+def test_what_a_trainer_wrote_is_what_it_computes(name: str) -> None:
+    """Every tensor as it is in the file, and the first step's logits as that trainer has them."""
+    stored = load_file(_FOLDER / name / "model.safetensors")
+    expected = load_file(_FOLDER / name / "expected.safetensors")
+    checkpoint = read_checkpoint(_FOLDER / name, _POLICY)
+    assert len(checkpoint.tensors) == len(stored.keys() - _NOT_THE_HEADS)
+    for own_name, tensor in checkpoint.tensors.items():
+        in_file = stored.get(own_name, stored.get(own_name.replace("midlayer.", "layers.0.")))
+        assert in_file is not None and torch.equal(tensor, in_file), own_name
+        assert tensor.dtype == in_file.dtype
+    head, d2t = load_head(_FOLDER / name, _POLICY)
+    assert head.embed_tokens is None and (d2t is None) == head.config.full_vocabulary
+    if d2t is not None:
+        assert torch.equal(d2t, stored["d2t"])
+    with torch.no_grad():
+        hidden = head.fuse(expected["aux"][None])
+        embeds, positions = expected["embeds"][None], expected["positions"][None]
+        logits = head.logits(dense_step(head, hidden, embeds, positions))[0]
+    error = (logits - expected["logits"]).abs().max() / expected["logits"].abs().max()
+    assert error < 1e-5, f"relative error {error:.2e}"
+
+
+def test_the_fields_of_each_trainer() -> None:
+    configs = {name: read_checkpoint(_FOLDER / name, _POLICY).config for name in _ALL}
+    assert {name: config.aux_layer_ids for name, config in configs.items()} == {
+        "speculators": (2, 5, 7),
+        "speculators_qwen3": (2, 5),
+        # Written as (1, 4, 6), which counts layer outputs from 0; not written; (1, 4, 6).
+        **dict.fromkeys(("specforge_hf", "specforge_sglang", "modelopt"), (2, 5, 7)),
+    }
+    default = configs["speculators"]
+    assert default.norm_before_fc and default.norm_output and default.norm_before_residual
+    assert default.sliding_window == 32
+    assert configs["speculators_qwen3"].qk_norm and configs["speculators_qwen3"].fc_norm
+    assert configs["specforge_hf"].full_vocabulary and configs["specforge_hf"].fc_norm
+    scaling = configs["specforge_sglang"].rope_scaling
+    assert scaling is not None and scaling.kind == "llama3" and scaling["factor"] == 8.0
+    assert configs["modelopt"].rms_norm_eps == 1e-7 and configs["modelopt"].rope_scaling is None
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("speculators", "embed_tokens.weight"),
+        ("specforge_hf", f"eagle_config.{_LAYER_IDS}"),
+        ("specforge_sglang", _LAYER_IDS),
+    ],
+)
+def test_what_only_the_policy_can_tell_is_asked_for(name: str, field: str) -> None:
+    with pytest.raises(RefusedError) as refusal:
+        read_checkpoint(_FOLDER / name)
+    assert refusal.value.field.endswith(field)
+    assert "policy's folder" in str(refusal.value) or "move it there" in str(refusal.value)
+    read_checkpoint(_FOLDER / "modelopt")
+
+
+@pytest.mark.parametrize("name", _ALL)
+def test_released_drafts_keep_the_checkpoints_form(tmp_path: Path, name: str) -> None:
+    """Release 0 is what vLLM reads as its trainer meant it; later ones are written like it."""
+    registry = Registry(tmp_path / "registry")
+    manifest = registry.import_initial(_FOLDER / name, _POLICY)
+    assert registry.import_initial(_FOLDER / name, _POLICY) == manifest
+    zero = registry.path(0)
+    checkpoint = read_checkpoint(zero)  # without the policy: nothing is left open
+    source = read_checkpoint(_FOLDER / name, _POLICY)
+    assert checkpoint.config == source.config and checkpoint.as_stored
+    assert checkpoint.tensors.keys() == source.tensors.keys()
+    for own_name, tensor in source.tensors.items():
+        assert torch.equal(checkpoint.tensors[own_name], tensor)
+    written = json.loads((zero / "config.json").read_text())
+    assert written[_LAYER_IDS] == list(source.config.aux_layer_ids)
+    assert _LAYER_IDS not in (written.get("eagle_config") or {})
+    given = json.loads((_FOLDER / name / "config.json").read_text())
+    if name == "speculators":
+        assert written == given
+    if name == "speculators_qwen3":
+        # vLLM takes three layers for granted in one of its two classes.
+        given["transformer_layer_config"]["num_aux_hidden_states"] = 2
+        assert written == given
+
+    head, d2t = load_head(zero)
+    newer = registry.create(
+        head,
+        head.config,
+        d2t,
+        parent=0,
+        trained_against=1,
+        run_id="run",
+        ttt_steps=3,
+        gate=None,
+        dtype=torch.float32,
+    )
+    path = registry.path(newer.draft_version)
+    names = {spec.name for spec in manifest.tensors}
+    assert {spec.name for spec in newer.tensors} == names
+    assert not names & {"embed_tokens.weight", "verifier_lm_head.weight"}
+    renamed = json.loads((path / "config.json").read_text())
+    assert renamed.keys() == written.keys() and renamed.get("dtype") in ("float32", None)
+    assert read_checkpoint(path).config == head.config
+
+
+@pytest.mark.parametrize("name", _SPECULATORS)
+def test_a_new_speculators_checkpoint_has_every_field_of_theirs(tmp_path: Path, name: str) -> None:
+    """Not every value: what a draft's function does not depend on is left to their defaults."""
+    head, d2t = load_head(_FOLDER / name, _POLICY)
+    save_draft(tmp_path, head.config, head, d2t, layout="speculators", policy=_POLICY)
+    theirs = json.loads((_FOLDER / name / "config.json").read_text())
+    ours = json.loads((tmp_path / "config.json").read_text())
+    defaults = {"auto_map", "transformers_version", "embed_requires_grad"}
+    assert theirs.keys() - ours.keys() == defaults
+    verifier = ours["speculators_config"].pop("verifier")
+    assert verifier["architectures"] == ["Qwen3ForCausalLM"]
+    assert verifier["name_or_path"] == str(_POLICY)
+    del theirs["speculators_config"]["verifier"]
+    assert ours["speculators_config"] == theirs["speculators_config"]
+    assert read_checkpoint(tmp_path).config == head.config
+
+
+def test_leftovers_of_older_speculators_are_left_out(tmp_path: Path) -> None:
+    """Copies of the policy's norm and lm_head, which vLLM has no parameters for."""
+    source = _FOLDER / "speculators"
+    tensors = load_file(source / "model.safetensors")
+    extra = {"verifier_norm.weight": torch.ones(16), "verifier_lm_head.weight": torch.ones(16, 16)}
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    document = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    assert read_checkpoint(tmp_path, _POLICY).tensors.keys() == (
+        read_checkpoint(source, _POLICY).tensors.keys()
+    )
+    for field, change in (
+        ("norm_before_residual", {"norm_before_residual": None}),
+        ("speculators_model_type", {"speculators_model_type": "peagle"}),
+        ("transformer_layer_config", {"transformer_layer_config": None}),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(document | change))
+        with pytest.raises(RefusedError, match=field):
+            read_checkpoint(tmp_path, _POLICY)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("use_aux_hidden_state", False),
+        ("use_last_layernorm", False),
+        ("use_mtp_layernorm", True),
+        ("parallel_draft_step", 2),
+        (_LAYER_IDS, []),
+    ],
+)
+def test_modelopt_drafts_that_are_not_eagle_3(tmp_path: Path, field: str, change: object) -> None:
+    source = _FOLDER / "modelopt"
+    document = json.loads((source / "config.json").read_text())
+    document["eagle_config"][field] = change
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    with pytest.raises(RefusedError, match=rf"eagle_config\.{field}"):
+        read_checkpoint(tmp_path)

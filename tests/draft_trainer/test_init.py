@@ -1,0 +1,226 @@
+"""``draft-trainer init``: a draft for the trained tiny policy, from its recorded states."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft_trainer.checkpoint import load_head, target_ids
+from draft_trainer.cli import main
+from draft_trainer.initial import choose_draft_vocabulary, init_draft
+from draft_trainer.policy_checkpoint import PolicyCheckpoint, read_policy
+from draft_trainer.recording import Recording
+from slipstream.refusal import RefusedError
+from tests.draft_trainer.recordings import record_synthetic
+from tests.draft_trainer.synthetic import VOCAB, Policy, draft_vocab_ids
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "num_hidden_layers": 10,
+    "intermediate_size": 32,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 123.0},
+}
+
+
+def policy(**changes: Any) -> PolicyCheckpoint:
+    generator = torch.Generator().manual_seed(0)
+    return PolicyCheckpoint(
+        SIZES | changes,
+        torch.randn(VOCAB, 16, generator=generator),
+        torch.rand(16, generator=generator),
+    )
+
+
+def init(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout and the last line of stderr."""
+    code = main(["init", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, (err.splitlines() or [""])[-1]
+
+
+def test_the_policys_rows_and_norm_are_taken() -> None:
+    given = policy()
+    made = init_draft(given, draft_vocab_ids())
+    assert torch.equal(made.lm_head.weight, given.lm_head[draft_vocab_ids()])
+    assert torch.equal(made.norm.weight, given.final_norm)
+    assert made.config.aux_layer_ids == (2, 5, 7) and made.config.rope_theta == 123.0
+    assert torch.equal(made.fc.weight, init_draft(given, draft_vocab_ids()).fc.weight)
+    assert not torch.equal(made.fc.weight, init_draft(given, draft_vocab_ids(), seed=1).fc.weight)
+    # fc is near the mean of the auxiliary states, so that it starts at their scale.
+    aux = torch.randn(100, 48, generator=torch.Generator().manual_seed(1))
+    mean = aux.view(100, 3, 16).mean(1)
+    assert float((aux @ made.fc.weight.T - mean).norm() / mean.norm()) < 0.25
+
+
+def test_scaled_rope_is_the_drafts_too() -> None:
+    scaled = {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    made = init_draft(policy(rope_parameters=scaled), None).config
+    assert made.full_vocabulary and made.rope_scaling is not None
+    assert made.rope_scaling.kind == "llama3" and made.rope_scaling["factor"] == 8.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers", "text"),
+    [
+        ({"intermediate_size": None}, None, "config.json intermediate_size: found None"),
+        ({"rms_norm_eps": None}, None, "config.json rms_norm_eps"),
+        ({"rope_parameters": None}, None, "rope_theta"),
+        ({}, (2, 10), r"--aux-layers: found \[2, 10\], expected ascending layers from 0 to 9"),
+        ({}, (5, 2), "--aux-layers"),
+        ({"num_hidden_layers": 6}, None, "num_hidden_layers: found 6, expected at least 8"),
+    ],
+)
+def test_a_policy_without_what_a_draft_needs_is_refused(
+    changes: dict[str, Any], layers: tuple[int, ...] | None, text: str
+) -> None:
+    with pytest.raises(RefusedError, match=text):
+        init_draft(policy(**changes), None, aux_layer_ids=layers)
+
+
+def test_the_most_frequent_tokens_are_chosen_and_ties_go_to_lower_ids() -> None:
+    counts = torch.tensor([3, 0, 5, 3, 3, 9, 0, 0])
+    every = torch.arange(8)
+    assert choose_draft_vocabulary(counts, 3, every).tolist() == [0, 2, 5]
+    assert choose_draft_vocabulary(counts, 6, every).tolist() == [0, 1, 2, 3, 4, 5]
+    assert choose_draft_vocabulary(counts, 2, torch.tensor([1, 3, 4, 6])).tolist() == [3, 4]
+    for size in (0, 9):
+        with pytest.raises(RefusedError, match="--draft-vocab"):
+            choose_draft_vocabulary(counts, size, every)
+
+
+def test_a_policy_is_read_as_hugging_face_saves_it(tmp_path: Path, policy_dir: Path) -> None:
+    whole = read_policy(policy_dir)
+    tensors = load_file(policy_dir / "model.safetensors")
+    assert torch.equal(whole.lm_head, tensors["lm_head.weight"])
+    assert torch.equal(whole.final_norm, tensors["model.norm.weight"])
+    config = json.loads((policy_dir / "config.json").read_text())
+
+    # In two files, of a model that wraps the language model, with tied embeddings.
+    tied = {"text_config": config | {"tie_word_embeddings": True}}
+    (tmp_path / "config.json").write_text(json.dumps(tied))
+    del tensors["lm_head.weight"]
+    names = sorted(tensors)
+    for part, chosen in enumerate((names[:40], names[40:])):
+        nested = {n.replace("model.", "model.language_model.", 1): tensors[n] for n in chosen}
+        save_file(nested, tmp_path / f"model-0000{part}.safetensors")
+    read = read_policy(tmp_path)
+    assert torch.equal(read.lm_head, tensors["model.embed_tokens.weight"])
+    assert torch.equal(read.final_norm, whole.final_norm)
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RefusedError, match=r"no lm_head\.weight"):
+        read_policy(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tied["text_config"] | {"vocab_size": 64}))
+    with pytest.raises(RefusedError, match=r"embed_tokens\.weight: found .*\[128, 192\]"):
+        read_policy(tmp_path)
+    (tmp_path / "model-00000.safetensors").write_bytes(b"none")
+    with pytest.raises(RefusedError, match="model-00000"):
+        read_policy(tmp_path)
+
+
+def test_init_from_recorded_states(
+    tmp_path: Path, policy_dir: Path, tiny_states: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The chosen tokens, the share they cover, and a draft that reads back."""
+    given = ("--policy", policy_dir, "--states", tiny_states, "--draft-vocab", 40)
+    code, out, _ = init(capsys, *given, "--out", tmp_path / "draft")
+    assert code == 0
+    recording = Recording(tiny_states)
+    counts = Counter(
+        token
+        for sample in (recording[i] for i in range(len(recording)))
+        for token in sample.token_ids[sample.loss_mask].tolist()
+    )
+    expected = sorted(sorted(range(128), key=lambda token: (-counts[token], token))[:40])
+    head, d2t = load_head(tmp_path / "draft")
+    assert d2t is not None and target_ids(d2t).tolist() == expected
+    share = sum(counts[token] for token in expected) / counts.total()
+    assert 0.9 < share < 1.0
+    assert f"draft vocabulary 40 of 128 tokens, {share:.2%} of the {counts.total():,}" in out
+    assert head.config.aux_layer_ids == recording.facts.aux_layer_ids == (2, 5, 7)
+    rows = read_policy(policy_dir).lm_head[target_ids(d2t)]
+    assert torch.equal(head.lm_head.weight.bfloat16(), rows.bfloat16())
+    # The same again, to the byte.
+    assert init(capsys, *given, "--out", tmp_path / "again")[0] == 0
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "draft" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_init_without_states_takes_the_whole_vocabulary(
+    tmp_path: Path, policy_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--policy", policy_dir, "--aux-layers", "1,9", "--intermediate-size", 64)
+    assert init(capsys, *given, "--out", tmp_path / "draft")[0] == 0
+    head, d2t = load_head(tmp_path / "draft")
+    assert d2t is None and head.config.full_vocabulary
+    assert head.config.aux_layer_ids == (1, 9) and head.config.intermediate_size == 64
+
+
+def test_refusals_leave_nothing_behind(
+    tmp_path: Path,
+    policy_dir: Path,
+    tiny_states: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record_synthetic(tmp_path / "other", Policy().samples(2), {1: Policy()})
+    out = tmp_path / "draft"
+    there = tmp_path / "there"
+    there.mkdir()
+    given: dict[str, object] = {"--policy": policy_dir, "--states": tiny_states, "--out": out}
+    for changes, text in (
+        ({"--out": there}, f"--out {there}: found something there"),
+        ({"--policy": tmp_path}, "config.json: found"),
+        ({"--states": tmp_path}, "give one of the recordings in it: other"),
+        ({"--states": tmp_path / "other"}, "recorded policy's hidden_size: found 16, expected 192"),
+        ({"--draft-vocab": 129}, "--draft-vocab: found 129, expected 1 to 128"),
+        ({"--draft-vocab": 0}, "--draft-vocab: found 0"),
+        ({"--aux-layers": "2,3"}, "auxiliary layers: found [2, 3] (after L layers), expected"),
+        ({"--states": None, "--draft-vocab": 64}, "give --states, or leave --draft-vocab out"),
+    ):
+        options = {k: v for k, v in (given | changes).items() if v is not None}
+        code, printed, line = init(capsys, *(x for pair in options.items() for x in pair))
+        assert code == 2 and not printed
+        assert text in line and "Next step: " in line, line
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "there"]
+        assert not list(there.iterdir())
+
+
+@pytest.mark.parametrize("command", ["init", "fit"])
+def test_help_is_complete_and_does_not_load_torch(command: str) -> None:
+    program = (
+        "import sys\nfrom draft_trainer.cli import main\ntry:\n    main(sys.argv[1:])\n"
+        "finally:\n    assert not {'torch', 'pydantic', 'safetensors'} & sys.modules.keys()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, command, "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    options = {
+        "init": "policy states out draft-vocab aux-layers intermediate-size seed",
+        "fit": "states draft out config resume epochs draft-length learning-rate batch-tokens "
+        "ttt-steps compute-dtype device threads seed",
+    }[command]
+    assert all(f"--{name}" in done.stdout for name in options.split())

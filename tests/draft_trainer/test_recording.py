@@ -1,0 +1,406 @@
+"""Recorded states: what was put in comes out, and what was damaged or does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from draft_trainer import recording_writer
+from draft_trainer.board import Board
+from draft_trainer.config import RecordingConfig
+from draft_trainer.policy_head import PolicyHead
+from draft_trainer.recorder import Recorder
+from draft_trainer.recording import Recording
+from draft_trainer.recording_writer import RecordingWriter
+from draft_trainer.replay import ReplayBuffer
+from draft_trainer.sample import Sample
+from draft_trainer.session import PolicySizes, Run
+from slipstream.refusal import RefusedError
+from slipstream.v1 import draft_trainer_pb2 as pb
+from tests.draft_trainer.recordings import FACTS, record_synthetic
+from tests.draft_trainer.rig import make_config, rollouts, running
+from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, config, draft_vocab_ids
+
+
+def same(found: Sample, expected: Sample) -> bool:
+    """All fields equal, tensors in value and, of floating ones, in type."""
+    for field in fields(Sample):
+        a, b = getattr(found, field.name), getattr(expected, field.name)
+        if isinstance(a, Tensor):
+            if a.is_floating_point() and a.dtype != b.dtype:
+                return False
+            if not torch.equal(a.to(b.dtype), b):
+                return False
+        elif a != b:
+            return False
+    return True
+
+
+def bfloat16(sample: Sample, version: int = 1) -> Sample:
+    return replace(
+        sample,
+        aux=sample.aux.bfloat16(),
+        final_hidden=sample.final_hidden.bfloat16(),
+        policy_version=version,
+    )
+
+
+@pytest.fixture
+def policy() -> Policy:
+    return Policy()
+
+
+def test_samples_come_back_as_they_were_in_bounded_shards(tmp_path: Path, policy: Policy) -> None:
+    samples = policy.samples(40)
+    samples = [*samples[:20], *(bfloat16(s, 2) for s in samples[20:])]
+    limit = 20_000
+    index = record_synthetic(tmp_path, samples, {1: policy, 2: Policy(1)}, shard_bytes=limit)
+    ends = list(accumulate(shard.samples for shard in index.shards))
+    assert len(ends) > 4 and ends[-1] == 40 and 20 in ends
+    for start, end in pairwise([0, *ends]):
+        size = sum(s.nbytes for s in samples[start:end])
+        assert size <= limit
+        # A shard ends where it is full or the type changes, not sooner.
+        assert end in (20, 40) or size + samples[end].nbytes > limit
+    recording = Recording(tmp_path)
+    assert len(recording) == 40 and recording.index.tokens == sum(s.num_tokens for s in samples)
+    for number in (39, 0, 20, 19, 7):
+        assert same(recording[number], samples[number])
+    assert all(same(recording[i], samples[i]) for i in range(40))
+    assert recording.lengths() == [s.num_tokens for s in samples]
+    assert recording.groups() == [s.group for s in samples]
+    with pytest.raises(IndexError):
+        recording[40]
+
+
+def test_counts_are_of_completion_tokens_only(tmp_path: Path, policy: Policy) -> None:
+    samples = policy.samples(10)
+    record_synthetic(tmp_path, samples, {1: policy}, shard_bytes=10_000)
+    expected = Counter(t for s in samples for t in s.token_ids[s.loss_mask].tolist())
+    counts = Recording(tmp_path).completion_token_counts()
+    assert counts.tolist() == [expected[token] for token in range(VOCAB)]
+
+
+def test_matrices_are_stored_once_per_content(tmp_path: Path, policy: Policy) -> None:
+    frozen = Policy(1)
+    frozen.embed = policy.embed
+    record_synthetic(tmp_path, policy.samples(3), {1: policy, 2: frozen, 3: policy})
+    assert len(list(tmp_path.glob("matrix-*"))) == 3
+    heads = Recording(tmp_path).policy_heads(draft_vocab_ids())
+    assert heads.versions == (1, 2, 3)
+    assert torch.equal(heads.get(2).lm_head_rows, frozen.lm_head[draft_vocab_ids()])
+    assert torch.equal(heads.get(3).embed_tokens, policy.embed)
+
+
+def test_recorded_rows_are_found_by_their_ids(tmp_path: Path, policy: Policy) -> None:
+    record_synthetic(tmp_path, policy.samples(3), {1: policy}, rows=draft_vocab_ids())
+    recording = Recording(tmp_path)
+    assert torch.equal(recording.lm_head_ids(), draft_vocab_ids())
+    some = draft_vocab_ids()[2::3]
+    rows = recording.policy_heads(some).get(1).lm_head_rows
+    assert torch.equal(rows, policy.lm_head[some])
+    with pytest.raises(RefusedError, match=r"draft vocabulary: found 8 tokens without .* \[2, 5"):
+        recording.policy_heads(torch.arange(VOCAB))
+
+
+def test_layers_can_be_narrowed_to(tmp_path: Path, policy: Policy) -> None:
+    (sample,) = policy.samples(1)
+    record_synthetic(tmp_path, [sample], {1: policy})
+    recording = Recording(tmp_path)
+    recording.select_layers((2, 5))
+    wanted = torch.cat([sample.aux[:, :HIDDEN], sample.aux[:, 2 * HIDDEN :]], dim=1)
+    assert torch.equal(recording[0].aux, wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"hidden_size": 32, "target_hidden_size": 32},
+            "target_hidden_size: found 32, expected 16",
+        ),
+        ({"vocab_size": 25}, "vocab_size: found 25, expected 24"),
+        ({"aux_layer_ids": (2, 3, 5)}, r"auxiliary layers: found \[2, 3, 5\]"),
+    ],
+)
+def test_a_draft_of_another_policy_is_refused(
+    tmp_path: Path, policy: Policy, changes: dict[str, object], text: str
+) -> None:
+    record_synthetic(tmp_path, policy.samples(1), {1: policy})
+    with pytest.raises(RefusedError, match=text):
+        Recording(tmp_path).fit_to(config(**changes))  # type: ignore[arg-type]
+
+
+def test_an_lm_head_of_another_version_is_refused(tmp_path: Path, policy: Policy) -> None:
+    record_synthetic(tmp_path, policy.samples(3), {1: Policy(1)})
+    with pytest.raises(RefusedError, match="lm_head of policy version 1: found logits that differ"):
+        Recording(tmp_path).policy_heads(draft_vocab_ids())
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def drop_policy(folder: Path) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    del index["policies"]["1"]
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def set_format(folder: Path) -> None:
+    text = (folder / "index.json").read_text()
+    (folder / "index.json").write_text(text.replace("recording/1", "recording/9"))
+
+
+SHARD = "states-000000.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lambda f: flip(f / SHARD), f"{SHARD}: found .* bytes with SHA-256"),
+        (lambda f: (f / SHARD).write_bytes((f / SHARD).read_bytes()[:-1]), f"{SHARD}"),
+        (lambda f: (f / SHARD).unlink(), f"{SHARD}: found .*No such file"),
+        (lambda f: flip(next(f.glob("matrix-*"))), "matrix-.*: found SHA-256"),
+        (lambda f: next(f.glob("matrix-*")).unlink(), "matrix-.*No such file"),
+        (drop_policy, r"policy_version: found \[1\], whose lm_head was not recorded"),
+        (set_format, "index.json: format"),
+        (lambda f: (f / "index.json").write_text("{"), "index.json: found Invalid JSON"),
+        (lambda f: (f / "index.json").unlink(), "index.json: found No such file"),
+    ],
+)
+def test_damage_is_refused_by_name(
+    tmp_path: Path, policy: Policy, edit: Callable[[Path], None], text: str
+) -> None:
+    record_synthetic(tmp_path, policy.samples(3), {1: policy})
+    edit(tmp_path)
+    with pytest.raises(RefusedError, match=text):
+        Recording(tmp_path).policy_heads(draft_vocab_ids())
+
+
+def test_the_folder_above_recordings_names_them(tmp_path: Path, policy: Policy) -> None:
+    for name in ("run-000000", "run-000001"):
+        record_synthetic(tmp_path / name, policy.samples(1), {1: policy})
+    with pytest.raises(RefusedError, match=r"give one of .*: run-000000, run-000001"):
+        Recording(tmp_path)
+
+
+def test_what_cannot_be_recorded_is_refused(tmp_path: Path, policy: Policy) -> None:
+    sample = policy.samples(1)[0]
+    writer = RecordingWriter(tmp_path, FACTS)
+    with pytest.raises(RefusedError, match="files in it"):
+        RecordingWriter(tmp_path, FACTS)
+    with pytest.raises(RefusedError, match="policy_version: found 1"):
+        writer.add(sample)
+    with pytest.raises(RefusedError, match=r"lm_head: found .*\[16, 16\]"):
+        writer.add_policy(1, policy.lm_head[:16], None, policy.embed)
+    writer.add_policy(1, policy.lm_head, None, policy.embed)
+    with pytest.raises(RefusedError, match="policy_version: found 1"):
+        writer.add_policy(1, policy.lm_head, None, policy.embed)
+    poisoned = sample.aux.clone()
+    poisoned[3, 7] = torch.nan
+    for name, value in (
+        ("aux", sample.aux[:, :HIDDEN]),
+        ("aux", poisoned),
+        ("final_hidden", sample.final_hidden.bfloat16()),
+        ("token_ids", sample.token_ids + VOCAB),
+        ("loss_mask", sample.loss_mask[1:]),
+    ):
+        with pytest.raises(RefusedError, match=f"sample '0-0' .*{name}"):
+            writer.add(replace(sample, **{name: value}))
+    assert writer.flush() == 0
+
+
+WRITE_UNTIL_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.draft_trainer.recordings import FACTS
+from tests.draft_trainer.synthetic import Policy
+from draft_trainer.recording_writer import RecordingWriter
+
+left = int(sys.argv[2])
+def on_event(name, arguments):
+    global left
+    if name == "os.rename":
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(on_event)
+policy = Policy()
+with RecordingWriter(Path(sys.argv[1]), FACTS, 10_000) as writer:
+    writer.add_policy(1, policy.lm_head, None, policy.embed)
+    for sample in policy.samples(30):
+        writer.add(sample)
+"""
+
+
+@pytest.mark.parametrize("rename", [6, 7])
+def test_a_kill_leaves_what_was_written(tmp_path: Path, policy: Policy, rename: int) -> None:
+    """Renames: the empty index, two matrices, the index; then a shard and the index by turns."""
+    done = subprocess.run(
+        [sys.executable, "-c", WRITE_UNTIL_KILLED, str(tmp_path / "r"), str(rename)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == -signal.SIGKILL
+    recording, samples = None, policy.samples(30)
+    if rename == 6:  # the first index that names a shard
+        with pytest.raises(RefusedError, match="no samples"):
+            Recording(tmp_path / "r")
+    else:
+        recording = Recording(tmp_path / "r")
+        assert 0 < len(recording) < 30
+        assert all(same(recording[i], samples[i]) for i in range(len(recording)))
+
+
+# The recorder beside the service.
+
+
+class Rig:
+    """A recorder and a run whose policy version 1 is known."""
+
+    def __init__(self, folder: Path, **changes: int) -> None:
+        self.board = Board()
+        self.run = Run("run", PolicySizes(HIDDEN, VOCAB, 8), ReplayBuffer(1 << 20, 0.1), 2)
+        self.policy = Policy()
+        self.announce(1)
+        limits = RecordingConfig.model_validate({"shard_bytes": 8_000, **changes})
+        self.recorder = Recorder(folder, limits, config(), draft_vocab_ids(), self.board)
+
+    def announce(self, version: int) -> None:
+        rows = self.policy.lm_head[draft_vocab_ids()]
+        self.run.add_policy(PolicyHead(version, rows, self.policy.embed))
+
+    def counts(self) -> tuple[int, dict[str, int]]:
+        now = self.board.read()
+        return now.samples_recorded, dict(now.recording_shed)
+
+
+def test_the_service_records_what_it_accepts(tmp_path: Path) -> None:
+    made = make_config(tmp_path, recording={"directory": str(tmp_path / "states")})
+    messages = rollouts(12)
+    with running(made, train=False) as (server, client):
+        client.open("grpo-1")
+        client.announce(1)
+        acks = client.send(*messages, messages[0])
+        assert [ack.status for ack in acks] == [pb.ACK_STATUS_ACCEPTED] * 12 + [
+            pb.ACK_STATUS_DUPLICATE
+        ]
+    recording = Recording(tmp_path / "states" / "run-000000")
+    assert recording.facts == FACTS.model_copy(update={"run_id": "grpo-1"})
+    samples = Policy().samples(12)
+    assert len(recording) == 12
+    assert all(same(recording[i], samples[i]) for i in range(12))
+    heads = recording.policy_heads(draft_vocab_ids())
+    assert torch.equal(heads.get(1).embed_tokens, Policy().embed)
+    assert server._board.read().samples_recorded == 12
+
+
+def test_the_queue_is_bounded_and_what_it_sheds_is_counted(tmp_path: Path) -> None:
+    samples = Policy().samples(10)
+    size = max(s.nbytes for s in samples)
+    rig = Rig(tmp_path, queue_bytes=4 * size)
+    for sample in samples:
+        rig.recorder.offer(rig.run, sample)
+    recorded, shed = rig.counts()
+    assert recorded == 0 and 5 <= shed["queue_full"] <= 6
+    rig.recorder.start()
+    assert rig.recorder.stop(30)
+    recorded, after = rig.counts()
+    assert recorded == 10 - shed["queue_full"] and after == shed
+    assert len(Recording(tmp_path / "run-000000")) == recorded
+
+
+def test_a_deadline_bounds_the_offer(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, offer_timeout_s=0.01)  # type: ignore[arg-type]
+    with rig.recorder._changed:
+        rig.recorder.offer(rig.run, Policy().samples(1)[0])
+    assert rig.counts() == (0, {"busy": 1})
+
+
+def test_the_directory_is_bounded_over_restarts(tmp_path: Path) -> None:
+    samples = Policy().samples(40)
+    capacity = 60_000
+    kept = 0
+    for _ in range(2):
+        rig = Rig(tmp_path, capacity_bytes=capacity)
+        for sample in samples:
+            rig.recorder.offer(rig.run, sample)
+        rig.recorder.start()
+        assert rig.recorder.stop(30)
+        recorded, shed = rig.counts()
+        assert recorded + shed["capacity"] == 40
+        kept += recorded
+    assert 0 < kept < 40
+    states = sum(s.nbytes for s in samples[:kept])
+    assert capacity / 2 < states <= capacity
+    # Headers and the index, which are not counted in advance, are small.
+    assert sum(p.stat().st_size for p in tmp_path.rglob("*.safetensors")) < capacity + 20_000
+
+
+def test_another_run_gets_another_recording(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    samples = Policy().samples(4)
+    other = Run("other", rig.run.sizes, ReplayBuffer(1 << 20, 0.1), 2)
+    other.add_policy(rig.run.heads.get(1))
+    for run, sample in zip((rig.run, rig.run, other, other), samples, strict=True):
+        rig.recorder.offer(run, sample)
+    rig.recorder.start()
+    assert rig.recorder.stop(30)
+    assert rig.counts() == (4, {})
+    for number, name in enumerate(("run", "other")):
+        recording = Recording(tmp_path / f"run-00000{number}")
+        assert recording.facts.run_id == name and len(recording) == 2
+
+
+def test_a_forgotten_policy_version_sheds_its_samples(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    for version in (2, 3, 4):
+        rig.announce(version)
+    rig.recorder.offer(rig.run, Policy().samples(1)[0])
+    rig.recorder.start()
+    assert rig.recorder.stop(30)
+    assert rig.counts() == (0, {"policy_forgotten": 1})
+
+
+def test_a_full_disk_loses_shards_not_the_recorder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path)
+    samples = Policy().samples(20)
+    save, calls = recording_writer.save_file, []
+
+    def full_at_shard_2(tensors: dict[str, Tensor], *rest: object, **named: object) -> None:
+        if "aux" in tensors:
+            calls.append(len(tensors["policy_version"]))
+            if len(calls) == 2:
+                raise SafetensorError("No space left on device")
+        save(tensors, *rest, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recording_writer, "save_file", full_at_shard_2)
+    for sample in samples:
+        rig.recorder.offer(rig.run, sample)
+    rig.recorder.start()
+    assert rig.recorder.stop(30)
+    recorded, shed = rig.counts()
+    # The sample that made the shard full is lost with it.
+    assert shed == {"write_failed": calls[1] + 1} and recorded + shed["write_failed"] == 20
+    recording = Recording(tmp_path / "run-000000")
+    assert len(recording) == recorded
+    assert not list(tmp_path.rglob(".*"))

@@ -1,0 +1,80 @@
+"""kill -9 of a real training process: nothing that was reported is lost, and no bit differs."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+_COMMAND = (sys.executable, "-m", "tests.draft_trainer.training_process")
+_DEADLINE = 60
+_EPOCHS = 10
+
+
+def _run(folder: Path, *options: str) -> int:
+    folder.mkdir(exist_ok=True)
+    command = [*_COMMAND, str(folder), "--epochs", str(_EPOCHS), *options]
+    return subprocess.run(command, timeout=_DEADLINE, check=False, capture_output=True).returncode
+
+
+def _kill_after(folder: Path, seconds: float) -> bool:
+    """Start, wait until it trains, kill -9 that much later; False when it had ended by then."""
+    command = [*_COMMAND, str(folder), "--epochs", str(_EPOCHS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        try:
+            assert process.wait(seconds) == 0
+            return False
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return True
+
+
+def _lines(folder: Path) -> list[list[str]]:
+    return [line.split() for line in (folder / "losses.txt").read_text().splitlines()]
+
+
+def _last_state(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(max((folder / "states").glob("state-*.safetensors")))
+
+
+def test_killed_at_any_instant_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """Before a state has its name, before its folder is on disk, before an old one goes; at random.
+
+    The step that is under way is lost and done again, and no other.
+    """
+    uninterrupted, run = tmp_path / "whole", tmp_path / "run"
+    assert _run(uninterrupted) == 0
+    for event in ("os.rename:4", "open:8", "os.remove:5"):
+        assert _run(run, "--die-at", event) == -signal.SIGKILL
+    killed = 0
+    rng = random.Random(0)
+    while killed < 3 and _kill_after(run, rng.uniform(0.0, 0.2)):
+        killed += 1
+    assert killed == 3, "the run is too short for this test"
+    assert _run(run) == 0
+    expected = {line[1]: line[2:] for line in _lines(uninterrupted) if line[0] == "step"}
+    reported = 0
+    seen = set()
+    for word, number, *figures in _lines(run):
+        if word == "begins":
+            # At most the step that was under way is done again.
+            assert reported <= int(number) <= reported + 1
+        else:
+            assert figures == expected[number]
+            assert int(number) > reported
+            reported = int(number)
+            seen.add(number)
+    # A step may have been saved and the process killed before it was reported.
+    assert len(expected) - len(seen) <= 6 and len(expected) > 80
+    first, second = _last_state(uninterrupted), _last_state(run)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    leftovers = [p.name for p in (run / "states").iterdir() if p.name.startswith(".")]
+    assert leftovers == []

@@ -1,0 +1,180 @@
+"""Training states on disk: whole or not there, sound or passed over, fitting or refused."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from draft_trainer.learner import Learner, LearnerConfig
+from draft_trainer.training_state import VERSION, StateStore, head_facts
+from slipstream.refusal import RefusedError, StatusCode
+from tests.draft_trainer.synthetic import Policy, config, head
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "n": torch.tensor(7), "h": torch.ones(3).bfloat16()}
+FACTS = head_facts(config())
+
+
+def _saved(folder: Path, *steps: int) -> StateStore:
+    store = StateStore(folder, FACTS)
+    for step in steps:
+        store.save({**TENSORS, "n": torch.tensor(step)}, step, {"epoch": step, "index": 1})
+    return store
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_newest_two_are_kept_and_the_newest_comes_back(tmp_path: Path) -> None:
+    assert StateStore(tmp_path, FACTS).load() is None
+    _saved(tmp_path, 1, 2, 10)
+    assert _names(tmp_path) == ["state-000000000002.safetensors", "state-000000000010.safetensors"]
+    state = StateStore(tmp_path, FACTS).load()
+    assert state is not None
+    assert (state.step, state.position, state.passed_over) == (10, {"epoch": 10, "index": 1}, ())
+    assert state.tensors.keys() == TENSORS.keys()
+    assert int(state.tensors["n"]) == 10
+    for name in ("a", "h"):
+        assert torch.equal(state.tensors[name], TENSORS[name])
+        assert state.tensors[name].dtype == TENSORS[name].dtype
+
+
+def test_state_does_not_change_with_its_file(tmp_path: Path) -> None:
+    store = _saved(tmp_path, 1)
+    state = store.load()
+    assert state is not None
+    path = tmp_path / _names(tmp_path)[0]
+    path.write_bytes(bytes(path.stat().st_size))
+    assert torch.equal(state.tensors["a"], TENSORS["a"])
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _flip_weight(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def _flip_position(path: Path) -> None:
+    data = path.read_bytes()
+    assert data.count(rb"\"epoch\": 10") == 1
+    path.write_bytes(data.replace(rb"\"epoch\": 10", rb"\"epoch\": 11"))
+
+
+def _not_ours(path: Path) -> None:
+    save_file(TENSORS, path)
+
+
+@pytest.mark.parametrize("damage", [_cut, _empty, _flip_weight, _flip_position, _not_ours])
+def test_damaged_file_is_passed_over_and_said(
+    tmp_path: Path, damage: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = _saved(tmp_path, 9, 10)
+    newest = tmp_path / "state-000000000010.safetensors"
+    assert callable(damage)
+    damage(newest)
+    with caplog.at_level(logging.ERROR):
+        state = store.load()
+    assert state is not None and state.step == 9
+    assert len(state.passed_over) == 1 and newest.name in state.passed_over[0]
+    assert newest.name in caplog.text and "going on from 9" in caplog.text
+    damage_both = tmp_path / "state-000000000009.safetensors"
+    _cut(damage_both)
+    with pytest.raises(RefusedError, match=r"state-000000000010.*state-000000000009") as refused:
+        store.load()
+    assert refused.value.code is StatusCode.DATA_LOSS
+
+
+def test_state_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
+    _saved(tmp_path, 1, 2)
+    other = StateStore(tmp_path, head_facts(config(intermediate_size=64)))
+    with pytest.raises(RefusedError, match=r"head\.intermediate_size.*32.*64") as refused:
+        other.load()
+    assert refused.value.code is StatusCode.FAILED_PRECONDITION
+    with pytest.raises(RefusedError, match="recording"):
+        StateStore(tmp_path, FACTS | {"recording": "b"}).load()
+    assert len(_names(tmp_path)) == 2
+
+
+def test_state_of_another_format_version_is_refused(tmp_path: Path) -> None:
+    store = _saved(tmp_path, 1)
+    path = tmp_path / _names(tmp_path)[0]
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    save_file(load_file(path), path, metadata | {"version": str(VERSION + 1)})
+    with pytest.raises(RefusedError, match=f"version.*{VERSION + 1}"):
+        store.load()
+
+
+def test_leftovers_of_killed_processes_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    store = _saved(tmp_path, 3)
+    (tmp_path / ".state-000000000004.safetensors-abc123").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("mine")
+    StateStore(tmp_path, FACTS)
+    assert _names(tmp_path) == ["notes.txt", "state-000000000003.safetensors"]
+    store.clear()
+    assert _names(tmp_path) == ["notes.txt"]
+
+
+def test_full_disk_leaves_the_states_before_it(tmp_path: Path) -> None:
+    """A file may not grow beyond 4 KiB: as with a full disk, the write fails half-way."""
+    _saved(tmp_path, 1, 2)
+    limit = f"import resource; resource.setrlimit({resource.RLIMIT_FSIZE}, (4096, 4096))"
+    code = f"""{limit}
+import sys, torch
+from pathlib import Path
+from draft_trainer.training_state import StateStore
+from tests.draft_trainer.test_training_state import FACTS
+try:
+    StateStore(Path({str(tmp_path)!r}), FACTS).save({{"a": torch.zeros(4096)}}, 3, {{}})
+except OSError as error:
+    sys.exit(f"refused: {{error}}")
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert result.returncode == 1 and "refused:" in result.stderr, result.stderr
+    assert len(_names(tmp_path)) == 2
+    state = StateStore(tmp_path, FACTS).load()
+    assert state is not None and state.step == 2
+
+
+def test_learner_goes_on_with_the_same_bits_from_a_file(tmp_path: Path) -> None:
+    """In the middle of warm-up, of the decay and of an average, after a skipped step."""
+    policy = Policy()
+    how = LearnerConfig(
+        learning_rate=5e-3, warmup_steps=4, decay_steps=9, weight_averaging=0.9, ttt_steps=2
+    )
+    batches = [policy.samples(4, seed=seed) for seed in range(6)]
+    learner, store = Learner(head(0), how), StateStore(tmp_path, FACTS)
+    for batch in batches[:3]:
+        learner.step(batch, policy.heads())
+    store.save(learner.state_dict(), learner.steps, {})
+    # The random numbers of the process play no part.
+    torch.manual_seed(99)
+    resumed = Learner(head(5), how)
+    state = store.load()
+    assert state is not None
+    resumed.load_state_dict(state.tensors)
+    for batch in batches[3:]:
+        first, second = (one.step(batch, policy.heads()) for one in (learner, resumed))
+        assert (first.loss, first.grad_norm) == (second.loss, second.grad_norm)
+        assert first.learning_rate == second.learning_rate
+    before, after = learner.state_dict(), resumed.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
