@@ -161,6 +161,7 @@ def _train(
 
 
 def _trainer_config(options: argparse.Namespace, directory: Path, ports: dict[str, int]) -> str:
+    recording = f'directory = "{(directory / "states").resolve()}"' if options.record else ""
     return f"""\
 # Written by the demo; `draft-trainer serve --config FILE` reads it.
 [server]
@@ -194,6 +195,9 @@ confidence = 0.6
 [publish]
 rollout_servers = ["127.0.0.1:{ports["control"]}"]
 num_speculative_tokens = {DRAFT_LENGTH}
+
+[recording]
+{recording}
 """
 
 
@@ -229,6 +233,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         type=int,
         default=5,
         help="interleaved rounds of the final speed comparison; 0 leaves it out",
+    )
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="keep the accepted states (about 1 GB), for draft-trainer fit",
     )
     parser.add_argument("--policy", type=Path, default=HERE / "policy", help="checkpoint to train")
     parser.add_argument("--draft", type=Path, default=HERE / "draft", help="release 0")
