@@ -32,7 +32,7 @@ from draft_trainer.matmul import product
 Target = Literal["kl", "tv", "lk"]
 METRICS = ("loss", "top1_agreement", "acceptance", "outside_mass")
 
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 32 << 20
 # Elements of one tensor in the innermost loop, so that the few it reads stay in a core's cache.
 _BLOCK_ELEMENTS = 1 << 17
 _LOG2E = 1.4426950408889634

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from draft_trainer.attention import ttt_attention
 from draft_trainer.batch import Batch
@@ -23,6 +22,7 @@ from draft_trainer.head import Attention, Eagle3Head, RMSNorm
 from draft_trainer.matmul import linear
 from draft_trainer.rms_norm import rms_norm
 from draft_trainer.rotary import rotate_heads
+from draft_trainer.swiglu import swiglu
 
 
 def ttt_unroll(
@@ -83,8 +83,7 @@ def ttt_unroll(
             gate_up,
             _joined_bias([layer.mlp.gate_proj, layer.mlp.up_proj]),
         )
-        gate, up = gated.chunk(2, dim=-1)
-        output = residual + _linear(layer.mlp.down_proj, F.silu(gate) * up)
+        output = residual + _linear(layer.mlp.down_proj, swiglu(gated))
         yield output
         hidden = head.feedback(output)
 
