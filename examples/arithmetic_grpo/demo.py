@@ -180,6 +180,7 @@ max_epochs = 4
 [training]
 threads = 1
 compute_dtype = "bfloat16"
+ttt_steps = {DRAFT_LENGTH}
 batch_tokens = 1024
 learning_rate = 2e-3
 weight_averaging = 0.95
