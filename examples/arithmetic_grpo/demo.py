@@ -225,7 +225,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--prompts", type=int, default=12, help="problems per step, 16 samples each"
     )
     parser.add_argument("--seed", type=int, default=0, help="of problems, selection and training")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the policy")
+    parser.add_argument("--learning-rate", type=float, default=8e-4, help="of the policy")
     parser.add_argument(
         "--bytes-per-step", type=int, default=32 << 20, help="budget of captured states per step"
     )
