@@ -175,7 +175,7 @@ registry = "{(directory / "releases").resolve()}"
 [replay]
 capacity_bytes = {512 << 20}
 held_out_fraction = 0.2
-max_epochs = 4
+max_epochs = 6
 
 [training]
 threads = 1

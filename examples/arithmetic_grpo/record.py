@@ -247,4 +247,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RefusedError as error:
+        sys.exit(f"record: {error}")
