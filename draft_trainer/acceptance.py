@@ -102,7 +102,8 @@ def expected_acceptance(
     groups: list[str] = []
     with torch.inference_mode():
         # ``batches`` sorts by length, the same way for every head: pairs stay pairs.
-        for batch in batches(samples, policy_heads, max_batch_tokens):
+        device = head.lm_head.weight.device
+        for batch in batches(samples, policy_heads, max_batch_tokens, device):
             groups.extend(batch.groups)
             known = valid_targets(batch, k)
             rate, survival = step_acceptance(head, batch, known, method)

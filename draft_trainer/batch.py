@@ -194,7 +194,8 @@ def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.devi
         loss_mask=loss_mask,
         anchors=anchors,
         aux=aux,
-        embeds=torch.nn.functional.embedding(token_ids, head.embed_tokens.to(where)),
+        # Looked up where the table lies: the rows are little, the table is a gigabyte.
+        embeds=head.embed_tokens[token_ids.to(head.embed_tokens.device)].to(where),
         final_hidden=final,
         lm_head_rows=head.lm_head_rows.to(where),
         log_z=log_z,

@@ -65,7 +65,7 @@ class Candidates:
         try:
             verdict = self._gate.compare(
                 candidate,
-                self._promoted_head(),
+                self._promoted_head().to(candidate.norm.weight.device),
                 samples,
                 run.heads,
                 publish.num_speculative_tokens,

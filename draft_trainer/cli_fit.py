@@ -37,7 +37,7 @@ def add_to(commands: Any) -> None:
         "held-out prompts before, while and after, and keeps its best weights. --out is a draft "
         "that vLLM loads, with training.jsonl and training.svg beside it. SIGTERM and SIGINT end "
         "it after the present step; so ended, or killed, it goes on with --resume. Several ranks: "
-        "torchrun --nproc-per-node N --no-python draft-trainer fit ...",
+        "torchrun --standalone --nproc-per-node N --no-python draft-trainer fit ...",
     )
     for name, text in (
         ("--states", "recorded states"),

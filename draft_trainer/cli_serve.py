@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import threading
@@ -92,5 +93,6 @@ def _follow(ranks: Any, training: Any) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(training.threads)
+    os.nice(training.nice)
     follow(ranks, learner_config(training))
     return 0

@@ -67,6 +67,7 @@ class ReplayConfig(Section):
 class TrainingConfig(Section):
     """[training]: the optimizer, the training-time test and the processor's share."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: Positive = 1e-3
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0

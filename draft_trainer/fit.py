@@ -29,6 +29,7 @@ from draft_trainer.progress import Progress, duration
 from draft_trainer.ranks import Ranks, shares
 from draft_trainer.recording import Recording
 from draft_trainer.recording_index import INDEX_FILE
+from draft_trainer.training_log import step_fields
 from draft_trainer.training_state import head_facts
 from slipstream.tensors import digest
 
@@ -94,7 +95,10 @@ class Fit:
             "draft": _sha256(head),
         }
         how = replace(
-            learner_config(training), decay_steps=self._total, decay_floor=fit.decay_floor
+            learner_config(training),
+            decay_steps=self._total,
+            decay_share=fit.decay_share,
+            decay_floor=fit.decay_floor,
         )
         self._learner = Learner(head.to(ranks.device), how, ranks)
         self._output = FitOutput(folders.out, d2t, training.state_every_steps)
@@ -152,21 +156,23 @@ class Fit:
         while self._now.epoch < self._config.fit.epochs:
             epoch = self._now.epoch
             metrics = self._step()
+            now = self._now
             # One rank may have been signalled before the others: they stop together.
             stop = bool(self._ranks.gather(torch.tensor([int(stopping.is_set())])).any())
             if self._ranks.rank == 0:
-                self._output.write("step", epoch=epoch, **self._step_facts(metrics))
+                where = {"step": now.step, "epoch": epoch, "tokens": now.tokens}
+                self._output.write("step", **where, **step_fields(metrics), seconds=now.seconds)
                 if self._progress.due:
-                    pace = (time.monotonic() - began_at) / (self._now.step - began)
+                    pace = (time.monotonic() - began_at) / (now.step - began)
                     self._progress.update(self._line(metrics, pace))
-                if self._now.step in self._evaluate_at:
+                if now.step in self._evaluate_at:
                     self._evaluate()
                 self._output.after_step(self._learner, self._now)
-            if stop and self._now.step < self._total:
+            if stop and now.step < self._total:
                 if self._ranks.rank == 0:
                     self._output.save(self._learner, self._now)
                 self._progress.say(
-                    f"stopped after step {self._now.step} of {self._total}; --resume goes on"
+                    f"stopped after step {now.step} of {self._total}; --resume goes on"
                 )
                 return False
         return True
@@ -261,15 +267,6 @@ class Fit:
             "held_out_samples": len(data.held_out),
             "held_out_tokens": sum(sample.num_tokens for sample in data.held_out),
         }
-
-    def _step_facts(self, metrics: StepMetrics) -> dict[str, Any]:
-        names = (
-            *("loss", "step_loss", "step_acceptance", "step_top1", "outside_mass", "grad_norm"),
-            *("learning_rate", "skipped"),
-        )
-        now = self._now
-        where = {"step": now.step, "tokens": now.tokens, "seconds": now.seconds}
-        return where | {name: getattr(metrics, name) for name in names}
 
     def _line(self, metrics: StepMetrics, pace: float) -> str:
         """For a person.

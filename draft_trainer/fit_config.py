@@ -21,6 +21,7 @@ class FitSection(Section):
     held_out_tokens: Annotated[int, Field(ge=1)] = 65536
     num_speculative_tokens: Annotated[int, Field(ge=1, le=16)] = 3
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
+    decay_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     decay_floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -11,19 +12,24 @@ from draft_trainer.schedule import Schedule
 from draft_trainer.soft_targets import Target
 from slipstream.refusal import RefusedError
 
+Optimizer = Literal["adamw", "muon"]
+
 
 @dataclass(frozen=True)
 class LearnerConfig:
     """How the head is trained. Nothing in a step is drawn at random, so there is no seed here.
 
     Attributes:
-        learning_rate: AdamW's, after warm-up.
+        optimizer: "adamw", or "muon" for the matrices between hidden states; see
+            ``HeadOptimizer``.
+        learning_rate: AdamW's, and by its scale Muon's, after warm-up.
         warmup_steps: optimizer steps of linear warm-up after every (re)start of the moments. A
             fresh AdamW at full rate takes its first steps on one batch's signs and threw a good
             head back by 6 % of its acceptance length.
         decay_steps: 0 for a constant rate, or the steps of an offline fit; see ``Schedule``.
+        decay_share: share of those steps, the last ones, over which the rate falls.
         decay_floor: the last rate of a decaying schedule as a share of ``learning_rate``.
-        weight_decay: AdamW's, on matrices only.
+        weight_decay: decoupled, on matrices only.
         betas: AdamW's.
         grad_clip: bound on the global gradient norm.
         weight_averaging: decay per step of the exponential average of the weights that is judged
@@ -38,9 +44,11 @@ class LearnerConfig:
             gradients over as many passes as its samples need.
     """
 
+    optimizer: Optimizer = "adamw"
     learning_rate: float = 1e-3
     warmup_steps: int = 20
     decay_steps: int = 0
+    decay_share: float = 1.0
     decay_floor: float = 0.1
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
@@ -53,6 +61,8 @@ class LearnerConfig:
     max_batch_tokens: int = 4096
 
     def __post_init__(self) -> None:
+        if self.optimizer not in ("adamw", "muon"):
+            raise RefusedError("optimizer", self.optimizer, "adamw or muon", "set one of them")
         if self.compute_dtype not in (torch.float32, torch.bfloat16):
             raise RefusedError(
                 "compute_dtype", self.compute_dtype, "float32 or bfloat16", "set one of them"
@@ -67,7 +77,13 @@ class LearnerConfig:
     @property
     def schedule(self) -> Schedule:
         """The learning rate of every step."""
-        return Schedule(self.learning_rate, self.warmup_steps, self.decay_steps, self.decay_floor)
+        return Schedule(
+            self.learning_rate,
+            self.warmup_steps,
+            self.decay_steps,
+            self.decay_floor,
+            self.decay_share,
+        )
 
 
 @dataclass(frozen=True)
@@ -109,6 +125,7 @@ class StepMetrics:
 def learner_config(training: TrainingConfig) -> LearnerConfig:
     """[training] as the learner takes it; at a constant rate."""
     return LearnerConfig(
+        optimizer=training.optimizer,
         learning_rate=training.learning_rate,
         warmup_steps=training.warmup_steps,
         weight_decay=training.weight_decay,

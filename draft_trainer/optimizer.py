@@ -1,4 +1,4 @@
-"""The head's optimizer: AdamW, clipping of its own, and the average of the weights."""
+"""The head's optimizer: AdamW or Muon, clipping of its own, and the average of the weights."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from draft_trainer.head import Eagle3Head
 from draft_trainer.learner_config import LearnerConfig
+from draft_trainer.muon import Muon
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class HeadOptimizer:
-    """AdamW over a head's float32 weights. Every state of it is a named tensor, from the start.
+    """Moves a head's float32 weights. Every state of it is a named tensor, from the start.
+
+    "adamw" moves every parameter with AdamW. "muon" moves with Muon the matrices between hidden
+    states; lm_head, whose rows are tokens and not directions, and the vectors stay with AdamW.
 
     Args:
         head: whose weights it moves; float32.
@@ -28,20 +32,28 @@ class HeadOptimizer:
 
     def restart(self) -> None:
         """Fresh moments; weights and average stay."""
-        parameters = self._parameters.values()
+        config = self._config
+        hidden = {
+            name: p
+            for name, p in self._parameters.items()
+            if config.optimizer == "muon" and p.ndim == 2 and not name.startswith("lm_head.")
+        }
+        self._muon = Muon(hidden, config.weight_decay, config.compute_dtype)
+        self._adam_parameters = {n: p for n, p in self._parameters.items() if n not in hidden}
+        rest = self._adam_parameters.values()
         self._adam = torch.optim.AdamW(
             [
                 {
-                    "params": [p for p in parameters if p.ndim >= 2],
-                    "weight_decay": self._config.weight_decay,
+                    "params": [p for p in rest if p.ndim >= 2],
+                    "weight_decay": config.weight_decay,
                 },
-                {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+                {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
             ],
-            lr=self._config.learning_rate,
-            betas=self._config.betas,
+            lr=config.learning_rate,
+            betas=config.betas,
             fused=True,
         )
-        for p in parameters:
+        for p in rest:
             # As AdamW itself would at its first step: so that every state has the same names.
             self._adam.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=p.device),
@@ -59,9 +71,10 @@ class HeadOptimizer:
         """Moments and average by name; not copies."""
         named = {
             f"optimizer.{name}.{key}": self._adam.state[p][key]
-            for name, p in self._parameters.items()
+            for name, p in self._adam_parameters.items()
             for key in MOMENTS
         }
+        named |= {f"optimizer.{n}.momentum": tensor for n, tensor in self._muon.momentum.items()}
         return named | {f"average.{name}": tensor for name, tensor in self._average.items()}
 
     def with_gradients(self) -> list[torch.nn.Parameter]:
@@ -89,12 +102,14 @@ class HeadOptimizer:
         for group in self._adam.param_groups:
             group["lr"] = rate
         self._adam.step()
+        self._muon.step(rate)
         for name, average in self._average.items():
             average.lerp_(self._parameters[name], 1.0 - self._config.weight_averaging)
 
     def clear_gradients(self) -> None:
         """Free them."""
-        self._adam.zero_grad(set_to_none=True)
+        for p in self._parameters.values():
+            p.grad = None
 
     def _copies(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self._parameters.items()}

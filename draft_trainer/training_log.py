@@ -21,6 +21,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from draft_trainer.learner_config import StepMetrics
+
 LOG_FILE = "training.jsonl"
 
 
@@ -51,6 +53,20 @@ class TrainingLog:
     def close(self) -> None:
         """No more events."""
         self._file.close()
+
+
+def step_fields(metrics: StepMetrics) -> dict[str, Any]:
+    """What a ``step`` says of the learner's step."""
+    return {
+        "loss": metrics.loss,
+        "step_loss": metrics.step_loss,
+        "step_acceptance": metrics.step_acceptance,
+        "step_top1": metrics.step_top1,
+        "outside_mass": metrics.outside_mass,
+        "grad_norm": metrics.grad_norm,
+        "learning_rate": metrics.learning_rate,
+        "skipped": metrics.skipped,
+    }
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,8 @@ FORBIDDEN = {
     "policy_bridge": {"vllm", "ray", "transformers", "draft_trainer", "rollout_server"},
     "draft_trainer": {"vllm", "policy_bridge", "rollout_server"},
     "rollout_server": {"draft_trainer", "policy_bridge"},
+    # The peers' trainers have environments of their own; vLLM and the other rooms are not timed.
+    "benchmarks": {"vllm", "policy_bridge", "rollout_server"},
 }
 CORES = {
     "draft_trainer": (

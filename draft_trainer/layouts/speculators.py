@@ -19,7 +19,12 @@ _VERSION = "0.9.0"
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # What speculators and vLLM both take for a flag that a file of an older speculators lacks. For
 # norm_before_residual they differ: false in speculators' config, true in vLLM's.
-_AGREED = {"norm_before_fc": False, "fc_norm": False, "norm_output": False}
+_AGREED = {
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+    "draft_vocab_size": None,
+}
 _AROUND = (*_FLAGS, "draft_vocab_size", "target_hidden_size", LAYER_IDS, OWN_EMBEDDINGS)
 _DRAFT_LENGTH = 3
 

@@ -141,8 +141,8 @@ def test_a_new_speculators_checkpoint_has_every_field_of_theirs(tmp_path: Path, 
     assert read_checkpoint(tmp_path).config == head.config
 
 
-def test_leftovers_of_older_speculators_are_left_out(tmp_path: Path) -> None:
-    """Copies of the policy's norm and lm_head, which vLLM has no parameters for."""
+def test_what_speculators_files_may_hold_besides(tmp_path: Path) -> None:
+    """Copies of the policy's norm and lm_head, which vLLM has no parameters for, are left out."""
     source = _FOLDER / "speculators"
     tensors = load_file(source / "model.safetensors")
     extra = {"verifier_norm.weight": torch.ones(16), "verifier_lm_head.weight": torch.ones(16, 16)}
@@ -152,6 +152,10 @@ def test_leftovers_of_older_speculators_are_left_out(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path, _POLICY).tensors.keys() == (
         read_checkpoint(source, _POLICY).tensors.keys()
     )
+    document["transformer_layer_config"] |= {"norm_output": False, "fc_norm": True}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    # As in vLLM, what stands around the nested object goes before what is in it.
+    assert read_checkpoint(tmp_path, _POLICY).config == read_checkpoint(source, _POLICY).config
     for field, change in (
         ("norm_before_residual", {"norm_before_residual": None}),
         ("speculators_model_type", {"speculators_model_type": "peagle"}),

@@ -144,6 +144,16 @@ def test_init_and_fit_raise_the_acceptance(
     assert "expected acceptance length" in capsys.readouterr().err
 
 
+def test_the_rate_warms_up_stays_and_falls_at_the_end(work: Work) -> None:
+    rates = [step["learning_rate"] for step in work.events("whole", "step")]
+    total = len(rates)
+    assert rates[0] == pytest.approx(0.01 / 6) and rates[4] < rates[5]
+    stays = rates[5 : int(0.8 * total)]
+    assert stays == pytest.approx([0.01] * len(stays))
+    falls = rates[int(0.8 * total) :]
+    assert falls == sorted(falls, reverse=True) and 0.001 < falls[-1] < 0.003
+
+
 def test_the_best_is_kept_not_the_last(tmp_path: Path, draft_dir: Path, tiny_states: Path) -> None:
     """A good draft that is ruined by a far too high rate comes out as it went in."""
     out = tmp_path / "draft"
@@ -214,10 +224,10 @@ def test_resume_begins_and_ends_quietly(work: Work, capsys: pytest.CaptureFixtur
 
 
 def test_two_ranks_fit_as_one(work: Work) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone"]
     program = ["--no-python", sys.executable, "-c", PROGRAM, "0", "0", *work.arguments("ranks")]
     done = subprocess.run(
-        [*torchrun, "--master-port", "0", *program],
+        [*torchrun, "--nproc-per-node", "2", *program],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -93,9 +93,11 @@ _VARIANTS: dict[str, dict[str, Any]] = {
         **{"attention_bias": True, "mlp_bias": True},
         **_scaling("yarn", **_YARN),
     },
-    # speculators trains with a window unless it is told not to; see also the unroll's refusal.
+    # speculators trains with a window unless it is told not to.
     "sliding window": {"sliding_window": 5},
 }
+# The unroll refuses rows longer than the window: see test_a_window_is_not_trained_past.
+_UNROLLED = [name for name in _VARIANTS if name != "sliding window"]
 _IN_SPECULATORS_LAYOUT = {
     "reduced vocabulary",
     "two layers",
@@ -193,17 +195,34 @@ def test_modules_equal_vllms(served: dict[str, dict[str, Tensor]], folder: Path,
             _close(hidden[0], theirs[f"hidden{step}"])
 
 
-@pytest.mark.parametrize("name", _VARIANTS)
+@pytest.mark.parametrize("name", _UNROLLED)
 def test_unroll_equals_vllms_first_step(served: dict[str, dict[str, Tensor]], name: str) -> None:
     """The training path's own arithmetic, on every variant."""
     head, inputs = _head(name), _inputs()
-    if head.config.sliding_window is not None:
-        pytest.skip("refused: see test_a_window_is_not_trained_past")
     with torch.no_grad():
         output, *_ = ttt_unroll(head, _batch(head, inputs), 1)
         logits = head.logits(output)[0, : TOKENS - 2]
     ids = head.draft_vocab_ids
     _close(logits, served[name]["logits0"][:, slice(None) if ids is None else ids])
+
+
+@pytest.mark.parametrize("name", _UNROLLED)
+def test_later_steps_equal_serving_one_chain(name: str) -> None:
+    """Prefill up to an anchor, then the head's own states, one token at a time; and gradients."""
+    head, inputs, anchor, steps = _head(name), _inputs(), 6, 4
+    batch = _batch(head, inputs)
+    table = head.embed_tokens
+    embeds = batch.embeds if table is None else table(batch.token_ids)
+    outputs = list(ttt_unroll(head, batch, steps))
+    hidden = head.fuse(batch.aux[:, : anchor + 1])
+    for step, output in enumerate(outputs):
+        upto = anchor + 1 + step
+        dense = dense_step(head, hidden, embeds[:, 1 : upto + 1], batch.positions[:, :upto])
+        _close(output[0, anchor], dense[0, -1])
+        hidden = torch.cat([hidden, head.feedback(dense[:, -1:])], dim=1)
+    sum(head.logits(output)[:, : anchor + 1].square().sum() for output in outputs).backward()
+    for parameter_name, parameter in head.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, parameter_name
 
 
 def test_a_window_is_not_trained_past() -> None:

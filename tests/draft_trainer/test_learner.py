@@ -105,7 +105,7 @@ def test_state_dict_round_trip_continues_identically() -> None:
         second.load_state_dict(state)
 
 
-def test_bfloat16_autocast_trains_as_well() -> None:
+def test_bfloat16_trains_as_well() -> None:
     policy = Policy(0, 4.0)
     samples = policy.samples(40)
     losses = []

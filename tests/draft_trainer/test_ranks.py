@@ -16,8 +16,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draft_trainer.followers import Followers
+from draft_trainer.learner import Learner
 from draft_trainer.ranks import Ranks, shares
+from draft_trainer.training_state import StateStore
+from slipstream.channel import open_channel
 from slipstream.refusal import RefusedError
+from tests.draft_trainer.rig import Client, train
+from tests.draft_trainer.serving_process import CONFIG as SERVING
+from tests.draft_trainer.serving_process import lead
+from tests.draft_trainer.synthetic import head
+from tests.draft_trainer.test_cli import PROGRAM, write_config
+from tests.draft_trainer.training_process import train_here
 
 _MODULE = "tests.draft_trainer.training_process"
 _DEADLINE = 60
@@ -42,7 +52,7 @@ def _two_ranks(*command: str) -> Iterator[list[subprocess.Popen[str]]]:
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", *command],
+            [sys.executable, *command],
             env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -62,60 +72,98 @@ def _losses(folder: Path) -> list[list[str]]:
     return [line.split() for line in (folder / "losses.txt").read_text().splitlines()]
 
 
-def _last_state(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(max((folder / "states").glob("state-*.safetensors")))
+def _newest(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(max(folder.glob("state-*.safetensors")))
 
 
-def test_two_ranks_under_torchrun_have_the_losses_and_weights_of_one(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
-    subprocess.run([sys.executable, "-m", _MODULE, str(one)], timeout=_DEADLINE, check=True)
-    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
-    assert torchrun is not None
-    subprocess.run(
-        [torchrun, "--standalone", "--nproc-per-node", "2", "-m", _MODULE, str(two)],
-        timeout=_DEADLINE,
-        check=True,
-    )
-    alone, together = _losses(one), _losses(two)
-    assert len(alone) == len(together) == 28
-    for (_, number, loss, anchors), other in zip(alone[1:], together[1:], strict=True):
-        assert other[1] == number and other[3] == anchors
-        assert float.fromhex(other[2]) == pytest.approx(float.fromhex(loss), rel=_ROUNDING)
-    first, second = _last_state(one), _last_state(two)
+def _assert_close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         difference = (tensor.double() - second[name].double()).norm()
         assert difference <= _ROUNDING * tensor.double().norm(), name
 
 
-def test_ranks_agree_to_skip_what_is_not_finite_on_one_of_them(tmp_path: Path) -> None:
-    with _two_ranks(_MODULE, str(tmp_path), "--at-step", "3", "--behaviour", "nan") as ranks:
-        for number, rank in enumerate(ranks):
-            out, err = rank.communicate(timeout=_DEADLINE)
-            assert rank.returncode == 0, err
-            assert f"rank {number} skipped 1" in out
-            # One that is left aborts some processes at their end.
-            assert f"rank {number} leaves 0 threads" in out
-    state = _last_state(tmp_path)
-    assert int(state["counter.steps"]) == 3
-    assert state["head.fc.weight"].isfinite().all()
+def test_two_ranks_under_torchrun_have_the_losses_and_weights_of_one(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    train_here(one, 3)
+    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    assert torchrun is not None
+    out = subprocess.run(
+        [torchrun, "--standalone", "--nproc-per-node", "2", "-m", _MODULE, str(two)],
+        timeout=_DEADLINE,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    # A thread that is left aborts some processes at their end.
+    assert "rank 0 leaves 0 threads" in out and "rank 1 leaves 0 threads" in out
+    alone, together = _losses(one), _losses(two)
+    assert len(alone) == len(together) == 28
+    for (_, number, loss, anchors), other in zip(alone[1:], together[1:], strict=True):
+        assert other[1] == number and other[3] == anchors
+        assert float.fromhex(other[2]) == pytest.approx(float.fromhex(loss), rel=_ROUNDING)
+    _assert_close(_newest(one / "states"), _newest(two / "states"))
 
 
-@pytest.mark.parametrize("behaviour", ["die", "hang"])
-def test_lost_rank_ends_the_other_with_its_reason(tmp_path: Path, behaviour: str) -> None:
-    """A death is noticed by the closed connection, silence by the deadline of 3 s."""
-    options = ("--at-step", "3", "--behaviour", behaviour, "--timeout", "3")
-    with _two_ranks(_MODULE, str(tmp_path), *options) as (first, second):
-        _, err = first.communicate(timeout=_DEADLINE)
-        assert first.returncode == 1
+def test_ranks_skip_together_and_a_dead_one_ends_the_other(tmp_path: Path) -> None:
+    """The last rank alone computes NaN in step 3, and is killed before step 6."""
+    with _two_ranks("-m", _MODULE, str(tmp_path), "--ruin", "3", "--lose", "6") as ranks:
+        out, err = ranks[0].communicate(timeout=_DEADLINE)
+        assert (ranks[0].returncode, ranks[1].wait(_DEADLINE)) == (1, -signal.SIGKILL)
         assert err.startswith("lost: rank 0 lost another rank at a gather: ")
-        if behaviour == "die":
-            assert second.wait(_DEADLINE) == -signal.SIGKILL
-        else:
-            assert "3000ms" in err
-    assert [line[1] for line in _losses(tmp_path)] == ["0", "1", "2", "3"]
+        assert "rank 0 skipped 1" in out
+        assert ranks[1].stdout is not None and "rank 1 skipped 1" in ranks[1].stdout.read()
+    state = _newest(tmp_path / "states")
+    assert (int(state["counter.steps"]), int(state["counter.steps_skipped"])) == (6, 1)
+    assert all(tensor.isfinite().all() for tensor in state.values())
+
+
+def test_silent_rank_ends_the_others_at_the_deadline(tmp_path: Path) -> None:
+    command = ("-m", "tests.draft_trainer.serving_process", str(tmp_path), "--hang")
+    with _two_ranks(*command) as ranks:
+        _, err = ranks[1].communicate(timeout=_DEADLINE)
+        assert ranks[1].returncode == 1
+        assert "rank 1 lost another rank at a receive: " in err and "5000ms" in err
+        assert ranks[0].poll() is None
+
+
+def test_followers_of_a_service_train_as_one_rank_would(tmp_path: Path) -> None:
+    """Two policy versions, a forgotten one, more ranks than samples, another run."""
+    alone = Learner(head(0), SERVING)
+    losses = lead(alone, Followers(Ranks()))
+    assert len(losses) == 10
+    with _two_ranks("-m", "tests.draft_trainer.serving_process", str(tmp_path)) as ranks:
+        for rank in ranks:
+            _, err = rank.communicate(timeout=_DEADLINE)
+            assert rank.returncode == 0, err
+    state = StateStore(tmp_path, {}).load()
+    assert state is not None
+    assert state.position["losses"] == pytest.approx(losses, rel=_ROUNDING)
+    _assert_close(alone.state_dict(), state.tensors)
+
+
+def test_service_on_two_ranks_trains_waits_and_ends(tmp_path: Path) -> None:
+    config = write_config(tmp_path, training={"rank_timeout_s": 5.0})
+    with _two_ranks(*PROGRAM[1:], "serve", "--config", str(config)) as ranks:
+        assert ranks[0].stdout is not None
+        address = ranks[0].stdout.readline().split("grpc=")[1].split()[0]
+        with open_channel(address) as channel:
+            client = Client(channel)
+            client.open()
+            client.announce(1)
+            steps = train(client, 0).train_steps
+        # Nothing to train on for longer than the deadline: rank 1 is told that rank 0 is there.
+        with pytest.raises(subprocess.TimeoutExpired):
+            ranks[1].wait(6.0)
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        for rank in ranks:
+            _, err = rank.communicate(timeout=_DEADLINE)
+            assert rank.returncode == 0, err
+    state = _newest(tmp_path / "registry" / "training-state")
+    assert int(state["counter.steps"]) == steps > 0
 
 
 def test_shares_are_whole_and_balanced() -> None:

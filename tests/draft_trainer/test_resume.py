@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from tests.draft_trainer.training_process import train_here
+
 _COMMAND = (sys.executable, "-m", "tests.draft_trainer.training_process")
 _DEADLINE = 60
 _EPOCHS = 10
@@ -45,19 +47,20 @@ def _last_state(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_killed_at_any_instant_it_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """Before a state has its name, before its folder is on disk, before an old one goes; at random.
+    """Before a state has its name, before an old one goes, and at random.
 
     The step that is under way is lost and done again, and no other.
     """
     uninterrupted, run = tmp_path / "whole", tmp_path / "run"
-    assert _run(uninterrupted) == 0
-    for event in ("os.rename:4", "open:8", "os.remove:5"):
+    uninterrupted.mkdir()
+    train_here(uninterrupted, _EPOCHS)
+    for event in ("os.rename:9", "os.remove:7"):
         assert _run(run, "--die-at", event) == -signal.SIGKILL
     killed = 0
     rng = random.Random(0)
-    while killed < 3 and _kill_after(run, rng.uniform(0.0, 0.2)):
+    while killed < 2 and _kill_after(run, rng.uniform(0.0, 0.2)):
         killed += 1
-    assert killed == 3, "the run is too short for this test"
+    assert killed == 2, "the run is too short for this test"
     assert _run(run) == 0
     expected = {line[1]: line[2:] for line in _lines(uninterrupted) if line[0] == "step"}
     reported = 0
@@ -72,7 +75,7 @@ def test_killed_at_any_instant_it_ends_with_the_same_bits(tmp_path: Path) -> Non
             reported = int(number)
             seen.add(number)
     # A step may have been saved and the process killed before it was reported.
-    assert len(expected) - len(seen) <= 6 and len(expected) > 80
+    assert len(expected) - len(seen) <= 4 and len(expected) > 80
     first, second = _last_state(uninterrupted), _last_state(run)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)

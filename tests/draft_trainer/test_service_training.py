@@ -187,15 +187,17 @@ def test_restart_without_a_training_state_takes_the_newest_release(tmp_path: Pat
 
 def test_state_from_before_the_newest_release_is_not_resumed(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    with running(config) as (_, client):
+    with running(config) as (server, client):
         client.open()
         client.announce(1)
-        train(client, 0)
+        for seed in range(5):
+            train(client, seed)
+    before = server.loop._learner.steps
     without = make_config(tmp_path, training={"state_every_steps": 0})
     with running(without) as (_, client):
         client.open()
         client.announce(1)
-        version = train_until_released(client, first_seed=1)
+        version = train_until_released(client, first_seed=5)
     with running(config) as (server, client):
         tensors = server.publisher._registry.tensors(version)
         weights = server.loop._learner.head.state_dict()
@@ -203,9 +205,11 @@ def test_state_from_before_the_newest_release_is_not_resumed(tmp_path: Path) -> 
         client.open()
         client.announce(1)
         train(client, 800)
+    # Fewer steps than the stale state has, which must not be taken for the newer one.
     steps = server.loop._learner.steps
+    assert 0 < steps < before
     with running(config, train=False) as (server, _):
-        assert server.loop._learner.steps == steps > 0
+        assert server.loop._learner.steps == steps
 
 
 def test_another_run_begins_with_fresh_moments_and_a_warm_up(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ It trains the synthetic head from where the folder's newest state says, saves af
 appends one line per step to ``losses.txt`` once that step is saved. ``--die-at EVENT:N`` has it
 kill itself at the N-th audit event of that name about a state, which Python raises just before the
 system call. Under torchrun it is one rank of several, of which rank 0 saves and writes;
-``--at-step N`` with ``--behaviour`` has the last rank misbehave in that step.
+``--ruin N`` has the last rank compute NaN in that step, ``--lose N`` kill itself before it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import os
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -35,18 +35,27 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--die-at", default="")
-    parser.add_argument("--timeout", type=float, default=60.0)
-    parser.add_argument("--at-step", type=int, default=-1)
-    parser.add_argument("--behaviour", choices=("die", "hang", "nan"), default="die")
+    parser.add_argument("--ruin", type=int)
+    parser.add_argument("--lose", type=int)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.die_at:
         die_at(options.die_at)
-    ranks = Ranks.join(options.timeout)
+    ranks = Ranks.join(60.0)
     try:
         train(options, ranks)
     except RankLostError as error:
         sys.exit(f"lost: {error}")
+
+
+def train_here(folder: Path, epochs: int) -> None:
+    """The same in the calling process, alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        train(argparse.Namespace(folder=folder, epochs=epochs, ruin=None, lose=None), Ranks())
+    finally:
+        torch.set_num_threads(threads)
 
 
 def train(options: argparse.Namespace, ranks: Ranks) -> None:
@@ -70,34 +79,27 @@ def train(options: argparse.Namespace, ranks: Ranks) -> None:
             print(f"begins {learner.steps}", file=log, flush=True)
             print("ready", flush=True)
         while position.epoch < options.epochs:
-            if learner.steps == options.at_step and ranks.rank == ranks.size - 1:
-                misbehave(options, learner)
+            last = ranks.rank == ranks.size - 1
+            if last and learner.steps == options.lose:
+                os.kill(os.getpid(), signal.SIGKILL)
             chosen, position = order.next_step(position)
             mine = shares([lengths[i] for i in chosen], ranks.size)[ranks.rank]
-            metrics = learner.step([samples[chosen[i]] for i in mine], heads)
+            batch = [samples[chosen[i]] for i in mine]
+            if last and learner.steps == options.ruin and not learner.steps_skipped:
+                batch = [replace(sample, aux=sample.aux * float("nan")) for sample in batch]
+            metrics = learner.step(batch, heads)
+            if metrics.skipped:
+                print(f"rank {ranks.rank} skipped {learner.steps_skipped}", flush=True)
+                continue
             if store is not None:
                 store.save(learner.state_dict(), learner.steps, asdict(position))
                 line = f"step {learner.steps} {metrics.loss.hex()} {metrics.anchors}"
                 print(line, file=log, flush=True)
-            if metrics.skipped:
-                print(f"rank {ranks.rank} skipped {learner.steps_skipped}", flush=True)
-                break
     if store is not None:
         store.save(learner.state_dict(), learner.steps, asdict(position))
     ranks.leave()
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
     print(f"rank {ranks.rank} leaves {sum('gloo' in name for name in names)} threads", flush=True)
-
-
-def misbehave(options: argparse.Namespace, learner: Learner) -> None:
-    """As the command line says."""
-    if options.behaviour == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif options.behaviour == "hang":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    else:
-        with torch.no_grad():
-            learner.head.fc.weight[0, 0] = float("nan")
 
 
 def die_at(text: str) -> None:

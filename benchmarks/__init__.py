@@ -1,0 +1,1 @@
+"""Measurements that a reader can repeat; see docs/benchmarks.md."""

@@ -1,0 +1,119 @@
+"""Ours: the learner's step on a batch, without the service around it.
+
+float32 masters, ``compute_dtype`` of the case, fused AdamW and clipping as ``HeadOptimizer`` does
+them. log Z, which the policy hands over in production, is here the log-sum-exp over the draft
+vocabulary's rows, so that the teacher is the peers' (they renormalise over the draft vocabulary).
+It is made once, before the measurement, as the policy made its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from benchmarks.draft_training.breakdown import OPTIMIZER
+from benchmarks.draft_training.case import (
+    EPS,
+    GRAD_CLIP,
+    LEARNING_RATE,
+    NUM_AUX,
+    ROPE_THETA,
+    Case,
+    CaseTensors,
+)
+from draft_trainer.batch import Batch
+from draft_trainer.head import Eagle3Head, HeadConfig
+from draft_trainer.learner_config import LearnerConfig
+from draft_trainer.objective import step_weights, ttt_objective
+from draft_trainer.optimizer import HeadOptimizer
+
+
+class Ours:
+    """The head, its optimizer and a batch."""
+
+    def __init__(self, case: Case, tensors: CaseTensors, setting: str) -> None:
+        self.case = case
+        self.head = Eagle3Head(
+            HeadConfig(
+                hidden_size=case.hidden_size,
+                intermediate_size=case.intermediate_size,
+                num_attention_heads=case.num_attention_heads,
+                num_key_value_heads=case.num_key_value_heads,
+                head_dim=case.head_dim,
+                vocab_size=case.vocab_size,
+                draft_vocab_size=case.draft_vocab_size,
+                aux_layer_ids=tuple(range(1, NUM_AUX + 1)),
+                target_hidden_size=case.hidden_size,
+                rms_norm_eps=EPS,
+                rope_theta=ROPE_THETA,
+                max_position_embeddings=max(2048, 2 * case.tokens),
+            )
+        ).to(case.device)
+        self.head.load_state_dict(tensors.weights)
+        self.config = LearnerConfig(
+            learning_rate=LEARNING_RATE, grad_clip=GRAD_CLIP, ttt_steps=case.ttt_steps
+        )
+        self.optimizer = HeadOptimizer(self.head, self.config)
+        self.weights = step_weights(case.ttt_steps, self.config.step_weight_decay)
+        self.token_ids = tensors.token_ids
+        self.embed_tokens = tensors.embed_tokens
+        self.aux, self.final_hidden = tensors.aux, tensors.final_hidden
+        self.lm_head_rows = tensors.lm_head[tensors.draft_vocab_ids]
+        logits = tensors.final_hidden.float() @ self.lm_head_rows.float().T
+        self.log_z = logits.logsumexp(-1)
+        # Every anchor whose teacher lies in the row: i + 1 + s <= T - 1, as the peers have it.
+        index = torch.arange(case.tokens, device=case.device)
+        valid = torch.stack([index + 1 + s < case.tokens for s in range(case.ttt_steps)])
+        self.valid = valid[:, None].expand(-1, case.rows, -1).contiguous()
+        self.denominators = self.valid.flatten(1).sum(1)
+        rows = torch.arange(case.rows, device=case.device)
+        # As ``LearnerConfig.max_batch_tokens`` does it.
+        max_batch_tokens = int(setting.partition(" ")[0])
+        self.parts = rows.split(max(max_batch_tokens // case.tokens, 1))
+
+    def step(self) -> float:
+        """See ``Contestant``."""
+        self.optimizer.clear_gradients()
+        losses = [self._backward(rows) for rows in self.parts]
+        with record_function(OPTIMIZER):
+            self.optimizer.step(LEARNING_RATE, self.optimizer.gradient_norm())
+        return sum(losses)
+
+    def _backward(self, rows: Tensor) -> float:
+        outcome = ttt_objective(
+            self.head,
+            self.batch(rows),
+            self.valid[:, rows],
+            weights=self.weights,
+            denominators=self.denominators,
+            compute_dtype=self.case.torch_dtype,
+        )
+        outcome.loss.backward()
+        outcome.sums.tolist()
+        return float(outcome.loss.detach())
+
+    def batch(self, rows: Tensor) -> Batch:
+        """Looks the embeddings up, as ``collate`` does in every step."""
+        case, ids = self.case, self.token_ids[rows]
+        return Batch(
+            token_ids=ids,
+            positions=torch.arange(case.tokens, device=case.device).expand(ids.shape),
+            lengths=torch.full((len(rows),), case.tokens, device=case.device),
+            loss_mask=torch.ones_like(ids, dtype=torch.bool),
+            anchors=torch.ones_like(ids, dtype=torch.bool),
+            aux=self.aux[rows],
+            embeds=torch.nn.functional.embedding(ids, self.embed_tokens),
+            final_hidden=self.final_hidden[rows],
+            lm_head_rows=self.lm_head_rows,
+            log_z=self.log_z[rows],
+            teacher_known=torch.ones_like(ids, dtype=torch.bool),
+            sampled_logprobs=torch.zeros(ids.shape, device=case.device),
+            temperature=torch.ones(len(rows), device=case.device),
+            groups=tuple(map(str, rows.tolist())),
+        )
+
+
+def build(case: Case, tensors: CaseTensors, setting: str) -> Ours:
+    """See ``contestant.build``."""
+    return Ours(case, tensors, setting)

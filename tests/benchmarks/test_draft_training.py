@@ -1,0 +1,68 @@
+"""The benchmark on a tiny case, without peers: workers, rounds, floor, tables, JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.draft_training import case as cases
+from benchmarks.draft_training.__main__ import main
+from benchmarks.draft_training.case import Case
+from benchmarks.draft_training.flops import anchors, products
+from benchmarks.draft_training.report import targets
+from benchmarks.draft_training.rounds import CaseResult, Measured
+
+TINY = Case("tiny", 32, 64, 4, 2, 8, 96, 48, rows=2, tokens=12, ttt_steps=2)
+
+
+def test_flops_of_a_case_by_hand() -> None:
+    """Two TTT steps of two rows of 12 tokens: 22 and 20 anchors."""
+    assert anchors(TINY) == [11, 10]
+    found = {(p.name, p.kind): p.flops for p in products(TINY)}
+    assert found["lm_head", "forward"] == found["lm_head", "grad_weight"] == 2 * 42 * 32 * 48
+    assert found["teacher", "forward"] == 2 * 22 * 32 * 48
+    assert ("teacher", "grad_weight") not in found
+    assert ("fc", "grad_input") not in found
+    assert found["fc", "forward"] == 2 * 22 * 96 * 32
+    assert found["qkv, embeds", "forward"] == 2 * 22 * 32 * (32 + 2 * 16)
+    # Causal pairs of each step, and in the second step each anchor's own key besides.
+    pairs = 2 * 4 * (11 * 12 // 2 + 10 * 11 // 2 + 10)
+    assert found["attention", "scores"] == 2 * 2 * pairs * 8
+    assert found["attention", "values"] == 4 * 2 * pairs * 8
+
+
+def test_ours_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Both types learn the same case; every part of the time is accounted for."""
+    monkeypatch.setitem(cases.SHAPES, "tiny", TINY)
+    out = tmp_path / "figures.json"
+    options = ["--against=", "--cases=tiny", "--ttt-steps=2", "--rounds=2", "--warmup=1"]
+    assert main([*options, f"--peers-dir={tmp_path}", f"--json={out}"]) == 0
+    found = json.loads(out.read_text())
+    assert [c["case"]["dtype"] for c in found["cases"]] == ["float32", "bfloat16"]
+    losses = [c["contestants"]["ours"]["first_loss"] for c in found["cases"]]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    for c, parts in zip(found["cases"], found["breakdown_of_ours"], strict=True):
+        seconds = c["contestants"]["ours"]["cpu_seconds"]["median"]
+        assert sum(parts["seconds"].values()) == pytest.approx(seconds)
+        assert parts["seconds"]["GEMM"] > 0 and parts["seconds"]["attention"] > 0
+        assert c["times_the_floor"]["ours"]["min"] > 1
+    assert "floor of tiny float32 K=2" in capfd.readouterr().out
+
+
+def test_targets_are_against_the_fastest_and_the_leanest_peer() -> None:
+    """The two need not be one peer; a ratio is the median over rounds of the same round."""
+    result = CaseResult(
+        cases.SHAPES["A"],
+        {
+            "ours": Measured("ours", "", cost=[1.0, 2.0, 1.0], memory=[10, 12]),
+            "quick": Measured("quick", "", cost=[1.5, 3.0, 1.5], memory=[30]),
+            "lean": Measured("lean", "", cost=[5.0, 9.0, 5.0], memory=[11]),
+        },
+    )
+    speed, memory = targets([result])
+    assert "quick" in speed.name and speed.value == 1.5 and speed.ok
+    assert "lean" in memory.name and memory.value == 12 / 11 and not memory.ok

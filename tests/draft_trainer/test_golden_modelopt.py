@@ -1,0 +1,67 @@
+"""Logits, losses and gradients against ModelOpt 0.47.0, made by ``benchmarks/make_golden.py``.
+
+Two things of ModelOpt's are mapped here. It rolls its hidden states by one position a step, so its
+query q of step s is the anchor q - s. And its first layer is a stock Llama layer, which applies
+``input_layernorm``, meant for the embeddings, to the hidden state as well, before ``hidden_norm``;
+vLLM does not, so what ModelOpt trains is not quite what is served.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import draft_trainer.unroll
+from draft_trainer.head import Eagle3Head, RMSNorm
+from draft_trainer.objective import ttt_objective
+from draft_trainer.unroll import ahead, ttt_unroll
+from tests.draft_trainer.test_golden import (
+    STEPS,
+    _batch,
+    _check_gradients,
+    _close,
+    _head,
+    _load,
+)
+
+golden, dims = _load("modelopt")
+
+
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> Eagle3Head:
+    """The golden head, its hidden state normed twice."""
+    head = _head(golden, dims)
+    once = draft_trainer.unroll._normed
+
+    def normed(norm: RMSNorm, x: Tensor) -> Tensor:
+        if norm is head.midlayer.hidden_norm:
+            x = once(head.midlayer.input_layernorm, x)
+        return once(norm, x)
+
+    monkeypatch.setattr(draft_trainer.unroll, "_normed", normed)
+    return head
+
+
+def test_modelopt_logits(head: Eagle3Head) -> None:
+    """Every anchor whose token in exists, in all four steps."""
+    length = golden["in.input_ids"].shape[1]
+    for step, output in enumerate(ttt_unroll(head, _batch(golden), STEPS)):
+        theirs = golden[f"step{step}.logits"][:, step : length - 1]
+        _close(head.logits(output)[:, : length - 1 - step], theirs)
+
+
+def test_modelopt_loss_and_gradients(head: Eagle3Head) -> None:
+    """Mask l[i+1+s] over its sum + 1e-5, weights 0.9^s, soft cross-entropy; accuracy is top-1."""
+    batch = _batch(golden)
+    valid = torch.stack([ahead(batch.loss_mask, s + 1) for s in range(STEPS)])
+    counts = valid.flatten(1).sum(1) + 1e-5
+    outcome = ttt_objective(
+        head, batch, valid, weights=[0.9**s for s in range(STEPS)], denominators=counts
+    )
+    for step in range(STEPS):
+        _close(outcome.sums[step, 0] / counts[step], golden[f"step{step}.loss"][0])
+        top1 = float(outcome.sums[step, 1] / outcome.counts[step])
+        assert top1 == pytest.approx(float(golden[f"step{step}.acc"][0]), abs=1e-6)
+    _close(outcome.loss, golden["loss"][0])
+    _check_gradients(head, outcome, golden)

@@ -1,0 +1,200 @@
+"""What makes a step what it is: its rate, its data, its clipping, its target, and no chance."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+
+from draft_trainer.data_order import DataOrder, Position
+from draft_trainer.learner import Learner, LearnerConfig
+from draft_trainer.muon import orthogonal
+from draft_trainer.objective import step_weights
+from draft_trainer.schedule import Schedule
+from slipstream.refusal import RefusedError
+from tests.draft_trainer.synthetic import Policy, head
+
+CONFIG = LearnerConfig(learning_rate=3e-3, warmup_steps=2, ttt_steps=3)
+
+
+def _run(seed: int, disturbance: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    policy = Policy(0, 4.0)
+    samples, heads = policy.samples(20), policy.heads()
+    order = DataOrder([sample.num_tokens for sample in samples], 100, seed)
+    learner = Learner(head(0), dataclasses.replace(CONFIG, weight_averaging=0.9))
+    losses = []
+    for chosen in order.steps(2):
+        torch.manual_seed(disturbance)
+        random.seed(disturbance)
+        losses.append(learner.step([samples[i] for i in chosen], heads).loss)
+    return losses, learner.state_dict()
+
+
+def test_a_seed_gives_the_same_bits_whatever_else_draws_numbers() -> None:
+    first, second, other = _run(3, 1), _run(3, 2), _run(4, 1)
+    assert first[0] == second[0] != other[0]
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+    assert not torch.equal(first[1]["head.fc.weight"], other[1]["head.fc.weight"])
+
+
+def test_schedule_warms_up_stays_and_falls_to_its_floor() -> None:
+    constant = Schedule(2e-3, warmup_steps=3)
+    assert [constant.rate(i, i) for i in (0, 1, 2, 3, 1000)] == pytest.approx(
+        [5e-4, 1e-3, 1.5e-3, 2e-3, 2e-3]
+    )
+    assert constant.rate(1000, 0) == pytest.approx(5e-4)
+    falling = Schedule(2e-3, warmup_steps=3, decay_steps=13, floor=0.1)
+    assert [falling.rate(i, i) for i in (0, 2, 3, 8, 13, 99)] == pytest.approx(
+        [5e-4, 1.5e-3, 2e-3, 1.1e-3, 2e-4, 2e-4]
+    )
+    rates = [falling.rate(i, i) for i in range(3, 14)]
+    assert rates == sorted(rates, reverse=True)
+    for wrong in (
+        {"peak": 0.0},
+        {"peak": 1.0, "warmup_steps": -1},
+        {"peak": 1.0, "warmup_steps": 5, "decay_steps": 5},
+        {"peak": 1.0, "floor": 1.5},
+    ):
+        with pytest.raises(RefusedError):
+            Schedule(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(RefusedError, match="decay_steps"):
+        LearnerConfig(warmup_steps=20, decay_steps=10)
+
+
+def test_every_sample_is_drawn_once_per_epoch_in_an_order_that_stays() -> None:
+    lengths = [5, 9, 3, 30, 7, 2, 8, 4]
+    order = DataOrder(lengths, 12, seed=7)
+    # Pinned: a run that is resumed after an upgrade of Python or torch must draw the same.
+    assert order.order(0) == [1, 5, 7, 3, 0, 6, 4, 2]
+    assert order.order(1) == [2, 4, 3, 7, 1, 6, 5, 0]
+    epochs = list(order.steps(3))
+    drawn = [i for chosen in epochs for i in chosen]
+    for epoch in range(3):
+        assert sorted(drawn[8 * epoch : 8 * epoch + 8]) == list(range(8))
+    assert all(sum(lengths[i] for i in chosen) <= 12 or chosen == [3] for chosen in epochs)
+    position, walked = Position(), []
+    while position.epoch < 3:
+        assert list(order.steps(3, position)) == epochs[len(walked) :]
+        chosen, position = order.next_step(position)
+        walked.append(chosen)
+    assert walked == epochs and position == Position(3, 0)
+    with pytest.raises(RefusedError, match="samples"):
+        DataOrder([], 12, 0)
+
+
+def test_gradients_are_clipped_to_the_bound_and_only_above_it() -> None:
+    policy = Policy()
+    samples = policy.samples(6)
+    norms = {}
+    for bound in (1e-2, 1e3):
+        learner = Learner(head(0), dataclasses.replace(CONFIG, grad_clip=bound))
+        metrics = learner.step(samples, policy.heads())
+        state = learner.state_dict()
+        # After one step the first moment is (1 - beta_1) times the gradient that was applied.
+        moments = [v.flatten() for name, v in state.items() if name.endswith(".exp_avg")]
+        norms[bound] = float(torch.cat(moments).norm()) / (1 - CONFIG.betas[0])
+        assert metrics.grad_norm > 1e-2
+    assert norms[1e-2] == pytest.approx(1e-2, rel=1e-4)
+    assert norms[1e3] == pytest.approx(metrics.grad_norm, rel=1e-4)
+
+
+def test_targets_are_minimised_under_their_names() -> None:
+    policy = Policy(0, 4.0)
+    samples = policy.samples(20)
+    weights = step_weights(3, CONFIG.step_weight_decay)
+    for target in ("tv", "lk"):
+        learner = Learner(head(0), dataclasses.replace(CONFIG, target=target))
+        metrics = [learner.step(samples, policy.heads()) for _ in range(20)]
+        first = metrics[0]
+        missed = sum(w * (1 - a) for w, a in zip(weights, first.step_acceptance, strict=True))
+        if target == "tv":
+            assert first.loss == pytest.approx(missed, rel=1e-5)
+        else:
+            # -log of the mean is at most the mean of -log (Jensen).
+            bound = [-math.log(acceptance) for acceptance in first.step_acceptance]
+            assert first.loss > sum(w * b for w, b in zip(weights, bound, strict=True))
+        assert metrics[-1].step_acceptance[0] > first.step_acceptance[0] + 0.05
+
+
+def test_another_policy_gets_fresh_moments_and_a_warm_up() -> None:
+    policy = Policy()
+    samples = policy.samples(6)
+    learner = Learner(head(0), dataclasses.replace(CONFIG, weight_averaging=0.5))
+    for _ in range(4):
+        learner.step(samples, policy.heads())
+    before = learner.state_dict()
+    learner.restart_optimizer()
+    after = learner.state_dict()
+    for name, tensor in after.items():
+        if name.startswith("optimizer."):
+            assert not tensor.any()
+        elif name != "counter.steps_since_restart":
+            assert torch.equal(tensor, before[name])
+    assert learner.step(samples, policy.heads()).learning_rate == pytest.approx(1e-3)
+
+
+def test_a_step_without_a_valid_anchor_changes_nothing() -> None:
+    policy = Policy()
+    learner = Learner(head(0), CONFIG)
+    sample = policy.samples(1)[0]
+    empty = dataclasses.replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+    before = learner.state_dict()
+    metrics = learner.step([empty], policy.heads())
+    after = learner.state_dict()
+    assert metrics.skipped and metrics.anchors == 0 and math.isnan(metrics.step_loss[0])
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_state_of_another_shape_is_refused_and_nothing_changes() -> None:
+    learner, other = Learner(head(0), CONFIG), Learner(head(0, intermediate_size=64), CONFIG)
+    before = learner.state_dict()
+    with pytest.raises(RefusedError, match=r"head\.midlayer\.mlp\.down_proj\.weight"):
+        learner.load_state_dict(other.state_dict())
+    for change in ({"more": torch.zeros(1)}, {"head.fc.weight": before["head.fc.weight"].half()}):
+        with pytest.raises(RefusedError, match=next(iter(change))):
+            learner.load_state_dict(before | change)
+    after = learner.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_average_may_be_switched_on_and_off_between_runs() -> None:
+    policy = Policy()
+    plain, averaging = (
+        Learner(head(seed), dataclasses.replace(CONFIG, weight_averaging=decay))
+        for seed, decay in ((0, 0.0), (1, 0.5))
+    )
+    plain.step(policy.samples(6), policy.heads())
+    averaging.load_state_dict(plain.state_dict())
+    for name, tensor in plain.head.state_dict().items():
+        assert torch.equal(averaging.snapshot(torch.float32).state_dict()[name], tensor)
+    averaging.step(policy.samples(6), policy.heads())
+    plain.load_state_dict(averaging.state_dict())
+    for name, tensor in averaging.head.state_dict().items():
+        assert torch.equal(plain.snapshot(torch.float32).state_dict()[name], tensor)
+
+
+def test_muon_moves_hidden_matrices_by_the_stated_size_and_resumes_with_the_same_bits() -> None:
+    policy = Policy(0, 4.0)
+    how = dataclasses.replace(CONFIG, optimizer="muon", warmup_steps=0)
+    first, second = Learner(head(0), how), Learner(head(1), how)
+    before = first.state_dict()
+    losses = [first.step(policy.samples(20), policy.heads()).loss]
+    after = first.state_dict()
+    assert "optimizer.fc.weight.momentum" in after
+    assert "optimizer.lm_head.weight.exp_avg_sq" in after
+    name = "head.midlayer.mlp.down_proj.weight"
+    move = (after[name] - before[name]) / how.learning_rate
+    assert float(move.square().mean().sqrt()) == pytest.approx(0.2, rel=0.3)
+    values = torch.linalg.svdvals(move) / (0.2 * max(move.shape) ** 0.5)
+    assert float(values[len(values) // 2]) > 0.5 and float(values[0]) < 1.25
+    assert not orthogonal(torch.zeros(3, 4)).any()
+    second.load_state_dict(after)
+    for _ in range(15):
+        losses.append(first.step(policy.samples(20), policy.heads()).loss)
+        assert second.step(policy.samples(20), policy.heads()).loss == losses[-1]
+    assert losses[-1] < 0.8 * losses[0]
+    with pytest.raises(RefusedError, match="exp_avg"):
+        Learner(head(0), CONFIG).load_state_dict(after)
