@@ -41,7 +41,7 @@ def profile(step: Callable[[], object], cuda: bool, repeats: int = 3) -> dict[st
     parts: Counter[str] = Counter()
     rest: Counter[str] = Counter()
     for event in record.events():
-        if event.device_type is not torch.profiler.DeviceType.CPU:
+        if event.device_type != torch.profiler.DeviceType.CPU:
             continue  # its time is also that of the operator that launched it
         spent = event.self_device_time_total if cuda else event.self_cpu_time_total
         own = spent / 1e6 / repeats
