@@ -67,7 +67,7 @@ def main() -> None:
         size = options.draft_vocabulary
         run("init", "--policy", options.policy, "--draft-vocab", size, *made, initial)
         # bfloat16 is twice as fast on current CPUs; master weights are float32.
-        how = ("--learning-rate", 2e-3, "--batch-tokens", 1024, "--compute-dtype", "bfloat16")
+        how = ("--learning-rate", 2e-3, "--batch-tokens", 512, "--compute-dtype", "bfloat16")
         length = ("--epochs", options.epochs, "--draft-length", DRAFT_LENGTH)
         run("fit", "--draft", initial, *length, *how, *made, options.out)
 

@@ -1,0 +1,64 @@
+"""Ours: the learner, as the service and ``draft-trainer fit`` drive it.
+
+Its clock includes padding samples into batches and looking embeddings up, which ``Learner.step``
+does itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.acceptance_curve.contestants import (
+    GRAD_CLIP,
+    LEARNING_RATE,
+    TTT_STEPS,
+    WARMUP_STEPS,
+    Contestant,
+)
+from benchmarks.acceptance_curve.data import TrainingData
+from draft_trainer.head import Eagle3Head
+from draft_trainer.learner import Learner
+from draft_trainer.learner_config import LearnerConfig
+from draft_trainer.sample import Sample
+
+
+class Ours:
+    """See ``Trainer``."""
+
+    def __init__(self, contestant: Contestant, data: TrainingData) -> None:
+        self._heads = data.heads
+        self._learner = Learner(
+            copy.deepcopy(data.initial_head),
+            LearnerConfig(
+                optimizer=contestant.optimizer,
+                learning_rate=LEARNING_RATE,
+                warmup_steps=WARMUP_STEPS,
+                grad_clip=GRAD_CLIP,
+                target=contestant.target,
+                ttt_steps=TTT_STEPS,
+                compute_dtype=torch.bfloat16,
+            ),
+        )
+
+    def prepare(self, samples: Sequence[Sample]) -> object:
+        """Nothing to do."""
+        return samples
+
+    def step(self, batch: object) -> None:
+        """See ``Trainer``."""
+        assert isinstance(batch, list)
+        metrics = self._learner.step(batch, self._heads)
+        assert not metrics.skipped
+
+    def head(self) -> Eagle3Head:
+        """See ``Trainer``."""
+        return self._learner.snapshot()
+
+
+def build(contestant: Contestant, data: TrainingData, total_steps: int) -> Ours:
+    """See ``contestants.build``."""
+    del total_steps
+    return Ours(contestant, data)
