@@ -19,10 +19,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import torch
 
-from slipstream.refusal import RefusedError
+from slipstream.refusal import RefusedError, StatusCode
 from slipstream.tensors import bytes_of
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -151,7 +150,7 @@ class ContentStore:
                 f"{size} bytes beside {self.bytes} that are held",
                 f"at most {self._capacity} bytes",
                 "abort stages that are not needed, or raise --stage-bytes",
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                StatusCode.RESOURCE_EXHAUSTED,
             )
 
     def _remove(self, key: Key) -> None:

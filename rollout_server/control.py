@@ -14,13 +14,11 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import grpc
-
 from rollout_server.acceptance_tracker import AcceptanceTracker
 from rollout_server.content_store import ContentStore
 from rollout_server.engine import Change, Engine, UntrustedEngineError
 from rollout_server.weights import DRAFT, POLICY, Weights
-from slipstream.refusal import RefusedError
+from slipstream.refusal import RefusedError, StatusCode
 
 MAX_STAGED = 16
 _T = TypeVar("_T")
@@ -90,7 +88,7 @@ class RolloutControl:
                 f"{weights.stage_id}, staged with other content",
                 "a new id",
                 "abort the old stage first, or choose another id",
-                grpc.StatusCode.ALREADY_EXISTS,
+                StatusCode.ALREADY_EXISTS,
             )
         if len(self.staged) >= MAX_STAGED:
             raise RefusedError(
@@ -98,7 +96,7 @@ class RolloutControl:
                 f"{len(self.staged)} stages that were neither committed nor aborted",
                 f"at most {MAX_STAGED}",
                 "commit or abort them",
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                StatusCode.RESOURCE_EXHAUSTED,
             )
         return False
 
@@ -176,7 +174,7 @@ class RolloutControl:
                     "none",
                     "a draft that was served before the current one",
                     "stage and commit the release that you want",
-                    grpc.StatusCode.FAILED_PRECONDITION,
+                    StatusCode.FAILED_PRECONDITION,
                 )
             took = await self._apply([previous], "rollback", arrival)
             self._store.release(self.live[DRAFT].keys)
@@ -209,7 +207,7 @@ class RolloutControl:
                 error,
                 "the new weights, or the old ones again",
                 "this server stops itself; restart it",
-                grpc.StatusCode.DATA_LOSS,
+                StatusCode.DATA_LOSS,
             ) from error
         except RefusedError:
             self._observer.committed(label, "failed", None)
@@ -244,7 +242,7 @@ class RolloutControl:
             stage_id,
             f"one of {sorted(self.staged)}",
             "stage it first (a stage is forgotten when it is aborted or superseded)",
-            grpc.StatusCode.NOT_FOUND,
+            StatusCode.NOT_FOUND,
         )
 
     def _to_the_end(self, work: Coroutine[Any, Any, _T]) -> Awaitable[_T]:

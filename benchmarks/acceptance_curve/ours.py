@@ -19,10 +19,10 @@ from benchmarks.acceptance_curve.contestants import (
     Contestant,
 )
 from benchmarks.acceptance_curve.data import TrainingData
-from draft_trainer.head import Eagle3Head
-from draft_trainer.learner import Learner
-from draft_trainer.learner_config import LearnerConfig
-from draft_trainer.sample import Sample
+from draft_trainer.eagle3.head import Eagle3Head
+from draft_trainer.feed.sample import Sample
+from draft_trainer.training.learner import Learner
+from draft_trainer.training.learner_config import LearnerConfig
 
 
 class Ours:

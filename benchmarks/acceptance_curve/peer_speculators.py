@@ -34,10 +34,10 @@ from benchmarks.acceptance_curve.contestants import (
     Contestant,
 )
 from benchmarks.acceptance_curve.data import TrainingData
-from draft_trainer.head import Eagle3Head
-from draft_trainer.head_config import HeadConfig
-from draft_trainer.sample import Sample
-from draft_trainer.schedule import Schedule
+from draft_trainer.eagle3.head import Eagle3Head
+from draft_trainer.eagle3.head_config import HeadConfig
+from draft_trainer.feed.sample import Sample
+from draft_trainer.training.schedule import Schedule
 
 # The fastest of 128, 256, 512 and 1024 on a CPU.
 _ROW_TOKENS = 256

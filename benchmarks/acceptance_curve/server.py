@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from benchmarks.acceptance_curve.contestants import TTT_STEPS
 from benchmarks.acceptance_curve.curve import Acceptance
-from draft_trainer.checkpoint import WEIGHTS_FILE
+from draft_trainer.checkpoints.checkpoint import WEIGHTS_FILE
 from examples.arithmetic_grpo.processes import Service, free_port
 from examples.arithmetic_grpo.rollouts import RolloutClient
 from slipstream.channel import open_channel

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.acceptance_curve.contestants import CONTESTANTS, build
 from benchmarks.acceptance_curve.data import TrainingData
-from draft_trainer.checkpoint import save_draft
+from draft_trainer.checkpoints.checkpoint import save_draft
 
 
 class Worker:

@@ -22,11 +22,11 @@ from benchmarks.draft_training.case import (
     Case,
     CaseTensors,
 )
-from draft_trainer.batch import Batch
-from draft_trainer.head import Eagle3Head, HeadConfig
-from draft_trainer.learner_config import LearnerConfig
-from draft_trainer.objective import step_weights, ttt_objective
-from draft_trainer.optimizer import HeadOptimizer
+from draft_trainer.eagle3.batch import Batch
+from draft_trainer.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.eagle3.objective import step_weights, ttt_objective
+from draft_trainer.training.learner_config import LearnerConfig
+from draft_trainer.training.optimizer import HeadOptimizer
 
 
 class Ours:

@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draft_trainer.progress import Progress
-from draft_trainer.recording_index import RecordingFacts
-from draft_trainer.recording_writer import RecordingWriter
-from draft_trainer.sample import Sample
+from draft_trainer.feed.sample import Sample
+from draft_trainer.offline.progress import Progress
+from draft_trainer.recordings.recording_index import RecordingFacts
+from draft_trainer.recordings.recording_writer import RecordingWriter
 from examples.arithmetic_grpo.sampling import prompt_ids, sample
 from examples.arithmetic_grpo.task import sample_problem
 from policy_bridge.capture import Capture, CapturePlan

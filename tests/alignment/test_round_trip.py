@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from draft_trainer.batch import batches
-from draft_trainer.checkpoint import load_head, target_ids
-from draft_trainer.learner import Learner, LearnerConfig
-from draft_trainer.releases import Registry
-from draft_trainer.unroll import ttt_unroll
+from draft_trainer.checkpoints.checkpoint import load_head, target_ids
+from draft_trainer.eagle3.batch import batches
+from draft_trainer.eagle3.unroll import ttt_unroll
+from draft_trainer.releases.registry import Registry
+from draft_trainer.training.learner import Learner, LearnerConfig
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids, sample
 from tests.alignment.recorded import policy_heads, record
 from tests.conftest import DRAFT_LENGTH

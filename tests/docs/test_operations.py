@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.config import TrainerConfig
-from draft_trainer.fit_config import FitConfig
+from draft_trainer.offline.fit_config import FitConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
@@ -48,15 +48,18 @@ def test_every_key_is_documented_with_its_default() -> None:
 
 
 def test_every_metric_is_documented() -> None:
-    for room in ("draft_trainer", "rollout_server"):
+    rooms = {
+        "draft_trainer/sidecar": "slipstream_trainer_",
+        "rollout_server": "slipstream_rollout_",
+    }
+    for room, prefix in rooms.items():
         text = (ROOT / room / "metrics.py").read_text()
-        prefix = {"draft_trainer": "slipstream_trainer_", "rollout_server": "slipstream_rollout_"}
         names = re.findall(
             r"(?:_gauge|_counter|_counted|_labelled|_histogram)\(\s*\"(\w+)\"", text
         ) + re.findall(r"(?:_PREFIX \+ \"|\{PREFIX\})(\w+)\"", text)
         assert len(names) > 5
         for name in names:
-            assert prefix[room] + name in OPERATIONS, name
+            assert prefix + name in OPERATIONS, name
 
 
 def test_every_option_of_the_rollout_server_is_documented() -> None:

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draft_trainer.checkpoint import d2t_of, save_draft
-from draft_trainer.head import Eagle3Head
+from draft_trainer.checkpoints.checkpoint import d2t_of, save_draft
+from draft_trainer.eagle3.head import Eagle3Head
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, draft_vocab_ids, head
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from draft_trainer.board import Board
-from draft_trainer.checkpoint import d2t_of
-from draft_trainer.fleet import Fleet, Timeouts
-from draft_trainer.promotions import Promotions
-from draft_trainer.publisher import Publisher
-from draft_trainer.releases import Registry
+from draft_trainer.checkpoints.checkpoint import d2t_of
+from draft_trainer.releases.fleet import Fleet, Timeouts
+from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.publisher import Publisher
+from draft_trainer.releases.registry import Registry
+from draft_trainer.sidecar.board import Board
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.rig import write_draft
 from tests.draft_trainer.synthetic import draft_vocab_ids, head

@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 import torch
 
-from draft_trainer.checkpoint import d2t_of, save_draft
+from draft_trainer.checkpoints.checkpoint import d2t_of, save_draft
 from draft_trainer.config import TrainerConfig, parse_config
-from draft_trainer.sample import Sample
-from draft_trainer.server import TrainerServer
+from draft_trainer.feed.sample import Sample
+from draft_trainer.sidecar.server import TrainerServer
 from slipstream.channel import open_channel
 from slipstream.layers import encode_layers
 from slipstream.refusal import RefusedError, refused_from

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_trainer.acceptance import Method, expected_acceptance, visit_probabilities
-from draft_trainer.batch import batches, collate
-from draft_trainer.head import Eagle3Head
-from draft_trainer.learner import Learner, LearnerConfig
-from draft_trainer.objective import valid_targets
-from draft_trainer.unroll import ttt_unroll
+from draft_trainer.eagle3.acceptance import Method, expected_acceptance, visit_probabilities
+from draft_trainer.eagle3.batch import batches, collate
+from draft_trainer.eagle3.head import Eagle3Head
+from draft_trainer.eagle3.objective import valid_targets
+from draft_trainer.eagle3.unroll import ttt_unroll
+from draft_trainer.training.learner import Learner, LearnerConfig
 from slipstream.refusal import RefusedError
 from tests.draft_trainer.synthetic import VOCAB, Policy, draft_vocab_ids, head
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_trainer.checkpoint import (
+from draft_trainer.checkpoints.checkpoint import (
     load_draft,
     load_head,
     read_checkpoint,
@@ -18,8 +18,8 @@ from draft_trainer.checkpoint import (
     target_ids,
     write_checkpoint,
 )
-from draft_trainer.head_config import HeadConfig
-from draft_trainer.rope import RopeScaling
+from draft_trainer.eagle3.head_config import HeadConfig
+from draft_trainer.eagle3.rope import RopeScaling
 from slipstream.refusal import RefusedError
 from tests.draft_trainer.checkpoint_rig import (
     CONFIG,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_trainer.checkpoint import load_head, read_checkpoint, save_draft
-from draft_trainer.releases import Registry
+from draft_trainer.checkpoints.checkpoint import load_head, read_checkpoint, save_draft
+from draft_trainer.releases.registry import Registry
 from slipstream.refusal import RefusedError
 from tests.draft_trainer.dense_head import dense_step
 

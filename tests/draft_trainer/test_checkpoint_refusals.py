@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_trainer.checkpoint import read_checkpoint, save_draft
+from draft_trainer.checkpoints.checkpoint import read_checkpoint, save_draft
 from slipstream.refusal import RefusedError
 from tests.draft_trainer.checkpoint_rig import (
     CONFIG,

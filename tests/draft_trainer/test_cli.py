@@ -18,12 +18,16 @@ from typing import Any
 import grpc
 import pytest
 
-from draft_trainer.cli import main
+from draft_trainer.cli.main import main
 from slipstream.channel import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import Client, Stream, make_config, raw_config, rollouts, running
 
-PROGRAM = [sys.executable, "-c", "import sys; from draft_trainer.cli import main; sys.exit(main())"]
+PROGRAM = [
+    sys.executable,
+    "-c",
+    "import sys; from draft_trainer.cli.main import main; sys.exit(main())",
+]
 DEADLINE = 60.0
 
 

@@ -15,10 +15,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from draft_trainer.batch import Batch
-from draft_trainer.head import Eagle3Head, HeadConfig
-from draft_trainer.objective import Objective, step_weights, ttt_objective
-from draft_trainer.unroll import ahead, ttt_unroll
+from draft_trainer.eagle3.batch import Batch
+from draft_trainer.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.eagle3.objective import Objective, step_weights, ttt_objective
+from draft_trainer.eagle3.unroll import ahead, ttt_unroll
 
 STEPS = 4
 EPS = 1e-5

@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draft_trainer.batch import Batch
-from draft_trainer.checkpoint import d2t_of, load_head, save_draft, target_ids
-from draft_trainer.head import Eagle3Head
-from draft_trainer.head_config import HeadConfig
-from draft_trainer.rope import RopeScaling
-from draft_trainer.unroll import ttt_unroll
+from draft_trainer.checkpoints.checkpoint import d2t_of, load_head, save_draft, target_ids
+from draft_trainer.eagle3.batch import Batch
+from draft_trainer.eagle3.head import Eagle3Head
+from draft_trainer.eagle3.head_config import HeadConfig
+from draft_trainer.eagle3.rope import RopeScaling
+from draft_trainer.eagle3.unroll import ttt_unroll
 from slipstream.refusal import RefusedError
 from tests.draft_trainer.dense_head import dense_step
 

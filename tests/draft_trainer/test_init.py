@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_trainer.checkpoint import load_head, target_ids
-from draft_trainer.cli import main
-from draft_trainer.initial import choose_draft_vocabulary, init_draft
-from draft_trainer.policy_checkpoint import PolicyCheckpoint, read_policy
-from draft_trainer.recording import Recording
+from draft_trainer.checkpoints.checkpoint import load_head, target_ids
+from draft_trainer.checkpoints.initial import choose_draft_vocabulary, init_draft
+from draft_trainer.checkpoints.policy_checkpoint import PolicyCheckpoint, read_policy
+from draft_trainer.cli.main import main
+from draft_trainer.recordings.recording import Recording
 from slipstream.refusal import RefusedError
 from tests.draft_trainer.recordings import record_synthetic
 from tests.draft_trainer.synthetic import VOCAB, Policy, draft_vocab_ids
@@ -208,7 +208,7 @@ def test_refusals_leave_nothing_behind(
 @pytest.mark.parametrize("command", ["init", "fit"])
 def test_help_is_complete_and_does_not_load_torch(command: str) -> None:
     program = (
-        "import sys\nfrom draft_trainer.cli import main\ntry:\n    main(sys.argv[1:])\n"
+        "import sys\nfrom draft_trainer.cli.main import main\ntry:\n    main(sys.argv[1:])\n"
         "finally:\n    assert not {'torch', 'pydantic', 'safetensors'} & sys.modules.keys()"
     )
     done = subprocess.run(

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from draft_trainer.acceptance import expected_acceptance
-from draft_trainer.gate import Gate, GateConfig, _student
-from draft_trainer.head import Eagle3Head
-from draft_trainer.learner import Learner, LearnerConfig
+from draft_trainer.eagle3.acceptance import expected_acceptance
+from draft_trainer.eagle3.head import Eagle3Head
+from draft_trainer.releases.gate import Gate, GateConfig, _student
+from draft_trainer.training.learner import Learner, LearnerConfig
 from slipstream.refusal import RefusedError
 from tests.draft_trainer.synthetic import Policy, head
 

@@ -9,11 +9,11 @@ import random
 import pytest
 import torch
 
-from draft_trainer.data_order import DataOrder, Position
-from draft_trainer.learner import Learner, LearnerConfig
-from draft_trainer.muon import orthogonal
-from draft_trainer.objective import step_weights
-from draft_trainer.schedule import Schedule
+from draft_trainer.eagle3.objective import step_weights
+from draft_trainer.offline.data_order import DataOrder, Position
+from draft_trainer.training.learner import Learner, LearnerConfig
+from draft_trainer.training.muon import orthogonal
+from draft_trainer.training.schedule import Schedule
 from slipstream.refusal import RefusedError
 from tests.draft_trainer.synthetic import Policy, head
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from draft_trainer.promotions import FILE_NAME, Promotions
+from draft_trainer.releases.promotions import FILE_NAME, Promotions
 from slipstream.refusal import RefusedError
 from tests.draft_trainer.fleet_rig import Rig
 

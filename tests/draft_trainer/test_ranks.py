@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draft_trainer.followers import Followers
-from draft_trainer.learner import Learner
-from draft_trainer.ranks import Ranks, shares
-from draft_trainer.training_state import StateStore
+from draft_trainer.training.followers import Followers
+from draft_trainer.training.learner import Learner
+from draft_trainer.training.ranks import Ranks, shares
+from draft_trainer.training.training_state import StateStore
 from slipstream.channel import open_channel
 from slipstream.refusal import RefusedError
 from tests.draft_trainer.rig import Client, train

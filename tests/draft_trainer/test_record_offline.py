@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draft_trainer.recording import Recording
+from draft_trainer.recordings.recording import Recording
 from examples.arithmetic_grpo.record import Recorder, Rollout, read_rollouts, solutions
 from slipstream.refusal import RefusedError
 from tests.alignment.recorded import record

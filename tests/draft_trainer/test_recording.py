@@ -18,16 +18,16 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from draft_trainer import recording_writer
-from draft_trainer.board import Board
 from draft_trainer.config import RecordingConfig
-from draft_trainer.policy_head import PolicyHead
-from draft_trainer.recorder import Recorder
-from draft_trainer.recording import Recording
-from draft_trainer.recording_writer import RecordingWriter
-from draft_trainer.replay import ReplayBuffer
-from draft_trainer.sample import Sample
-from draft_trainer.session import PolicySizes, Run
+from draft_trainer.eagle3.policy_head import PolicyHead
+from draft_trainer.feed.replay import ReplayBuffer
+from draft_trainer.feed.sample import Sample
+from draft_trainer.feed.session import PolicySizes, Run
+from draft_trainer.recordings import recording_writer
+from draft_trainer.recordings.recorder import Recorder
+from draft_trainer.recordings.recording import Recording
+from draft_trainer.recordings.recording_writer import RecordingWriter
+from draft_trainer.sidecar.board import Board
 from slipstream.refusal import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.recordings import FACTS, record_synthetic
@@ -231,7 +231,7 @@ import os, signal, sys
 from pathlib import Path
 from tests.draft_trainer.recordings import FACTS
 from tests.draft_trainer.synthetic import Policy
-from draft_trainer.recording_writer import RecordingWriter
+from draft_trainer.recordings.recording_writer import RecordingWriter
 
 left = int(sys.argv[2])
 def on_event(name, arguments):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_trainer.checkpoint import d2t_of, save_draft
-from draft_trainer.releases import Registry
+from draft_trainer.checkpoints.checkpoint import d2t_of, save_draft
+from draft_trainer.releases.registry import Registry
 from slipstream.refusal import RefusedError
 from slipstream.v1 import release_pb2
 from tests.draft_trainer.synthetic import draft_vocab_ids, head

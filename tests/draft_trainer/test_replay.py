@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
-from draft_trainer.policy_head import PolicyHead, PolicyHeads
-from draft_trainer.replay import ReplayBuffer
-from draft_trainer.sample import Sample
+from draft_trainer.eagle3.policy_head import PolicyHead, PolicyHeads
+from draft_trainer.feed.replay import ReplayBuffer
+from draft_trainer.feed.sample import Sample
 from slipstream.refusal import RefusedError
 from slipstream.tensors import digest
 from tests.draft_trainer.synthetic import Policy

@@ -11,7 +11,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from draft_trainer.server import TrainerServer
+from draft_trainer.sidecar.server import TrainerServer
 from slipstream.channel import open_channel
 from slipstream.refusal import RefusedError
 from slipstream.tensors import decode

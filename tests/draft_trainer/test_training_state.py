@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from draft_trainer.learner import Learner, LearnerConfig
-from draft_trainer.training_state import VERSION, StateStore, head_facts
+from draft_trainer.training.learner import Learner, LearnerConfig
+from draft_trainer.training.training_state import VERSION, StateStore, head_facts
 from slipstream.refusal import RefusedError, StatusCode
 from tests.draft_trainer.synthetic import Policy, config, head
 
@@ -138,7 +138,7 @@ def test_full_disk_leaves_the_states_before_it(tmp_path: Path) -> None:
     code = f"""{limit}
 import sys, torch
 from pathlib import Path
-from draft_trainer.training_state import StateStore
+from draft_trainer.training.training_state import StateStore
 from tests.draft_trainer.test_training_state import FACTS
 try:
     StateStore(Path({str(tmp_path)!r}), FACTS).save({{"a": torch.zeros(4096)}}, 3, {{}})

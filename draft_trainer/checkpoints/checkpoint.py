@@ -1,0 +1,295 @@
+"""Draft checkpoints: read in every layout that trainers write, written in those that vLLM serves.
+
+A layout is a file in ``layouts``; the config.json tells which one a checkpoint is in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draft_trainer.checkpoints.draft_vocabulary import (
+    check_draft_vocabulary,
+    check_maps,
+    d2t_of,
+    t2d_of,
+    target_ids,
+)
+from draft_trainer.checkpoints.layouts.layout import Document, Layout
+from draft_trainer.checkpoints.layouts.modelopt import MODELOPT
+from draft_trainer.checkpoints.layouts.plain import PLAIN
+from draft_trainer.checkpoints.layouts.speculators import SPECULATORS
+from draft_trainer.checkpoints.policy_checkpoint import read_policy_config
+from draft_trainer.checkpoints.policy_fit import check_fits_policy, is_copy_of_the_policys
+from draft_trainer.checkpoints.tensor_files import (
+    WEIGHTS_FILE,
+    load_tensors,
+    tensor_names,
+    weight_files,
+)
+from draft_trainer.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.eagle3.head_config import OWN_EMBEDDINGS
+from slipstream.refusal import RefusedError
+
+__all__ = [
+    "CONFIG_FILE",
+    "WEIGHTS_FILE",
+    "Checkpoint",
+    "check_draft_vocabulary",
+    "check_fits_policy",
+    "d2t_of",
+    "load_draft",
+    "load_head",
+    "read_checkpoint",
+    "save_draft",
+    "target_ids",
+    "write_checkpoint",
+]
+
+CONFIG_FILE = "config.json"
+# In this order: the first that recognises a config.json has it.
+LAYOUTS = (SPECULATORS, MODELOPT, PLAIN)
+_LAYER, _EMBEDDINGS = "midlayer.", "embed_tokens.weight"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A draft, and how it is written.
+
+    Attributes:
+        config: the head's.
+        tensors: the head's parameters by its own names, in the types that they are stored in.
+        d2t: int64 [draft_vocab] (see ``draft_vocabulary``); None for a full vocabulary.
+        document: the config.json in which vLLM reads ``config``.
+        layer: what the decoder layer's tensors begin with on disk.
+        with_t2d: whether t2d stands beside d2t.
+        as_stored: whether the folder it was read from holds exactly this. False where the file
+            left something to the policy, means other layers in vLLM than in its trainer, or holds
+            what vLLM cannot load.
+    """
+
+    config: HeadConfig
+    tensors: dict[str, Tensor]
+    d2t: Tensor | None
+    document: Document
+    layer: str
+    with_t2d: bool
+    as_stored: bool
+
+
+def read_checkpoint(directory: Path, policy: Path | None = None) -> Checkpoint:
+    """Read a draft checkpoint of any known layout. Nothing is written.
+
+    A copy of the policy's embeddings, which several trainers save, is left out: the head shares
+    them, so that they follow the policy. Without ``policy`` a copy cannot be told from embeddings
+    of the draft's own, and neither can vLLM's default layers be known.
+
+    Args:
+        directory: with config.json and model.safetensors (or shards and their index).
+        policy: the folder of the policy that it drafts for, if it is at hand.
+
+    Raises:
+        RefusedError: a file is missing or unreadable; a field or tensor is missing, unknown,
+            misshapen, not finite, or contradicts another; the vocabulary maps are not those of an
+            ascending draft vocabulary; the draft does not fit the policy.
+    """
+    weight_files(directory)  # a pickle is the better reason than what else is missing
+    config, layout, document, served = _read_config(directory, policy)
+    stored = load_tensors(directory)
+    where = str(directory)
+    tensors = {name: t for name, t in stored.items() if name not in layout.leftovers}
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    layer = _layer_prefix(tensors)
+    tensors = {_head_name(name, layer): tensor for name, tensor in tensors.items()}
+    if policy is not None:
+        check_fits_policy(config, read_policy_config(policy))
+    embeddings = tensors.get(_EMBEDDINGS)
+    if not config.own_embeddings and embeddings is not None:
+        if is_copy_of_the_policys(embeddings, policy, where):
+            del tensors[_EMBEDDINGS]
+        else:
+            config = replace(config, own_embeddings=True)
+            served = {**served, OWN_EMBEDDINGS: True}
+    _check_tensors(tensors, config, where)
+    check_maps(d2t, t2d, config, where)
+    if config.full_vocabulary:
+        # vLLM has no parameter to put the maps in, even those that change nothing.
+        d2t = t2d = None
+    maps = [name for name, held in (("d2t", d2t), ("t2d", t2d)) if held is not None]
+    if layout.write is None:
+        layer = PLAIN.layer
+    return Checkpoint(
+        config=config,
+        tensors=tensors,
+        d2t=None if d2t is None else d2t.long(),
+        document=served,
+        layer=layer,
+        with_t2d=t2d is not None or layout.write is None,
+        as_stored=served == document
+        and {_stored_name(name, layer) for name in [*tensors, *maps]} == stored.keys()
+        and (directory / WEIGHTS_FILE).is_file(),
+    )
+
+
+def load_draft(
+    directory: Path, policy: Path | None = None
+) -> tuple[HeadConfig, dict[str, Tensor], Tensor | None]:
+    """``read_checkpoint``'s configuration, parameters by name, and d2t."""
+    checkpoint = read_checkpoint(directory, policy)
+    return checkpoint.config, checkpoint.tensors, checkpoint.d2t
+
+
+def load_head(directory: Path, policy: Path | None = None) -> tuple[Eagle3Head, Tensor | None]:
+    """The head of a checkpoint in float32, and its d2t. Raises as ``read_checkpoint``."""
+    config, tensors, d2t = load_draft(directory, policy)
+    head = Eagle3Head(config, None if d2t is None else target_ids(d2t))
+    head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    return head, d2t
+
+
+def save_draft(
+    directory: Path,
+    config: HeadConfig,
+    head: Eagle3Head,
+    d2t: Tensor | None,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    layout: str = "plain",
+    policy: Path | None = None,
+    like: Path | None = None,
+) -> None:
+    """Write a draft checkpoint into an existing directory. The same weights give the same bytes.
+
+    Args:
+        directory: where config.json and model.safetensors go.
+        config: the head's.
+        head: the weights, any floating dtype.
+        d2t: int64 [draft_vocab]; None exactly when the vocabulary is full.
+        dtype: element type to write.
+        layout: "plain" or "speculators".
+        policy: the folder of its policy, which speculators' layout names.
+        like: a checkpoint to write it like, field by field and name by name; then ``layout`` and
+            ``policy`` do not count.
+
+    Raises:
+        RefusedError: d2t does not fit the configuration, the layout cannot represent it, or
+            ``like`` is a draft of another configuration.
+    """
+    if (d2t is None) != config.full_vocabulary:
+        found = "nothing" if d2t is None else "a map"
+        raise _refused("d2t", found, f"a map exactly when part of {config.vocab_size} is drafted")
+    check_maps(d2t, None, config, "save_draft")
+    dtype_name = str(dtype).removeprefix("torch.")
+    if like is None:
+        writer = next((one for one in LAYOUTS if one.name == layout and one.write), None)
+        if writer is None or writer.write is None:
+            written = [one.name for one in LAYOUTS if one.write]
+            raise _refused(
+                "layout", layout, f"one of {written}", "choose a layout that vLLM serves"
+            )
+        document = writer.write(config, dtype_name, policy)
+        layer, with_t2d = writer.layer, True
+    else:
+        theirs, _, _, document = _read_config(like, None)
+        if theirs != config:
+            raise _refused(str(like / CONFIG_FILE), theirs, config)
+        names = tensor_names(like)
+        document, layer = _with_dtype(document, dtype_name), _layer_prefix(names)
+        with_t2d = "t2d" in names
+    tensors = {name: t.detach().to("cpu", dtype) for name, t in head.state_dict().items()}
+    write_checkpoint(directory, Checkpoint(config, tensors, d2t, document, layer, with_t2d, True))
+
+
+def write_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
+    """Write config.json and model.safetensors into an existing directory, tensor by tensor."""
+    stored = {
+        _stored_name(name, checkpoint.layer): tensor.contiguous().clone()
+        for name, tensor in checkpoint.tensors.items()
+    }
+    if checkpoint.d2t is not None:
+        stored["d2t"] = checkpoint.d2t.long()
+        if checkpoint.with_t2d:
+            stored["t2d"] = t2d_of(checkpoint.d2t, checkpoint.config.vocab_size)
+    text = json.dumps(checkpoint.document, indent=2)
+    (directory / CONFIG_FILE).write_text(text + "\n")
+    save_file(stored, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    # safetensors leaves 0600; a rollout server under another user must be able to read it.
+    (directory / WEIGHTS_FILE).chmod(0o644)
+
+
+def _read_config(
+    directory: Path, policy: Path | None
+) -> tuple[HeadConfig, Layout, Document, Document]:
+    """The configuration, the layout, and config.json as it stands and as vLLM must read it."""
+    path = directory / CONFIG_FILE
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise _refused(path, str(error), "a JSON object") from error
+    if not isinstance(document, dict):
+        raise _refused(path, type(document).__name__, "a JSON object")
+    layout = next((layout for layout in LAYOUTS if layout.matches(document)), None)
+    if layout is None:
+        raise _refused(
+            path, "neither architectures nor speculators_model_type", "a draft's config.json"
+        )
+    config, served = layout.read(document, policy)
+    return config, layout, document, served
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], config: HeadConfig, where: str) -> None:
+    with torch.device("meta"):
+        wanted = {name: p.shape for name, p in Eagle3Head(config).state_dict().items()}
+    if tensors.keys() != wanted.keys():
+        missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted)
+        raise _refused(where, f"missing {missing}, unknown {extra}", sorted(wanted))
+    for name, tensor in tensors.items():
+        if tensor.shape != wanted[name]:
+            raise _refused(f"{where}: {name}", list(tensor.shape), list(wanted[name]))
+        if tensor.dtype not in _FLOATS:
+            raise _refused(f"{where}: {name}", tensor.dtype, f"one of {[*map(str, _FLOATS)]}")
+        wrong = int((~torch.isfinite(tensor)).sum())
+        if wrong:
+            raise _refused(f"{where}: {name}", f"{wrong} values not finite", "finite numbers")
+
+
+def _layer_prefix(names: Mapping[str, Tensor] | set[str]) -> str:
+    plain = any(name.startswith(_LAYER) for name in names)
+    return _LAYER if plain else SPECULATORS.layer
+
+
+def _head_name(name: str, layer: str) -> str:
+    return _LAYER + name.removeprefix(layer) if name.startswith(layer) else name
+
+
+def _stored_name(name: str, layer: str) -> str:
+    return layer + name.removeprefix(_LAYER) if name.startswith(_LAYER) else name
+
+
+def _with_dtype(document: Document, dtype_name: str) -> Document:
+    """The element type wherever the document names one."""
+    return {
+        key: dtype_name
+        if key in ("dtype", "torch_dtype") and value is not None
+        else _with_dtype(value, dtype_name)
+        if isinstance(value, dict)
+        else value
+        for key, value in document.items()
+    }
+
+
+def _refused(
+    field: object,
+    found: object,
+    expected: object,
+    next_step: str = "give an EAGLE-3 draft checkpoint in the layout of vLLM, SpecForge, "
+    "speculators or ModelOpt",
+) -> RefusedError:
+    return RefusedError(str(field), found, expected, next_step)

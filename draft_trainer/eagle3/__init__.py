@@ -1,0 +1,1 @@
+"""The EAGLE-3 head, its unrolled objective and the acceptance it predicts."""

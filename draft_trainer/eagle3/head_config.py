@@ -1,0 +1,278 @@
+"""Shape of an EAGLE-3 head, from and to the ``config.json`` that vLLM reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NoReturn
+
+from draft_trainer.eagle3.rope import Rope, RopeScaling
+from slipstream.refusal import RefusedError
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+OWN_EMBEDDINGS = "has_own_embed_tokens"
+"""Ours, and vLLM's name for the same thing: the checkpoint's embeddings are not a copy."""
+
+# vLLM 0.32's names (model_executor/models/registry.py) for the two classes it has, by model_type.
+# The first of each is written.
+ARCHITECTURES = {
+    "llama": (
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "Eagle3MiniMaxM2ForCausalLM",
+        "Eagle3Qwen2_5vlForCausalLM",
+        "Eagle3Qwen3vlForCausalLM",
+    ),
+    "qwen3": ("Eagle3Qwen3ForCausalLM",),
+}
+
+# Fields that change what vLLM computes in a way this head cannot: only these values pass.
+_FIXED_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "num_hidden_layers": (1,),
+    "qkv_bias": (False, None),
+    "bias": (False, None),
+    "logit_scale": (1, 1.0, None),
+    "is_causal": (True, None),
+    "quantization_config": (None,),
+    "parallel_drafting": (False, None),
+    "ptd_token_id": (None,),
+    "pard_token": (None,),
+    "tie_word_embeddings": (False, None),
+}
+_SIZES = (
+    "hidden_size",
+    "target_hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+    "max_position_embeddings",
+)
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Everything that determines the head's function besides its weights.
+
+    Attributes:
+        hidden_size: width of the head, and of the embeddings it takes.
+        intermediate_size: width of its MLP.
+        num_attention_heads: query heads.
+        num_key_value_heads: key and value heads; divides the query heads.
+        head_dim: size of one head.
+        vocab_size: the policy's vocabulary.
+        draft_vocab_size: rows of the head's lm_head.
+        aux_layer_ids: auxiliary layers, as "after L decoder layers" (vLLM's reading), ascending.
+        target_hidden_size: the policy's width, and that of one auxiliary state.
+        rms_norm_eps: epsilon of every RMSNorm.
+        rope_theta: base of the rotary embedding.
+        max_position_embeddings: longest sequence.
+        norm_before_residual: the residual is the normed hidden state, not the un-normed one.
+        norm_output: what feeds the next step is the output after ``norm``, not before it.
+        norm_before_fc: one RMSNorm over the concatenated auxiliary states, before ``fc``.
+        fc_norm: an RMSNorm for each auxiliary state, before ``fc`` (after norm_before_fc's).
+        attention_bias: q, k, v and, without ``qk_norm``, o have a bias.
+        mlp_bias: gate, up and down have a bias.
+        qk_norm: an RMSNorm for each query and key head (vLLM's Qwen3 class; else its Llama one).
+        sliding_window: keys that a query sees, its own included; None for all before it.
+        rope_scaling: of the rotary frequencies.
+        partial_rotary_factor: share of a head that is rotated.
+        own_embeddings: the head has embeddings of its own instead of the policy's.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layer_ids: tuple[int, ...]
+    target_hidden_size: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    max_position_embeddings: int = 2048
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
+    own_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                _refuse(name, value, "a whole number above 0")
+        if self.num_attention_heads % self.num_key_value_heads:
+            _refuse("num_key_value_heads", self.num_key_value_heads, "a divisor of the query heads")
+        if not self.qk_norm and self.hidden_size % self.num_attention_heads:
+            # transformers 5 refuses such a LlamaConfig, and vLLM with it, whatever head_dim is.
+            _refuse("num_attention_heads", self.num_attention_heads, "a divisor of hidden_size")
+        if self.rope.rotary_dim(self.head_dim) % 2 or not self.rope.rotary_dim(self.head_dim):
+            _refuse("head_dim", self.head_dim, "an even number of rotated elements")
+        if self.draft_vocab_size > self.vocab_size:
+            _refuse("draft_vocab_size", self.draft_vocab_size, f"at most {self.vocab_size}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            _refuse("sliding_window", self.sliding_window, "at least 1")
+        if self.target_hidden_size != self.hidden_size and not self.own_embeddings:
+            _refuse(OWN_EMBEDDINGS, False, "true: the policy's embeddings have another width")
+        ids = self.aux_layer_ids
+        if not ids or ids[0] < 0 or any(a >= b for a, b in pairwise(ids)):
+            # vLLM sorts them and drops repetitions, whatever the order in fc.
+            _refuse(LAYER_IDS, list(ids), "at least one layer, ascending, each once")
+        if self.qk_norm and self.mlp_bias:
+            _refuse("mlp_bias", True, "false: vLLM's Qwen3 drafts have no MLP bias")
+
+    @property
+    def num_aux_layers(self) -> int:
+        """A, the number of auxiliary layers."""
+        return len(self.aux_layer_ids)
+
+    @property
+    def full_vocabulary(self) -> bool:
+        """Whether draft ids are target ids."""
+        return self.draft_vocab_size == self.vocab_size
+
+    @property
+    def rope(self) -> Rope:
+        """The rotary embedding."""
+        return Rope(self.rope_theta, self.rope_scaling, self.partial_rotary_factor)
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> HeadConfig:
+        """Read a ``config.json`` whose top level says everything, as vLLM reads it.
+
+        Raises:
+            RefusedError: a required field is missing, or a field asks for a function that this
+                head does not have.
+        """
+        model_type = config.get("model_type")
+        if model_type not in ARCHITECTURES:
+            _refuse("model_type", model_type, f"one of {list(ARCHITECTURES)}")
+        known, architectures = ARCHITECTURES[model_type], config.get("architectures")
+        if not architectures or any(name not in known for name in architectures):
+            _refuse("architectures", architectures, f"[{known[0]}]")
+        for name, allowed in _FIXED_VALUES.items():
+            if name in config and config[name] not in allowed:
+                _refuse(name, config[name], allowed[0])
+        eagle = config.get("eagle_config") or {}
+        if eagle.get("use_aux_hidden_state", True) is not True:
+            _refuse("eagle_config.use_aux_hidden_state", eagle["use_aux_hidden_state"], True)
+        layer_ids = config.get(LAYER_IDS)
+        if not layer_ids:
+            _refuse(LAYER_IDS, layer_ids, "the auxiliary layers' numbers, at top level")
+        for name in ("num_aux_hidden_states", "num_aux_layers"):
+            if config.get(name) not in (None, len(layer_ids)):
+                _refuse(name, config[name], f"{len(layer_ids)}, as many as layer ids")
+        rope = Rope.from_dict(config)
+        hidden = _required(config, "hidden_size")
+        heads = _required(config, "num_attention_heads")
+        vocab = _required(config, "vocab_size")
+        target = config.get("target_hidden_size") or hidden
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=_required(config, "intermediate_size"),
+            num_attention_heads=heads,
+            num_key_value_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            vocab_size=vocab,
+            draft_vocab_size=config.get("draft_vocab_size") or vocab,
+            aux_layer_ids=tuple(int(layer) for layer in layer_ids),
+            target_hidden_size=target,
+            rms_norm_eps=float(_required(config, "rms_norm_eps")),
+            rope_theta=rope.theta,
+            max_position_embeddings=_required(config, "max_position_embeddings"),
+            norm_before_residual=_flag(config, "norm_before_residual"),
+            norm_output=_flag(config, "norm_output"),
+            norm_before_fc=_flag({**config, **eagle}, "norm_before_fc"),
+            fc_norm=_flag(config, "fc_norm"),
+            attention_bias=_flag(config, "attention_bias"),
+            mlp_bias=_flag(config, "mlp_bias"),
+            qk_norm=model_type == "qwen3",
+            sliding_window=_sliding_window(config),
+            rope_scaling=rope.scaling,
+            partial_rotary_factor=rope.partial_rotary_factor,
+            own_embeddings=_flag(config, OWN_EMBEDDINGS) or target != hidden,
+        )
+
+    def to_dict(self, dtype_name: str = "bfloat16") -> dict[str, Any]:
+        """The ``config.json`` that vLLM loads.
+
+        Args:
+            dtype_name: element type of the weights beside it, for example "bfloat16".
+        """
+        model_type = "qwen3" if self.qk_norm else "llama"
+        written: dict[str, Any] = {
+            "architectures": [ARCHITECTURES[model_type][0]],
+            "model_type": model_type,
+            "dtype": dtype_name,
+            "hidden_act": "silu",
+            "num_hidden_layers": 1,
+            **{name: getattr(self, name) for name in _SIZES},
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": self.rope.to_dict(),
+            "attention_bias": self.attention_bias,
+            "mlp_bias": self.mlp_bias,
+            "tie_word_embeddings": False,
+            LAYER_IDS: list(self.aux_layer_ids),
+            # Without it vLLM assumes three layers whatever the list above says.
+            "num_aux_hidden_states": self.num_aux_layers,
+            "norm_before_residual": self.norm_before_residual,
+            "norm_output": self.norm_output,
+            "norm_before_fc": self.norm_before_fc,
+            "fc_norm": self.fc_norm,
+        }
+        if self.sliding_window is not None:
+            written["layer_types"] = ["sliding_attention"]
+            written |= {"sliding_window": self.sliding_window, "use_sliding_window": True}
+        if self.own_embeddings:
+            written[OWN_EMBEDDINGS] = True
+        return written
+
+
+def _sliding_window(config: Mapping[str, Any]) -> int | None:
+    """vLLM windows the layer that ``layer_types`` says is windowed, and no other."""
+    kinds = config.get("layer_types")
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if kinds is not None and kinds not in (["full_attention"], ["sliding_attention"]):
+        _refuse("layer_types", kinds, "[full_attention] or [sliding_attention]")
+    if kinds is None and window is not None:
+        _refuse("sliding_window", window, "null, or layer_types beside it: vLLM ignores it alone")
+    if kinds == ["sliding_attention"] and window is None:
+        _refuse("sliding_window", window, "a whole number, for layer_types [sliding_attention]")
+    return window if kinds == ["sliding_attention"] else None
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name, False)
+    if value not in (True, False, None):
+        _refuse(name, value, "true or false")
+    return bool(value)
+
+
+def _required(config: Mapping[str, Any], name: str) -> Any:
+    value = config.get(name)
+    if value is None:
+        _refuse(name, "nothing", "a value")
+    return value
+
+
+def _refuse(name: str, found: object, expected: object) -> NoReturn:
+    raise RefusedError(
+        f"config.json {name}",
+        found,
+        expected,
+        "use a draft whose config.json the trainer can represent, so that what it trains is what "
+        "vLLM serves",
+    )

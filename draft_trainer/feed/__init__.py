@@ -1,0 +1,1 @@
+"""What the policy sends: sessions, checks, the ledger, the replay buffer."""

@@ -1,0 +1,128 @@
+"""Takes a policy version's matrices off the wire, or finds those it holds by their hash."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from draft_trainer.eagle3.head_config import HeadConfig
+from draft_trainer.eagle3.policy_head import PolicyHead
+from draft_trainer.feed.session import Run
+from slipstream.refusal import RefusedError, StatusCode
+from slipstream.tensors import ChunkAssembler, digest, dtype_from_wire
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import tensor_pb2
+
+LM_HEAD = "lm_head.weight"
+EMBED_TOKENS = "embed_tokens.weight"
+
+
+def announce(
+    run: Run,
+    draft: HeadConfig,
+    header: pb.AnnouncePolicyHeader,
+    chunks: Iterable[tensor_pb2.TensorChunk],
+) -> None:
+    """Make a policy version known to ``run``; nothing of it is known if anything is wrong.
+
+    The newest version may be announced again with the same content (a retry
+    after a lost answer): that changes nothing.
+
+    Raises:
+        RefusedError: wrong names, shapes, dtypes or hashes, values that are not finite, a
+            tensor that is neither sent nor held, or a version that is not new.
+    """
+    specs = _checked(header.tensors, draft)
+    latest = run.latest_policy_version
+    if latest is not None and header.policy_version == latest and _is_known(run, latest, specs):
+        return
+    if latest is not None and header.policy_version <= latest:
+        # Before the tensors are received, which may be a gigabyte.
+        raise RefusedError(
+            "policy_version",
+            header.policy_version,
+            f"higher than {latest}",
+            "number policy versions in ascending order; a new run starts again at 0",
+            StatusCode.FAILED_PRECONDITION,
+        )
+    tensors = _receive(run, specs, chunks)
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise RefusedError(
+                name,
+                "values that are not finite",
+                "finite values",
+                "do not sync this policy version: its training step diverged",
+            )
+    run.add_policy(PolicyHead(header.policy_version, tensors[LM_HEAD], tensors[EMBED_TOKENS]))
+
+
+def _checked(
+    specs: Iterable[tensor_pb2.TensorSpec], draft: HeadConfig
+) -> dict[str, tensor_pb2.TensorSpec]:
+    shapes = {
+        LM_HEAD: [draft.draft_vocab_size, draft.target_hidden_size],
+        EMBED_TOKENS: [draft.vocab_size, draft.target_hidden_size],
+    }
+    named = list(specs)
+    names = [spec.name for spec in named]
+    if sorted(names) != sorted(shapes):
+        raise RefusedError(
+            "tensors", names, sorted(shapes), "announce both matrices, each of them once"
+        )
+    for spec in named:
+        if list(spec.shape) != shapes[spec.name]:
+            raise RefusedError(
+                f"{spec.name}.shape",
+                list(spec.shape),
+                shapes[spec.name],
+                "send the lm_head rows of OpenRunResponse.draft_vocab_ids and all embeddings",
+            )
+        dtype = dtype_from_wire(spec.dtype, spec.name)
+        if not dtype.is_floating_point:
+            raise RefusedError(
+                f"{spec.name}.dtype", dtype, "a floating-point dtype", "send the policy's weights"
+            )
+    return {spec.name: spec for spec in named}
+
+
+def _receive(
+    run: Run,
+    specs: dict[str, tensor_pb2.TensorSpec],
+    chunks: Iterable[tensor_pb2.TensorChunk],
+) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, spec in specs.items():
+        held = run.heads.tensor(spec.sha256)
+        if held is not None and _fits(held, spec):
+            tensors[name] = held
+    missing = {name: spec for name, spec in specs.items() if name not in tensors}
+    # The shapes were checked against the draft: their size is the bound.
+    assembler = ChunkAssembler(missing.values(), max_bytes=1 << 62)
+    sent = set()
+    for chunk in chunks:
+        if chunk.name not in tensors:
+            assembler.feed(chunk)
+            sent.add(chunk.name)
+    absent = sorted(missing.keys() - sent)
+    if absent:
+        raise RefusedError(
+            "tensors",
+            f"no chunks of {', '.join(absent)}",
+            "chunks of every tensor that the trainer does not hold under its SHA-256",
+            "send it: the trainer restarted, or the versions that held it were forgotten",
+            StatusCode.FAILED_PRECONDITION,
+        )
+    return tensors | assembler.finish()
+
+
+def _is_known(run: Run, version: int, specs: dict[str, tensor_pb2.TensorSpec]) -> bool:
+    head = run.heads.get(version)
+    wanted = {LM_HEAD: head.lm_head_rows, EMBED_TOKENS: head.embed_tokens}
+    return all(digest(wanted[name]) == spec.sha256 for name, spec in specs.items())
+
+
+def _fits(tensor: torch.Tensor, spec: tensor_pb2.TensorSpec) -> bool:
+    same_dtype = tensor.dtype == dtype_from_wire(spec.dtype, spec.name)
+    return same_dtype and list(tensor.shape) == list(spec.shape)

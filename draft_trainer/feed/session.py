@@ -1,0 +1,259 @@
+"""Runs and the sessions that feed them. One run at a time: a trainer has one draft.
+
+A run owns everything that is keyed by its policy versions: the matrices of each
+version and the replay buffer. A new run starts with both empty, because version
+7 of one run says nothing about version 7 of another.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from draft_trainer.eagle3.head_config import HeadConfig
+from draft_trainer.eagle3.policy_head import PolicyHead, PolicyHeads
+from draft_trainer.feed.replay import ReplayBuffer
+from slipstream.refusal import RefusedError, StatusCode
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+MAX_SESSIONS = 256
+MAX_RUN_ID_CHARACTERS = 256
+
+
+@dataclass(frozen=True)
+class PolicySizes:
+    """The numbers of a ``PolicySpec`` that must not change within a run."""
+
+    hidden_size: int
+    vocab_size: int
+    num_hidden_layers: int
+
+    @classmethod
+    def of(cls, spec: pb.PolicySpec) -> PolicySizes:
+        """From the message."""
+        return cls(spec.hidden_size, spec.vocab_size, spec.num_hidden_layers)
+
+
+class Run:
+    """One run: its policy's sizes, its known policy versions, its samples.
+
+    Args:
+        run_id: the client's.
+        sizes: of its policy.
+        replay: its samples.
+        max_policy_lag: samples of versions older than the newest by more are refused.
+    """
+
+    def __init__(
+        self, run_id: str, sizes: PolicySizes, replay: ReplayBuffer, max_policy_lag: int
+    ) -> None:
+        self.run_id = run_id
+        self.sizes = sizes
+        self.replay = replay
+        self.heads = PolicyHeads(max_policy_lag + 1)
+        self._max_policy_lag = max_policy_lag
+        self._evicted_told = 0
+        self._evicted_lock = threading.Lock()
+
+    @property
+    def latest_policy_version(self) -> int | None:
+        """The newest version announced; None before the first."""
+        versions = self.heads.versions
+        return versions[-1] if versions else None
+
+    def add_policy(self, head: PolicyHead) -> None:
+        """Make a version known and drop the samples of those that became too old.
+
+        Raises:
+            RefusedError: not higher than every version before (FAILED_PRECONDITION).
+        """
+        known = self.heads.versions
+        forgotten = self.heads.add(head)
+        oldest = head.policy_version - self._max_policy_lag
+        self.replay.discard_versions({*forgotten, *(v for v in known if v < oldest)})
+
+    def newly_evicted(self) -> int:
+        """Samples that left the replay buffer untrained since the last call."""
+        with self._evicted_lock:
+            total = self.replay.evicted_untrained
+            fresh, self._evicted_told = total - self._evicted_told, total
+            return fresh
+
+    def check_policy_version(self, version: int) -> None:
+        """Raise RefusedError for a sample of an unknown or too old version."""
+        known = self.heads.versions
+        if not known:
+            raise RefusedError(
+                "policy_version",
+                version,
+                "a version that was announced; none was yet",
+                "call AnnouncePolicy before the first sample of a version",
+            )
+        if version < known[-1] - self._max_policy_lag:
+            raise RefusedError(
+                "policy_version",
+                f"{version}, {known[-1] - version} behind",
+                f"at most {self._max_policy_lag} behind {known[-1]} (replay.max_policy_lag)",
+                "drop samples this old, or raise replay.max_policy_lag",
+            )
+        if version not in known:
+            raise RefusedError(
+                "policy_version",
+                version,
+                f"one of the announced versions {list(known)}",
+                "call AnnouncePolicy before the first sample of a version",
+            )
+
+
+@dataclass(frozen=True)
+class Session:
+    """One client of a run."""
+
+    session_id: str
+    run: Run
+    client: str
+
+
+class Runs:
+    """The current run and its sessions. Thread-safe.
+
+    Args:
+        draft: the draft head's configuration; a policy must fit it.
+        new_replay: makes the replay buffer of a new run.
+        max_policy_lag: see ``Run``.
+        on_new_run: told of every new run, before its first sample.
+    """
+
+    def __init__(
+        self,
+        draft: HeadConfig,
+        new_replay: Callable[[], ReplayBuffer],
+        max_policy_lag: int,
+        on_new_run: Callable[[Run], None],
+    ) -> None:
+        self._draft = draft
+        self._new_replay = new_replay
+        self._max_policy_lag = max_policy_lag
+        self._on_new_run = on_new_run
+        self._lock = threading.Lock()
+        self._run: Run | None = None
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._streams = 0
+
+    @property
+    def current(self) -> Run | None:
+        """The run that is being fed; None before the first."""
+        with self._lock:
+            return self._run
+
+    def open(self, request: pb.OpenRunRequest) -> Session:
+        """Continue the current run or begin another one.
+
+        Raises:
+            RefusedError: the policy does not fit the draft (INVALID_ARGUMENT), differs from
+                this run's (INVALID_ARGUMENT), or another run is being fed
+                (FAILED_PRECONDITION).
+        """
+        if not 0 < len(request.run_id) <= MAX_RUN_ID_CHARACTERS:
+            raise RefusedError(
+                "run_id",
+                f"{len(request.run_id)} characters",
+                f"1 to {MAX_RUN_ID_CHARACTERS} characters",
+                "choose an id for the run",
+            )
+        sizes = PolicySizes.of(request.policy)
+        check_fit(sizes, self._draft)
+        with self._lock:
+            run = self._run
+            if run is None or run.run_id != request.run_id:
+                run = self._begin(request.run_id, sizes)
+            elif run.sizes != sizes:
+                raise RefusedError(
+                    "policy",
+                    sizes,
+                    f"{run.sizes}, as run {run.run_id!r} was opened",
+                    "open another run id for another policy",
+                )
+            session = Session(uuid.uuid4().hex, run, request.client)
+            self._sessions[session.session_id] = session
+            while len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+            return session
+
+    def session(self, session_id: str) -> Session:
+        """The session of an id. Raises RefusedError (FAILED_PRECONDITION) if it is not open."""
+        with self._lock:
+            if session_id not in self._sessions:
+                raise RefusedError(
+                    "session_id",
+                    repr(session_id),
+                    "the id that OpenRun answered, of the current run",
+                    "call OpenRun again: the trainer restarted or another run began",
+                    StatusCode.FAILED_PRECONDITION,
+                )
+            return self._sessions[session_id]
+
+    def enter_stream(self, session_id: str, limit: int) -> Session:
+        """As ``session``, for a stream of samples; the caller calls ``leave_stream`` after it.
+
+        Raises:
+            RefusedError: unknown session, or ``limit`` streams are open (RESOURCE_EXHAUSTED).
+        """
+        session = self.session(session_id)
+        with self._lock:
+            if self._streams >= limit:
+                raise RefusedError(
+                    "StreamStates",
+                    f"{self._streams} open streams",
+                    f"at most {limit} (server.max_streams)",
+                    "send from fewer processes, or raise server.max_streams",
+                    StatusCode.RESOURCE_EXHAUSTED,
+                )
+            self._streams += 1
+        return session
+
+    def leave_stream(self) -> None:
+        """A stream ended."""
+        with self._lock:
+            self._streams -= 1
+
+    def _begin(self, run_id: str, sizes: PolicySizes) -> Run:
+        if self._run is not None and self._streams:
+            raise RefusedError(
+                "run_id",
+                run_id,
+                f"{self._run.run_id!r}, which {self._streams} stream(s) feed now",
+                "end that run first, or start another draft-trainer for this one",
+                StatusCode.FAILED_PRECONDITION,
+            )
+        self._sessions.clear()
+        run = Run(run_id, sizes, self._new_replay(), self._max_policy_lag)
+        self._on_new_run(run)
+        self._run = run
+        return run
+
+
+def check_fit(policy: PolicySizes, draft: HeadConfig) -> None:
+    """Raise RefusedError unless a policy of these sizes can be captured for this draft."""
+    advice = "start the trainer with a draft made for this policy"
+    if policy.hidden_size != draft.target_hidden_size:
+        raise RefusedError(
+            "policy.hidden_size",
+            policy.hidden_size,
+            f"{draft.target_hidden_size} (the draft's target_hidden_size)",
+            advice,
+        )
+    if policy.vocab_size != draft.vocab_size:
+        raise RefusedError(
+            "policy.vocab_size", policy.vocab_size, f"{draft.vocab_size} (the draft's)", advice
+        )
+    if policy.num_hidden_layers <= max(draft.aux_layer_ids):
+        raise RefusedError(
+            "policy.num_hidden_layers",
+            policy.num_hidden_layers,
+            f"more than {max(draft.aux_layer_ids)}, the draft's last auxiliary layer",
+            advice,
+        )

@@ -1,0 +1,1 @@
+"""``draft-trainer fit``: training on recorded states, with log, plot and progress."""

@@ -1,0 +1,1 @@
+"""Accepted samples kept on disk for ``draft-trainer init`` and ``fit``."""

@@ -1,0 +1,1 @@
+"""The life of a release: candidate, gate, registry, publishing over the fleet."""

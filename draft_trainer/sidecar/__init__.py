@@ -1,0 +1,1 @@
+"""The gRPC service around the rest: server, status, metrics."""

@@ -1,0 +1,261 @@
+"""Builds the trainer from its configuration, starts it, and takes it down again in order."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from draft_trainer.checkpoints.checkpoint import load_head, target_ids
+from draft_trainer.config import TrainerConfig
+from draft_trainer.eagle3.head import Eagle3Head
+from draft_trainer.eagle3.head_config import HeadConfig
+from draft_trainer.feed.ingest import Ingest
+from draft_trainer.feed.ledger import MemoryLedger
+from draft_trainer.feed.replay import ReplayBuffer
+from draft_trainer.feed.session import Run, Runs
+from draft_trainer.feed.validate import Expected
+from draft_trainer.recordings.recorder import Recorder
+from draft_trainer.releases.auto_publish import AutoPublisher
+from draft_trainer.releases.candidates import Candidates
+from draft_trainer.releases.fleet import Fleet, Timeouts
+from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.publisher import Publisher
+from draft_trainer.releases.registry import Registry
+from draft_trainer.sidecar.board import Board
+from draft_trainer.sidecar.metrics import MetricsServer, TrainerCollector
+from draft_trainer.sidecar.service import MAX_WATCHERS, DraftTrainerService
+from draft_trainer.sidecar.status import Status
+from draft_trainer.training.followers import Followers
+from draft_trainer.training.learner import Learner
+from draft_trainer.training.learner_config import learner_config
+from draft_trainer.training.learner_states import LearnerStates
+from draft_trainer.training.loop import TrainingLoop
+from draft_trainer.training.ranks import Ranks
+from draft_trainer.training.training_state import head_facts
+from slipstream.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from slipstream.refusal import RefusedError
+from slipstream.v1 import draft_trainer_pb2
+from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+
+logger = logging.getLogger(__name__)
+
+SERVICE = draft_trainer_pb2.DESCRIPTOR.services_by_name["DraftTrainer"].full_name
+UNARY_CALLS = 16
+_MESSAGE_OVERHEAD = 64 << 10
+
+
+class TrainerServer:
+    """The running trainer. Owns every thread, connection and port of it.
+
+    Args:
+        config: checked, with absolute paths.
+        ranks: of which this process is number 0; the others run ``followers.follow``.
+
+    Raises:
+        RefusedError: the draft, the registry or a port cannot be used; nothing is left running.
+    """
+
+    def __init__(self, config: TrainerConfig, ranks: Ranks | None = None) -> None:
+        self._config = config
+        ranks = ranks or Ranks()
+        self.died = threading.Event()
+        """Set when the training thread ended by itself."""
+        registry = open_registry(config)
+        newest = registry.list()[-1]
+        self._promotions = Promotions(config.draft.registry, initial=0)
+        for version in {self._promotions.now.promoted, self._promotions.now.last_good}:
+            registry.path(version)
+        head, d2t = load_head(registry.path(newest.draft_version))
+        draft = head.config
+        states = LearnerStates(
+            config.draft.registry,
+            states_belong_to(registry, draft),
+            config.training.state_every_steps,
+        )
+        learner = Learner(head.to(ranks.device), learner_config(config.training), ranks)
+        resumed_run = states.resume(learner, newest.draft_version)
+        self._board = Board()
+        arrived = threading.Event()
+        expected = Expected(
+            hidden_size=draft.target_hidden_size,
+            vocab_size=draft.vocab_size,
+            aux_layer_ids=draft.aux_layer_ids,
+            max_tokens=_max_tokens(config, head),
+        )
+        replay = config.replay
+
+        def new_replay() -> ReplayBuffer:
+            return ReplayBuffer(replay.capacity_bytes, replay.held_out_fraction, replay.max_epochs)
+
+        def on_new_run(run: Run) -> None:
+            logger.info("run %s begins", run.run_id)
+
+        self.runs = Runs(draft, new_replay, replay.max_policy_lag, on_new_run)
+        known = newest.HasField("trained_against_policy_version")
+        self._status = Status(
+            self._board,
+            self.runs,
+            self._promotions,
+            newest.draft_version,
+            newest.trained_against_policy_version if known else None,
+            replay.capacity_bytes,
+        )
+        publish = config.publish
+        self._fleet = Fleet(
+            publish.rollout_servers,
+            Timeouts(publish.state_timeout_s, publish.stage_timeout_s, publish.commit_timeout_s),
+        )
+        self.publisher = Publisher(self._fleet, registry, self._promotions, self._board)
+        self._auto = AutoPublisher(self.publisher) if publish.on == "promotion" else None
+        self.loop = TrainingLoop(
+            learner,
+            Followers(ranks),
+            states,
+            resumed_run,
+            newest.draft_version,
+            config.training,
+            self.runs,
+            Candidates(config, registry, self._promotions, self._board, self._status),
+            self._board,
+            arrived,
+            on_release=self._auto.released if self._auto else lambda version: None,
+            on_death=self.died.set,
+        )
+        ids = torch.arange(draft.vocab_size) if d2t is None else target_ids(d2t)
+        folder = config.recording.directory
+        self._recorder = (
+            Recorder(folder, config.recording, draft, ids, self._board) if folder else None
+        )
+        ledger = MemoryLedger(replay.ledger_entries)
+        self._service = DraftTrainerService(
+            config,
+            draft,
+            ids.to(torch.int32),
+            self.runs,
+            Ingest(expected, ledger, self._board, arrived, self._recorder),
+            self.publisher,
+            registry,
+            self._status,
+        )
+        self._listen()
+
+    @property
+    def ready_line(self) -> str:
+        """What is printed once everything listens."""
+        return f"draft-trainer ready: grpc={self.address} metrics={self._metrics.url}"
+
+    def start(self) -> None:
+        """Serve, train and publish until ``stop``."""
+        self._grpc.start()
+        for name in ("", SERVICE):
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        if self._recorder:
+            self._recorder.start()
+        self.loop.start()
+        if self._auto:
+            self._auto.start()
+
+    def stop(self) -> bool:
+        """Drain, stop training, close everything.
+
+        Returns:
+            True when every part ended within ``server.shutdown_timeout_s``.
+        """
+        deadline = time.monotonic() + self._config.server.shutdown_timeout_s
+        self._health.enter_graceful_shutdown()
+        self._service.drain()
+        # Calls in progress get half of the time; then they are cancelled.
+        stopped = self._grpc.stop(grace=(deadline - time.monotonic()) / 2)
+        clean = self.loop.stop(_left(deadline))
+        if self._auto:
+            clean = self._auto.stop(_left(deadline)) and clean
+        clean = stopped.wait(_left(deadline)) and clean
+        if self._recorder:
+            clean = self._recorder.stop(_left(deadline)) and clean
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._fleet.close()
+        self._metrics.close(_left(deadline))
+        return clean
+
+    def _listen(self) -> None:
+        server = self._config.server
+        self._pool = ThreadPoolExecutor(
+            server.max_streams + MAX_WATCHERS + UNARY_CALLS, thread_name_prefix="grpc"
+        )
+        self._grpc = grpc.server(self._pool, options=SERVER_OPTIONS)
+        self._health = health.HealthServicer(experimental_non_blocking=True)
+        pb_grpc.add_DraftTrainerServicer_to_server(self._service, self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        reflection.enable_server_reflection(
+            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
+        )
+        try:
+            host = f"[{server.host}]" if ":" in server.host else server.host
+            try:
+                port = self._grpc.add_insecure_port(f"{host}:{server.port}")
+            except RuntimeError as error:
+                raise RefusedError(
+                    "server.port",
+                    f"{host}:{server.port} ({error})",
+                    "a free port of this machine, or 0",
+                    "stop what listens there, or set another server.port",
+                ) from error
+            self.address = f"{host}:{port}"
+            self._metrics = MetricsServer(
+                TrainerCollector(self._board, self._status), server.host, server.metrics_port
+            )
+        except RefusedError:
+            self._grpc.stop(grace=None)
+            self._pool.shutdown(wait=False)
+            self._fleet.close()
+            raise
+
+
+def open_registry(config: TrainerConfig) -> Registry:
+    """The registry, with the initial draft as release 0.
+
+    Raises:
+        RefusedError: the folder cannot be written, or was started from another draft.
+    """
+    draft = config.draft
+    try:
+        registry = Registry(draft.registry)
+        registry.remove_leftovers()
+        registry.import_initial(draft.initial, draft.policy)
+    except OSError as error:
+        raise RefusedError(
+            "draft.registry",
+            f"{error.filename or draft.registry} ({error.strerror})",
+            "a folder that can be made and written",
+            "check its owner, its mode and the free space, or set another draft.registry",
+        ) from error
+    return registry
+
+
+def states_belong_to(registry: Registry, draft: HeadConfig) -> dict[str, object]:
+    """What a training state must have been saved with to be resumed: this draft's beginning."""
+    first = registry.get(0).tensors
+    total = hashlib.sha256(b"".join(spec.sha256 for spec in first))
+    return head_facts(draft) | {"initial_sha256": total.hexdigest()}
+
+
+def _max_tokens(config: TrainerConfig, head: Eagle3Head) -> int:
+    """Longest sample: as configured, but in bf16 it must fit one message and the windows."""
+    per_token = 2 * (head.config.num_aux_layers + 1) * head.config.target_hidden_size + 21
+    largest = min(MAX_MESSAGE_BYTES, config.server.receive_window_bytes) - _MESSAGE_OVERHEAD
+    longest = min(config.server.max_tokens_per_sample, largest // per_token)
+    if head.config.sliding_window is not None:
+        longest = min(longest, head.config.sliding_window - config.training.ttt_steps + 1)
+    return max(3, longest)
+
+
+def _left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())

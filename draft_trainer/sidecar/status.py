@@ -1,0 +1,90 @@
+"""The trainer's status message: counters of the board, versions of the registry and the run."""
+
+from __future__ import annotations
+
+from draft_trainer.feed.session import Run, Runs
+from draft_trainer.releases.promotions import Promotions
+from draft_trainer.sidecar.board import Board
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+
+class Status:
+    """Puts the status together from those who know. Thread-safe.
+
+    Args:
+        board: the counters.
+        runs: the current run.
+        promotions: the promoted release.
+        newest_release: the newest release at start; ``released`` moves it on.
+        replay_capacity_bytes: bound of every run's replay buffer.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        runs: Runs,
+        promotions: Promotions,
+        newest_release: int,
+        trained_against: int | None,
+        replay_capacity_bytes: int,
+    ) -> None:
+        self._board = board
+        self._runs = runs
+        self._promotions = promotions
+        self._newest = (newest_release, trained_against)
+        self._replay_capacity_bytes = replay_capacity_bytes
+
+    @property
+    def newest_release(self) -> int:
+        """The newest release."""
+        return self._newest[0]
+
+    @property
+    def trained_against(self) -> int | None:
+        """Newest policy version that the newest release was trained on; None if none."""
+        return self._newest[1]
+
+    def released(self, version: int, trained_against: int | None) -> None:
+        """A release was written."""
+        self._newest = (version, trained_against)
+        self._board.touch()
+
+    def policy_announced(self, run: Run) -> None:
+        """A version became known; samples that are too old for it are gone."""
+        self._board.evicted(run.newly_evicted())
+        self._board.touch()
+
+    def wait_beyond(self, revision: int, timeout: float) -> bool:
+        """Block until something changed since ``revision``; False when ``timeout`` s passed."""
+        return self._board.wait_beyond(revision, timeout)
+
+    def read(self) -> tuple[pb.TrainerStatus, int]:
+        """The status now, and the board's revision that it shows."""
+        counts = self._board.read()
+        promotion = self._promotions.now
+        status = pb.TrainerStatus(
+            samples_accepted=counts.samples_accepted,
+            samples_duplicate=counts.samples_duplicate,
+            samples_refused=counts.samples_refused,
+            samples_evicted=counts.samples_evicted,
+            replay_capacity_bytes=self._replay_capacity_bytes,
+            train_steps=counts.train_steps,
+            train_steps_skipped=counts.train_steps_skipped,
+            tokens_trained=counts.tokens_trained,
+            train_seconds=counts.train_seconds,
+            newest_release=self.newest_release,
+            promoted_release=promotion.promoted,
+            pinned=promotion.pinned,
+            loss=counts.loss,
+            step_acceptance=counts.step_acceptance,
+            last_gate=counts.gate.text if counts.gate is not None else "",
+            idle=counts.idle,
+        )
+        run = self._runs.current
+        if run is not None:
+            status.replay_bytes = run.replay.nbytes
+            status.samples_pending = run.replay.pending
+            latest = run.latest_policy_version
+            if latest is not None:
+                status.policy_version = latest
+        return status, counts.revision

@@ -1,0 +1,1 @@
+"""Online training: learner, optimizer, ranks, state for a resume, the loop."""

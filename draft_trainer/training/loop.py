@@ -1,0 +1,176 @@
+"""The training thread: trains while there is something to train on, else sleeps on an event."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from draft_trainer.config import TrainingConfig
+from draft_trainer.feed.session import Run, Runs
+from draft_trainer.releases.candidates import Candidates
+from draft_trainer.sidecar.board import Board
+from draft_trainer.training.followers import Followers
+from draft_trainer.training.learner import Learner
+from draft_trainer.training.learner_states import LearnerStates
+from slipstream.refusal import RefusedError
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingLoop:
+    """Owns the training thread and, while it runs, the learner.
+
+    Args:
+        learner: the weights; they go on from where they are whether or not a candidate passed.
+            With several ranks, rank 0's.
+        followers: the other ranks.
+        states: what a restart resumes from.
+        resumed_run: the run that the learner's moments are of; empty where they are fresh.
+        newest_release: draft version of the newest release.
+        config: [training].
+        runs: whose current run is trained on.
+        candidates: judges the weights.
+        board: counts steps.
+        arrived: set by ingest whenever there may be something new; cleared here only.
+        on_release: told of every new release.
+        on_death: told when the thread ends without having been stopped. The traceback has
+            been printed; nothing trains any more.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        followers: Followers,
+        states: LearnerStates,
+        resumed_run: str,
+        newest_release: int,
+        config: TrainingConfig,
+        runs: Runs,
+        candidates: Candidates,
+        board: Board,
+        arrived: threading.Event,
+        on_release: Callable[[int], None],
+        on_death: Callable[[], None],
+    ) -> None:
+        self._learner = learner
+        self._followers = followers
+        self._states = states
+        self._run_id = resumed_run
+        self._newest_release = newest_release
+        self._config = config
+        self._runs = runs
+        self._candidates = candidates
+        self._board = board
+        self._arrived = arrived
+        self._on_release = on_release
+        self._on_death = on_death
+        self._stopping = threading.Event()
+        self._steps_since_candidate = 0
+        self._trained_against = 0
+        self._thread = threading.Thread(target=self._run, name="training", daemon=True)
+
+    def start(self) -> None:
+        """Begin. Once only."""
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """End after the current step; True when the thread ended within ``timeout`` seconds."""
+        self._stopping.set()
+        self._arrived.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        if self._config.nice and sys.platform == "linux":
+            # Per thread there: training yields to everything else on the machine, the
+            # gRPC threads of this very process included. OpenMP's threads inherit it.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._config.nice)
+        torch.set_num_threads(self._config.threads)
+        try:
+            self._followers.begin(self._learner.head.config, self._learner.config)
+            self._learner.take_rank_0()
+            while not self._stopping.is_set():
+                run = self._runs.current
+                if run is None or not self._train_once(run):
+                    self._sleep()
+            self._states.save_last(self._learner, self._run_id, self._newest_release)
+            self._followers.end()
+        finally:
+            if not self._stopping.is_set():
+                self._board.training_failed("the training thread ended with an error")
+                self._on_death()
+
+    def _train_once(self, run: Run) -> bool:
+        """One step, and a candidate when one is due. False when there was nothing to train on."""
+        # Seeded by how far training is: a resumed run draws as the one it resumes would have.
+        done = self._learner.steps + self._learner.steps_skipped
+        rng = random.Random(f"{self._config.seed}:{done}")
+        samples = run.replay.draw(self._config.batch_tokens, rng)
+        if not samples:
+            if self._steps_since_candidate:
+                self._consider(run)
+            return False
+        self._board.idle(False)
+        if run.run_id != self._run_id:
+            self._restart_optimizer(run.run_id)
+        try:
+            share = self._followers.give(samples, run.heads)
+            metrics = self._learner.step(share, run.heads)
+        except RefusedError as error:
+            if error.field != "policy_version":
+                raise
+            # The version was forgotten between draw and step; its samples are too old to train.
+            logger.info("a batch was dropped: %s", error)
+            return True
+        self._board.trained(
+            samples=len(samples),
+            tokens=metrics.anchors,
+            seconds=metrics.seconds,
+            skipped=metrics.skipped,
+            loss=metrics.loss,
+            step_acceptance=[a for a in metrics.step_acceptance if not math.isnan(a)],
+        )
+        if not metrics.skipped:
+            self._steps_since_candidate += 1
+            self._trained_against = metrics.policy_version
+            self._states.after_step(self._learner, self._run_id, self._newest_release)
+        if self._steps_since_candidate >= self._config.steps_per_candidate:
+            self._consider(run)
+        return True
+
+    def _consider(self, run: Run) -> None:
+        self._steps_since_candidate = 0
+        version = self._candidates.consider(self._learner, run, self._trained_against)
+        if version is not None:
+            self._newest_release = version
+            # A state from before a release is never resumed.
+            self._states.save(self._learner, self._run_id, version)
+            self._on_release(version)
+
+    def _restart_optimizer(self, run_id: str) -> None:
+        """Another run: the moments of the last one's gradients would misdirect the first steps."""
+        self._run_id = run_id
+        self._learner.restart_optimizer()
+        self._followers.take_rank_0()
+        self._learner.take_rank_0()
+
+    def _sleep(self) -> None:
+        """Until something arrives; then until it has been quiet for a moment, to fill a batch."""
+        self._board.idle(True)
+        while not self._arrived.wait(self._followers.patience):
+            self._followers.keep_alive()
+        self._arrived.clear()
+        until = time.monotonic() + 5 * self._config.linger_s
+        while not self._stopping.is_set() and time.monotonic() < until:
+            if not self._arrived.wait(self._config.linger_s):
+                break
+            self._arrived.clear()

@@ -1,0 +1,203 @@
+"""Training states on disk: everything that a killed run needs to go on as if it had not been.
+
+One safetensors file per state. Its header names the format, the step, the position in the data, to
+what the state belongs, and a SHA-256 over all of that and every tensor's bytes. A file is written
+to a temporary name, fsynced and renamed, so that a kill at any instant leaves the one before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draft_trainer.durable import written_whole
+from draft_trainer.eagle3.head_config import HeadConfig
+from slipstream.refusal import RefusedError, StatusCode
+from slipstream.tensors import bytes_of
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "slipstream.training_state"
+VERSION = 1
+KEPT = 2
+_NAME = re.compile(r"state-(\d{12})\.safetensors")
+_TEMPORARY = re.compile(r"\.state-\d{12}\.safetensors-.*")
+
+Facts = Mapping[str, object]
+"""Names and JSON-able values."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingState:
+    """One state as it was read.
+
+    Attributes:
+        tensors: what ``Learner.state_dict`` gave.
+        step: the number it was saved under.
+        position: what the caller needs besides the tensors, as it was given.
+        passed_over: newer files that were damaged, and why; empty as a rule.
+    """
+
+    tensors: dict[str, Tensor]
+    step: int
+    position: dict[str, Any]
+    passed_over: tuple[str, ...] = ()
+
+
+class StateStore:
+    """The newest two training states in a folder of their own. One process writes at a time.
+
+    Args:
+        folder: made when it is missing. What a killed process left half-written is removed.
+        belongs_to: what a state must have been saved with to be loaded here, compared name by
+            name: the head's configuration (``head_facts``), the data, whatever makes another
+            run's state wrong for this one.
+
+    Raises:
+        OSError: the folder cannot be made or read.
+    """
+
+    def __init__(self, folder: Path, belongs_to: Facts) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder.resolve(strict=True)
+        self._belongs_to = json.loads(json.dumps(dict(belongs_to)))
+        for path in self.folder.iterdir():
+            if _TEMPORARY.fullmatch(path.name):
+                path.unlink()
+
+    def save(self, tensors: Mapping[str, Tensor], step: int, position: Facts) -> Path:
+        """Write a state; when this returns it survives kill -9 and a loss of power.
+
+        Args:
+            tensors: contiguous, on the CPU, none a view of another; not kept.
+            step: not below that of any state here.
+            position: what ``load`` is to give back.
+
+        Raises:
+            OSError: it could not be written; the states before it are as they were.
+        """
+        path = self._path(step)
+        facts = {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "step": str(step),
+            "position": json.dumps(dict(position), sort_keys=True),
+            "belongs_to": json.dumps(self._belongs_to, sort_keys=True),
+        }
+        facts["sha256"] = _digest(facts, tensors)
+        with written_whole(path) as temporary:
+            _write(temporary, dict(tensors), facts)
+        for old in self._steps()[:-KEPT]:
+            self._path(old).unlink()
+        return path
+
+    def clear(self) -> None:
+        """Remove every state: another training begins here."""
+        for step in self._steps():
+            self._path(step).unlink()
+
+    def load(self) -> TrainingState | None:
+        """The newest sound state; None where none was ever saved.
+
+        A damaged file is passed over for the one before it, and said in the log and the result.
+
+        Raises:
+            RefusedError: the newest readable state is of another format version or belongs to
+                something else (FAILED_PRECONDITION), or all of them are damaged (DATA_LOSS).
+        """
+        damaged: list[str] = []
+        for step in reversed(self._steps()):
+            path = self._path(step)
+            try:
+                state = self._read(path, step, tuple(damaged))
+            except _DamagedError as error:
+                damaged.append(f"{path.name}: {error}")
+                continue
+            for text in damaged:
+                logger.error(
+                    "passed over a damaged training state, going on from %s: %s", step, text
+                )
+            return state
+        if damaged:
+            raise RefusedError(
+                str(self.folder),
+                "; ".join(damaged),
+                "at least one sound training state",
+                "restore one from a copy, or remove the folder to train on from the weights alone",
+                StatusCode.DATA_LOSS,
+            )
+        return None
+
+    def _read(self, path: Path, step: int, passed_over: tuple[str, ...]) -> TrainingState:
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = dict(file.metadata() or {})
+                digest = facts.pop("sha256", None)
+                # Before the bytes are looked at: another version may sum them differently.
+                if facts.get("format") == FORMAT and facts.get("version") != str(VERSION):
+                    raise _unfit("version", facts.get("version"), VERSION, path)
+                # Cloned: what stays mapped would change with the file.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise _DamagedError(str(error)) from error
+        if digest != _digest(facts, tensors):
+            raise _DamagedError("its SHA-256 is not that of its content")
+        found = json.loads(facts["belongs_to"])
+        for name in sorted(self._belongs_to.keys() | found.keys()):
+            if found.get(name) != self._belongs_to.get(name):
+                raise _unfit(name, found.get(name), self._belongs_to.get(name), path)
+        return TrainingState(tensors, step, json.loads(facts["position"]), passed_over)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"state-{step:012d}.safetensors"
+
+    def _steps(self) -> list[int]:
+        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(match.group(1)) for match in found if match)
+
+
+def head_facts(config: HeadConfig) -> dict[str, object]:
+    """A head's configuration for ``belongs_to``."""
+    return {f"head.{name}": value for name, value in asdict(config).items()}
+
+
+class _DamagedError(Exception):
+    """A file is not what was written."""
+
+
+def _unfit(name: str, found: object, expected: object, path: Path) -> RefusedError:
+    return RefusedError(
+        f"training state {name}",
+        f"{found} in {path}",
+        expected,
+        "resume with what the state was saved with, or remove its folder to begin anew",
+        StatusCode.FAILED_PRECONDITION,
+    )
+
+
+def _write(path: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> None:
+    try:
+        save_file(tensors, path, facts)
+    except SafetensorError as error:
+        # Its only name for a full disk.
+        raise OSError(f"{path}: {error}") from error
+
+
+def _digest(facts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the header's facts and every tensor's name, type, shape and bytes."""
+    total = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        total.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        total.update(bytes_of(tensor))
+    return total.hexdigest()
