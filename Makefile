@@ -37,10 +37,10 @@ $(VENV)/.installed: $(VENV)/.packages pyproject.toml $(PROTOS) proto/hatch_build
 demo: setup
 	$(BIN)/python -m examples.arithmetic_grpo.demo $(ARGS)
 
-# Two workers, a file to each in turn: half of a live test is waiting. One thread each, so
+# Two workers, one of them for all that starts vLLM (tests/conftest.py). One thread each, so
 # that two cores are not fought over.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .

@@ -98,3 +98,13 @@ def serve(
 def server(serve) -> RunningServer:  # type: ignore[no-untyped-def]
     """One server, shared by every test that leaves it as it found it (release 0, speculating)."""
     return serve()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers: whatever starts vLLM in one of them, every other file in one piece.
+
+    Two engines on two cores spin against each other: in parallel they took three times as long.
+    """
+    for item in items:
+        group = "vllm" if item.get_closest_marker("vllm") else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
