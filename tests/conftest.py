@@ -100,6 +100,7 @@ def server(serve) -> RunningServer:  # type: ignore[no-untyped-def]
     return serve()
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist's own reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several workers: whatever starts vLLM in one of them, every other file in one piece.
 
