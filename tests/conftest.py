@@ -100,12 +100,11 @@ def server(serve) -> RunningServer:  # type: ignore[no-untyped-def]
     return serve()
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist's own reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """With several workers: whatever starts vLLM in one of them, every other file in one piece.
 
     Two engines on two cores spin against each other: in parallel they took three times as long.
+    Not in ``pytest_collection_modifyitems``, where xdist reads the marks before us.
     """
-    for item in items:
-        group = "vllm" if item.get_closest_marker("vllm") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+    group = "vllm" if item.get_closest_marker("vllm") else item.nodeid.partition("::")[0]
+    item.add_marker(pytest.mark.xdist_group(group))
