@@ -40,7 +40,7 @@ demo: setup
 # Two workers, one of them for all that starts vLLM (tests/conftest.py). One thread each, so
 # that two cores are not fought over.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 # Nothing is ever fetched from a hub; one torch thread per process keeps two cores fair.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,7 +20,8 @@ from examples.arithmetic_grpo.processes import Service, free_port
 from slipstream.channel import open_channel
 from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "arithmetic_grpo"
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "arithmetic_grpo"
 DRAFT_LENGTH = 3
 
 
@@ -100,11 +102,18 @@ def server(serve) -> RunningServer:  # type: ignore[no-untyped-def]
     return serve()
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """With several workers: whatever starts vLLM in one of them, every other file in one piece.
+class OneEngineAtATime(LoadFileScheduling):
+    """A file to a worker, but all files that start vLLM to the same one.
 
     Two engines on two cores spin against each other: in parallel they took three times as long.
-    Not in ``pytest_collection_modifyitems``, where xdist reads the marks before us.
+    Not ``--dist loadgroup``: pytest-xdist 3.8 writes its groups where pytest 9.2 never looks.
     """
-    group = "vllm" if item.get_closest_marker("vllm") else item.nodeid.partition("::")[0]
-    item.add_marker(pytest.mark.xdist_group(group))
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "vllm" if "mark.vllm" in (ROOT / file).read_text() else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> OneEngineAtATime:
+    """pytest-xdist's hook."""
+    return OneEngineAtATime(config, log)
