@@ -39,7 +39,7 @@ from draft_trainer.eagle3.head_config import HeadConfig
 from draft_trainer.feed.sample import Sample
 from draft_trainer.training.schedule import Schedule
 
-# The fastest of 128, 256, 512 and 1024 on a CPU.
+# Rows as long as the samples are; longer ones only make its dense mask larger.
 _ROW_TOKENS = 256
 # ``speculators.train.config.schema``: what its command line does when it is told nothing.
 _DEFAULT_RATE = 1e-3

@@ -19,7 +19,7 @@ from slipstream.staging import stage
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 
-READY_TIMEOUT = 300.0  # seconds
+READY_TIMEOUT = 900.0  # seconds; a busy core takes its time
 CALL_TIMEOUT = 60.0  # seconds
 _MODEL = "policy"
 
@@ -31,14 +31,23 @@ class Server:
         policy: that it serves.
         draft: that it starts with, draft version 0.
         log: its output goes there.
+        draft_length: tokens proposed per step.
+        method: how they are drawn, "probabilistic" or "greedy".
     """
 
-    def __init__(self, policy: Path, draft: Path, log: Path) -> None:
+    def __init__(
+        self,
+        policy: Path,
+        draft: Path,
+        log: Path,
+        draft_length: int = TTT_STEPS,
+        method: str = "probabilistic",
+    ) -> None:
         http, control = free_port(), free_port()
         argv = [
             *(str(Path(sys.executable).parent / "rollout-server"), "serve", str(policy)),
-            *("--draft", str(draft), "--draft-length", str(TTT_STEPS)),
-            *("--draft-sample-method", "probabilistic"),
+            *("--draft", str(draft), "--draft-length", str(draft_length)),
+            *("--draft-sample-method", method),
             *("--host", "127.0.0.1", "--port", str(http), "--control-port", str(control)),
             *("--served-model-name", _MODEL, "--generation-config", "vllm"),
             *("--max-model-len", "256", "--max-num-seqs", "128", "--enforce-eager"),
@@ -93,6 +102,12 @@ class Server:
             prompts: token ids.
             samples: completions of each.
         """
+        return self.rollouts(version, prompts, samples)[0]
+
+    def rollouts(
+        self, version: int, prompts: Sequence[Sequence[int]], samples: int
+    ) -> tuple[Acceptance, list[list[int]]]:
+        """``acceptance``, and the completions: all of the first prompt, of the second, ..."""
         generation, _ = self._client.generate(prompts, samples)
         if generation.failed:
             raise RuntimeError(f"{len(generation.failed)} requests failed: {generation.failed[0]}")
@@ -100,9 +115,10 @@ class Server:
         report = next(iter(call))
         call.cancel()
         [counters] = [found for found in report.counters if found.draft_version == version]
-        return Acceptance(
+        acceptance = Acceptance(
             counters.drafts, counters.accepted_tokens, tuple(counters.accepted_per_position)
         )
+        return acceptance, generation.completions
 
     def _stop(self) -> None:
         self._client.close()

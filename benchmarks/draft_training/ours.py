@@ -24,6 +24,7 @@ from benchmarks.draft_training.case import (
 )
 from draft_trainer.eagle3.batch import Batch
 from draft_trainer.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.eagle3.kernels.library import use_kernels
 from draft_trainer.eagle3.objective import step_weights, ttt_objective
 from draft_trainer.training.learner_config import LearnerConfig
 from draft_trainer.training.optimizer import HeadOptimizer
@@ -34,6 +35,8 @@ class Ours:
 
     def __init__(self, case: Case, tensors: CaseTensors, setting: str) -> None:
         self.case = case
+        # "1024 tokens a pass plain" is the same without the C kernels.
+        use_kernels("off" if setting.endswith("plain") else "auto")
         self.head = Eagle3Head(
             HeadConfig(
                 hidden_size=case.hidden_size,

@@ -1,10 +1,10 @@
 """Causal attention that also gives the log-sum-exp of its scores, and its backward pass.
 
 ``torch.nn.functional.scaled_dot_product_attention`` keeps the log-sum-exp to itself and cannot
-take another one for its backward pass; flex attention needs a compiler. So this is plain torch,
+take another one for its backward pass; flex attention has none on a CPU. So this is plain torch,
 a block of queries and key heads at a time: nothing of size T * T is kept, future keys cost
-nothing beyond their block, and a block is small enough for a core's cache. On a CPU that is
-faster than torch's own flash kernel (benchmarks/draft_training).
+nothing beyond their block, and a block is small enough for a core's cache. On a CPU it is the
+reference of ``kernels/causal.c``, which runs where a C compiler is found.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from draft_trainer.eagle3.kernels.causal import causal_backward, causal_forward
+from draft_trainer.eagle3.kernels.library import kernels_for
 
 _LOG2E = 1.4426950408889634
 _QUERY_BLOCK = {"cpu": 64, "cuda": 1024}
@@ -33,6 +36,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         [B, R, heads, D] in the type of ``q``, and the log-sum-exp of the scaled scores,
         [B, R, heads] in at least float32.
     """
+    kernels = kernels_for(q)
+    if kernels is not None:
+        return causal_forward(kernels, q, k, v)
     queries, keys, values = _queries(q, k), _keys(k), _keys(v)
     scaled = _scaled(queries, queries.shape[-1] ** -0.5 * _LOG2E)
     wide_keys = keys.to(scaled.dtype).transpose(1, 2)
@@ -64,6 +70,9 @@ def causal_attention_backward(
             soft-max.
         lse: log-sum-exp of the whole soft-max, like ``delta``.
     """
+    kernels = kernels_for(q)
+    if kernels is not None:
+        return causal_backward(kernels, grad, q, k, v, delta, lse)
     queries, keys, values, flowing = _queries(q, k), _keys(k), _keys(v), _queries(grad, k)
     scale = queries.shape[-1] ** -0.5
     scaled = _scaled(queries, scale * _LOG2E)

@@ -49,8 +49,12 @@ class PolicyHeads:
         self._heads: dict[int, PolicyHead] = {}
         self._digests: dict[int, tuple[bytes, bytes]] = {}
 
-    def add(self, head: PolicyHead) -> tuple[int, ...]:
+    def add(self, head: PolicyHead, digests: tuple[bytes, bytes] | None = None) -> tuple[int, ...]:
         """Make a version known.
+
+        Args:
+            head: the version.
+            digests: what ``digests`` will give for it, where that is known already.
 
         Returns:
             The versions that were forgotten for it, oldest first. Their samples can no longer be
@@ -59,17 +63,9 @@ class PolicyHeads:
         Raises:
             RefusedError: the version is not higher than every one added before.
         """
-        digests = (digest(head.lm_head_rows), digest(head.embed_tokens))
+        digests = digests or (digest(head.lm_head_rows), digest(head.embed_tokens))
         with self._lock:
-            newest = max(self._heads, default=-1)
-            if head.policy_version <= newest:
-                raise RefusedError(
-                    "policy_version",
-                    head.policy_version,
-                    f"higher than {newest}",
-                    "announce every policy version once, in ascending order",
-                    StatusCode.FAILED_PRECONDITION,
-                )
+            self._check_newer(head.policy_version)
             held = self._by_digest()
             self._heads[head.policy_version] = PolicyHead(
                 head.policy_version,
@@ -81,6 +77,11 @@ class PolicyHeads:
             for version in forgotten:
                 del self._heads[version], self._digests[version]
         return forgotten
+
+    def check_newer(self, version: int) -> None:
+        """Raise RefusedError unless ``add`` would take this version now."""
+        with self._lock:
+            self._check_newer(version)
 
     def get(self, version: int) -> PolicyHead:
         """The matrices of a version. Raises RefusedError when it is not held."""
@@ -108,6 +109,17 @@ class PolicyHeads:
     def __contains__(self, version: object) -> bool:
         with self._lock:
             return version in self._heads
+
+    def _check_newer(self, version: int) -> None:
+        newest = max(self._heads, default=-1)
+        if version <= newest:
+            raise RefusedError(
+                "policy_version",
+                version,
+                f"higher than {newest}",
+                "announce every policy version once, in ascending order",
+                StatusCode.FAILED_PRECONDITION,
+            )
 
     def _check(self, version: int) -> None:
         if version not in self._heads:

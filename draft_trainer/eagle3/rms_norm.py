@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from ctypes import CDLL
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from draft_trainer.eagle3.kernels.library import kernels_for
+from draft_trainer.eagle3.kernels.rows import norm_backward, norm_forward
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,6 +29,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        kernels = _kernels_for(x, weight)
+        if kernels is not None:
+            x = x.contiguous()
+            out, scale = norm_forward(kernels, x, weight, eps)
+            ctx.save_for_backward(x, weight, scale)
+            return out
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_()[..., None]
         ctx.save_for_backward(x, weight, scale)
@@ -33,6 +43,10 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
+        kernels = _kernels_for(x, weight)
+        if kernels is not None and x.is_contiguous():
+            wants = ctx.needs_input_grad[:2]
+            return *norm_backward(kernels, x, weight, scale.flatten(), grad, wants), None
         normed = x.to(scale.dtype) * scale
         wide = grad.to(scale.dtype)
         grad_weight = None
@@ -44,3 +58,7 @@ class _RMSNorm(torch.autograd.Function):
         wide = wide * weight
         along = torch.linalg.vecdot(wide, normed).div_(x.shape[-1])[..., None]
         return wide.addcmul_(normed, along, value=-1.0).mul_(scale).to(x.dtype), grad_weight, None
+
+
+def _kernels_for(x: Tensor, weight: Tensor) -> CDLL | None:
+    return kernels_for(x) if x.dtype == weight.dtype else None

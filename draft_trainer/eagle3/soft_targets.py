@@ -27,12 +27,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from draft_trainer.eagle3.kernels.library import kernels_for
+from draft_trainer.eagle3.kernels.score_rows import score_rows
 from draft_trainer.eagle3.matmul import product
 
 Target = Literal["kl", "tv", "lk"]
 METRICS = ("loss", "top1_agreement", "acceptance", "outside_mass")
 
-_CHUNK_BYTES = 32 << 20
+_CHUNK_BYTES = 16 << 20
 # Elements of one tensor in the innermost loop, so that the few it reads stay in a core's cache.
 _BLOCK_ELEMENTS = 1 << 17
 _LOG2E = 1.4426950408889634
@@ -157,6 +159,9 @@ def _score_blocks(
     Returns:
         float64 [K, R, len(METRICS)].
     """
+    kernels = kernels_for(logits)
+    if kernels is not None:
+        return score_rows(kernels, logits, policy, log_z, inverse_t, target, learns)
     steps, count, vocab = logits.shape
     wide = torch.promote_types(logits.dtype, torch.float32)
     scores = torch.zeros(steps, count, len(METRICS), dtype=torch.float64, device=logits.device)

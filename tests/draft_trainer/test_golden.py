@@ -8,6 +8,7 @@ head, the unroll and the loss are the product's own.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,20 @@ from torch import Tensor
 
 from draft_trainer.eagle3.batch import Batch
 from draft_trainer.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.eagle3.kernels.library import using_kernels
 from draft_trainer.eagle3.objective import Objective, step_weights, ttt_objective
 from draft_trainer.eagle3.unroll import ahead, ttt_unroll
 
 STEPS = 4
 EPS = 1e-5
 _GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(params=["off", "auto"], autouse=True)
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plain torch, and the C kernels where they compile."""
+    with using_kernels(request.param):
+        yield
 
 
 def _load(name: str) -> tuple[dict[str, Tensor], dict[str, int]]:

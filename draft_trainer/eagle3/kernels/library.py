@@ -1,0 +1,110 @@
+"""Compiles the C files beside it for this very processor, once per process, and loads them."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from slipstream.refusal import RefusedError
+
+Mode = Literal["auto", "on", "off"]
+
+_SOURCES = ("score_rows.c", "causal.c", "rows.c")
+_FUNCTIONS = (
+    *("score_rows", "causal_forward", "causal_backward"),
+    *("swiglu_forward", "swiglu_backward", "norm_forward", "norm_backward"),
+)
+# No -ffast-math: a NaN must come out as a NaN, that is how a broken step is found.
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
+_COMPILE_TIMEOUT_S = 120.0
+_mode: Mode = "off"
+
+
+def use_kernels(mode: Mode) -> str:
+    """Say for this process whether the C kernels run: "auto" where they compile, "on" or "off".
+
+    Which of them runs is part of what a run's bits depend on.
+
+    Returns:
+        One line for a log: what runs, and what compiling took or why it was not possible.
+
+    Raises:
+        RefusedError: "on" and they do not compile here; nothing was changed.
+    """
+    global _mode
+    if mode == "off":
+        _mode = mode
+        return "CPU kernels: plain torch, as configured"
+    built = _built()
+    if mode == "on" and built.functions is None:
+        raise RefusedError(
+            "training.cpu_kernels", built.said, "a C compiler that works", "install gcc, or auto"
+        )
+    _mode = mode
+    return f"CPU kernels: {built.said}"
+
+
+@contextmanager
+def using_kernels(mode: Mode) -> Iterator[None]:
+    """``use_kernels`` for a while."""
+    before = _mode
+    use_kernels(mode)
+    try:
+        yield
+    finally:
+        use_kernels(before)
+
+
+def kernels_for(x: Tensor) -> ctypes.CDLL | None:
+    """The kernels, if they run on tensors like ``x``: on a CPU, in float32 or bfloat16."""
+    if _mode == "off" or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    return _built().functions
+
+
+def pointer(x: Tensor) -> ctypes.c_void_p:
+    """Of the first element, for a kernel; the caller keeps the tensor alive meanwhile."""
+    return ctypes.c_void_p(x.data_ptr())
+
+
+class _Built:
+    def __init__(self, functions: ctypes.CDLL | None, said: str) -> None:
+        self.functions = functions
+        self.said = said
+
+
+@cache
+def _built() -> _Built:
+    # Made anew by every process, half a second: a file from another processor would crash here.
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        return _Built(None, "plain torch, because there is no cc, gcc or clang")
+    began = time.perf_counter()
+    here = Path(__file__).parent
+    with tempfile.TemporaryDirectory(prefix="slipstream-kernels-") as folder:
+        library = Path(folder) / "kernels.so"
+        sources = [str(here / name) for name in _SOURCES]
+        command = [compiler, *_FLAGS, "-shared", "-fPIC", "-o", str(library), *sources, "-lm"]
+        try:
+            subprocess.run(
+                command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S
+            )
+            functions = ctypes.CDLL(str(library))
+        except subprocess.CalledProcessError as error:
+            return _Built(None, f"plain torch, because {compiler} failed: {error.stderr[-300:]}")
+        except (subprocess.TimeoutExpired, OSError) as error:
+            return _Built(None, f"plain torch, because {error}")
+    for name in _FUNCTIONS:
+        getattr(functions, name).restype = None
+    return _Built(functions, f"compiled by {compiler} in {time.perf_counter() - began:.1f} s")

@@ -1,0 +1,123 @@
+/* ``swiglu`` and ``rms_norm`` with their backward passes: one pass over rows of float32 or
+ * bfloat16, computed in float32. */
+#include "numbers.h"
+
+/* Rows whose shares of a weight's gradient are added up together, whatever the threads. */
+#define BLOCK 64
+
+#define WIDE_OR_NOT(call_wide, call_narrow) \
+    if (wide) call_wide;                    \
+    else call_narrow
+
+INLINE float sigmoid(float x) { return 1.0f / (1.0f + exp2_of(-x * LOG2E)); }
+
+INLINE void swiglu_row(const void *gate_up, void *out, int64_t size, int wide) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) {
+        float gate = load(gate_up, i, wide);
+        store(out, i, gate * sigmoid(gate) * load(gate_up, size + i, wide), wide);
+    }
+}
+
+INLINE void swiglu_row_backward(const void *gate_up, const void *grad, void *out, int64_t size,
+                                int wide) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) {
+        float gate = load(gate_up, i, wide), s = sigmoid(gate), g = load(grad, i, wide);
+        store(out, i, g * load(gate_up, size + i, wide) * s * (1.0f + gate * (1.0f - s)), wide);
+        store(out, size + i, g * gate * s, wide);
+    }
+}
+
+/* gate_up [rows, 2 * size] to out [rows, size]. */
+void swiglu_forward(const void *gate_up, void *out, int64_t rows, int64_t size, int wide,
+                    int threads) {
+    const int64_t row_bytes = size * (wide ? 4 : 2);
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const char *x = (const char *)gate_up + 2 * r * row_bytes;
+        char *y = (char *)out + r * row_bytes;
+        WIDE_OR_NOT(swiglu_row(x, y, size, 1), swiglu_row(x, y, size, 0));
+    }
+}
+
+/* gate_up [rows, 2 * size] and grad [rows, size] to out [rows, 2 * size]. */
+void swiglu_backward(const void *gate_up, const void *grad, void *out, int64_t rows, int64_t size,
+                     int wide, int threads) {
+    const int64_t row_bytes = size * (wide ? 4 : 2);
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const char *x = (const char *)gate_up + 2 * r * row_bytes;
+        const char *g = (const char *)grad + r * row_bytes;
+        char *y = (char *)out + 2 * r * row_bytes;
+        WIDE_OR_NOT(swiglu_row_backward(x, g, y, size, 1), swiglu_row_backward(x, g, y, size, 0));
+    }
+}
+
+INLINE float norm_row(const void *x, const void *weight, void *out, int64_t size, float eps,
+                      int wide) {
+    float squares = 0.0f;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < size; i++) {
+        float v = load(x, i, wide);
+        squares += v * v;
+    }
+    const float scale = 1.0f / sqrtf(squares / size + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++)
+        store(out, i, load(x, i, wide) * scale * load(weight, i, wide), wide);
+    return scale;
+}
+
+/* grad_x may be null, and so may grad_weight. */
+INLINE void norm_row_backward(const void *x, const void *weight, const void *grad, float scale,
+                              void *grad_x, float *grad_weight, int64_t size, int wide) {
+    float along = 0.0f;
+#pragma omp simd reduction(+ : along)
+    for (int64_t i = 0; i < size; i++)
+        along += load(grad, i, wide) * load(weight, i, wide) * (load(x, i, wide) * scale);
+    along /= size;
+    if (grad_x)
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) {
+            float normed = load(x, i, wide) * scale;
+            float flowing = load(grad, i, wide) * load(weight, i, wide);
+            store(grad_x, i, (flowing - normed * along) * scale, wide);
+        }
+    if (grad_weight)
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++)
+            grad_weight[i] += load(grad, i, wide) * (load(x, i, wide) * scale);
+}
+
+/* x [rows, size], weight [size] to out [rows, size] and scale [rows]. */
+void norm_forward(const void *x, const void *weight, void *out, float *scale, int64_t rows,
+                  int64_t size, float eps, int wide, int threads) {
+    const int64_t row_bytes = size * (wide ? 4 : 2);
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const char *from = (const char *)x + r * row_bytes;
+        char *to = (char *)out + r * row_bytes;
+        WIDE_OR_NOT(scale[r] = norm_row(from, weight, to, size, eps, 1),
+                    scale[r] = norm_row(from, weight, to, size, eps, 0));
+    }
+}
+
+/* grad_x [rows, size]; grad_weight [ceil(rows / BLOCK), size], zeroed, to be summed. */
+void norm_backward(const void *x, const void *weight, const void *grad, const float *scale,
+                   void *grad_x, float *grad_weight, int64_t rows, int64_t size, int wide,
+                   int threads) {
+    const int64_t row_bytes = size * (wide ? 4 : 2);
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t b = 0; b < (rows + BLOCK - 1) / BLOCK; b++)
+        for (int64_t r = b * BLOCK; r < rows && r < (b + 1) * BLOCK; r++) {
+            const int64_t at = r * row_bytes;
+            char *to = grad_x ? (char *)grad_x + at : 0;
+            float *sums = grad_weight ? grad_weight + b * size : 0;
+#define ROW(wide)                                                                             \
+    norm_row_backward((const char *)x + at, weight, (const char *)grad + at, scale[r], to, sums, \
+                      size, wide)
+            WIDE_OR_NOT(ROW(1), ROW(0));
+#undef ROW
+        }
+}

@@ -1,0 +1,67 @@
+"""``rows.c`` on tensors."""
+
+from __future__ import annotations
+
+from ctypes import CDLL, c_float, c_int, c_int64
+
+import torch
+from torch import Tensor
+
+from draft_trainer.eagle3.kernels.library import pointer
+
+# As in rows.c.
+_BLOCK = 64
+
+
+def swiglu_forward(functions: CDLL, gate_up: Tensor) -> Tensor:
+    """As ``swiglu.swiglu``: [..., 2 * I] to [..., I]."""
+    gate_up = gate_up.contiguous()
+    out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    functions.swiglu_forward(pointer(gate_up), pointer(out), *_sizes(out))
+    return out
+
+
+def swiglu_backward(functions: CDLL, gate_up: Tensor, grad: Tensor) -> Tensor:
+    """[..., 2 * I] and the gradient [..., I] to [..., 2 * I]."""
+    gate_up, grad = gate_up.contiguous(), grad.contiguous()
+    out = torch.empty_like(gate_up)
+    functions.swiglu_backward(pointer(gate_up), pointer(grad), pointer(out), *_sizes(grad))
+    return out
+
+
+def norm_forward(functions: CDLL, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As ``rms_norm.rms_norm``; also 1 / rms, float32 [...]. ``x`` is contiguous."""
+    out, scale = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    rows, size, *rest = _sizes(x)
+    functions.norm_forward(*map(pointer, (x, weight, out, scale)), rows, size, c_float(eps), *rest)
+    return out, scale
+
+
+def norm_backward(
+    functions: CDLL,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    grad: Tensor,
+    wants: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of ``x`` and of ``weight``, each if it is wanted. ``x`` is contiguous."""
+    grad = grad.contiguous()
+    size = x.shape[-1]
+    grad_x = torch.empty_like(x) if wants[0] else None
+    blocks = -(-x.numel() // size // _BLOCK)
+    shares = torch.zeros(blocks, size) if wants[1] else None
+    outputs = [None if one is None else pointer(one) for one in (grad_x, shares)]
+    functions.norm_backward(*map(pointer, (x, weight, grad, scale)), *outputs, *_sizes(x))
+    return grad_x, None if shares is None else shares.sum(0).to(weight.dtype)
+
+
+def _sizes(x: Tensor) -> tuple[c_int64, c_int64, c_int, c_int]:
+    """The arguments that all of them end with: rows, size, wide, threads."""
+    size = x.shape[-1]
+    return (
+        c_int64(x.numel() // size),
+        c_int64(size),
+        c_int(x.dtype == torch.float32),
+        c_int(torch.get_num_threads()),
+    )

@@ -1,0 +1,56 @@
+"""``score_rows.c`` on tensors."""
+
+from __future__ import annotations
+
+from ctypes import CDLL, c_int, c_int64
+
+import torch
+from torch import Tensor
+
+from draft_trainer.eagle3.kernels.library import pointer
+
+_TARGETS = {"kl": 0, "tv": 1, "lk": 2}
+
+
+def score_rows(
+    functions: CDLL,
+    logits: Tensor,
+    policy: Tensor,
+    log_z: Tensor,
+    inverse_t: Tensor,
+    target: str,
+    learns: bool,
+) -> Tensor:
+    """As ``soft_targets._score_blocks``: logits [K, R, V] become their gradient if ``learns``.
+
+    Args:
+        logits: float32 or bfloat16, each [R, V] contiguous.
+        policy: [R, V], in the same type.
+        log_z: float32 [R].
+        inverse_t: float32 [R].
+
+    Returns:
+        float64 [K, R, 4].
+    """
+    steps, rows, vocab = logits.shape
+    policy, log_z, inverse_t = policy.contiguous(), log_z.contiguous(), inverse_t.contiguous()
+    threads = torch.get_num_threads()
+    scratch = torch.empty(threads, 2, vocab)
+    scores = torch.empty(steps, rows, 4, dtype=torch.float64)
+    functions.score_rows(
+        pointer(logits),
+        c_int64(logits.stride(0)),
+        pointer(policy),
+        pointer(log_z),
+        pointer(inverse_t),
+        c_int64(steps),
+        c_int64(rows),
+        c_int64(vocab),
+        c_int(_TARGETS[target]),
+        c_int(learns),
+        c_int(logits.dtype == torch.float32),
+        pointer(scratch),
+        pointer(scores),
+        c_int(threads),
+    )
+    return scores

@@ -1,0 +1,166 @@
+"""The C kernels against the plain torch that they stand in for."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+
+from draft_trainer.eagle3 import soft_targets
+from draft_trainer.eagle3.attention import ttt_attention
+from draft_trainer.eagle3.kernels import library
+from draft_trainer.eagle3.kernels.library import kernels_for, use_kernels, using_kernels
+from draft_trainer.eagle3.rms_norm import rms_norm
+from draft_trainer.eagle3.soft_targets import Target
+from draft_trainer.eagle3.swiglu import swiglu
+from slipstream.refusal import RefusedError
+
+compiled = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"
+)
+
+# The loss of a row that agrees is the difference of two numbers near 29, in float32.
+LOSS_ROUNDING = 3e-5
+
+
+def _scored(
+    mode: library.Mode, dtype: torch.dtype, target: Target, learns: bool, broken: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Metrics, and the logits afterwards, of 3 steps of 21 rows of a longer chunk."""
+    generator = torch.Generator().manual_seed(0)
+    chunk = (3 * torch.randn(3, 30, 5003, generator=generator)).to(dtype)
+    policy = (2 * torch.randn(21, 5003, generator=generator)).to(dtype)
+    # Some rows agree on the likeliest token.
+    policy[::3, 17], chunk[:, :21:3, 17] = 20.0, 20.0
+    temperature = torch.where(torch.arange(21) % 2 == 0, 0.7, 1.0)
+    # A fifth of the policy's mass lies outside the draft vocabulary.
+    log_z = (policy.float() / temperature[:, None]).logsumexp(-1) + 0.223
+    if broken:
+        chunk[1, 4, 2] = torch.nan
+    logits = chunk[:, :21]
+    with using_kernels(mode):
+        scores = soft_targets._score_blocks(
+            logits, policy, log_z, 1.0 / temperature, target, learns
+        )
+    return scores, chunk
+
+
+@compiled
+@pytest.mark.parametrize("target", ["kl", "tv", "lk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_and_gradients(target: Target, dtype: torch.dtype) -> None:
+    scores, after = _scored("on", dtype, target, learns=True)
+    reference, gradient = _scored("off", dtype, target, learns=True)
+    torch.testing.assert_close(scores, reference, rtol=1e-5, atol=LOSS_ROUNDING)
+    assert 0.3 < float(scores[..., 1].mean()) < 0.4
+    rounding = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(after, gradient, rtol=rounding, atol=4e-6)
+    # The rest of the chunk is another block's.
+    assert torch.equal(after[:, 21:], gradient[:, 21:])
+
+
+@compiled
+def test_without_learning_the_logits_stay() -> None:
+    scores, after = _scored("on", torch.float32, "kl", learns=False)
+    reference, before = _scored("off", torch.float32, "kl", learns=False)
+    assert torch.equal(after, before)
+    torch.testing.assert_close(scores, reference, rtol=1e-5, atol=LOSS_ROUNDING)
+
+
+@compiled
+@pytest.mark.parametrize("target", ["kl", "tv", "lk"])
+def test_a_nan_comes_out_as_one(target: Target) -> None:
+    """That is how a step that must be skipped is found."""
+    scores, _ = _scored("on", torch.float32, target, learns=True, broken=True)
+    assert scores[..., 0].isnan().nonzero().tolist() == [[1, 4]]
+
+
+def _attended(
+    mode: library.Mode, dtype: torch.dtype, size: int, anchors: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Of 2 rows of 83 positions and one later step; output and all gradients."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(length: int, heads: int) -> Tensor:
+        x = torch.randn(2, length, heads, size, generator=generator).to(dtype)
+        return x.requires_grad_()
+
+    q, k, v = normal(anchors, 6), normal(83, 2), normal(83, 2)
+    own = (normal(anchors, 2), normal(anchors, 2))
+    grad = torch.randn(2, anchors, 6, size, generator=generator).to(dtype)
+    with using_kernels(mode):
+        out = ttt_attention(q, k, v, [own])
+        return out.detach(), list(torch.autograd.grad(out, [q, k, v, *own], grad))
+
+
+@compiled
+@pytest.mark.parametrize(("size", "anchors"), [(32, 83), (24, 50), (64, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention(dtype: torch.dtype, size: int, anchors: int) -> None:
+    out, grads = _attended("on", dtype, size, anchors)
+    reference, expected = _attended("off", dtype, size, anchors)
+    bound = 1e-6 if dtype == torch.float32 else 2**-7
+    for found, wanted in zip([out, *grads], [reference, *expected], strict=True):
+        assert found.dtype == dtype
+        assert float((found - wanted).float().norm()) <= bound * float(wanted.float().norm())
+
+
+@compiled
+def test_bits_do_not_depend_on_the_threads() -> None:
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            scores, after = _scored("on", torch.float32, "kl", learns=True)
+            out, grads = _attended("on", torch.float32, 32, 83)
+            results.append([scores, after, out, *grads])
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, *results))
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_built", lambda: library._Built(None, "there is no cc"))
+    with using_kernels("auto"):
+        assert kernels_for(torch.zeros(1)) is None
+        with pytest.raises(RefusedError, match="there is no cc"):
+            use_kernels("on")
+        assert kernels_for(torch.zeros(1)) is None
+
+
+@compiled
+def test_float64_and_off_are_plain_torch() -> None:
+    with using_kernels("on"):
+        assert kernels_for(torch.zeros(1)) is not None
+        assert kernels_for(torch.zeros(1, dtype=torch.float64)) is None
+    with using_kernels("off"):
+        assert kernels_for(torch.zeros(1)) is None
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("operation", ["swiglu", "rms_norm"])
+def test_rows(operation: str, dtype: torch.dtype) -> None:
+    """150 rows: more than two blocks of a weight's gradient; against exact float64."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 75, 100, generator=generator).to(dtype)
+    weight = torch.randn(100, generator=generator).to(dtype)
+    grad = torch.randn(2, 75, 50 if operation == "swiglu" else 100, generator=generator).to(dtype)
+
+    def run(mode: library.Mode, like: torch.dtype) -> list[Tensor]:
+        inputs = [tensor.detach().to(like).requires_grad_() for tensor in (x, weight)]
+        with using_kernels(mode):
+            if operation == "swiglu":
+                del inputs[1]
+                out = swiglu(*inputs)
+            else:
+                out = rms_norm(*inputs, 1e-6)
+            return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(like))]
+
+    bound = 3e-7 if dtype == torch.float32 else 2**-8
+    for found, exact in zip(run("on", dtype), run("off", torch.float64), strict=True):
+        assert found.dtype == dtype
+        assert float((found.double() - exact).norm()) <= bound * float(exact.norm())
