@@ -7,6 +7,7 @@ be run by hand: ``python proto/hatch_build.py``.
 
 from __future__ import annotations
 
+import subprocess
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PROTO_ROOT = Path(__file__).resolve().parent
+COMMIT_FILE = PROTO_ROOT / "slipstream" / "_commit"
 
 
 class GenerateGrpcCode(BuildHookInterface):  # type: ignore[type-arg]
@@ -24,6 +26,27 @@ class GenerateGrpcCode(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Generate ``*_pb2.py``, ``*_pb2.pyi`` and ``*_pb2_grpc.py`` next to the .proto files."""
         generate()
+        COMMIT_FILE.unlink(missing_ok=True)
+        if version != "editable":
+            COMMIT_FILE.write_text(f"{commit()}\n")
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Take the commit out of the checkout again: by its next commit it would be wrong."""
+        COMMIT_FILE.unlink(missing_ok=True)
+
+
+def commit() -> str:
+    """The checkout's commit, ".dirty" behind it where files differ; empty outside of git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(PROTO_ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        dirty = ".dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
+        return git("rev-parse", "--short=12", "HEAD") + dirty
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def generate() -> None:

@@ -30,6 +30,13 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def open_channel(address: str) -> grpc.Channel:
-    """A lazy insecure channel to ``host:port``; connects on the first call."""
-    return grpc.insecure_channel(address, options=OPTIONS)
+def open_channel(address: str, *, own_connection: bool = False) -> grpc.Channel:
+    """A lazy insecure channel to ``host:port``; connects on the first call.
+
+    Args:
+        address: of the server.
+        own_connection: share no connection with other channels to it. A small call then
+            does not wait behind what a slow reader has not read of a large one.
+    """
+    own = (("grpc.use_local_subchannel_pool", 1),) if own_connection else ()
+    return grpc.insecure_channel(address, options=(*OPTIONS, *own))

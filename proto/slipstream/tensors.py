@@ -26,6 +26,7 @@ _DTYPES: dict[torch.dtype, tensor_pb2.DType] = {
     torch.int64: tensor_pb2.DTYPE_INT64,
     torch.int32: tensor_pb2.DTYPE_INT32,
     torch.bool: tensor_pb2.DTYPE_BOOL,
+    torch.float8_e4m3fn: tensor_pb2.DTYPE_FLOAT8_E4M3,
 }
 _TORCH_DTYPES: dict[int, torch.dtype] = {value: key for key, value in _DTYPES.items()}
 
@@ -77,18 +78,25 @@ def decode(message: tensor_pb2.Tensor, field: str) -> torch.Tensor:
     Raises:
         RefusedError: unknown dtype, negative size, wrong length or wrong CRC-32.
     """
+    data = bytearray(checked_data(message, field))
+    return from_bytes(data, dtype_from_wire(message.dtype, field), tuple(message.shape))
+
+
+def checked_data(message: tensor_pb2.Tensor, field: str) -> bytes:
+    """The bytes inside a message, of the right number and checksum. Raises as ``decode``."""
     dtype = dtype_from_wire(message.dtype, field)
     shape = tuple(message.shape)
     _check_shape(shape, field)
     expected = math.prod(shape) * dtype.itemsize
-    if len(message.data) != expected:
+    data = message.data
+    if len(data) != expected:
         raise RefusedError(
             f"{field}.data",
-            f"{len(message.data)} bytes",
+            f"{len(data)} bytes",
             f"{expected} bytes for shape {list(shape)} of {dtype}",
             "send product(shape) * itemsize bytes",
         )
-    checksum = zlib.crc32(message.data)
+    checksum = zlib.crc32(data)
     if checksum != message.crc32:
         raise RefusedError(
             f"{field}.crc32",
@@ -96,7 +104,7 @@ def decode(message: tensor_pb2.Tensor, field: str) -> torch.Tensor:
             f"{checksum:#010x} (of the bytes that arrived)",
             "send it again; if it repeats, look for a faulty link or an altered buffer",
         )
-    return from_bytes(bytearray(message.data), dtype, shape)
+    return data
 
 
 def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,0 +1,91 @@
+"""StreamStates requests with their payload left where it is.
+
+protobuf's Python runtime copies a bytes field on the way in and again on the way out of a message,
+and holds the interpreter's lock meanwhile; at 32 KiB a token that costs more than the checks. The
+bytes here are those that protobuf would write: the payload, field 4, is put behind the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.checksums import Bytes
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+_PAYLOAD = pb.StreamStatesRequest.PAYLOAD_FIELD_NUMBER
+_LENGTH_DELIMITED = 2
+
+
+@dataclass(frozen=True)
+class Framed:
+    """A request as it arrived.
+
+    Attributes:
+        request: everything but the payload.
+        payload: uint8 [n], read-only.
+        nbytes: of the serialized message, as credits count them.
+    """
+
+    request: pb.StreamStatesRequest
+    payload: Bytes
+    nbytes: int
+
+
+def frame(request: pb.StreamStatesRequest, payload: Sequence[Bytes] = ()) -> bytes:
+    """``request`` serialized, with a payload that is copied once."""
+    parts: list[bytes | Bytes] = [request.SerializeToString()]
+    length = sum(len(piece) for piece in payload)
+    if length:
+        parts += [_varint(_PAYLOAD << 3 | _LENGTH_DELIMITED) + _varint(length), *payload]
+    return b"".join(parts)  # type: ignore[arg-type]
+
+
+def unframe(data: bytes) -> Framed:
+    """The inverse of ``frame``, for any order of fields.
+
+    Raises:
+        google.protobuf.message.DecodeError: not a StreamStatesRequest.
+    """
+    at = 0
+    payload = np.empty(0, dtype=np.uint8)
+    rest = []
+    while at < len(data):
+        begin = at
+        tag, at = _read_varint(data, at)
+        if tag & 7 != _LENGTH_DELIMITED:
+            # A field of a later revision: protobuf knows how to skip it.
+            request = pb.StreamStatesRequest.FromString(data)
+            return Framed(request, np.frombuffer(request.payload, dtype=np.uint8), len(data))
+        length, at = _read_varint(data, at)
+        if tag >> 3 == _PAYLOAD and at + length <= len(data):
+            payload = np.frombuffer(data, np.uint8, length, at)
+        else:
+            rest.append(data[begin : at + length])
+        at += length
+    request = pb.StreamStatesRequest.FromString(b"".join(rest))
+    return Framed(request, payload, len(data))
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number, and where it ends; a cut one ends at the end, for protobuf to refuse."""
+    value = shift = 0
+    while at < len(data) and shift < 64:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            break
+        shift += 7
+    return value, at

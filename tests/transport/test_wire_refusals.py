@@ -1,0 +1,183 @@
+"""Bad messages of the packed kind, batches, and another schema version; by name, at both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import grpc
+import numpy as np
+import pytest
+
+from draft_trainer.sidecar.server import TrainerServer
+from policy_bridge.placement import Placement
+from policy_bridge.session import Session, decode_session
+from slipstream.checksums import KINDS
+from slipstream.refusal import RefusedError
+from slipstream.schema import SCHEMA_VERSION
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import tensor_pb2
+from tests.draft_trainer.rig import DEADLINE, SPEC, Client, Stream, make_config, refusal, running
+
+from .rig import LAYERS, samples
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainerServer, Client]]:
+    config = make_config(tmp_path_factory.mktemp("refusals"), server={"ring_bytes": 1 << 16})
+    with running(config, train=False) as (server, client):
+        client.open()
+        client.announce(1)
+        yield server, client
+
+
+def request(*given: object, seed: int = 0) -> pb.StreamStatesRequest:
+    """A batch whose states are in its payload."""
+    from policy_bridge.config import BridgeConfig
+
+    session = Session("s", LAYERS, None, 99, 1, (), KINDS)  # type: ignore[arg-type]
+    placement = Placement(session, BridgeConfig(trainer="a:1", run_id="r", transport="grpc"))
+    batch, payload = [], b""
+    for sample in given or samples(3, seed):
+        placed = placement.place(sample, len(payload), 0.0)  # type: ignore[arg-type]
+        assert placed is not None
+        batch.append(placed.message)
+        payload += np.concatenate(placed.payload).tobytes()
+    return pb.StreamStatesRequest(batch=pb.SampleBatch(samples=batch), payload=payload)
+
+
+def answers(client: Client, *sent: pb.StreamStatesRequest) -> list[pb.Ack]:
+    """The acknowledgements; credit comes back in full."""
+    acks: list[pb.Ack] = []
+    with Stream(client) as stream:
+        expected = sum(len(each.batch.samples) for each in sent)
+        for each in sent:
+            stream.put(each)
+        credit = 0
+        while len(acks) < expected:
+            response = next(stream.call)
+            assert response.WhichOneof("kind") == "acks"
+            acks += response.acks.acks
+            credit += response.acks.credit_bytes
+        assert credit == sum(each.ByteSize() for each in sent)
+    return acks
+
+
+def test_every_sample_of_a_batch_is_answered_in_order(
+    trainer: tuple[TrainerServer, Client],
+) -> None:
+    _, client = trainer
+    first, second = request(seed=1), request(*samples(3, 1)[:1], *samples(2, 2))
+    acks = answers(client, first, second)
+    assert [ack.sample_id for ack in acks] == [
+        sample.sample_id for each in (first, second) for sample in each.batch.samples
+    ]
+    accepted, duplicate = pb.ACK_STATUS_ACCEPTED, pb.ACK_STATUS_DUPLICATE
+    assert [ack.status for ack in acks] == [accepted] * 3 + [duplicate] + [accepted] * 2
+
+
+Damage = Callable[[pb.VerifierStates], object]
+
+
+def damaged(field: str, value: object) -> Damage:
+    def change(message: pb.VerifierStates) -> None:
+        owner = message.packed
+        *path, name = field.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        setattr(owner, name, value)
+
+    return change
+
+
+BAD: list[tuple[Damage, str, str]] = [
+    (damaged("tokens", 2), "packed.tokens", "3 to"),
+    (damaged("tokens", -5), "packed.tokens", "3 to"),
+    (damaged("tokens", 1 << 30), "packed.tokens", "3 to"),
+    (damaged("tokens", 21), "packed.span.bytes", "for 21 tokens"),
+    (damaged("states_dtype", 0), "packed.states_dtype", "BFLOAT16"),
+    (damaged("states_dtype", tensor_pb2.DTYPE_INT32), "packed.states_dtype", "BFLOAT16"),
+    (damaged("states_dtype", tensor_pb2.DTYPE_FLOAT32), "packed.span.bytes", "for 16 tokens"),
+    (damaged("span.bytes", 64), "packed.span.bytes", "for 16 tokens"),
+    (damaged("span.offset", 1 << 40), "packed.span", "within the payload's"),
+    (damaged("span.offset", (1 << 64) - 64), "packed.span", "within the payload's"),
+    (damaged("span.memory", 0), "packed.span.memory", "MEMORY_PAYLOAD"),
+    (damaged("span.memory", 2), "packed.span.memory", "no ring"),
+    (damaged("checksum", 5), "packed.checksum", "0x"),
+    (damaged("checksum_kind", 0), "packed.checksum_kind", "CRC32"),
+    (damaged("checksum_kind", 77), "packed.checksum_kind", "CRC32"),
+    (lambda m: m.aux_layers.ids.append(7), "aux_layers", "[2, 4, 5]"),
+    (lambda m: setattr(m, "policy_version", 9), "policy_version", "[1]"),
+]
+
+
+@pytest.mark.parametrize(("damage", "field", "expected"), BAD)
+def test_a_bad_description_is_refused_by_name_and_the_others_are_taken(
+    trainer: tuple[TrainerServer, Client],
+    pytestconfig: pytest.Config,
+    damage: Damage,
+    field: str,
+    expected: str,
+) -> None:
+    _, client = trainer
+    seed = 100 + next(n for n, bad in enumerate(BAD) if bad[0] is damage)
+    # The first rollout of a seed has 16 tokens.
+    sent = request(seed=seed)
+    damage(sent.batch.samples[0])
+    refused, *others = answers(client, sent)
+    assert refused.status == pb.ACK_STATUS_REFUSED
+    assert refused.refusal.field == field
+    assert expected in refused.refusal.expected
+    assert refused.refusal.next_step
+    assert [ack.status for ack in others] == [pb.ACK_STATUS_ACCEPTED] * 2
+
+
+RING_SPANS = [
+    (4096 + 8, "multiple of 64"),
+    (0, "4096"),
+    (4032, "4096"),
+    ((1 << 16) + 4032, "69632"),
+]
+
+
+@pytest.mark.parametrize(("offset", "expected"), RING_SPANS)
+def test_a_span_outside_the_ring_is_refused(
+    trainer: tuple[TrainerServer, Client], offset: int, expected: str
+) -> None:
+    _, client = trainer
+    sent = request(seed=200 + offset % 97)
+    span = sent.batch.samples[0].packed.span
+    span.memory, span.offset = pb.MEMORY_RING, offset
+    client.open()
+    header = pb.StreamHeader(session_id=client.session_id, transport=pb.TRANSPORT_SHARED_MEMORY)
+    requests = [pb.StreamStatesRequest(header=header), sent]
+    call = client.stub.StreamStates(iter(requests), timeout=DEADLINE)
+    assert next(call).credit.bytes > 0
+    refused, *others = next(call).acks.acks
+    assert refused.refusal.field == "packed.span"
+    assert expected in refused.refusal.expected
+    assert [ack.status for ack in others] == [pb.ACK_STATUS_ACCEPTED] * 2
+    # One ring serves one stream.
+    error = refusal(lambda: list(client.stub.StreamStates(iter(requests[:1]), timeout=DEADLINE)))
+    assert error.field == "header.transport"
+    assert error.code is grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize("version", [0, 1, SCHEMA_VERSION + 1])
+def test_a_client_of_another_schema_is_refused_at_connect(
+    trainer: tuple[TrainerServer, Client], version: int
+) -> None:
+    _, client = trainer
+    opening = pb.OpenRunRequest(run_id="run", policy=SPEC, schema_version=version)
+    error = refusal(lambda: client.stub.OpenRun(opening, timeout=DEADLINE))
+    assert error.code is grpc.StatusCode.FAILED_PRECONDITION
+    assert (error.field, error.found) == ("schema_version", f"{version or 1} (the client's)")
+    assert error.expected == str(SCHEMA_VERSION)
+    assert "same release" in error.next_step
+
+
+@pytest.mark.parametrize("version", [0, 1, SCHEMA_VERSION + 1])
+def test_a_trainer_of_another_schema_is_refused_at_connect(version: int) -> None:
+    response = pb.OpenRunResponse(session_id="s", schema_version=version)
+    with pytest.raises(RefusedError, match="same release") as refused:
+        decode_session(response, None)  # type: ignore[arg-type]
+    assert refused.value.found == f"{version or 1} (the trainer's)"
