@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from policy_bridge.bridge import PolicyBridge
     from policy_bridge.config import BridgeConfig, ModulePaths
     from policy_bridge.null import DisabledBridge, null_bridge
-    from policy_bridge.selection import Candidate, Selector, UniformRandom
+    from policy_bridge.selection import (
+        Candidate,
+        MostRejected,
+        NewestFirst,
+        Selector,
+        UniformRandom,
+    )
     from policy_bridge.stats import BridgeStats, SyncResult
     from policy_bridge.sync import PolicySyncError
 
@@ -32,6 +38,8 @@ _HOMES = {
     "Candidate": "selection",
     "DisabledBridge": "null",
     "ModulePaths": "config",
+    "MostRejected": "selection",
+    "NewestFirst": "selection",
     "PolicyBridge": "bridge",
     "PolicySyncError": "sync",
     "Selector": "selection",
@@ -46,6 +54,8 @@ __all__ = [
     "Candidate",
     "DisabledBridge",
     "ModulePaths",
+    "MostRejected",
+    "NewestFirst",
     "PolicyBridge",
     "PolicySyncError",
     "Selector",

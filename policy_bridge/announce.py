@@ -1,7 +1,7 @@
 """Makes policy versions known to the trainer before their first sample goes out.
 
-The policy moves on while its samples wait, so the matrices are copied when the
-version is synced and hashed and sent later, off the policy's thread.
+The matrices were copied when the version was synced (``matrices``); they are hashed and
+sent later, off the policy's thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import grpc
 import torch
 
-from policy_bridge.modules import PolicyModules
 from policy_bridge.session import Session
 from slipstream.refusal import RefusedError, refused_from
 from slipstream.tensors import chunks_of, spec_of
@@ -37,19 +36,6 @@ class PolicySnapshot:
 
     policy_version: int
     tensors: dict[str, torch.Tensor]
-
-
-def take_snapshot(modules: PolicyModules, session: Session, policy_version: int) -> PolicySnapshot:
-    """Copies of the policy's output rows of the draft vocabulary and of its embeddings."""
-    head = modules.head_weight.detach()
-    ids = session.draft_vocab_ids.to(head.device)
-    return PolicySnapshot(
-        policy_version,
-        {
-            LM_HEAD: head.index_select(0, ids).to("cpu"),
-            EMBED_TOKENS: modules.embed_weight.detach().to("cpu", copy=True),
-        },
-    )
 
 
 class Announcer:

@@ -1,8 +1,10 @@
-"""Reads what a caller says of a padded batch of B rows and S columns."""
+"""Reads what a caller says of a batch of B rows and S columns: padded, packed, or both."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +12,28 @@ import torch.nn.functional as F
 from slipstream.refusal import RefusedError
 
 
+@dataclass(frozen=True)
+class Span:
+    """One sequence: a row's columns from ``start`` up to, not including, ``end``."""
+
+    row: int
+    start: int
+    end: int
+
+
 def check_temperature(temperature: float) -> None:
     """Raise RefusedError unless ``temperature`` is a finite number above 0."""
     if not math.isfinite(temperature) or temperature <= 0:
         raise RefusedError(
             "temperature", temperature, "a finite number > 0", "pass the rollouts' temperature"
+        )
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise RefusedError unless ``tensor`` has the forward pass's shape [B, S]."""
+    if tuple(tensor.shape) != shape:
+        raise RefusedError(
+            name, list(tensor.shape), f"the pass's {list(shape)}", "pass what was run"
         )
 
 
@@ -36,22 +55,61 @@ def aligned(name: str, values: torch.Tensor | None, shape: tuple[int, ...]) -> t
 
 
 def spans_of(
-    attention_mask: torch.Tensor | None, shape: tuple[int, ...]
-) -> tuple[tuple[int, int], ...]:
-    """First column and column after the last of every row's real tokens."""
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    shape: tuple[int, ...],
+) -> list[Span]:
+    """Every sequence of a batch, row by row.
+
+    Args:
+        attention_mask: [B, S], true (or > 0) on real tokens; None: all are.
+        position_ids: [B, S] of a packed batch: where they begin again at 0, so does a
+            sequence. None: one sequence a row.
+        shape: (B, S).
+
+    Raises:
+        RefusedError: a row with gaps, or positions that neither go on nor begin again.
+    """
     if attention_mask is None:
-        return ((0, shape[1]),) * shape[0]
-    if tuple(attention_mask.shape) != shape:
-        raise RefusedError(
-            "attention_mask", list(attention_mask.shape), list(shape), "pass what was run"
-        )
-    spans = []
-    for row in attention_mask.detach().bool().tolist():
-        count = sum(row)
-        start = row.index(True) if count else 0
-        if not all(row[start : start + count]):
+        real = torch.ones(shape, dtype=torch.bool)
+    else:
+        real = attention_mask.detach().to("cpu").bool()
+    before = F.pad(real, (1, 0))[:, :-1]
+    begins = real & ~before
+    if position_ids is None:
+        if bool((begins.sum(1) > 1).any()):
             raise RefusedError(
                 "attention_mask", "a row with gaps", "left or right padding", "pad at one end"
             )
-        spans.append((start, start + count))
-    return tuple(spans)
+    else:
+        positions = position_ids.detach().to("cpu").long()
+        begins |= real & (positions != F.pad(positions, (1, 0))[:, :-1] + 1)
+        if bool(positions[begins].any()):
+            raise RefusedError(
+                "position_ids",
+                f"a sequence that begins at {int(positions[begins].max())}",
+                "0 where a sequence begins, else one more than the token before",
+                "pass the positions that the forward pass was given",
+            )
+    # A sequence ends where the next token is padding or begins another one.
+    ends = real & F.pad(begins | ~real, (0, 1), value=True)[:, 1:]
+    starts = begins.nonzero().tolist()
+    stops = ends.nonzero()[:, 1].tolist()
+    return [Span(row, start, stop + 1) for (row, start), stop in zip(starts, stops, strict=True)]
+
+
+def scores_of(
+    name: str, values: torch.Tensor | Sequence[float] | None, sequences: int
+) -> list[float | None]:
+    """One number a sequence, in the order of ``spans_of``; None where none were given."""
+    if values is None:
+        return [None] * sequences
+    numbers = values.tolist() if isinstance(values, torch.Tensor) else list(values)
+    if len(numbers) != sequences or not all(math.isfinite(number) for number in numbers):
+        raise RefusedError(
+            name,
+            f"{len(numbers)} numbers",
+            f"a finite number for each of the {sequences} sequences",
+            "give one per row, or per sequence of a packed row",
+        )
+    return [float(number) for number in numbers]

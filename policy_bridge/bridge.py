@@ -10,18 +10,22 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from policy_bridge.announce import PolicySnapshot, take_snapshot
+from policy_bridge.announce import PolicySnapshot
 from policy_bridge.batch import check_temperature
 from policy_bridge.capture import Capture, CapturePlan
-from policy_bridge.config import BridgeConfig
+from policy_bridge.config import FLOAT8, BridgeConfig
 from policy_bridge.fleet import RolloutFleet
-from policy_bridge.modules import find_modules
+from policy_bridge.gate import CaptureGate
+from policy_bridge.matrices import PolicyMatrices
+from policy_bridge.memory import sample_memory
+from policy_bridge.modules import PolicyModules, find_modules
 from policy_bridge.null import DisabledBridge, NullCapture
-from policy_bridge.outbox import Outbox
+from policy_bridge.probe import TrainerProbe
 from policy_bridge.selection import Selector, UniformRandom
 from policy_bridge.session import Session
 from policy_bridge.shipper import Shipper
 from policy_bridge.stats import BridgeStats, Counters, SyncResult
+from policy_bridge.switch import CaptureSwitch, Cause
 from policy_bridge.sync import SyncParties, SyncWindow
 from slipstream.channel import open_channel
 from slipstream.refusal import RefusedError
@@ -35,13 +39,23 @@ class PolicyBridge:
     its connections; ``close`` (or leaving ``with``) ends them. Neither the
     construction nor any call waits for the trainer beyond its deadline.
 
+    Unless ``config.strict``, what is wrong with the policy, the trainer's draft, a version or
+    a call of ``ship`` turns capture off and is told by ``stats().capture_off_reason``: it never
+    ends a training run. What raises in both modes are mistakes in how the bridge itself is
+    handled: a bad configuration, a window inside another, a call after ``close``, a policy
+    that did not reach the rollout servers.
+
+    With a policy that is sharded over ranks (FSDP2) every rank has a bridge, built after
+    ``fully_shard``, and enters ``sync`` alike: it gathers two matrices.
+
     Args:
-        model: a Hugging Face causal language model, recognised by structure.
+        model: a Hugging Face causal language model, recognised by structure, or any module
+            whose parts ``config.modules`` names; wrapped by DDP, PEFT or fully_shard, or not.
         config: addresses, bounds and deadlines.
         selector: which sequences to ship; uniform random by default.
 
     Raises:
-        RefusedError: the model's parts are not found, or it cannot be captured.
+        RefusedError: (strict) the model's parts are not found, or it cannot be captured.
     """
 
     def __init__(
@@ -49,23 +63,32 @@ class PolicyBridge:
     ) -> None:
         self._model = model
         self._config = config
-        self._modules = find_modules(model, config.modules)
+        self._switch = CaptureSwitch(config.strict)
+        self._modules = self._find_modules()
+        self._matrices = PolicyMatrices(self._modules) if self._modules else None
         self._selector = selector or UniformRandom(config.seed)
         self._counters = Counters()
-        self._outbox = Outbox(config.outbox_bytes, self._counters)
+        self._outbox, self._runner = sample_memory(config, self._modules, self._counters)
         self._channel = open_channel(config.trainer)
-        self._trainer = pb_grpc.DraftTrainerStub(self._channel)
+        # Weight syncs must not wait behind states that a slow trainer has not read yet.
+        self._sync_channel = open_channel(config.trainer, own_connection=True)
+        self._trainer = pb_grpc.DraftTrainerStub(self._sync_channel)
         self._fleet = RolloutFleet(config.policy_seconds, config.rpc_seconds)
         # Unique over processes and restarts that continue one run.
         prefix, numbers = uuid.uuid4().hex[:12], itertools.count()
         self._next_id = lambda: f"{prefix}-{next(numbers)}"
-        self._version: int | None = None
         self._stamp = 0
-        self._captured_for: Session | None = None
         self._last_sync: SyncResult | None = None
         self._window_open = False
         self._closed = False
-        self._shipper = Shipper(self._channel, self._modules, self._outbox, config, self._counters)
+        self._probe = TrainerProbe(self._trainer, config.rpc_seconds)
+        # Without the policy's parts there is nothing to open a run with.
+        self._shipper = (
+            Shipper(self._channel, self._modules, self._outbox, config, self._counters)
+            if self._modules
+            else None
+        )
+        self._gate = CaptureGate(config, self._switch, self._counters, self._shipper)
 
     @staticmethod
     def disabled() -> DisabledBridge:
@@ -81,10 +104,10 @@ class PolicyBridge:
     @property
     def policy_version(self) -> int | None:
         """The last version whose sync ended well; None before it."""
-        return self._version
+        return self._gate.version
 
     @contextmanager
-    def sync(self, version: int) -> Iterator[SyncWindow]:
+    def sync(self, version: int, *, lead: bool = True) -> Iterator[SyncWindow]:
         """A window around the policy's weight sync. Enter it when the weights are final.
 
         On entry the policy's matrices are copied for the trainer and the draft is staged;
@@ -93,37 +116,34 @@ class PolicyBridge:
 
         Args:
             version: higher than every version whose sync ended well.
+            lead: False in all but one of the processes that train one policy together: that
+                one stages the draft and brings the policy to the servers.
 
         Raises:
-            RefusedError: a version that does not rise, a window inside another, or a
-                closed bridge.
+            RefusedError: a window inside another, a closed bridge, or (strict) a version that
+                does not rise or a trainer that refused this policy.
             PolicySyncError: (on exit) a rollout server did not take the policy.
         """
         self._check_open()
         if self._window_open:
             raise RefusedError("sync", "an open window", "none", "leave the other window first")
-        if (self._version is not None and version <= self._version) or version < 0:
-            raise RefusedError(
-                "version",
-                version,
-                "a whole number >= 0 that rises" if self._version is None else f"> {self._version}",
-                "count the policy's versions up",
-            )
-        self._shipper.wait_first_attempt(self._config.connect_seconds)
-        session = self._shipper.session
-        wanted = session is not None and self._config.bytes_per_step > 0
-        snapshot = take_snapshot(self._modules, session, version) if session and wanted else None
+        if version < 0:
+            raise RefusedError("version", version, "a whole number >= 0", "count from 0 up")
+        session = self._gate.session_for(version)
+        snapshot = self._snapshot(session, version)
+        trusted = self._probe.answers()
         window = SyncWindow(
             version,
             self._model,
             SyncParties(
                 trainer=self._trainer,
-                session=session if self._shipper.connected else None,
+                session=session if self._gate.connected and trusted else None,
                 servers=self._config.rollout_servers
                 or (session.rollout_servers if session else ()),
                 fleet=self._fleet,
             ),
             self._config,
+            lead,
         )
         self._window_open = True
         try:
@@ -131,6 +151,8 @@ class PolicyBridge:
                 yield window
         finally:
             self._window_open = False
+            if window.trainer_silent:
+                self._probe.send()
         if window.result is not None:
             self._synced(window.result, snapshot, session)
 
@@ -145,43 +167,35 @@ class PolicyBridge:
                 chosen from and let go at once instead of at the window's end.
 
         Returns:
-            ``Capture``; or, while no trainer has been reached at this version's sync or
-            when the budget is 0, a ``NullCapture``.
+            ``Capture``; or, while capture is off, a ``NullCapture``.
 
         Raises:
-            RefusedError: a bad argument, no ``sync`` yet, or a closed bridge.
+            RefusedError: a closed bridge, or (strict) a bad argument, no ``sync`` yet, or what
+                turned capture off.
         """
         self._check_open()
-        check_temperature(temperature)
-        if forwards is not None and forwards < 1:
-            raise RefusedError("forwards", forwards, "at least 1, or None", "count the passes")
-        if self._version is None:
-            raise RefusedError(
-                "policy_version", "none", "a version", "leave a bridge.sync(version) window first"
-            )
-        session, wanted = self._captured_for, self._shipper.session
-        if session is None or wanted is None or not session.same_shape(wanted):
+        try:
+            check_temperature(temperature)
+            if forwards is not None and forwards < 1:
+                raise RefusedError("forwards", forwards, "at least 1, or None", "count the passes")
+            if self.policy_version is None:
+                raise RefusedError(
+                    "policy_version", "none", "a version", "leave a bridge.sync(version) first"
+                )
+        except RefusedError as error:
+            self._counters.add(captures_refused=1)
+            self._switch.refuse(Cause.CALL, error)
+            return NullCapture()
+        self._gate.check_trainer()
+        plan = None if self._gate.off_reason() else self._plan(temperature, forwards)
+        if plan is None:
             self._counters.add(captures_skipped=1)
             return NullCapture()
-        name = self._config.states_dtype
-        plan = CapturePlan(
-            modules=self._modules,
-            session=session,
-            policy_version=self._version,
-            weights_stamp=self._stamp,
-            temperature=temperature,
-            budget_bytes=self._config.bytes_per_step,
-            forwards=forwards,
-            states_dtype=getattr(torch, name) if name else None,
-            selector=self._selector,
-            next_id=self._next_id,
-            offer=lambda sample: self._outbox.offer(sample, self._config.offer_seconds),
-        )
         return Capture(plan, self._counters)
 
     def wait_connected(self, timeout: float) -> bool:
         """Wait for the trainer. A loop that must not lose its first step may call this."""
-        return self._shipper.wait_connected(timeout)
+        return self._shipper is not None and self._shipper.wait_connected(timeout)
 
     def flush(self, timeout: float) -> bool:
         """Wait until everything captured was acknowledged or shed. False: not in time."""
@@ -190,11 +204,12 @@ class PolicyBridge:
     def stats(self) -> BridgeStats:
         """Every counter at this moment."""
         return self._counters.snapshot(
-            connected=self._shipper.connected,
-            policy_version=self._version,
+            connected=self._gate.connected,
+            policy_version=self.policy_version,
             outbox_samples=len(self._outbox),
             outbox_bytes=self._outbox.nbytes,
             last_sync=self._last_sync,
+            capture_off_reason=self._gate.off_reason() or self._switch.reason(),
         )
 
     def close(self) -> None:
@@ -206,26 +221,71 @@ class PolicyBridge:
         if self._closed:
             return
         self._closed = True
-        if self._shipper.connected:
+        self._runner.close()
+        if self._gate.connected:
             self._outbox.wait_empty(self._config.drain_seconds)
-        self._shipper.stop()
+        if self._shipper is not None:
+            self._shipper.stop()
         self._outbox.close()
+        self._probe.close()
         self._channel.close()
+        self._sync_channel.close()
         self._fleet.close()
-        if not self._shipper.join():
+        if self._shipper is not None and not self._shipper.join():
             raise TimeoutError("the bridge's shipping thread did not end")
+
+    def _find_modules(self) -> PolicyModules | None:
+        try:
+            return find_modules(self._model, self._config.modules)
+        except RefusedError as error:
+            self._switch.refuse(Cause.MODEL, error)
+            return None
+
+    def _snapshot(self, session: Session | None, version: int) -> PolicySnapshot | None:
+        if self._matrices is None:
+            return None
+        wanted = session if self._config.bytes_per_step else None
+        try:
+            return self._matrices.snapshot(wanted, version)
+        except RefusedError as error:
+            self._switch.refuse(Cause.MODEL, error)
+            return None
 
     def _synced(
         self, result: SyncResult, snapshot: PolicySnapshot | None, session: Session | None
     ) -> None:
-        self._version = result.policy_version
         self._last_sync = result
         self._counters.add(syncs=1)
-        self._captured_for = session if snapshot is not None else None
-        # Taken now: merging adapters inside the window is part of the sync.
-        self._stamp = self._modules.stamp()
-        if snapshot is not None:
+        self._gate.synced(result.policy_version, session if snapshot is not None else None)
+        if self._modules is not None:
+            # Taken now: merging adapters inside the window is part of the sync.
+            self._stamp = self._modules.stamp()
+        if snapshot is not None and self._shipper is not None:
             self._shipper.offer_policy(snapshot)
+
+    def _plan(self, temperature: float, forwards: int | None) -> CapturePlan | None:
+        config, modules, outbox = self._config, self._modules, self._outbox
+        session, version = self._gate.session, self._gate.version
+        if modules is None or session is None or version is None:
+            return None
+        name = "" if config.states_dtype == FLOAT8 else config.states_dtype
+        return CapturePlan(
+            modules=modules,
+            session=session,
+            policy_version=version,
+            weights_stamp=self._stamp,
+            temperature=temperature,
+            budget_bytes=config.bytes_per_step,
+            forwards=forwards,
+            states_dtype=getattr(torch, name) if name else None,
+            selector=self._selector,
+            next_id=self._next_id,
+            offer=lambda sample, rank: outbox.offer(sample, config.offer_seconds, rank),
+            reserve=lambda size, rank: outbox.reserve(size, version, rank, config.offer_seconds),
+            runner=self._runner,
+            refuse=lambda error: self._switch.refuse(Cause.CALL, error),
+            done=lambda: self._switch.clear(Cause.CALL),
+        )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from slipstream.refusal import RefusedError
 
 DTYPES = ("bfloat16", "float16", "float32")
+FLOAT8 = "float8_e4m3"
+TRANSPORTS = ("auto", "shared_memory", "grpc")
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,18 @@ class BridgeConfig:
         bytes_per_step: most bytes one ``capture`` may ship; 0 turns capture off.
         outbox_bytes: bound on states that wait in host memory, unacknowledged ones included.
         states_dtype: cast hidden states to this before shipping; empty keeps the policy's.
+            "float8_e4m3" ships a scale for each row with them; the trainer decodes to bfloat16.
+        transport: "shared_memory" or "grpc" for the states, or "auto": shared memory where both
+            see the same. "shared_memory" is preferred, not insisted on: states go by gRPC where
+            there is none, and ``stats().transport_reason`` says why.
+        shared_memory: directory in which the trainer's ring is looked for; its [server]
+            shared_memory as it is mounted here.
         policy_dtype: cast pushed policy weights to this; empty keeps the policy's.
         seed: of the default selector.
+        strict: raise what otherwise turns capture off: a policy that cannot be captured, a
+            draft that does not fit it, a version that goes backwards, a call of ``ship`` that
+            does not fit the forward pass. Off, training goes on and
+            ``stats().capture_off_reason`` says why.
         model_name: for people, in the trainer's log.
         modules: explicit module paths for models that are not found structurally.
         connect_seconds: how long the first sync may wait for the trainer's first answer.
@@ -64,8 +76,11 @@ class BridgeConfig:
     bytes_per_step: int = 64 << 20
     outbox_bytes: int = 256 << 20
     states_dtype: str = ""
+    transport: str = "auto"
+    shared_memory: str = "/dev/shm"
     policy_dtype: str = "bfloat16"
     seed: int = 0
+    strict: bool = False
     model_name: str = ""
     modules: ModulePaths = ModulePaths()
     connect_seconds: float = 2.0
@@ -92,14 +107,26 @@ class BridgeConfig:
             )
         if not self.run_id:
             raise RefusedError("run_id", "an empty text", "a name", "name the run")
+        if not isinstance(self.strict, bool):
+            raise RefusedError("strict", repr(self.strict), "True or False", "fix the value")
         _check_whole("bytes_per_step", self.bytes_per_step, 0)
         _check_whole("outbox_bytes", self.outbox_bytes, 1)
         _check_whole("seed", self.seed, 0)
-        for name in ("states_dtype", "policy_dtype"):
-            if getattr(self, name) not in ("", *DTYPES):
+        choices = {
+            "states_dtype": ("", *DTYPES, FLOAT8),
+            "policy_dtype": ("", *DTYPES),
+            "transport": TRANSPORTS,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                expected = ", ".join(repr(choice) for choice in allowed)
                 raise RefusedError(
-                    name, getattr(self, name), f"empty or one of {', '.join(DTYPES)}", "pick one"
+                    name, repr(getattr(self, name)), f"one of {expected}", "pick one"
                 )
+        if not self.shared_memory:
+            raise RefusedError(
+                "shared_memory", "an empty text", "a directory", 'or set transport = "grpc"'
+            )
         for field in fields(self):
             if field.name.endswith("_seconds"):
                 _check_seconds(field.name, getattr(self, field.name))

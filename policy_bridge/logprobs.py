@@ -67,3 +67,21 @@ def sampled_logprobs(
         target = token_ids[start + 1 : end + 1].long()
         blocks.append(logits.log_softmax(-1).gather(-1, target[:, None]).squeeze(-1))
     return torch.cat(blocks)
+
+
+def picked_logits(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The logits [B, S] of the tokens [B, S] out of all [B, S, V]; column 0 is 0. Float32."""
+    target = token_ids[:, 1:, None].long().to(logits.device)
+    return F.pad(logits[:, :-1].gather(-1, target).squeeze(-1).float(), (1, 0))
+
+
+def picked_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """The log-probabilities [B, S] of the tokens at ``temperature``; as ``picked_logits``."""
+    blocks = [
+        (logits[:, start : start + _ROWS_PER_BLOCK].float() / temperature).logsumexp(-1)
+        for start in range(0, logits.shape[1], _ROWS_PER_BLOCK)
+    ]
+    log_z = F.pad(torch.cat(blocks, 1)[:, :-1], (1, 0))
+    return picked_logits(logits, token_ids) / temperature - log_z

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from policy_bridge.config import ModulePaths
+from policy_bridge.wrappers import is_sharded, refuse_adapted, refuse_compiled, unwrapped
 from slipstream.refusal import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -48,6 +49,8 @@ class PolicyModules:
         lm_head: the output projection, weight [vocab, hidden].
         embed_tokens: the input embeddings, weight [vocab, hidden].
         final_norm: when set, its output is the final hidden state.
+        shards: every parameter of a policy that is spread over ranks (FSDP2), as this rank
+            holds it between steps; empty if it is not spread.
     """
 
     root: nn.Module
@@ -56,6 +59,7 @@ class PolicyModules:
     lm_head: nn.Module
     embed_tokens: nn.Module
     final_norm: nn.Module | None
+    shards: tuple[torch.Tensor, ...]
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -96,64 +100,87 @@ class PolicyModules:
 
         Sum of the parameters' version counters. Writes through ``.data`` escape it.
         """
-        return sum(0 if p.is_inference() else p._version for p in self.root.parameters())
+        # FSDP2 puts gathered parameters into the places of the shards during a step.
+        weights = self.shards or self.root.parameters()
+        return sum(0 if p.is_inference() else p._version for p in weights)
 
 
 def find_modules(model: nn.Module, paths: ModulePaths) -> PolicyModules:
     """The parts of ``model``, from ``paths`` where given, otherwise by structure.
 
+    Wrappers (DDP, PEFT, torch.compile) are looked into; a path may name a module of
+    the wrapper or of what it wraps. With FSDP2, call it after ``fully_shard``.
+
     Raises:
-        RefusedError: a part was not found, does not fit, or the model changes its
-            logits after lm_head (soft caps, scales).
+        RefusedError: a part was not found, does not fit, is behind an adapter or compiled
+            together with what contains it, or the model changes its logits after lm_head
+            (soft caps, scales).
     """
-    layers_path = paths.decoder_layers or _find_layers_path(model)
-    layer_list = _submodule(model, layers_path, "modules.decoder_layers")
-    layers = tuple(layer_list.children())
-    lm_head = _part(model, paths.lm_head, "get_output_embeddings", "lm_head")
-    embed_tokens = _part(model, paths.embed_tokens, "get_input_embeddings", "embed_tokens")
+    inside = list(unwrapped(model))
+    owner, layers_path = _layers(inside, paths.decoder_layers)
+    layers = tuple(owner.get_submodule(layers_path).children())
+    if not layers:
+        raise RefusedError(
+            "modules.decoder_layers", f"{layers_path}, empty", "decoder layers", "fix the path"
+        )
+    lm_head = _part(inside, paths.lm_head, "get_output_embeddings", "lm_head")
+    embed_tokens = _part(inside, paths.embed_tokens, "get_input_embeddings", "embed_tokens")
     for name, part in (("lm_head", lm_head), ("embed_tokens", embed_tokens)):
+        refuse_adapted(name, part)
         weight = getattr(part, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
             raise RefusedError(
                 f"modules.{name}", type(part).__name__, "a weight [vocab, hidden]", "fix the path"
             )
-    _refuse_changed_logits(model)
-    norm = paths.final_norm and _submodule(model, paths.final_norm, "modules.final_norm")
+    _refuse_changed_logits(inside[-1])
+    parents = layers_path.split(".")[:-1]
+    around = [owner.get_submodule(".".join(parents[:depth])) for depth in range(len(parents) + 1)]
+    refuse_compiled([*inside[: inside.index(owner)], *around])
+    norm = _submodule(inside, paths.final_norm, "modules.final_norm") if paths.final_norm else None
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())
     return PolicyModules(
         root=model,
-        decoder=model.get_submodule(layers_path.rpartition(".")[0]),
+        decoder=around[-1],
         layers=layers,
         lm_head=lm_head,
         embed_tokens=embed_tokens,
-        final_norm=norm or None,
+        final_norm=norm,
+        shards=tuple(model.parameters()) if sharded else (),
     )
 
 
-def _find_layers_path(model: nn.Module) -> str:
-    modules = dict(model.named_modules())
-    for path in _LAYER_PATHS:
-        if isinstance(modules.get(path), nn.ModuleList):
-            return path
+def _layers(inside: list[nn.Module], path: str) -> tuple[nn.Module, str]:
+    """The module that holds the decoder layers, and their path in it."""
+    for owner in inside:
+        modules = dict(owner.named_modules())
+        if path and path in modules:
+            return owner, path
+        for known in () if path else _LAYER_PATHS:
+            if isinstance(modules.get(known), nn.ModuleList):
+                return owner, known
+    model = type(inside[-1]).__name__
     raise RefusedError(
         "modules.decoder_layers",
-        f"none of {', '.join(_LAYER_PATHS)} in {type(model).__name__}",
-        "a torch ModuleList of decoder layers",
-        "set modules.decoder_layers to its path",
+        path or f"none of {', '.join(_LAYER_PATHS)} in {model}",
+        f"the path of a ModuleList of decoder layers in {model}",
+        "set modules.decoder_layers; see model.named_modules()",
     )
 
 
-def _submodule(model: nn.Module, path: str, field: str) -> nn.Module:
-    found = dict(model.named_modules()).get(path)
-    if found is None:
-        raise RefusedError(
-            field, path, f"a module of {type(model).__name__}", "see model.named_modules()"
-        )
-    return found
+def _submodule(inside: list[nn.Module], path: str, field: str) -> nn.Module:
+    for owner in inside:
+        found = dict(owner.named_modules()).get(path)
+        if found is not None:
+            return found
+    raise RefusedError(
+        field, path, f"a module of {type(inside[-1]).__name__}", "see model.named_modules()"
+    )
 
 
-def _part(model: nn.Module, path: str, getter: str, name: str) -> nn.Module:
+def _part(inside: list[nn.Module], path: str, getter: str, name: str) -> nn.Module:
     if path:
-        return _submodule(model, path, f"modules.{name}")
+        return _submodule(inside, path, f"modules.{name}")
+    model = inside[-1]
     get = cast("Callable[[], object] | None", getattr(model, getter, None))
     found = get() if get is not None else None
     if not isinstance(found, nn.Module):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from policy_bridge.stats import BridgeStats, Counters, SyncResult
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -28,8 +28,10 @@ class NullCapture:
         *,
         loss_mask: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         sampled_logprobs: torch.Tensor | None = None,
         sampled_logits: torch.Tensor | None = None,
+        acceptance: torch.Tensor | Sequence[float] | None = None,
     ) -> None:
         """Nothing. See ``Capture.ship``."""
 
@@ -83,7 +85,7 @@ class DisabledBridge:
         """The last version given to ``sync``."""
         return self._version
 
-    def sync(self, version: int) -> NullSyncWindow:
+    def sync(self, version: int, *, lead: bool = True) -> NullSyncWindow:
         """A window that does nothing."""
         self._version = version
         return NullSyncWindow(version)
@@ -109,6 +111,7 @@ class DisabledBridge:
             outbox_samples=0,
             outbox_bytes=0,
             last_sync=None,
+            capture_off_reason="the bridge is disabled",
         )
 
     def close(self) -> None:

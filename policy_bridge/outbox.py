@@ -4,16 +4,37 @@ Invariant: every sample that was taken leaves in exactly one way: settled by an
 acknowledgement, or shed and counted under a reason. Samples stay here until
 they are acknowledged, so what is in flight counts against the bound too and is
 still here to be sent again when a stream is lost.
+
+What is shed to make room is the least of (policy version, priority), the oldest
+of equals first, and only what is less than the sample that needs the room:
+swapping equals would only churn. Finding it takes no search: samples lie in one
+bin per version and priority, and versions only rise.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from bisect import insort
+from collections import OrderedDict
+from dataclasses import dataclass, field
 
+import torch
+
+from policy_bridge.pool import HostPool
 from policy_bridge.sample import Sample
 from policy_bridge.stats import Counters
+
+PRIORITIES = 16
+"""Priorities are whole numbers from 0 to one less; the highest is shed last."""
+
+
+@dataclass
+class _VersionBins:
+    bins: list[OrderedDict[str, Sample]] = field(
+        default_factory=lambda: [OrderedDict() for _ in range(PRIORITIES)]
+    )
+    nbytes: list[int] = field(default_factory=lambda: [0] * PRIORITIES)
 
 
 class Outbox:
@@ -22,28 +43,64 @@ class Outbox:
     Args:
         capacity_bytes: bound on the tensors of all samples held.
         counters: where shed samples are counted.
+        pool: whose memory ``reserve`` lends; without it, memory of its own.
     """
 
-    def __init__(self, capacity_bytes: int, counters: Counters) -> None:
+    def __init__(
+        self, capacity_bytes: int, counters: Counters, pool: HostPool | None = None
+    ) -> None:
         self._capacity = capacity_bytes
         self._counters = counters
+        self._pool = pool
         self._changed = threading.Condition()
-        self._held: dict[int, OrderedDict[str, Sample]] = {}
-        self._version_bytes: dict[int, int] = {}
-        self._order: deque[tuple[int, str]] = deque()
-        self._sent: OrderedDict[str, int] = OrderedDict()
+        self._held: dict[str, tuple[Sample, int]] = {}
+        self._versions: list[int] = []
+        self._bins: dict[int, _VersionBins] = {}
+        self._waiting: OrderedDict[str, None] = OrderedDict()
+        self._sent: OrderedDict[str, None] = OrderedDict()
         self._bytes = 0
         self._closed = False
 
-    def offer(self, sample: Sample, deadline_seconds: float) -> bool:
-        """Take a sample, or count it as shed. O(1), apart from what it displaces.
+    def reserve(
+        self, nbytes: int, version: int, priority: int, deadline_seconds: float
+    ) -> torch.Tensor | None:
+        """Memory for a sample that will be offered, made free before anything is copied.
 
-        Samples of older policy versions make room; samples of the same version do
-        not: swapping equals would only churn.
+        Args:
+            nbytes: of the sample's tensors.
+            version: its policy version.
+            priority: see ``offer``.
+            deadline_seconds: the longest this call may wait for another thread.
+
+        Returns:
+            uint8 [nbytes]; None if there is no room, which is counted as shed.
+        """
+        if not self._changed.acquire(timeout=deadline_seconds):
+            self._counters.shed("deadline", 1, nbytes)
+            return None
+        try:
+            if not self._make_room(nbytes, version, priority):
+                return None
+            if self._pool is None:
+                return torch.empty(nbytes, dtype=torch.uint8)
+            while True:
+                loan = self._pool.take(nbytes)
+                if loan is not None:
+                    return loan
+                # Room enough, but in pieces, or still being read by whoever sends it.
+                if not self._displace(version, priority):
+                    self._counters.shed("outbox_full", 1, nbytes)
+                    return None
+        finally:
+            self._changed.release()
+
+    def offer(self, sample: Sample, deadline_seconds: float, priority: int = 0) -> bool:
+        """Take a sample, or count it as shed. O(1), apart from what it displaces.
 
         Args:
             sample: its ``nbytes`` counts against the bound.
             deadline_seconds: the longest this call may wait for another thread.
+            priority: 0 to ``PRIORITIES`` - 1.
 
         Returns:
             Whether it was taken.
@@ -52,24 +109,18 @@ class Outbox:
             self._counters.shed("deadline", 1, sample.nbytes)
             return False
         try:
-            if self._closed:
-                return self._refuse(sample, "closed")
-            if sample.nbytes > self._capacity:
-                return self._refuse(sample, "too_large")
-            older = [v for v in self._held if v < sample.policy_version]
-            room = self._capacity - self._bytes
-            if room + sum(self._version_bytes[v] for v in older) < sample.nbytes:
-                return self._refuse(sample, "outbox_full")
-            for version in sorted(older):
-                while version in self._held and self._capacity - self._bytes < sample.nbytes:
-                    oldest = next(iter(self._held[version].values()))
-                    self._drop(oldest)
-                    self._counters.shed("superseded", 1, oldest.nbytes)
-            version = sample.policy_version
-            self._held.setdefault(version, OrderedDict())[sample.sample_id] = sample
-            self._version_bytes[version] = self._version_bytes.get(version, 0) + sample.nbytes
-            self._bytes += sample.nbytes
-            self._order.append((version, sample.sample_id))
+            version, nbytes = sample.policy_version, sample.nbytes
+            if not self._make_room(nbytes, version, priority):
+                return False
+            if version not in self._bins:
+                self._bins[version] = _VersionBins()
+                insort(self._versions, version)
+            of_version = self._bins[version]
+            of_version.bins[priority][sample.sample_id] = sample
+            of_version.nbytes[priority] += nbytes
+            self._held[sample.sample_id] = (sample, priority)
+            self._waiting[sample.sample_id] = None
+            self._bytes += nbytes
             self._changed.notify_all()
             return True
         finally:
@@ -79,63 +130,55 @@ class Outbox:
         """The next sample to send, which stays held; None if none came in time or closed."""
         deadline = time.monotonic() + timeout
         with self._changed:
-            while True:
-                while self._order:
-                    version, sample_id = self._order[0]
-                    held = self._held.get(version)
-                    sample = held.get(sample_id) if held is not None else None
-                    if sample is not None:
-                        return sample
-                    self._order.popleft()
+            while not self._waiting:
                 left = deadline - time.monotonic()
                 if self._closed or left <= 0:
                     return None
                 self._changed.wait(left)
+            return self._held[next(iter(self._waiting))][0]
 
     def mark_sent(self, sample: Sample) -> bool:
         """Move a peeked sample to "sent". False if it was shed since the peek."""
         with self._changed:
-            key = (sample.policy_version, sample.sample_id)
-            if not self._order or self._order[0] != key or not self._holds(key):
+            if next(iter(self._waiting), None) != sample.sample_id:
                 return False
-            self._order.popleft()
-            self._sent[sample.sample_id] = sample.policy_version
+            del self._waiting[sample.sample_id]
+            self._sent[sample.sample_id] = None
             return True
 
     def settle(self, sample_id: str) -> bool:
         """Forget an acknowledged sample. False if it is not held as sent."""
         with self._changed:
-            version = self._sent.get(sample_id)
-            if version is None:
+            if sample_id not in self._sent:
                 return False
-            self._drop(self._held[version][sample_id])
+            self._drop(sample_id)
             self._changed.notify_all()
             return True
 
     def requeue_sent(self) -> set[str]:
         """Put every unacknowledged sample back to the front, in order; their ids."""
         with self._changed:
-            again = [(version, sample_id) for sample_id, version in self._sent.items()]
-            self._order.extendleft(reversed(again))
+            again = list(self._sent)
+            for sample_id in reversed(again):
+                self._waiting[sample_id] = None
+                self._waiting.move_to_end(sample_id, last=False)
             self._sent.clear()
             self._changed.notify_all()
-            return {sample_id for _, sample_id in again}
+            return set(again)
 
     def shed(self, reason: str, version: int | None = None) -> None:
         """Give up every sample, or every one of a policy version."""
         with self._changed:
-            for held_version in [v for v in self._held if version in (None, v)]:
-                for sample in list(self._held[held_version].values()):
-                    self._drop(sample)
-                    self._counters.shed(reason, 1, sample.nbytes)
+            for sample, _ in list(self._held.values()):
+                if version in (None, sample.policy_version):
+                    self._give_up(sample, reason)
             self._changed.notify_all()
 
     def give_up(self, sample: Sample, reason: str) -> None:
         """Shed one sample, if it is still held."""
         with self._changed:
-            if self._holds((sample.policy_version, sample.sample_id)):
-                self._drop(sample)
-                self._counters.shed(reason, 1, sample.nbytes)
+            if sample.sample_id in self._held:
+                self._give_up(sample, reason)
                 self._changed.notify_all()
 
     def wait_empty(self, timeout: float) -> bool:
@@ -157,20 +200,54 @@ class Outbox:
 
     def __len__(self) -> int:
         with self._changed:
-            return sum(len(samples) for samples in self._held.values())
+            return len(self._held)
 
-    def _holds(self, key: tuple[int, str]) -> bool:
-        return key[0] in self._held and key[1] in self._held[key[0]]
-
-    def _refuse(self, sample: Sample, reason: str) -> bool:
-        self._counters.shed(reason, 1, sample.nbytes)
+    def _make_room(self, nbytes: int, version: int, priority: int) -> bool:
+        """Shed what is less until ``nbytes`` fit; shed nothing, and count, if they cannot."""
+        if self._closed:
+            reason = "closed"
+        elif nbytes > self._capacity:
+            reason = "too_large"
+        elif self._capacity - self._bytes + self._displaceable(version, priority) < nbytes:
+            reason = "outbox_full"
+        else:
+            while self._capacity - self._bytes < nbytes:
+                self._displace(version, priority)
+            return True
+        self._counters.shed(reason, 1, nbytes)
         return False
 
-    def _drop(self, sample: Sample) -> None:
-        version = sample.policy_version
-        del self._held[version][sample.sample_id]
-        self._sent.pop(sample.sample_id, None)
+    def _displaceable(self, version: int, priority: int) -> int:
+        own = self._bins.get(version)
+        lower = sum(own.nbytes[:priority]) if own else 0
+        if not self._versions or version >= self._versions[-1]:
+            return self._bytes - (sum(own.nbytes) if own else 0) + lower
+        return sum(sum(self._bins[v].nbytes) for v in self._versions if v < version) + lower
+
+    def _displace(self, version: int, priority: int) -> bool:
+        """Shed the least sample, if it is less than (version, priority)."""
+        if not self._versions or self._versions[0] > version:
+            return False
+        oldest = self._versions[0]
+        bins = self._bins[oldest].bins
+        for held in bins[:priority] if oldest == version else bins:
+            for sample in held.values():
+                self._give_up(sample, "superseded")
+                return True
+        return False
+
+    def _give_up(self, sample: Sample, reason: str) -> None:
+        self._drop(sample.sample_id)
+        self._counters.shed(reason, 1, sample.nbytes)
+
+    def _drop(self, sample_id: str) -> None:
+        sample, priority = self._held.pop(sample_id)
+        self._waiting.pop(sample_id, None)
+        self._sent.pop(sample_id, None)
+        of_version = self._bins[sample.policy_version]
+        del of_version.bins[priority][sample_id]
+        of_version.nbytes[priority] -= sample.nbytes
         self._bytes -= sample.nbytes
-        self._version_bytes[version] -= sample.nbytes
-        if not self._held[version]:
-            del self._held[version], self._version_bytes[version]
+        if not any(of_version.nbytes):
+            del self._bins[sample.policy_version]
+            self._versions.remove(sample.policy_version)

@@ -1,14 +1,15 @@
-"""One sequence's states in host memory, and as the message that carries them."""
+"""One sequence's states in host memory, and as the block that travels."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from slipstream.layers import encode_layers
-from slipstream.tensors import encode
-from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.fp8 import quantize
+from slipstream.packed import FLOAT8, Layout, PackedTensors, layout_of
+
+_NONE = torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Sample:
         final_hidden_state: [T, H], same dtype.
         sampled_logprobs: float32 [T].
         sampled_logits: float32 [T].
+        scales: float32 [A + 1, T] where the states are float8_e4m3fn (``slipstream.fp8``), of
+            each auxiliary layer and of the final state; else None.
     """
 
     sample_id: str
@@ -40,6 +43,7 @@ class Sample:
     final_hidden_state: torch.Tensor
     sampled_logprobs: torch.Tensor
     sampled_logits: torch.Tensor
+    scales: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -53,21 +57,40 @@ class Sample:
             self.sampled_logprobs,
             self.sampled_logits,
         )
-        return sum(tensor.nbytes for tensor in tensors)
+        scales = 0 if self.scales is None else self.scales.nbytes
+        return scales + sum(tensor.nbytes for tensor in tensors)
 
-    def to_proto(self) -> pb.VerifierStates:
-        """The message, checksums included. Copies the states once."""
-        return pb.VerifierStates(
-            sample_id=self.sample_id,
-            policy_version=self.policy_version,
-            temperature=self.temperature,
-            token_ids=encode(self.token_ids),
-            positions=encode(self.positions),
-            segment_ids=encode(torch.zeros_like(self.positions)),
-            loss_mask=encode(self.loss_mask),
-            aux_layers=encode_layers(self.aux_layers),
-            aux_hidden_states=encode(self.aux_hidden_states),
-            final_hidden_state=encode(self.final_hidden_state),
-            sampled_logprobs=encode(self.sampled_logprobs),
-            sampled_logits=encode(self.sampled_logits),
+    @property
+    def layout(self) -> Layout:
+        """Of the block that travels."""
+        tokens, hidden_size = self.final_hidden_state.shape
+        dtype = self.final_hidden_state.dtype
+        return layout_of(tokens, len(self.aux_layers), hidden_size, dtype)
+
+    def tensors(self) -> PackedTensors:
+        """What the block holds: one sequence, so one segment."""
+        return PackedTensors(
+            token_ids=self.token_ids,
+            positions=self.positions,
+            segment_ids=_NONE,
+            sampled_logprobs=self.sampled_logprobs,
+            sampled_logits=self.sampled_logits,
+            loss_mask=self.loss_mask,
+            aux=self.aux_hidden_states,
+            final=self.final_hidden_state,
+            scales=_NONE if self.scales is None else self.scales,
+        )
+
+    def in_float8(self) -> Sample:
+        """With its states in float8 and their scales; itself if they are already."""
+        if self.final_hidden_state.dtype == FLOAT8:
+            return self
+        hidden_size = self.final_hidden_state.shape[1]
+        aux, aux_scales = quantize(self.aux_hidden_states, hidden_size)
+        final, final_scales = quantize(self.final_hidden_state, hidden_size)
+        return replace(
+            self,
+            aux_hidden_states=aux,
+            final_hidden_state=final,
+            scales=torch.cat((aux_scales, final_scales)),
         )

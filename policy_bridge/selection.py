@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,7 @@ class Candidate:
         fresh: columns from here on are not in an earlier window; >= ``start``.
         targets: tokens of the loss mask that are ``fresh``.
         nbytes: what shipping it costs.
+        acceptance: the draft's on this sequence, as the caller gave it; None if it did not.
     """
 
     forward: int
@@ -36,6 +37,7 @@ class Candidate:
     fresh: int
     targets: int
     nbytes: int
+    acceptance: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -47,16 +49,29 @@ class Selector(Protocol):
     """Chooses candidates within a budget. Anything callable like this will do."""
 
     def __call__(self, candidates: Sequence[Candidate], budget_bytes: int) -> Sequence[int]:
-        """Indices into ``candidates``, each once, whose bytes sum to the budget at most."""
+        """Indices into ``candidates``, each once, whose bytes sum to the budget at most.
+
+        Most wanted first: when the outbox must shed, the last of them go first.
+        """
         ...
 
 
-class UniformRandom:
-    """Takes candidates in random order for as long as they fit; the same seed, the same choice.
+def fill(order: Iterable[int], candidates: Sequence[Candidate], budget_bytes: int) -> list[int]:
+    """The indices of ``order`` that fit, in that order.
 
-    A candidate that no longer fits is passed over and smaller ones still get their
-    chance, so the budget is filled and short sequences are slightly preferred.
+    One that no longer fits is passed over and smaller ones still get their chance,
+    so the budget is filled and short sequences are slightly preferred.
     """
+    chosen, left = [], budget_bytes
+    for index in order:
+        if candidates[index].nbytes <= left:
+            chosen.append(index)
+            left -= candidates[index].nbytes
+    return chosen
+
+
+class UniformRandom:
+    """Takes candidates in random order for as long as they fit; the same seed, the same choice."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
@@ -65,18 +80,56 @@ class UniformRandom:
         """See ``Selector``."""
         order = list(range(len(candidates)))
         self._random.shuffle(order)
-        chosen, left = [], budget_bytes
-        for index in order:
-            if candidates[index].nbytes <= left:
-                chosen.append(index)
-                left -= candidates[index].nbytes
-        return sorted(chosen)
+        return fill(order, candidates, budget_bytes)
+
+
+class NewestFirst:
+    """Takes what was run last: later passes first, in a pass later rows, in a row later windows."""
+
+    def __call__(self, candidates: Sequence[Candidate], budget_bytes: int) -> list[int]:
+        """See ``Selector``."""
+
+        def place(index: int) -> tuple[int, int, int]:
+            candidate = candidates[index]
+            return candidate.forward, candidate.row, candidate.start
+
+        order = sorted(range(len(candidates)), key=place, reverse=True)
+        return fill(order, candidates, budget_bytes)
+
+
+class MostRejected:
+    """Takes the sequences on which the draft was accepted least; equals in random order.
+
+    ``Capture.ship`` must be given ``acceptance``, for example each rollout's mean
+    acceptance length.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def __call__(self, candidates: Sequence[Candidate], budget_bytes: int) -> list[int]:
+        """See ``Selector``. Raises RefusedError where no acceptance was given."""
+
+        def accepted(index: int) -> float:
+            value = candidates[index].acceptance
+            if value is None:
+                raise RefusedError(
+                    "acceptance",
+                    "none",
+                    "one number for every sequence",
+                    "pass acceptance to capture.ship, or choose another selector",
+                )
+            return value
+
+        order = list(range(len(candidates)))
+        self._random.shuffle(order)
+        return fill(sorted(order, key=accepted), candidates, budget_bytes)
 
 
 def choose(
     selector: Selector, candidates: Sequence[Candidate], budget_bytes: int
 ) -> list[Candidate]:
-    """What ``selector`` picked, checked.
+    """What ``selector`` picked, in its order, checked.
 
     Raises:
         RefusedError: it picked an index twice, one that does not exist, or over budget.
@@ -109,6 +162,7 @@ def windows(
     loss_mask: Sequence[bool],
     token_bytes: int,
     max_tokens: int,
+    acceptance: float | None = None,
 ) -> list[Candidate]:
     """One sequence as candidates of at most ``max_tokens`` tokens.
 
@@ -122,6 +176,7 @@ def windows(
         loss_mask: of the sequence, padding excluded.
         token_bytes: see ``bytes_per_token``.
         max_tokens: the longest sample that the trainer takes.
+        acceptance: see ``Candidate``.
     """
     length = len(loss_mask)
     context = min(CONTEXT_TOKENS, max_tokens // 4)
@@ -142,6 +197,7 @@ def windows(
                     fresh=start + fresh,
                     targets=targets,
                     nbytes=(end - begin) * token_bytes,
+                    acceptance=acceptance,
                 )
             )
         fresh = end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -11,6 +11,7 @@ from policy_bridge.modules import PolicyModules
 from slipstream.channel import MAX_MESSAGE_BYTES
 from slipstream.layers import decode_layers
 from slipstream.refusal import RefusedError
+from slipstream.schema import check_schema
 from slipstream.tensors import decode
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -29,6 +30,8 @@ class Session:
         max_tokens: longest sample the trainer takes.
         latest_policy_version: the highest it knows; None if none.
         rollout_servers: host:port of each server that it publishes to.
+        checksums: that the trainer can verify.
+        shared_memory: its ring for this session, or why there is none.
     """
 
     session_id: str
@@ -37,6 +40,8 @@ class Session:
     max_tokens: int
     latest_policy_version: int | None
     rollout_servers: tuple[str, ...]
+    checksums: tuple[int, ...] = (pb.CHECKSUM_KIND_CRC32,)
+    shared_memory: pb.SharedMemory = field(default_factory=pb.SharedMemory)
 
     def same_shape(self, other: Session) -> bool:
         """Whether states captured for one session fit the other."""
@@ -53,9 +58,14 @@ def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Sessi
     """A checked ``Session``.
 
     Raises:
-        RefusedError: layers the policy does not have, vocabulary ids out of range or not
-            ascending, or no room for a sample.
+        RefusedError: another schema version, layers the policy does not have, vocabulary ids
+            out of range or not ascending, or no room for a sample.
     """
+    check_schema(
+        response.schema_version,
+        "the trainer's",
+        "install the same release of slipstream in the policy's image and in the trainer's",
+    )
     layers = decode_layers(response.aux_layers, "aux_layers")
     # The residual stream after the last layer is not the input of any layer, and
     # Hugging Face's hidden_states[n] is not it either: that one is normed.
@@ -98,4 +108,6 @@ def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Sessi
         max_tokens=response.max_tokens_per_sample,
         latest_policy_version=response.latest_policy_version if known else None,
         rollout_servers=tuple(response.rollout_servers),
+        checksums=(*response.checksums, pb.CHECKSUM_KIND_CRC32),
+        shared_memory=response.shared_memory,
     )

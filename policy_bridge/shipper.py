@@ -6,19 +6,22 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Sequence
 
 import grpc
 
 from policy_bridge.announce import Announcer, PolicySnapshot
-from policy_bridge.config import BridgeConfig
+from policy_bridge.config import FLOAT8, BridgeConfig
 from policy_bridge.errors import describe
 from policy_bridge.modules import PolicyModules
 from policy_bridge.outbox import Outbox
+from policy_bridge.placement import Placed, Placement
 from policy_bridge.sample import Sample
 from policy_bridge.session import Session, decode_session
 from policy_bridge.stats import Counters
 from policy_bridge.stream import StateStream
 from slipstream.refusal import RefusedError, refused_from
+from slipstream.schema import SCHEMA_VERSION
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
@@ -27,6 +30,9 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE = 0.05
 _TICK = 0.2
 _JOIN_SECONDS = 5.0
+# A batch holds what waits, within these: small samples share a message, large ones do not wait.
+_BATCH_SAMPLES = 128
+_BATCH_BYTES = 4 << 20
 
 
 class Shipper:
@@ -52,7 +58,9 @@ class Shipper:
         config: BridgeConfig,
         counters: Counters,
     ) -> None:
+        self._channel = channel
         self._stub = pb_grpc.DraftTrainerStub(channel)
+        self._distrusted = ""
         self._announcer = Announcer(self._stub)
         self._modules = modules
         self._outbox = outbox
@@ -128,7 +136,11 @@ class Shipper:
         """One connection's life. Whether the trainer answered on its stream."""
         self._open_run()
         again = self._outbox.requeue_sent()
-        stream = StateStream(self._stub, self._require_session().session_id, self._on_ack)
+        session = self._require_session()
+        placement = Placement(session, self._config, self._distrusted)
+        self._counters.transport(placement.name, placement.reason)
+        header = pb.StreamHeader(session_id=session.session_id, transport=placement.transport)
+        stream = StateStream(self._channel, header, lambda acks: self._on_acks(placement, acks))
         try:
             while stream.is_open and not self._stop.is_set():
                 if stream.silent_seconds() > self._config.stall_seconds:
@@ -140,13 +152,24 @@ class Shipper:
                 if sample is None:
                     # Round again with what comes: its version may have to be announced first.
                     self._outbox.peek(_TICK)
-                elif self._ship(stream, sample) and sample.sample_id in again:
-                    self._counters.add(resent_samples=1)
+                else:
+                    sent = self._ship(stream, placement, sample)
+                    self._counters.add(resent_samples=len(again.intersection(sent)))
+        except RefusedError as error:
+            self._distrust(error)
+            raise
         finally:
             stream.close(_JOIN_SECONDS)
+            placement.close()
         if stream.error is not None and not self._stop.is_set():
-            self._note(refused_from(stream.error) or stream.error)
+            refusal = refused_from(stream.error)
+            self._distrust(refusal)
+            self._note(refusal or stream.error)
         return stream.answered
+
+    def _distrust(self, refusal: RefusedError | None) -> None:
+        if refusal is not None and refusal.field == "shared_memory":
+            self._distrusted = str(refusal)
 
     def _open_run(self) -> None:
         config = self._config
@@ -155,6 +178,7 @@ class Shipper:
                 run_id=config.run_id,
                 policy=self._modules.spec(config.model_name),
                 client="policy_bridge",
+                schema_version=SCHEMA_VERSION,
             ),
             timeout=config.rpc_seconds,
         )
@@ -193,36 +217,77 @@ class Shipper:
             self._counters.add(announced=1)
         return True
 
-    def _ship(self, stream: StateStream, sample: Sample) -> bool:
-        message = sample.to_proto()
-        size, started = message.ByteSize(), time.monotonic()
+    def _ship(self, stream: StateStream, placement: Placement, first: Sample) -> list[str]:
+        """Send ``first`` and what waits behind it, within a batch's bounds; their ids."""
+        batch: list[Placed] = []
+        size = payload = 0
+        sample: Sample | None = first
+        while sample is not None:
+            if self._config.states_dtype == FLOAT8:
+                sample = sample.in_float8()
+            most = placement.message_bytes(sample)
+            if batch and not (size + most <= _BATCH_BYTES and stream.wait_credit(size + most, 0.0)):
+                break
+            if not batch and not self._wait_credit(stream, sample, most):
+                break
+            placed = self._place(stream, placement, sample, payload, wait=not batch)
+            if placed is None:
+                break
+            if not self._outbox.mark_sent(sample):
+                placement.settled(sample.sample_id)
+                break
+            batch.append(placed)
+            payload += sum(len(piece) for piece in placed.payload)
+            size += most + placed.ring_bytes
+            if len(batch) == _BATCH_SAMPLES or size >= _BATCH_BYTES:
+                break
+            sample = self._outbox.peek(0.0)
+            if sample is not None and not self._announcer.knows(sample.policy_version):
+                break
+        if batch:
+            sent = stream.send(batch) + sum(placed.ring_bytes for placed in batch)
+            self._counters.add(sent_samples=len(batch), sent_bytes=sent)
+        return [placed.message.sample_id for placed in batch]
+
+    def _wait_credit(self, stream: StateStream, sample: Sample, size: int) -> bool:
+        started = time.monotonic()
         while not stream.wait_credit(size, _TICK):
-            silent = stream.silent_seconds() > self._config.stall_seconds
-            if silent or not stream.is_open or self._stop.is_set():
-                return False
-            if self._outbox.peek(0.0) is not sample:
+            if not self._worth_waiting(stream, sample):
                 return False
             late = time.monotonic() - started > self._config.stall_seconds
             if late and stream.nothing_due():
                 # Larger than the trainer's whole window: it would block those behind it for ever.
                 self._outbox.give_up(sample, "no_credit")
                 return False
-        if not self._outbox.mark_sent(sample):
-            return False
-        stream.send(message, size)
-        self._counters.add(sent_samples=1, sent_bytes=size)
         return True
 
-    def _on_ack(self, ack: pb.Ack) -> None:
-        self._outbox.settle(ack.sample_id)
-        if ack.status == pb.ACK_STATUS_ACCEPTED:
-            self._counters.add(accepted=1)
-        elif ack.status == pb.ACK_STATUS_DUPLICATE:
-            self._counters.add(duplicate=1)
-        else:
-            refusal = RefusedError.from_proto(ack.refusal)
-            if self._counters.refused(refusal.field):
-                logger.error("the trainer refuses samples: %s", refusal)
+    def _place(
+        self, stream: StateStream, placement: Placement, sample: Sample, payload: int, wait: bool
+    ) -> Placed | None:
+        while True:
+            placed = placement.place(sample, payload, _TICK if wait else 0.0)
+            if placed is not None or not wait or not self._worth_waiting(stream, sample):
+                return placed
+
+    def _worth_waiting(self, stream: StateStream, sample: Sample) -> bool:
+        if stream.silent_seconds() > self._config.stall_seconds or self._stop.is_set():
+            return False
+        waiting = self._outbox.peek(0.0)
+        same = waiting is not None and waiting.sample_id == sample.sample_id
+        return same and stream.is_open
+
+    def _on_acks(self, placement: Placement, acks: Sequence[pb.Ack]) -> None:
+        for ack in acks:
+            placement.settled(ack.sample_id)
+            self._outbox.settle(ack.sample_id)
+            if ack.status == pb.ACK_STATUS_ACCEPTED:
+                self._counters.add(accepted=1)
+            elif ack.status == pb.ACK_STATUS_DUPLICATE:
+                self._counters.add(duplicate=1)
+            else:
+                refusal = RefusedError.from_proto(ack.refusal)
+                if self._counters.refused(refusal.field):
+                    logger.error("the trainer refuses samples: %s", refusal)
 
     def _require_session(self) -> Session:
         session = self.session
@@ -240,6 +305,6 @@ class Shipper:
         if self._stop.is_set():
             return
         text = describe(error)
-        if self._counters.error(text):
-            refused = isinstance(error, RefusedError)
-            logger.log(logging.ERROR if refused else logging.WARNING, "draft trainer: %s", text)
+        refusal = error if isinstance(error, RefusedError) else None
+        if self._counters.error(text, refusal):
+            logger.log(logging.ERROR if refusal else logging.WARNING, "draft trainer: %s", text)

@@ -7,6 +7,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slipstream.refusal import RefusedError
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,19 @@ class BridgeStats:
 
     Attributes:
         connected: a run is open and its stream is up.
+        transport: of the states, "shared_memory" or "grpc"; empty before the first stream.
+        transport_reason: why the states do not go through shared memory; empty when they do.
         policy_version: the last version whose sync ended well; None before it.
         captures: capture windows that took states.
-        captures_skipped: capture windows that took none: no trainer yet, or capture is off.
+        captures_skipped: capture windows that took none, because capture was off.
+        captures_refused: capture windows that ended early for a call that could not be served.
+        capture_off_reason: why the next window would take nothing, or why the last one was
+            refused; empty while capture is on.
         captured_tokens: unpadded tokens of the forward passes given to ``ship``.
         chosen_samples, chosen_tokens: what the selector took of them.
         not_chosen_samples: what it left, for the budget's sake.
-        sent_samples, sent_bytes: what went out, repeats included; serialized bytes.
+        sent_samples, sent_bytes: what went out, repeats included; serialized bytes and those
+            that went through shared memory.
         resent_samples: repeats after a lost stream.
         accepted, duplicate, refused: acknowledgements by kind.
         refused_by_field: refusals by the field that they name.
@@ -59,9 +69,13 @@ class BridgeStats:
     """
 
     connected: bool
+    transport: str
+    transport_reason: str
     policy_version: int | None
     captures: int
     captures_skipped: int
+    captures_refused: int
+    capture_off_reason: str
     captured_tokens: int
     chosen_samples: int
     chosen_tokens: int
@@ -93,11 +107,24 @@ class Counters:
         self._shed: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._last_error = ""
+        self._run_refusal: RefusedError | None = None
+        self._refused_in_a_row = 0
+        self._refused_field = ""
+        self._transport = ("", "")
+
+    def transport(self, name: str, reason: str) -> None:
+        """The states travel this way now."""
+        with self._lock:
+            self._transport = (name, reason)
 
     def add(self, **deltas: int) -> None:
         """Add to counters of ``BridgeStats`` by name."""
         with self._lock:
             self._counts.update(deltas)
+            if deltas.get("accepted") or deltas.get("duplicate"):
+                self._refused_in_a_row = 0
+            if deltas.get("connects"):
+                self._run_refusal = None
 
     def shed(self, reason: str, samples: int, nbytes: int) -> None:
         """Count samples that are given up."""
@@ -110,14 +137,39 @@ class Counters:
         with self._lock:
             self._counts["refused"] += 1
             self._refused[field_name] += 1
+            self._refused_in_a_row += 1
+            self._refused_field = field_name
             return self._refused[field_name] == 1
 
-    def error(self, text: str) -> bool:
-        """Keep the newest error; True when it is another one than before."""
+    def error(self, text: str, refusal: RefusedError | None = None) -> bool:
+        """Keep the newest error; True when it is another one than before.
+
+        Args:
+            text: for people.
+            refusal: the error itself, where the run was refused, here or by the trainer.
+        """
         with self._lock:
             changed = text != self._last_error
             self._last_error = text
+            self._run_refusal = refusal
             return changed
+
+    @property
+    def run_refusal(self) -> RefusedError | None:
+        """Why the run is not open, if it was refused; None once it is open."""
+        with self._lock:
+            return self._run_refusal
+
+    @property
+    def refused_in_a_row(self) -> tuple[int, str]:
+        """Samples refused since one was taken, and the field that the last was refused for."""
+        with self._lock:
+            return self._refused_in_a_row, self._refused_field
+
+    def forgive_refusals(self) -> None:
+        """Count refusals in a row from 0 again."""
+        with self._lock:
+            self._refused_in_a_row = 0
 
     def snapshot(
         self,
@@ -127,15 +179,20 @@ class Counters:
         outbox_samples: int,
         outbox_bytes: int,
         last_sync: SyncResult | None,
+        capture_off_reason: str = "",
     ) -> BridgeStats:
         """Every counter and the given gauges, at one moment."""
         with self._lock:
             counts = self._counts
             return BridgeStats(
                 connected=connected,
+                transport=self._transport[0],
+                transport_reason=self._transport[1],
                 policy_version=policy_version,
                 captures=counts["captures"],
                 captures_skipped=counts["captures_skipped"],
+                captures_refused=counts["captures_refused"],
+                capture_off_reason=capture_off_reason,
                 captured_tokens=counts["captured_tokens"],
                 chosen_samples=counts["chosen_samples"],
                 chosen_tokens=counts["chosen_tokens"],

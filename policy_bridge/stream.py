@@ -5,12 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 
+from policy_bridge.placement import Placed
+from slipstream.framing import frame
 from slipstream.v1 import draft_trainer_pb2 as pb
-from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+
+_METHOD = pb.DESCRIPTOR.services_by_name["DraftTrainer"].methods_by_name["StreamStates"]
 
 
 class StateStream:
@@ -19,18 +22,18 @@ class StateStream:
     Owns one thread, which reads answers. The credit bounds what waits in gRPC.
 
     Args:
-        stub: the trainer.
-        session_id: of the open run.
-        on_ack: called from the reading thread.
+        channel: to the trainer.
+        header: the session, and how its states travel.
+        on_acks: called from the reading thread.
     """
 
     def __init__(
         self,
-        stub: pb_grpc.DraftTrainerStub,
-        session_id: str,
-        on_ack: Callable[[pb.Ack], None],
+        channel: grpc.Channel,
+        header: pb.StreamHeader,
+        on_acks: Callable[[Sequence[pb.Ack]], None],
     ) -> None:
-        self._on_ack = on_ack
+        self._on_acks = on_acks
         self._changed = threading.Condition()
         self._credit = 0
         self._waiting: set[str] = set()
@@ -39,9 +42,14 @@ class StateStream:
         self._closing = False
         self.answered = False
         self.error: grpc.RpcError | None = None
-        self._requests: queue.SimpleQueue[pb.StreamStatesRequest | None] = queue.SimpleQueue()
-        self._requests.put(pb.StreamStatesRequest(header=pb.StreamHeader(session_id=session_id)))
-        self._call = stub.StreamStates(iter(self._requests.get, None))
+        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._requests.put(frame(pb.StreamStatesRequest(header=header)))
+        # Not through the stub, which would copy each payload into a message and out of it.
+        call = channel.stream_stream(
+            f"/{_METHOD.containing_service.full_name}/{_METHOD.name}",
+            response_deserializer=pb.StreamStatesResponse.FromString,
+        )
+        self._call = call(iter(self._requests.get, None))
         self._reader = threading.Thread(target=self._read, name="slipstream-acks", daemon=True)
         self._reader.start()
 
@@ -57,14 +65,19 @@ class StateStream:
             self._changed.wait_for(lambda: self._credit >= size or not self._open, timeout)
             return self._open and self._credit >= size
 
-    def send(self, message: pb.VerifierStates, size: int) -> None:
-        """Send a sample of ``size`` serialized bytes for which there is credit."""
+    def send(self, batch: Sequence[Placed]) -> int:
+        """Send samples for which there is credit; the bytes of their message."""
+        request = pb.StreamStatesRequest(
+            batch=pb.SampleBatch(samples=[placed.message for placed in batch])
+        )
+        data = frame(request, [piece for placed in batch for piece in placed.payload])
         with self._changed:
             if not self._waiting:
                 self._news = time.monotonic()
-            self._credit -= size
-            self._waiting.add(message.sample_id)
-        self._requests.put(pb.StreamStatesRequest(sample=message))
+            self._credit -= len(data)
+            self._waiting.update(placed.message.sample_id for placed in batch)
+        self._requests.put(data)
+        return len(data)
 
     def silent_seconds(self) -> float:
         """Seconds without news while acknowledgements are due; 0 when none is."""
@@ -86,16 +99,16 @@ class StateStream:
     def _read(self) -> None:
         try:
             for response in self._call:
+                acks, credit = _contents(response)
+                # Before the credit wakes the sender: its room in the ring is free then too.
+                if acks:
+                    self._on_acks(acks)
                 with self._changed:
                     self.answered = True
                     self._news = time.monotonic()
-                    if response.WhichOneof("kind") == "credit":
-                        self._credit += response.credit.bytes
-                    else:
-                        self._waiting.discard(response.ack.sample_id)
+                    self._credit += credit
+                    self._waiting.difference_update(ack.sample_id for ack in acks)
                     self._changed.notify_all()
-                if response.WhichOneof("kind") == "ack":
-                    self._on_ack(response.ack)
         except grpc.RpcError as error:
             if not self._closing:
                 self.error = error
@@ -105,3 +118,12 @@ class StateStream:
                 self._changed.notify_all()
             # Lets gRPC's request thread end.
             self._requests.put(None)
+
+
+def _contents(response: pb.StreamStatesResponse) -> tuple[Sequence[pb.Ack], int]:
+    kind = response.WhichOneof("kind")
+    if kind == "acks":
+        return response.acks.acks, response.acks.credit_bytes
+    if kind == "ack":
+        return [response.ack], 0
+    return [], response.credit.bytes

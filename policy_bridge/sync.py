@@ -23,6 +23,7 @@ from policy_bridge.errors import describe
 from policy_bridge.fleet import RolloutFleet
 from policy_bridge.session import Session
 from policy_bridge.stats import SyncResult
+from policy_bridge.wrappers import full_tensor, plain_name, unwrapped
 from slipstream.refusal import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
@@ -73,17 +74,23 @@ class SyncWindow:
         model: nn.Module,
         parties: SyncParties,
         config: BridgeConfig,
+        lead: bool = True,
     ) -> None:
         self._model = model
         self._parties = parties
         self._config = config
+        self._lead = lead
         self._push_error: PolicySyncError | None = None
         self._figures = SyncResult(version)
         self._stage_id = ""
         self._prepared = False
         self.result: SyncResult | None = None
+        self.trainer_silent = False
+        """Whether the trainer let a deadline pass."""
 
     def __enter__(self) -> SyncWindow:
+        if not self._lead:
+            return self
         session = self._parties.session
         if session is None:
             self._draft_error(f"the draft trainer at {self._config.trainer} is not reached")
@@ -99,7 +106,7 @@ class SyncWindow:
             self._prepared = True
             self._outcome_errors(response.servers)
         except grpc.RpcError as error:
-            self._draft_error(f"PrepareSync: {describe(error)}")
+            self._trainer_error("PrepareSync", error)
         self._figures = replace(self._figures, prepare_seconds=time.monotonic() - started)
         return self
 
@@ -112,9 +119,12 @@ class SyncWindow:
                 to ``policy_dtype``; tensors tied to one before them are left out.
 
         Raises:
-            RefusedError: no rollout server is known, or the policy was pushed already.
+            RefusedError: no rollout server is known, the policy was pushed already, or
+                another process leads.
             PolicySyncError: a server did not take it; the window then aborts.
         """
+        if not self._lead:
+            raise RefusedError("push_policy", "lead=False", "the process that leads", "push there")
         if self._stage_id:
             raise RefusedError("push_policy", "a second call", "one per window", "push once")
         if not self._parties.servers:
@@ -187,7 +197,7 @@ class SyncWindow:
                 timeout=self._config.sync_seconds,
             )
         except grpc.RpcError as error:
-            self._draft_error(f"CompleteSync: {describe(error)}")
+            self._trainer_error("CompleteSync", error)
             return {}
         outcomes = response.result.servers
         self._outcome_errors(outcomes)
@@ -204,6 +214,11 @@ class SyncWindow:
         for address, text in errors.items():
             self._draft_error(f"abort at {address}: {text}")
 
+    def _trainer_error(self, call: str, error: grpc.RpcError) -> None:
+        late = isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        self.trainer_silent = self.trainer_silent or late
+        self._draft_error(f"{call}: {describe(error)}")
+
     def _draft_error(self, text: str) -> None:
         self._figures = replace(self._figures, draft_errors=(*self._figures.draft_errors, text))
 
@@ -214,13 +229,19 @@ def policy_tensors(
     """The policy's parameters by checkpoint name, on CPU, floating ones cast to ``dtype_name``.
 
     Of tensors that share their memory (a tied lm_head) only the first is kept, as
-    a saved checkpoint does; sending both would double the largest matrix.
+    a saved checkpoint does; sending both would double the largest matrix. Wrappers (DDP,
+    torch.compile, checkpointing) are looked through. Sharded parameters are gathered one
+    by one, which is a collective call: all ranks alike.
+
+    Raises:
+        RefusedError: a PEFT model, whose names and base weights are not the policy's.
     """
-    state = source.state_dict() if isinstance(source, nn.Module) else source
+    state = _plain_state(source) if isinstance(source, nn.Module) else source
     dtype: torch.dtype | None = getattr(torch, dtype_name) if dtype_name else None
     seen: set[tuple[object, ...]] = set()
     tensors = {}
-    for name, tensor in state.items():
+    for name, part in state.items():
+        tensor = full_tensor(part)
         key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and key in seen:
             continue
@@ -228,3 +249,16 @@ def policy_tensors(
         cast = dtype if tensor.is_floating_point() and dtype is not None else tensor.dtype
         tensors[name] = tensor.detach().to("cpu", cast)
     return tensors
+
+
+def _plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    for inner in unwrapped(model):
+        if "base_model" in dict(inner.named_children()):
+            raise RefusedError(
+                "push_policy",
+                f"{type(inner).__name__} with adapters",
+                "the merged weights under the base model's names",
+                "merge the adapters and pass their state dict: window.push_policy(merged)",
+            )
+        model = inner
+    return {plain_name(name): tensor for name, tensor in model.state_dict().items()}

@@ -4,23 +4,21 @@ Correctness, in three sentences. The residual stream after L decoder layers is
 the input of decoder layer L, so one kind of hook serves every L, 0 (the
 embeddings) included. A pass begins with the decoder's own call, so that layers
 which gradient checkpointing runs again inside backward are not mistaken for a
-new pass. Hooks return nothing and keep ``detach()``-ed aliases, so autograd sees
-the same graph with and without them.
+new pass. Hooks return nothing, raise nothing and keep ``detach()``-ed aliases, so
+autograd sees the same graph with and without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
+from policy_bridge.call_hooks import Before, Handle, after_call, before_call
 from policy_bridge.modules import PolicyModules
 from slipstream.refusal import RefusedError
-
-Forward = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -30,12 +28,14 @@ class ForwardStates:
     Attributes:
         aux: one [B, S, H] per captured layer, in the layers' order.
         final: [B, S, H], the input of lm_head.
+        logits: [B, S, V], the output of lm_head, where it was asked for.
         logits_dtype: the precision in which the policy itself had its logits.
         versions: in-place version counters of ``(*aux, final)`` when they were seen.
     """
 
     aux: tuple[torch.Tensor, ...]
     final: torch.Tensor
+    logits: torch.Tensor | None
     logits_dtype: torch.dtype
     versions: tuple[int, ...]
 
@@ -61,33 +61,34 @@ class ForwardTap:
     Args:
         modules: the policy.
         layers: "after L layers" numbers, ascending, each below the number of layers.
+        keep_logits: keep the output of lm_head too, until the pass is taken.
     """
 
-    def __init__(self, modules: PolicyModules, layers: Sequence[int]) -> None:
+    def __init__(
+        self, modules: PolicyModules, layers: Sequence[int], *, keep_logits: bool = False
+    ) -> None:
         self._modules = modules
         self._layers = tuple(layers)
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._keep_logits = keep_logits
+        self._handles: list[Handle] = []
         self._open: dict[int, tuple[torch.Tensor, int]] | None = None
         self._last: ForwardStates | None = None
         self.passes = 0
 
     def __enter__(self) -> ForwardTap:
         modules = self._modules
-        self._handles.append(modules.decoder.register_forward_pre_hook(self._begin))
+        self._handles.append(before_call(modules.decoder, self._begin))
         for layer in self._layers:
-            self._handles.append(
-                modules.layers[layer].register_forward_pre_hook(
-                    self._hook_for(layer), with_kwargs=True
-                )
-            )
+            self._handles.append(before_call(modules.layers[layer], self._hook_for(layer)))
         if modules.final_norm is not None:
-            self._handles.append(modules.final_norm.register_forward_hook(self._end_at_norm))
+            self._handles.append(after_call(modules.final_norm, self._end_at_norm))
         else:
-            self._handles.append(modules.lm_head.register_forward_hook(self._end_at_head))
+            self._handles.append(after_call(modules.lm_head, self._end_at_head))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
+        # Last first: two on one compiled module put back what each of them found.
+        for handle in reversed(self._handles):
             handle.remove()
         self._handles.clear()
         self._open = self._last = None
@@ -97,29 +98,44 @@ class ForwardTap:
         states, self._last = self._last, None
         return states
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._open = {}
 
-    def _hook_for(self, layer: int) -> Forward:
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._open is not None:
-                state = (args[0] if args else kwargs["hidden_states"]).detach()
+    def _hook_for(self, layer: int) -> Before:
+        def keep(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            state = first_tensor(args, kwargs)
+            if self._open is not None and state is not None:
+                state = state.detach()
                 self._open[layer] = (state, version_of(state))
 
         return keep
 
-    def _end_at_head(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        self._end(args[0], output.dtype)
+    def _end_at_head(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: torch.Tensor
+    ) -> None:
+        final = first_tensor(args, kwargs)
+        if final is not None:
+            self._end(final, output.dtype, output.detach() if self._keep_logits else None)
 
-    def _end_at_norm(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        self._end(output, output.dtype)
+    def _end_at_norm(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: torch.Tensor
+    ) -> None:
+        self._end(output, output.dtype, None)
 
-    def _end(self, final: torch.Tensor, logits_dtype: torch.dtype) -> None:
+    def _end(
+        self, final: torch.Tensor, logits_dtype: torch.dtype, logits: torch.Tensor | None
+    ) -> None:
         if self._open is None or len(self._open) != len(self._layers):
             return
         kept = [self._open[layer] for layer in self._layers] + [(final.detach(), version_of(final))]
         self._open = None
         *aux, final = (state for state, _ in kept)
         versions = tuple(version for _, version in kept)
-        self._last = ForwardStates(tuple(aux), final, logits_dtype, versions)
+        self._last = ForwardStates(tuple(aux), final, logits, logits_dtype, versions)
         self.passes += 1
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The hidden states of a call: its first argument, ``hidden_states``, or its first tensor."""
+    found = (*args[:1], kwargs.get("hidden_states"), *kwargs.values())
+    return next((value for value in found if isinstance(value, torch.Tensor)), None)

@@ -10,18 +10,22 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 
 import grpc
+import numpy as np
 import torch
 
 from slipstream.channel import SERVER_OPTIONS
+from slipstream.checksums import KINDS, checksum_of
 from slipstream.layers import encode_layers
+from slipstream.packed import layout_of, tensors_in
 from slipstream.refusal import RefusedError, abort_with
-from slipstream.tensors import ChunkAssembler, decode, encode
+from slipstream.schema import SCHEMA_VERSION
+from slipstream.tensors import ChunkAssembler, decode, dtype_from_wire, encode
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
 from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
 
-DEADLINE = 20.0
+DEADLINE = 120.0
 
 
 class Server(AbstractContextManager["Server"]):
@@ -72,6 +76,9 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
     chunks_sent: dict[int, set[str]] = field(default_factory=dict)
     events: list[tuple[str, int]] = field(default_factory=list)
     overdrawn: int = 0
+    received_bytes: int = 0
+    hidden_size: int = 0
+    schema_version: int = SCHEMA_VERSION
     sessions: int = 0
     release: threading.Event = field(default_factory=threading.Event)
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -95,6 +102,7 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
         if self.refuse_run is not None:
             abort_with(self.refuse_run, context)
         self.sessions += 1
+        self.hidden_size = request.policy.hidden_size
         return pb.OpenRunResponse(
             session_id=f"s{self.sessions}",
             aux_layers=encode_layers(self.layers),
@@ -103,6 +111,8 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
             max_tokens_per_sample=self.max_tokens,
             latest_policy_version=max(self.tensors) if self.tensors else None,
             rollout_servers=self.rollout_servers,
+            schema_version=self.schema_version,
+            checksums=KINDS,
         )
 
     def AnnouncePolicy(self, requests, context):  # type: ignore[no-untyped-def]
@@ -139,34 +149,43 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
         left = self.credit
         yield pb.StreamStatesResponse(credit=pb.Credit(bytes=left))
         for request in requests:
-            sample, size = request.sample, request.sample.ByteSize()
+            assert request.WhichOneof("kind") == "batch"
+            size = request.ByteSize()
+            left -= size
             with self.changed:
-                left -= size
                 self.overdrawn += left < 0
-                self.received.append(sample.sample_id)
-                self.events.append(("sample", sample.policy_version))
-                refusal = self.refuse(sample)
-                if sample.policy_version not in self.tensors:
-                    refusal = RefusedError("policy_version", "unknown", "announced", "announce")
-                again = sample.sample_id in self.samples
-                if refusal is None:
-                    self.samples[sample.sample_id] = sample
-                answer = self.ack
-                self.changed.notify_all()
-            if not answer:
-                continue
-            if refusal is not None:
-                ack = pb.Ack(
-                    sample_id=sample.sample_id,
-                    status=pb.ACK_STATUS_REFUSED,
-                    refusal=refusal.to_proto(),
-                )
-            else:
-                status = pb.ACK_STATUS_DUPLICATE if again else pb.ACK_STATUS_ACCEPTED
-                ack = pb.Ack(sample_id=sample.sample_id, status=status)
+                self.received_bytes += size
+            acks = []
+            for packed in request.batch.samples:
+                acks += self._take(unpacked(packed, request.payload, self.hidden_size))
             left += size
-            yield pb.StreamStatesResponse(ack=ack)
-            yield pb.StreamStatesResponse(credit=pb.Credit(bytes=size))
+            if acks:
+                yield pb.StreamStatesResponse(acks=pb.AckBatch(acks=acks, credit_bytes=size))
+
+    def _take(self, sample: pb.VerifierStates) -> list[pb.Ack]:
+        with self.changed:
+            self.received.append(sample.sample_id)
+            self.events.append(("sample", sample.policy_version))
+            refusal = self.refuse(sample)
+            if sample.policy_version not in self.tensors:
+                refusal = RefusedError("policy_version", "unknown", "announced", "announce")
+            again = sample.sample_id in self.samples
+            if refusal is None:
+                self.samples[sample.sample_id] = sample
+            answer = self.ack
+            self.changed.notify_all()
+        if not answer:
+            return []
+        if refusal is not None:
+            ack = pb.Ack(
+                sample_id=sample.sample_id,
+                status=pb.ACK_STATUS_REFUSED,
+                refusal=refusal.to_proto(),
+            )
+        else:
+            status = pb.ACK_STATUS_DUPLICATE if again else pb.ACK_STATUS_ACCEPTED
+            ack = pb.Ack(sample_id=sample.sample_id, status=status)
+        return [ack]
 
     def PrepareSync(self, request, context):  # type: ignore[no-untyped-def]
         self._maybe_hang("PrepareSync")
@@ -178,6 +197,29 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
 
     def tensor(self, sample: pb.VerifierStates, name: str) -> torch.Tensor:
         return decode(getattr(sample, name), name)
+
+
+def unpacked(message: pb.VerifierStates, payload: bytes, hidden_size: int) -> pb.VerifierStates:
+    """The same sample, with each of its tensors as a message of its own."""
+    packed, layers = message.packed, len(message.aux_layers.ids)
+    start, dtype = packed.span.offset, dtype_from_wire(packed.states_dtype, "states_dtype")
+    assert packed.span.memory == pb.MEMORY_PAYLOAD and start % 64 == 0
+    block = bytearray(payload[start : start + packed.span.bytes])
+    assert checksum_of([np.frombuffer(block, np.uint8)], packed.checksum_kind) == packed.checksum
+    layout = layout_of(packed.tokens, layers, hidden_size, dtype)
+    assert packed.span.bytes == layout.nbytes
+    tensors = tensors_in(torch.frombuffer(block, dtype=torch.uint8), layout)
+    flat = pb.VerifierStates()
+    flat.CopyFrom(message)
+    flat.ClearField("packed")
+    for name in (
+        *("token_ids", "positions", "segment_ids"),
+        *("loss_mask", "sampled_logprobs", "sampled_logits"),
+    ):
+        getattr(flat, name).CopyFrom(encode(getattr(tensors, name)))
+    flat.aux_hidden_states.CopyFrom(encode(tensors.aux))
+    flat.final_hidden_state.CopyFrom(encode(tensors.final))
+    return flat
 
 
 def _sha(tensor: torch.Tensor) -> bytes:

@@ -20,7 +20,7 @@ def test_states_written_in_place_are_refused(trainer: FakeTrainer, connect: Conn
     model, data = make_model(), batch((9,))
     model.model.layers[4].register_forward_hook(write_in_place)
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
+        bridge = connect(server.address, model=model, strict=True)
         with bridge.sync(1):
             pass
         with pytest.raises(RefusedError, match="written in place"):
@@ -79,7 +79,7 @@ def test_bad_calls_are_refused_by_field(trainer: FakeTrainer, connect: Connect) 
         ),
     ]
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
+        bridge = connect(server.address, model=model, strict=True)
         with pytest.raises(RefusedError, match="policy_version"):
             bridge.capture()
         with bridge.sync(1):
@@ -102,13 +102,15 @@ def test_bad_calls_are_refused_by_field(trainer: FakeTrainer, connect: Connect) 
         for version in (1, 0, -1):
             with pytest.raises(RefusedError, match="version"), bridge.sync(version):
                 pass
+        with bridge.sync(2):
+            pass
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
         assert len(trainer.samples) == 2
 
 
 def test_models_that_cannot_be_captured_are_refused() -> None:
-    config = BridgeConfig(trainer="127.0.0.1:1", run_id="r")
+    config = BridgeConfig(trainer="127.0.0.1:1", run_id="r", strict=True)
     with pytest.raises(RefusedError, match="decoder_layers"):
         PolicyBridge(torch.nn.Linear(2, 2), config)
     model = make_model()

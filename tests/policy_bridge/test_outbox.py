@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from policy_bridge.outbox import Outbox
+from policy_bridge.pool import HostPool
 from policy_bridge.sample import Sample
 from policy_bridge.stats import BridgeStats, Counters
 
@@ -27,6 +28,28 @@ def sample(name: str, version: int, tokens: int = 8) -> Sample:
         sampled_logprobs=torch.zeros(tokens),
         sampled_logits=torch.zeros(tokens),
     )
+
+
+class Counted(Sample):
+    """Counts how often anybody asks for a sample's size."""
+
+    reads = 0
+
+    @classmethod
+    def of(cls, name: str, version: int) -> Counted:
+        return cls(**vars(sample(name, version)))
+
+    @property
+    def nbytes(self) -> int:
+        Counted.reads += 1
+        return 200
+
+
+def lent(name: str, version: int, loan: torch.Tensor | None) -> Sample:
+    """One whose states lie in a loan of 300 bytes."""
+    assert loan is not None
+    values = vars(sample(name, version, tokens=0))
+    return Sample(**{**values, "aux_hidden_states": loan[:, None]})
 
 
 def stats(counters: Counters) -> BridgeStats:
@@ -64,6 +87,76 @@ def test_older_policies_make_room_and_newer_ones_do_not(counters: Counters) -> N
         assert outbox.mark_sent(head)
         order.append(head.sample_id)
     assert order == ["d", "e", "f", "g"]
+
+
+def test_among_one_versions_samples_the_least_wanted_make_room(counters: Counters) -> None:
+    outbox = Outbox(1000, counters)
+    for name, version, priority in (
+        ("a", 2, 9),
+        ("b", 2, 3),
+        ("c", 2, 3),
+        ("d", 1, 15),
+        ("e", 2, 5),
+    ):
+        assert outbox.offer(sample(name, version), 1.0, priority)
+    gone = []
+    for name in "fghi":
+        before = set(outbox._held)
+        taken = outbox.offer(sample(name, 2), 1.0, 5)
+        gone += sorted(before - set(outbox._held))
+        assert taken == (name in "fgh")
+    # The older version whatever its priority, then the lowest, the oldest of equals; never equals.
+    assert gone == ["d", "b", "c"]
+    assert stats(counters).shed == {"superseded": 3, "outbox_full": 1}
+    assert outbox.offer(sample("j", 3), 1.0, 0)
+    assert set(outbox._held) == {"a", "f", "g", "h", "j"}
+
+
+def test_a_trainer_that_takes_nothing_leaves_no_trace_of_what_was_shed(counters: Counters) -> None:
+    """The head waits for credit for ever; what is superseded behind it must not pile up."""
+    outbox = Outbox(1000, counters)
+    for version in range(2000):
+        assert outbox.offer(sample(f"v{version}", version), 1.0)
+        outbox.peek(0.0)
+    sizes = [len(outbox._held), len(outbox._waiting), len(outbox._versions), len(outbox._bins)]
+    assert sizes == [5, 5, 5, 5]
+
+
+def test_offering_looks_at_no_other_sample(counters: Counters) -> None:
+    """O(1): as many samples are read with 10 held as with 4000, shedding included."""
+    reads = []
+    for held in (10, 4000):
+        outbox = Outbox(held * 200, counters)
+        for number in range(held):
+            assert outbox.offer(Counted.of(f"s{number}", 1 + number % 2), 1.0, number % 16)
+        Counted.reads = 0
+        assert outbox.offer(Counted.of("new", 3), 1.0)
+        reads.append(Counted.reads)
+    assert reads[0] == reads[1] < 10
+
+
+def test_room_is_made_before_anything_is_copied_and_is_given_back(counters: Counters) -> None:
+    pool = HostPool(1010)
+    outbox = Outbox(1000, counters, pool)
+    for name in "abc":
+        loan = outbox.reserve(300, 1, 0, 1.0)
+        assert loan is not None
+        assert outbox.offer(lent(name, 1, loan), 1.0)
+        del loan
+    assert (outbox.nbytes, pool.held) == (900, 960)
+    assert outbox.reserve(300, 1, 0, 1.0) is None
+    head = outbox.peek(0.0)
+    assert head is not None and outbox.mark_sent(head)
+    # a is being read by whoever sends it: b's memory comes first.
+    loan = outbox.reserve(300, 2, 0, 1.0)
+    assert loan is not None
+    assert set(outbox._held) == {"c"}
+    del head, loan
+    assert pool.held == 320
+    assert outbox.offer(lent("d", 2, outbox.reserve(300, 2, 0, 1.0)), 1.0)
+    outbox.shed("over")
+    assert pool.held == 0
+    assert stats(counters).shed == {"outbox_full": 1, "superseded": 2, "over": 2}
 
 
 def test_a_sample_too_large_for_what_is_older_displaces_nothing(counters: Counters) -> None:

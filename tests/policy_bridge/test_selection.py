@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from policy_bridge.sample import Sample
 from policy_bridge.selection import (
     CONTEXT_TOKENS,
     Candidate,
+    MostRejected,
+    NewestFirst,
     UniformRandom,
     bytes_per_token,
     choose,
@@ -19,6 +22,8 @@ from slipstream.refusal import RefusedError
 
 from .conftest import HIDDEN, Connect, batch, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
+from .test_models import qwen3
+from .windows import Windows
 
 
 def candidates(sizes: Sequence[int]) -> list[Candidate]:
@@ -45,6 +50,45 @@ def test_uniform_random_is_uniform() -> None:
             counts[index] += 1
     assert sum(counts) == 20_000
     assert all(abs(count - 1000) < 6 * 22.4 for count in counts)
+
+
+def test_the_newest_are_the_last_that_were_run() -> None:
+    pool = [
+        Candidate(forward, row, start, start + 5, 0, 0, 5, 50)
+        for forward, row, start in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 5), (1, 1, 0))
+    ]
+    assert NewestFirst()(pool, 150) == [4, 3, 2]
+    assert NewestFirst()(pool, 1000) == [4, 3, 2, 1, 0]
+
+
+def test_the_most_rejected_come_first_and_equals_by_chance() -> None:
+    accepted = (2.5, 1.0, 3.0, 1.5, 1.0)
+    pool = [Candidate(0, row, 0, 5, 0, 0, 5, 50, score) for row, score in enumerate(accepted)]
+    assert {tuple(MostRejected(seed)(pool, 1000)) for seed in range(16)} == {
+        (1, 4, 3, 0, 2),
+        (4, 1, 3, 0, 2),
+    }
+    assert sorted(MostRejected()(pool, 100)) == [1, 4]
+    with pytest.raises(RefusedError, match="acceptance"):
+        MostRejected()(candidates([5]), 100)
+
+
+def test_the_order_of_the_choice_is_the_order_of_shedding() -> None:
+    priorities: list[tuple[int, int]] = []
+    model, data = qwen3(), batch((9, 9, 9, 9))
+    windows = Windows(model, selector=MostRejected())
+
+    def offer(sample: Sample, priority: int) -> bool:
+        rows = data["input_ids"].tolist()
+        priorities.append((rows.index(sample.token_ids.tolist()), priority))
+        return True
+
+    with torch.no_grad(), windows.open(offer=offer) as capture:
+        model(data["input_ids"])
+        capture.ship(
+            data["input_ids"], loss_mask=data["loss_mask"], acceptance=torch.tensor([3, 1, 4, 2.0])
+        )
+    assert priorities == [(1, 15), (3, 11), (0, 7), (2, 3)]
 
 
 @pytest.mark.parametrize("answer", [[0, 0], [9], [-1], [0, 1, 2]])

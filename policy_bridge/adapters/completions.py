@@ -1,0 +1,135 @@
+"""Rollouts from the OpenAI API of rollout servers, as token ids with their log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import cycle, groupby
+from types import TracebackType
+from typing import Any, Protocol
+
+import httpx
+
+from slipstream.refusal import RefusedError
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion of one prompt.
+
+    Attributes:
+        token_ids: the closing end-of-sequence token included where it was reached.
+        logprobs: log-probability of each token as the server reports it; None where
+            it had none. Raw ones (temperature 1) unless the server was started with
+            ``--logprobs-mode processed_logprobs``.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+
+
+class Rollouts(Protocol):
+    """Where completions come from; ``CompletionsClient`` is one."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
+    ) -> list[Completion]:
+        """One completion of each prompt (token ids)."""
+
+
+class CompletionsClient:
+    """``/v1/completions`` of one or several rollout servers, prompts dealt out in turn.
+
+    Args:
+        urls: ``http://host:port`` of each server.
+        model: its ``--served-model-name``.
+        seconds: deadline of one request, with everything that waits before it.
+        in_flight: most requests at a time.
+
+    Raises:
+        RefusedError: no server.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], model: str, *, seconds: float = 600.0, in_flight: int = 64
+    ) -> None:
+        if not urls:
+            raise RefusedError("urls", "none", "at least one http://host:port", "name a server")
+        self._model = model
+        limits = httpx.Limits(max_connections=in_flight, max_keepalive_connections=in_flight)
+        self._clients = [httpx.Client(base_url=u, timeout=seconds, limits=limits) for u in urls]
+        self._in_flight = in_flight
+
+    def __enter__(self) -> CompletionsClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every connection."""
+        for client in self._clients:
+            client.close()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
+    ) -> list[Completion]:
+        """One completion of each prompt, all at once; equal neighbours go as one request.
+
+        Args:
+            prompts: token ids; a prompt stands there once for each completion wanted.
+            sampling: fields of the request, for example ``max_tokens`` and ``temperature``.
+
+        Raises:
+            httpx.HTTPError: a server did not answer, or answered with an error.
+            RefusedError: an answer without token ids or log-probabilities.
+        """
+        groups = [(key, len(list(same))) for key, same in groupby(map(tuple, prompts))]
+        with ThreadPoolExecutor(self._in_flight, "slipstream-rollouts") as pool:
+            jobs = [
+                pool.submit(self._complete, client, prompt, samples, sampling)
+                for client, (prompt, samples) in zip(cycle(self._clients), groups, strict=False)
+            ]
+            return [completion for job in jobs for completion in job.result()]
+
+    def _complete(
+        self,
+        client: httpx.Client,
+        prompt: Sequence[int],
+        samples: int,
+        sampling: Mapping[str, Any],
+    ) -> list[Completion]:
+        body = {
+            **sampling,
+            "model": self._model,
+            "prompt": list(prompt),
+            "n": samples,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        answer = client.post("/v1/completions", json=body)
+        answer.raise_for_status()
+        choices = [_completion(choice) for choice in answer.json()["choices"]]
+        if len(choices) != samples:
+            raise RefusedError("choices", len(choices), samples, "see the server's log")
+        return choices
+
+
+def _completion(choice: Mapping[str, Any]) -> Completion:
+    """One choice of the answer, checked: a missing log-probability must not shift the rest."""
+    tokens = choice.get("token_ids")
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+    if not tokens or logprobs is None or len(tokens) != len(logprobs):
+        raise RefusedError(
+            "choices",
+            f"{len(tokens or ())} token ids, {len(logprobs or ())} log-probabilities",
+            "one log-probability for each of at least one token id",
+            "serve with rollout-server; vLLM before 0.11 does not return token ids",
+        )
+    return Completion(list(tokens), list(logprobs))

@@ -1,0 +1,149 @@
+"""TRL's ``GRPOTrainer`` (tried with 1.16.0) on rollout servers, its passes captured.
+
+    paths = ModulePaths(final_norm="model.norm")
+    bridge = PolicyBridge(model, BridgeConfig(trainer=..., run_id=..., modules=paths))
+    rollouts = TrlRollouts(bridge, CompletionsClient(["http://rollouts:8000"], "policy"))
+    GRPOTrainer(model, ..., rollout_func=rollouts).train()
+
+TRL calls ``rollout_func`` whenever it needs completions, with the weights final:
+the policy is synced first, so the rollouts are of these weights. The log-prob or
+training forward passes that TRL then does anyway are captured. TRL fuses lm_head
+with the loss and never calls it, hence ``final_norm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from policy_bridge.adapters.completions import Rollouts
+from policy_bridge.bridge import PolicyBridge
+from policy_bridge.capture import Capture
+from policy_bridge.null import DisabledBridge, NullCapture
+
+
+def whole_policy(trainer: Any) -> Mapping[str, torch.Tensor]:
+    """The trained policy's state dict; collective where accelerate has sharded it."""
+    return dict(trainer.accelerator.get_state_dict(trainer.model))
+
+
+class TrlRollouts:
+    """TRL's ``rollout_func``: syncs the policy, generates, captures what TRL then computes.
+
+    One per process, as the bridge: every process feeds its own sequences, the main
+    one alone pushes the policy.
+
+    Args:
+        bridge: an open bridge on the trainer's model, ``modules.final_norm`` set.
+        rollouts: generates with the policy that was pushed last.
+        weights: the policy as the rollout servers' checkpoint has it, called in every
+            process; with PEFT one that merges the adapters. None: do not push.
+    """
+
+    def __init__(
+        self,
+        bridge: PolicyBridge | DisabledBridge,
+        rollouts: Rollouts,
+        weights: Callable[[Any], Mapping[str, torch.Tensor]] | None = whole_policy,
+    ) -> None:
+        self._bridge, self._rollouts, self._weights = bridge, rollouts, weights
+        self._capture: Capture | NullCapture | None = None
+        self._rows_left = 0
+        self._skip_no_grad = self._hooked = False
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """One completion of each prompt; TRL has repeated those of a group already.
+
+        Returns:
+            ``prompt_ids`` and ``completion_ids``: token ids. ``logprobs``: one per
+            completion token, as the server reports them.
+
+        Raises:
+            PolicySyncError: a rollout server did not take the policy.
+            httpx.HTTPError: a rollout server did not answer.
+        """
+        self._end_window()
+        self._sync(trainer)
+        ids = _prompt_ids(prompts, trainer)
+        completions = self._rollouts.generate(ids, _sampling(trainer))
+        if trainer.model.training:
+            self._begin_window(trainer, len(ids))
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [completion.token_ids for completion in completions],
+            "logprobs": [completion.logprobs for completion in completions],
+        }
+
+    def _sync(self, trainer: Any) -> None:
+        version = trainer.state.global_step
+        if self._bridge.policy_version != version:
+            policy = self._weights(trainer) if self._weights is not None else None
+            lead = trainer.accelerator.is_main_process
+            with self._bridge.sync(version, lead=lead) as window:
+                if lead and policy is not None:
+                    window.push_policy(policy)
+            # No process may generate before the main one has committed the policy.
+            trainer.accelerator.wait_for_everyone()
+
+    def _begin_window(self, trainer: Any, rows: int) -> None:
+        """Capture each of the generation batch's ``rows`` once, in the next passes over them."""
+        if not self._hooked:
+            trainer.model.register_forward_hook(self._after_forward, with_kwargs=True)
+            self._hooked = True
+        # With PEFT and a KL term TRL runs the reference, adapters off, through the same module.
+        self._skip_no_grad = bool(trainer.beta) and hasattr(trainer.model, "peft_config")
+        self._rows_left = rows
+        passes = -(-rows // trainer.args.per_device_train_batch_size)
+        capture = self._bridge.capture(temperature=trainer.args.temperature, forwards=passes)
+        self._capture = capture.__enter__()
+
+    def _end_window(self) -> None:
+        if self._capture is not None:
+            self._capture.__exit__(None, None, None)
+            self._capture = None
+
+    def _after_forward(
+        self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if self._capture is None or not module.training or not kwargs.get("fused_lm_head"):
+            return
+        if self._skip_no_grad and not torch.is_grad_enabled():
+            return
+        ids = kwargs["input_ids"]
+        self._capture.ship(
+            ids,
+            attention_mask=kwargs["attention_mask"],
+            # TRL labels the completion's tokens and only them.
+            loss_mask=kwargs["labels"] != -100,
+            # At the trainer's temperature, [B, S-1].
+            sampled_logprobs=output.log_probs.detach(),
+        )
+        self._rows_left -= len(ids)
+        if self._rows_left <= 0:
+            self._end_window()
+
+
+def _prompt_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
+    """Token ids of prompts that are texts, or conversations for the chat template."""
+    processing, extra = trainer.processing_class, trainer.args.chat_template_kwargs or {}
+    if isinstance(prompts[0], str):
+        return list(processing(text=prompts)["input_ids"])
+    settings = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    return list(processing.apply_chat_template(prompts, **settings, **extra)["input_ids"])
+
+
+def _sampling(trainer: Any) -> dict[str, Any]:
+    """TRL's generation settings as fields of a completions request."""
+    args = trainer.args
+    return {
+        "max_tokens": args.max_completion_length,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p or 0.0,
+        "repetition_penalty": args.repetition_penalty,
+        "stop_token_ids": list(trainer.eos_token_ids),
+        **(args.generation_kwargs or {}),
+    }

@@ -1,0 +1,141 @@
+"""Puts samples where the trainer reads them: into the ring, or into the message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from policy_bridge.config import BridgeConfig
+from policy_bridge.ring_space import RingSpace
+from policy_bridge.sample import Sample
+from policy_bridge.session import Session
+from slipstream.checksums import KINDS, Bytes, CheckedCopy, checksum_of
+from slipstream.layers import encode_layers
+from slipstream.packed import pieces_of
+from slipstream.refusal import RefusedError
+from slipstream.ring import HEADER_BYTES, RingFile
+from slipstream.tensors import dtype_to_wire
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+DESCRIPTION_BYTES = 512
+"""More than a sample's message takes without its block."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A sample, ready to be described.
+
+    Attributes:
+        message: the description.
+        payload: pieces to append to the message's payload; none when it is in the ring.
+        ring_bytes: of it in the ring.
+    """
+
+    message: pb.VerifierStates
+    payload: list[Bytes]
+    ring_bytes: int
+
+
+class Placement:
+    """One stream's way of handing states over. Used by one thread, but for ``settled``.
+
+    Args:
+        session: of the stream; says what the trainer offers.
+        config: which transport is wanted.
+        distrusted: why shared memory is out of the question; empty when it is not.
+    """
+
+    def __init__(self, session: Session, config: BridgeConfig, distrusted: str = "") -> None:
+        self._aux_layers = encode_layers(session.aux_layers)
+        self._kind = next(kind for kind in KINDS if kind in session.checksums)
+        self._ring: RingFile | None = None
+        self.reason = distrusted
+        if config.transport == "grpc":
+            self.reason = 'transport = "grpc"'
+        elif not distrusted:
+            self._attach(session.shared_memory, Path(config.shared_memory))
+        ring = self._ring
+        self._space = None if ring is None else RingSpace(HEADER_BYTES, ring.nbytes)
+        self._placed: dict[str, int] = {}
+
+    @property
+    def transport(self) -> pb.Transport:
+        """Where most of the states are."""
+        return pb.TRANSPORT_GRPC if self._ring is None else pb.TRANSPORT_SHARED_MEMORY
+
+    @property
+    def name(self) -> str:
+        """The same, as it is configured."""
+        return "grpc" if self._ring is None else "shared_memory"
+
+    def message_bytes(self, sample: Sample) -> int:
+        """Most serialized bytes that describing the sample takes, its block included if inline."""
+        nbytes = sample.layout.nbytes
+        return DESCRIPTION_BYTES + (0 if self._fits_ring(nbytes) else nbytes)
+
+    def place(self, sample: Sample, payload_at: int, timeout: float) -> Placed | None:
+        """Copy a sample into the ring, or prepare it for a payload; with its checksum.
+
+        Args:
+            sample: on the CPU.
+            payload_at: bytes that are in the message's payload already.
+            timeout: seconds to wait for room in the ring.
+
+        Returns:
+            None if there was no room in time.
+
+        Raises:
+            RefusedError: the ring was truncated.
+        """
+        layout, payload = sample.layout, []
+        if self._ring is not None and self._space is not None and self._fits_ring(layout.nbytes):
+            offset = self._space.take(layout.nbytes, timeout)
+            if offset is None:
+                return None
+            self._placed[sample.sample_id] = offset
+            self._ring.check()
+            copy = CheckedCopy(self._ring.span(offset, layout.nbytes), self._kind)
+            for piece in pieces_of(sample.tensors(), layout):
+                copy.put(piece)
+            memory, checksum = pb.MEMORY_RING, copy.checksum
+        else:
+            memory, offset = pb.MEMORY_PAYLOAD, payload_at
+            payload = pieces_of(sample.tensors(), layout)
+            checksum = checksum_of(payload, self._kind)
+        message = pb.VerifierStates(
+            sample_id=sample.sample_id,
+            policy_version=sample.policy_version,
+            temperature=sample.temperature,
+            aux_layers=self._aux_layers,
+            packed=pb.PackedStates(
+                tokens=layout.tokens,
+                states_dtype=dtype_to_wire(layout.dtype),
+                span=pb.Span(memory=memory, offset=offset, bytes=layout.nbytes),
+                checksum=checksum,
+                checksum_kind=self._kind,
+            ),
+        )
+        return Placed(message, payload, 0 if payload else layout.nbytes)
+
+    def settled(self, sample_id: str) -> None:
+        """The trainer has answered, or the sample was not sent: its part of the ring is free."""
+        offset = self._placed.pop(sample_id, None)
+        if offset is not None and self._space is not None:
+            self._space.give_back(offset)
+
+    def close(self) -> None:
+        """Let go of the ring."""
+        if self._ring is not None:
+            self._ring.close()
+
+    def _attach(self, offered: pb.SharedMemory, directory: Path) -> None:
+        if not offered.name:
+            self.reason = offered.absent_because or "the trainer offers none"
+            return
+        try:
+            self._ring = RingFile.attach(directory, offered.name, offered.bytes, offered.nonce)
+        except (RefusedError, OSError) as error:
+            self.reason = str(error)
+
+    def _fits_ring(self, nbytes: int) -> bool:
+        return self._space is not None and nbytes <= self._space.capacity

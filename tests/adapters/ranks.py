@@ -1,0 +1,171 @@
+"""Two ranks on gloo: the loop of ``examples.torch_loop`` on FSDP2, and a policy cut in two.
+
+``python -m tests.adapters.ranks LOOP_TRAINER CONTROL PIPELINE_TRAINER POLICY OUT``; each rank
+writes what it saw to ``OUT/rank-N.json``. One interpreter forks into two: importing twice would
+cost more than everything else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import AutoModelForCausalLM
+
+from examples.arithmetic_grpo.task import Problem
+from examples.torch_loop.train import load, train
+from policy_bridge import BridgeConfig, PolicyBridge
+from policy_bridge.adapters.completions import Completion
+from policy_bridge.adapters.pipeline import PipelineCapture
+from policy_bridge.adapters.staged import StagedPolicy
+
+STEPS = 2
+CUT, AUX_LAYERS = 5, (2, 5, 7)
+DEADLINE = 300.0
+
+
+def any_score(problem: Problem, text: str) -> float:
+    """Tells random completions apart, so that there are advantages to train on."""
+    return float(len(text) % 7)
+
+
+class FixedRollouts:
+    """Completions that depend on the prompts alone."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
+    ) -> list[Completion]:
+        rng = random.Random(str(prompts))
+        rows = [[*(rng.randrange(4, 100) for _ in range(rng.randrange(4, 20))), 2] for _ in prompts]
+        return [Completion(row, [-1.0] * len(row)) for row in rows]
+
+
+def loop(policy: Path, trainer: str, control: str) -> dict[str, Any]:
+    """Train with a bridge and without, from the same weights on the same rollouts."""
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    plain = load(policy)
+    before = get_model_state_dict(plain, options=whole).get("lm_head.weight")
+    losses = train(plain, PolicyBridge.disabled(), FixedRollouts(), STEPS, 1e-3, any_score)
+    expected = get_model_state_dict(plain, options=whole)
+    bridged = load(policy)
+    config = BridgeConfig(trainer, "ranks", (control,), states_dtype="float32")
+    with PolicyBridge(bridged, config) as bridge:
+        bridge.wait_connected(DEADLINE)
+        same = losses == train(bridged, bridge, FixedRollouts(), STEPS, 1e-3, any_score)
+        flushed = bridge.flush(DEADLINE)
+        stats = bridge.stats()
+    found = get_model_state_dict(bridged, options=whole)
+    for name, tensor in expected.items():
+        other = found[name]
+        assert isinstance(tensor, torch.Tensor) and isinstance(other, torch.Tensor)
+        same = same and torch.equal(tensor, other)
+    after = expected.get("lm_head.weight")
+    if isinstance(after, torch.Tensor) and isinstance(before, torch.Tensor):
+        moved = float((after - before).abs().max())
+    else:
+        moved = 1.0  # rank 0 alone is given the whole state
+    return {
+        "same": same,
+        "moved": moved,
+        "flushed": flushed,
+        "parameters": len(expected),
+        "chosen": stats.chosen_samples,
+        "accepted": stats.accepted,
+        "shed": dict(stats.shed),
+        "last_error": stats.last_error,
+        "losses": losses,
+    }
+
+
+def batches() -> list[torch.Tensor]:
+    """Two micro-batches of different widths, without padding."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(4, 100, shape, generator=generator) for shape in ((3, 20), (2, 28))]
+
+
+def completion_mask(ids: torch.Tensor) -> torch.Tensor:
+    """Everything but the first six tokens."""
+    return (torch.arange(ids.shape[1]) >= 6).expand(ids.shape)
+
+
+def pipeline(policy: Path, trainer: str) -> dict[str, Any]:
+    """The log-prob pass of a policy whose layers lie on two ranks, shipped from the second."""
+    rank = dist.get_rank()
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+    first, layers = rank * CUT, model.model.layers[rank * CUT : CUT if rank == 0 else None]
+    total = len(model.model.layers)
+    model.model.layers = layers
+    embeddings = model.model.embed_tokens.weight.detach().clone()
+    if rank == 0:
+        model.model.norm = nn.Identity()
+        dist.send(embeddings, dst=1)
+    else:
+        dist.recv(embeddings.zero_(), src=0)
+    stage = PipelineCapture(
+        {first + i: layer for i, layer in enumerate(layers)}, AUX_LAYERS, dist.new_group()
+    )
+    finals = []
+    with stage, torch.no_grad():
+        for ids in batches():
+            if rank == 0:
+                dist.send(model.model(ids, use_cache=False).last_hidden_state, dst=1)
+            else:
+                hidden = torch.empty(*ids.shape, embeddings.shape[1])
+                dist.recv(hidden, src=0)
+                output = model.model(inputs_embeds=hidden, use_cache=False)
+                finals.append(output.last_hidden_state)
+    gathered = stage.gather()
+    if rank == 0:
+        return {"gathered": len(gathered), "layers": len(layers)}
+    whole = StagedPolicy(model, total, model.lm_head.weight, embeddings)
+    config = BridgeConfig(trainer, "pipeline", modules=StagedPolicy.PATHS)
+    with PolicyBridge(whole, config) as bridge:
+        bridge.wait_connected(DEADLINE)
+        with bridge.sync(0):
+            pass
+        for _ in range(2):
+            with bridge.capture(temperature=1.0) as capture:
+                for ids, aux, final in zip(batches(), gathered, finals, strict=True):
+                    whole(aux, final)
+                    capture.ship(ids, loss_mask=completion_mask(ids))
+            with torch.no_grad():
+                model.lm_head.weight.mul_(1.0)  # an optimizer step: nothing more of version 0
+        flushed = bridge.flush(DEADLINE)
+        stats = bridge.stats()
+    return {
+        "gathered": len(gathered),
+        "layers": len(layers),
+        "flushed": flushed,
+        "accepted": stats.accepted,
+        "shed": dict(stats.shed),
+        "last_error": stats.last_error,
+    }
+
+
+def main(argv: list[str]) -> int:
+    child = os.fork()
+    rank = int(child == 0)
+    loop_trainer, control, pipeline_trainer, policy, out = argv
+    store = f"file://{out}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    found = {
+        "loop": loop(Path(policy), loop_trainer, control),
+        "pipeline": pipeline(Path(policy), pipeline_trainer),
+    }
+    Path(out, f"rank-{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+    return os.waitpid(child, 0)[1] if child else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""The completions client against a small HTTP server: order, grouping, and refused answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+
+from policy_bridge.adapters.completions import CompletionsClient
+from slipstream.refusal import RefusedError
+
+Requests = list[dict[str, Any]]
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers each prompt with itself backwards; the first token says what is wrong with it."""
+
+    received: Requests
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.received.append(body)
+        tokens = body["prompt"][::-1]
+        logprobs: list[float] | None = [-float(token) for token in tokens]
+        if body["prompt"][0] == 90:
+            logprobs = None
+        if body["prompt"][0] == 91:
+            tokens = tokens[:-1]
+        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
+        count = body["n"] - (body["prompt"][0] == 92)
+        data = json.dumps({"choices": [choice] * count}).encode()
+        self.send_response(500 if body["prompt"][0] == 93 else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[str, Requests]]:
+    received: Requests = []
+    handler = type("Handler", (Answers,), {"received": received})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", received
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+def test_completions_come_in_the_prompts_order_and_equal_neighbours_share_a_request(
+    served: tuple[str, Requests],
+) -> None:
+    url, received = served
+    prompts = [[1, 2], [1, 2], [1, 2], [3, 4, 5], [1, 2]]
+    with CompletionsClient([url, url], "policy") as client:
+        found = client.generate(prompts, {"temperature": 0.5, "max_tokens": 7})
+    assert [c.token_ids for c in found] == [p[::-1] for p in prompts]
+    assert found[3].logprobs == [-5.0, -4.0, -3.0]
+    asked = sorted((tuple(r["prompt"]), r["n"]) for r in received)
+    assert asked == [((1, 2), 1), ((1, 2), 3), ((3, 4, 5), 1)]
+    assert {(r["temperature"], r["max_tokens"], r["model"]) for r in received} == {
+        (0.5, 7, "policy")
+    }
+
+
+@pytest.mark.parametrize("first", [90, 91, 92])
+def test_an_answer_with_something_missing_is_refused(
+    served: tuple[str, Requests], first: int
+) -> None:
+    with CompletionsClient([served[0]], "policy") as client:
+        with pytest.raises(RefusedError) as caught:
+            client.generate([[1, 2], [first, 2], [first, 2]], {})
+        assert caught.value.field == "choices"
+
+
+def test_a_failed_request_and_no_server_are_errors(served: tuple[str, Requests]) -> None:
+    with CompletionsClient([served[0]], "policy") as client, pytest.raises(httpx.HTTPStatusError):
+        client.generate([[93, 2]], {})
+    with pytest.raises(RefusedError):
+        CompletionsClient([], "policy")

@@ -1,0 +1,175 @@
+"""A policy over two ranks: sharded by FSDP2 in the plain loop, and cut into pipeline stages."""
+
+# gRPC finds the handlers by the names in the .proto.
+# ruff: noqa: N802
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from examples.torch_loop.train import PROMPTS, SAMPLES, load, train
+from policy_bridge import BridgeConfig, PolicyBridge
+from slipstream.v1 import draft_trainer_pb2 as pb
+from tests.adapters.ranks import (
+    AUX_LAYERS,
+    STEPS,
+    FixedRollouts,
+    any_score,
+    batches,
+    completion_mask,
+)
+from tests.policy_bridge.doubles import DEADLINE, FakeRollout, FakeTrainer
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = PROMPTS * SAMPLES
+
+
+class SharedTrainer(FakeTrainer):
+    """Takes a version from every rank, as the trainer does; the double insists on one."""
+
+    announcing = threading.Lock()
+
+    def AnnouncePolicy(self, requests, context):  # type: ignore[no-untyped-def]
+        header = next(requests)
+        version = header.header.policy_version
+        with self.announcing:
+            if version in self.tensors:
+                return pb.AnnouncePolicyResponse(policy_version=version)
+            return super().AnnouncePolicy(itertools.chain([header], requests), context)
+
+
+def trainer() -> FakeTrainer:
+    return SharedTrainer(layers=AUX_LAYERS, vocab_ids=torch.arange(0, 128, 2))
+
+
+@dataclass(frozen=True)
+class Seen:
+    ranks: list[dict[str, Any]]
+    loop: FakeTrainer
+    pipeline: FakeTrainer
+    rollout: FakeRollout
+
+
+@pytest.fixture(scope="module")
+def seen(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+    out = tmp_path_factory.mktemp("ranks")
+    loop, pipeline, rollout = trainer(), trainer(), FakeRollout()
+    with ExitStack() as stack:
+        servers = [stack.enter_context(each.serve()) for each in (loop, rollout, pipeline)]
+        addresses = [server.address for server in servers]
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.adapters.ranks"),
+                *addresses,
+                str(policy_dir),
+                str(out),
+            ],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            errors = process.communicate(timeout=240)[1]
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(10)
+        assert process.returncode == 0, errors
+        ranks = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(2)]
+        yield Seen(ranks, loop, pipeline, rollout)
+
+
+def test_two_ranks_train_to_the_bit_as_without_a_bridge_and_ship_all_they_saw(seen: Seen) -> None:
+    for found in (rank["loop"] for rank in seen.ranks):
+        assert found["same"] and found["flushed"] and found["shed"] == {}, found
+        assert found["accepted"] == found["chosen"] == ROWS * STEPS
+        assert all(math.isfinite(loss) for loss in found["losses"])
+        assert found["moved"] > 0.0
+    assert seen.ranks[0]["loop"]["losses"] != seen.ranks[1]["loop"]["losses"]
+    assert seen.ranks[0]["loop"]["parameters"] > 100
+    samples = seen.loop.samples.values()
+    assert Counter(s.policy_version for s in samples) == dict.fromkeys(range(STEPS), 2 * ROWS)
+    assert seen.rollout.policy_version == STEPS - 1
+    assert len(seen.rollout.commits) == STEPS
+    # One rank leads: the draft is staged and committed once a step, with the policy.
+    calls = Counter(name for name, _ in seen.loop.events)
+    assert (calls["PrepareSync"], calls["CompleteSync"]) == (STEPS, STEPS)
+
+
+def test_one_rank(policy_dir: Path) -> None:
+    plain, bridged, double, rollout = load(policy_dir), load(policy_dir), trainer(), FakeRollout()
+    losses = train(plain, PolicyBridge.disabled(), FixedRollouts(), STEPS, 1e-3, any_score)
+    with double.serve() as server, rollout.serve() as control:
+        config = BridgeConfig(server.address, "one", (control.address,), states_dtype="float32")
+        with PolicyBridge(bridged, config) as bridge:
+            assert bridge.wait_connected(DEADLINE)
+            assert train(bridged, bridge, FixedRollouts(), STEPS, 1e-3, any_score) == losses
+            assert bridge.flush(DEADLINE)
+    for (name, left), right in zip(
+        plain.state_dict().items(), bridged.state_dict().values(), strict=True
+    ):
+        assert torch.equal(left, right), name
+    assert Counter(s.policy_version for s in double.samples.values()) == dict.fromkeys(
+        range(STEPS), ROWS
+    )
+    assert rollout.policy_version == STEPS - 1
+
+
+def test_stages_ship_what_the_whole_policy_would(seen: Seen, policy_dir: Path) -> None:
+    first, last = (rank["pipeline"] for rank in seen.ranks)
+    assert (first["gathered"], first["layers"]) == (0, 5)
+    assert (last["gathered"], last["layers"]) == (2, 5)
+    rows = sum(len(ids) for ids in batches())
+    assert last["flushed"] and last["accepted"] == rows
+    assert last["shed"] == {"policy_moved": rows}, last
+
+    model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
+    double = trainer()
+    with (
+        double.serve() as server,
+        PolicyBridge(model, BridgeConfig(server.address, "whole")) as bridge,
+    ):
+        assert bridge.wait_connected(DEADLINE)
+        with bridge.sync(0):
+            pass
+        with torch.no_grad(), bridge.capture(temperature=1.0) as capture:
+            for ids in batches():
+                model(ids, use_cache=False)
+                capture.ship(ids, loss_mask=completion_mask(ids))
+        assert bridge.flush(DEADLINE)
+    assert contents(seen.pipeline) == contents(double)
+    for name, tensor in double.tensors[0].items():
+        assert torch.equal(seen.pipeline.tensors[0][name], tensor), name
+
+
+def contents(double: FakeTrainer) -> dict[bytes, list[bytes]]:
+    """Every tensor of every sample, to the bit, by its tokens."""
+    names = [
+        *("loss_mask", "aux_hidden_states", "final_hidden_state"),
+        *("sampled_logprobs", "sampled_logits", "positions"),
+    ]
+    return {
+        double.tensor(s, "token_ids").numpy().tobytes(): [
+            double.tensor(s, name).contiguous().view(torch.uint8).numpy().tobytes()
+            for name in names
+        ]
+        for s in double.samples.values()
+    }

@@ -1,0 +1,208 @@
+"""Real TRL on the trained tiny policy: what is captured, and that training does not change."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+pytest.importorskip("trl")
+
+from examples.arithmetic_grpo.processes import Services
+from examples.arithmetic_grpo.task import Problem
+from examples.arithmetic_grpo.tokenizer import token_ids
+from examples.local_services import draft_trainer
+from examples.trl_grpo.train import grpo_trainer, open_bridge
+from policy_bridge import PolicyBridge
+from policy_bridge.adapters.completions import Completion, CompletionsClient
+from policy_bridge.adapters.trl import TrlRollouts
+from slipstream.channel import open_channel
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+from slipstream.v1 import rollout_server_pb2 as rollout_pb
+from tests.policy_bridge.doubles import DEADLINE, FakeTrainer
+from tests.rollout_server.checkpoints import load
+from tests.rollout_server.live import Live
+
+STEPS = 3
+QUESTION = token_ids()["?"]  # ends every prompt
+ROWS = 16  # sequences of one generation batch
+TEMPERATURE = 0.75
+SMALL: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 24,
+    "max_steps": STEPS,
+    "learning_rate": 1e-3,
+    "temperature": TEMPERATURE,
+}
+
+
+def load_policy(policy_dir: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
+
+
+def any_score(problem: Problem, text: str) -> float:
+    """Tells random completions apart, so that there are advantages to train on."""
+    return float(len(text) % 7)
+
+
+class FixedRollouts:
+    """Completions that depend on the prompts alone, however the policy moves."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
+    ) -> list[Completion]:
+        assert sampling["temperature"] == TEMPERATURE
+        rng = random.Random(str(prompts))
+        rows = [[*(rng.randrange(4, 100) for _ in range(rng.randrange(4, 20))), 2] for _ in prompts]
+        return [Completion(row, [-1.0] * len(row)) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("settings", "versions"),
+    [
+        # Captured from the training passes: generation and optimizer step go together.
+        ({"gradient_accumulation_steps": 2}, {0: 16, 1: 16, 2: 16}),
+        # Two optimizer steps per generation: TRL does a log-prob pass over all of it first.
+        (
+            {"steps_per_generation": 2, "gradient_accumulation_steps": 1},
+            {0: 16, 2: 16},
+        ),
+    ],
+)
+def test_training_is_the_same_to_the_bit_and_every_sequence_ships_once(
+    policy_dir: Path, tmp_path: Path, settings: dict[str, int], versions: dict[int, int]
+) -> None:
+    def run(bridge: Any, model: PreTrainedModel) -> list[float]:
+        rollouts = TrlRollouts(bridge, FixedRollouts(), weights=None)
+        trainer = grpo_trainer(model, rollouts, tmp_path, any_score, **SMALL, **settings)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    plain, bridged = load_policy(policy_dir), load_policy(policy_dir)
+    losses = run(PolicyBridge.disabled(), plain)
+    double = FakeTrainer(layers=(2, 4, 7), vocab_ids=torch.arange(0, 128, 2))
+    with double.serve() as server, open_bridge(bridged, server.address, ()) as bridge:
+        assert bridge.wait_connected(DEADLINE)
+        assert run(bridge, bridged) == losses
+        assert bridge.flush(DEADLINE)
+        stats = bridge.stats()
+    assert all(math.isfinite(loss) for loss in losses) and len(losses) == STEPS
+    for (name, left), right in zip(
+        plain.state_dict().items(), bridged.state_dict().values(), strict=True
+    ):
+        assert torch.equal(left, right), name
+    untrained = load_policy(policy_dir)
+    assert not torch.equal(plain.lm_head.weight, untrained.lm_head.weight)
+    assert dict(stats.shed) == {}
+    assert stats.accepted == stats.chosen_samples == sum(versions.values())
+    samples = list(double.samples.values())
+    assert Counter(s.policy_version for s in samples) == versions
+    assert {s.temperature for s in samples} == {TEMPERATURE}
+    check_states(untrained, double, [s for s in samples if s.policy_version == 0])
+
+
+def check_states(
+    model: PreTrainedModel, double: FakeTrainer, samples: list[pb.VerifierStates]
+) -> None:
+    """States and log-probs are those of the policy before any step, at the right positions."""
+    for sample in samples:
+        ids = double.tensor(sample, "token_ids").long()[None]
+        with torch.no_grad():
+            output = model(ids, output_hidden_states=True)
+        final = double.tensor(sample, "final_hidden_state").float()
+        torch.testing.assert_close(final, output.hidden_states[-1][0], atol=0.05, rtol=0.02)
+        expected = (output.logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        expected = expected.gather(-1, ids[0, 1:, None]).squeeze(-1)
+        mask = double.tensor(sample, "loss_mask").bool()
+        prompt = ids[0].tolist().index(QUESTION) + 1
+        assert not mask[:prompt].any() and mask[prompt:].all()
+        given = double.tensor(sample, "sampled_logprobs")
+        torch.testing.assert_close(given[1:][mask[1:]], expected[mask[1:]], atol=2e-4, rtol=1e-4)
+
+
+class Recorded:
+    """A client whose completions are kept."""
+
+    def __init__(self, client: CompletionsClient) -> None:
+        self._client = client
+        self.logprobs: dict[tuple[int, ...], list[float | None]] = {}
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
+    ) -> list[Completion]:
+        completions = self._client.generate(prompts, sampling)
+        for prompt, completion in zip(prompts, completions, strict=True):
+            self.logprobs[*prompt, *completion.token_ids] = completion.logprobs
+        return completions
+
+
+@pytest.mark.vllm
+def test_real_rollouts_come_from_the_synced_weights_and_feed_the_draft_trainer(
+    policy_dir: Path, server: Any, tmp_path: Path
+) -> None:
+    before = server.stub.GetState(rollout_pb.GetStateRequest(), timeout=30)
+    # No release may come of it: the server is shared, and left as it was found.
+    service = draft_trainer(tmp_path, server.control, "[gate]\nmin_gain = 100.0")
+    model = load_policy(policy_dir)
+    errors: list[float] = []
+    with Services(service), CompletionsClient([server.http], "policy") as client:
+        service.wait_ready(300)
+        rollouts = Recorded(client)
+
+        def compare(_: Any, __: Any, given: dict[str, Any], output: Any) -> None:
+            for row, mask, labels, logprobs in zip(
+                *(given[k] for k in ("input_ids", "attention_mask", "labels")),
+                output.log_probs.detach(),
+                strict=True,
+            ):
+                served = rollouts.logprobs[tuple(row[mask.bool()].tolist())]
+                mine = logprobs[labels[1:] != -100]
+                errors.append(float((torch.tensor(served) - mine).abs().max()))
+
+        model.register_forward_hook(compare, with_kwargs=True)
+        with open_bridge(
+            model, service.health, (server.control,), policy_dtype="float32"
+        ) as bridge:
+            assert bridge.wait_connected(DEADLINE)
+            trainer = grpo_trainer(
+                model,
+                TrlRollouts(bridge, rollouts),
+                tmp_path,
+                **{
+                    **SMALL,
+                    "temperature": 1.0,
+                    "max_completion_length": 64,
+                    "gradient_accumulation_steps": 2,
+                },
+            )
+            trainer.train()
+            assert bridge.flush(60)
+            stats = bridge.stats()
+        with open_channel(service.health) as channel:
+            stub = pb_grpc.DraftTrainerStub(channel)
+            status = stub.GetStatus(pb.GetStatusRequest(), timeout=30)
+    state = server.stub.GetState(rollout_pb.GetStateRequest(), timeout=30)
+    live = Live(server.stub, server.http)
+    live.stage("policy", "found-policy", 0, load(policy_dir))
+    live.commit("found-policy")
+
+    assert state.policy_version == STEPS - 1
+    assert state.policy_commits == before.policy_commits + STEPS
+    assert stats.announced == stats.syncs == STEPS
+    assert stats.accepted == stats.chosen_samples - sum(stats.shed.values())
+    assert status.samples_accepted == stats.accepted == ROWS * STEPS
+    assert status.samples_refused == 0
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == STEPS and all(math.isfinite(loss) for loss in losses)
+    # float32 everywhere: rollouts of the version before would be off by far more.
+    assert len(errors) == ROWS * STEPS
+    assert max(errors) < 1e-3, errors

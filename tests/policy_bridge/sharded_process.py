@@ -1,0 +1,75 @@
+"""One rank of a sharded policy: arguments RANK WORLD FOLDER."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from policy_bridge.matrices import PolicyMatrices
+from policy_bridge.sync import policy_tensors
+from tests.policy_bridge.conftest import batch
+from tests.policy_bridge.test_models import qwen3
+from tests.policy_bridge.windows import Windows, assert_same_bits, gradients, session_of
+
+DEADLINE = timedelta(seconds=240)
+
+
+def check_rank(rank: int, world: int, folder: Path) -> None:
+    """Everything that a rank of an FSDP2 policy does with a bridge."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world,
+        timeout=DEADLINE,
+    )  # fmt: skip
+    whole, model = qwen3(), qwen3()
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    data = batch((9, 5, 12), seed=rank)
+
+    plain = [g.full_tensor() for g in gradients(model, data, None)]
+    windows = Windows(model)
+    bridged = [g.full_tensor() for g in gradients(model, data, windows)]
+    assert_same_bits(plain, bridged)
+    assert len(windows.samples) == 3
+
+    # The numbers come from the pass's own logits: no rank may gather lm_head on its own.
+    sample = windows.of_row(data, 2)
+    with torch.no_grad():
+        logits = whole(data["input_ids"][2:]).logits[0]
+    own = logits[:-1].gather(-1, data["input_ids"][2, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(sample.sampled_logits[1:], own, atol=1e-5, rtol=1e-5)
+    log_p = own - logits[:-1].logsumexp(-1)
+    torch.testing.assert_close(sample.sampled_logprobs[1:], log_p, atol=1e-5, rtol=1e-5)
+
+    # Only the last rank reaches a trainer: the others take part and keep nothing.
+    matrices, modules = PolicyMatrices(windows.modules), windows.modules
+    session = session_of(modules) if rank == world - 1 else None
+    snapshot = matrices.snapshot(session, 1)
+    assert (snapshot is None) == (session is None)
+    if snapshot is not None:
+        assert torch.equal(snapshot.tensors["lm_head.weight"], whole.lm_head.weight)
+        embed = whole.model.embed_tokens.weight
+        assert torch.equal(snapshot.tensors["embed_tokens.weight"], embed)
+    assert matrices.snapshot(None, 2) is None
+
+    stamp = modules.stamp()
+    torch.optim.AdamW(model.parameters(), 0.1).step()
+    assert modules.stamp() != stamp
+
+    pushed = policy_tensors(model, "")
+    assert {name: tuple(t.shape) for name, t in pushed.items()} == {
+        name: tuple(t.shape) for name, t in whole.state_dict().items()
+    }
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    check_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

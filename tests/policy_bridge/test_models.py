@@ -1,0 +1,315 @@
+"""Every kind of policy: the states are its own, its gradients are untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from policy_bridge import ModulePaths
+from policy_bridge.modules import find_modules
+from slipstream.refusal import RefusedError
+
+from .conftest import VOCAB, batch
+from .windows import LAYERS, Batch, Windows, assert_same_bits, gradients, hooks_on
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
+def llama(**changes: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes}))
+
+
+def qwen3(**changes: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **changes}))
+
+
+def mixtral() -> PreTrainedModel:
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **experts))
+
+
+def qwen3_moe() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE))
+
+
+def tied() -> PreTrainedModel:
+    return qwen3(tie_word_embeddings=True)
+
+
+def checkpointed(reentrant: bool) -> Callable[[], PreTrainedModel]:
+    def make() -> PreTrainedModel:
+        model = qwen3()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return model
+
+    return make
+
+
+def check_states(windows: Windows, inner: PreTrainedModel, data: Batch) -> None:
+    """What was captured in the last gradients is what the model says of itself."""
+    layers = inner.model.layers
+    for row in range(len(data["input_ids"])):
+        kept = data["attention_mask"][row].bool()
+        sample = windows.of_row(data, row)
+        # The same micro-batches: a product's last bits depend on its shape.
+        rows = slice(0, 2) if row < 2 else slice(2, 3)
+        seen: dict[int, torch.Tensor] = {}
+        hooks = [
+            layers[layer].register_forward_pre_hook(
+                lambda _, args, layer=layer, seen=seen: seen.__setitem__(layer, args[0])
+            )
+            for layer in LAYERS
+        ]
+        with torch.no_grad():
+            out = inner.model(data["input_ids"][rows], attention_mask=data["attention_mask"][rows])
+        for hook in hooks:
+            hook.remove()
+        final = out.last_hidden_state[row - rows.start][kept]
+        assert torch.equal(sample.final_hidden_state, final)
+        aux = torch.cat([seen[layer][row - rows.start][kept] for layer in LAYERS], -1)
+        assert torch.equal(sample.aux_hidden_states, aux)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [llama, qwen3, mixtral, qwen3_moe, tied, checkpointed(False), checkpointed(True)],
+)
+def test_a_policy_is_captured_and_its_gradients_are_bit_identical(
+    make: Callable[[], PreTrainedModel],
+) -> None:
+    data = batch((9, 5, 12))
+    model = make()
+    plain = gradients(model, data, None)
+    before = hooks_on(model)
+    windows = Windows(model)
+    assert_same_bits(plain, gradients(model, data, windows))
+    assert len(windows.samples) == 3
+    assert hooks_on(model) == before
+    check_states(windows, model, data)
+    # A third time without: nothing of the window is left.
+    assert_same_bits(plain, gradients(model, data, None))
+    assert len(windows.samples) == 3
+
+
+def compiled_in_place(part: Callable[[PreTrainedModel], nn.Module]) -> nn.Module:
+    model = qwen3()
+    part(model).compile(backend="eager")
+    return model
+
+
+def compiled_forward() -> nn.Module:
+    model = qwen3()
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.compile(qwen3(), backend="eager"),
+        lambda: compiled_in_place(lambda model: model),
+        lambda: compiled_in_place(lambda model: model.model),
+        compiled_forward,
+    ],
+)
+def test_a_policy_compiled_as_a_whole_is_refused_by_name(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(RefusedError, match=r"compiled as a whole.*layer\.compile\(\)"):
+        find_modules(make(), ModulePaths())
+
+
+class Block(nn.Module):
+    """A decoder layer that knows nothing of Hugging Face and takes its input by name."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, *, x: torch.Tensor, scale: float) -> torch.Tensor:
+        return x + scale * torch.tanh(self.mix(x.cumsum(1)))
+
+
+class Plain(nn.Module):
+    """A policy of plain modules, its layers right under it."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(VOCAB, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(3)))
+        self.out = nn.Linear(width, VOCAB)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(scale=0.5, x=x)
+        return self.out(x)
+
+
+PLAIN = ModulePaths(decoder_layers="blocks", lm_head="out", embed_tokens="table")
+
+
+def plain() -> Plain:
+    return Plain()
+
+
+COMPILES = CompileCounterWithBackend("aot_eager")
+
+
+def compiled_layers_in_place() -> Plain:
+    torch._dynamo.reset()
+    model = Plain()
+    for part in (*model.blocks, model.out):
+        part.compile(backend=COMPILES)
+    return model
+
+
+def compiled_layers_around() -> Plain:
+    torch._dynamo.reset()
+    model = Plain()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend=COMPILES)
+    return model
+
+
+@pytest.mark.parametrize("make", [plain, compiled_layers_in_place, compiled_layers_around])
+def test_plain_modules_are_named_by_path_and_may_be_compiled_one_by_one(
+    make: Callable[[], Plain],
+) -> None:
+    data, model = batch((9, 5, 12)), make()
+
+    def forward(model: nn.Module, micro: Batch) -> torch.Tensor:
+        return model(micro["input_ids"])
+
+    # Compiled before the first window: what was traced knows nothing of later hooks, and must
+    # not be traced again for them.
+    plain = gradients(model, data, None, forward)
+    entries = [block._compiled_call_impl for block in model.blocks]
+    traced = COMPILES.frame_count
+    windows = Windows(model, paths=PLAIN)
+    assert_same_bits(plain, gradients(model, data, windows, forward))
+    assert COMPILES.frame_count == traced
+    assert [block._compiled_call_impl for block in model.blocks] == entries
+    sample = windows.of_row(data, 2)
+    with torch.no_grad():
+        x = model.table(data["input_ids"][2:])
+        for index, block in enumerate(model.blocks):
+            if index in LAYERS:
+                width = slice(16 * (index - 1), 16 * index)
+                assert torch.equal(sample.aux_hidden_states[:, width], x[0])
+            x = block(x=x, scale=0.5)
+        assert torch.equal(sample.final_hidden_state, x[0])
+        logits = model.out(x)[0, :-1].gather(-1, data["input_ids"][2, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(sample.sampled_logits[1:], logits)
+
+
+class LoraLinear(nn.Module):
+    """As PEFT's: the base layer and a low-rank term."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base_layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+class Tuner(nn.Module):
+    """PEFT's LoraModel: the policy is its ``model``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+class Peft(nn.Module):
+    """PEFT's PeftModel: ``base_model.model`` is the policy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = Tuner(model)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self.base_model.model(*args, **kwargs)
+
+
+def adapted() -> Peft:
+    model = qwen3()
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = LoraLinear(layer.self_attn.q_proj)
+    return Peft(model)
+
+
+def test_a_policy_with_adapters_is_captured_and_moves_with_them() -> None:
+    data, model = batch((9, 5, 12)), adapted()
+    plain = gradients(model, data, None)
+    windows = Windows(model)
+    assert_same_bits(plain, gradients(model, data, windows))
+    assert len(plain) == 6  # Of the adapters alone.
+    check_states(windows, model.base_model.model, data)
+    stamp = windows.modules.stamp()
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1).step()
+    assert windows.modules.stamp() != stamp
+
+
+@pytest.mark.parametrize("part", ["lm_head", "embed_tokens"])
+def test_an_adapter_on_a_matrix_that_the_trainer_needs_is_refused(part: str) -> None:
+    model = adapted()
+    owner = model.base_model.model if part == "lm_head" else model.base_model.model.model
+    base = nn.Linear(16, VOCAB, bias=False)
+    setattr(owner, part, LoraLinear(base))
+    with pytest.raises(RefusedError, match=f"leave {part} out of the adapter"):
+        find_modules(model, ModulePaths())
+
+
+@pytest.mark.parametrize(
+    ("paths", "field"),
+    [
+        (ModulePaths(decoder_layers="model.blocks"), "modules.decoder_layers"),
+        (ModulePaths(lm_head="head"), "modules.lm_head"),
+        (ModulePaths(embed_tokens="model.wte"), "modules.embed_tokens"),
+        (ModulePaths(final_norm="model.ln_f"), "modules.final_norm"),
+        (ModulePaths(decoder_layers="model.norm"), "modules.decoder_layers"),
+        (ModulePaths(lm_head="model.norm"), "modules.lm_head"),
+    ],
+)
+def test_a_path_that_does_not_resolve_is_refused_by_field(paths: ModulePaths, field: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        find_modules(qwen3(), paths)
+    assert refused.value.field == field

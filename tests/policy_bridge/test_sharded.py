@@ -1,0 +1,105 @@
+"""Policies that are wrapped for several ranks: DDP and FSDP2, on gloo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from policy_bridge import ModulePaths
+from policy_bridge.matrices import PolicyMatrices
+from policy_bridge.modules import find_modules
+from policy_bridge.sync import policy_tensors
+from slipstream.refusal import RefusedError
+
+from .conftest import batch
+from .test_models import Peft, check_states, qwen3
+from .windows import Windows, assert_same_bits, gradients, session_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_ddp_policy_is_looked_into(one_rank: None) -> None:
+    data, model = batch((9, 5, 12)), DistributedDataParallel(qwen3())
+    plain = gradients(model, data, None)
+    windows = Windows(model)
+    assert_same_bits(plain, gradients(model, data, windows))
+    check_states(windows, model.module, data)
+    snapshot = PolicyMatrices(windows.modules).snapshot(session_of(windows.modules), 1)
+    assert snapshot is not None
+    assert torch.equal(snapshot.tensors["lm_head.weight"], model.module.lm_head.weight)
+    assert policy_tensors(model, "").keys() == qwen3().state_dict().keys()
+
+
+def test_paths_name_modules_of_the_wrapper_or_of_what_it_wraps(one_rank: None) -> None:
+    model = DistributedDataParallel(qwen3())
+    for prefix in ("", "module."):
+        paths = ModulePaths(
+            decoder_layers=f"{prefix}model.layers",
+            lm_head=f"{prefix}lm_head",
+            final_norm=f"{prefix}model.norm",
+        )
+        found = find_modules(model, paths)
+        assert found.decoder is model.module.model
+        assert found.lm_head is model.module.lm_head
+
+
+def test_what_cannot_be_captured_or_pushed_is_refused_by_name(one_rank: None) -> None:
+    model = qwen3()
+    modules = find_modules(model, ModulePaths())
+    fully_shard(model)
+    with pytest.raises(RefusedError, match="sharded after the bridge was built"):
+        PolicyMatrices(modules).snapshot(session_of(modules), 1)
+    with pytest.raises(RefusedError, match="fully_shard"):
+        find_modules(
+            FullyShardedDataParallel(qwen3(), device_id=torch.device("cpu")), ModulePaths()
+        )
+    with pytest.raises(RefusedError, match="merge the adapters"):
+        policy_tensors(Peft(qwen3()), "")
+
+
+def test_names_on_the_wire_are_the_policys_own() -> None:
+    model = qwen3()
+    names = set(model.state_dict())
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, backend="eager")
+    assert set(model.state_dict()) != names
+    assert set(policy_tensors(model, "")) == names
+    assert set(policy_tensors(torch.compile(model, backend="eager"), "")) == names
+
+
+def test_two_ranks_shard_a_policy_and_one_reaches_the_trainer(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.sharded_process", str(rank), "2", str(tmp_path)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            output, _ = rank.communicate(timeout=240)
+            assert rank.returncode == 0, output
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

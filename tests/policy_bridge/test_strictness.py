@@ -1,0 +1,327 @@
+"""Bad input costs samples, never the training run; strict, it raises."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from policy_bridge import BridgeConfig, ModulePaths, MostRejected, PolicyBridge
+from policy_bridge.capture import Capture
+from policy_bridge.null import NullCapture
+from slipstream.refusal import RefusedError
+
+from .conftest import Connect, batch, make_model, ship
+from .doubles import DEADLINE, FakeTrainer
+
+Spoil = Callable[[torch.nn.Module, dict[str, torch.Tensor], Capture], None]
+
+
+def run(
+    model: torch.nn.Module, data: dict[str, torch.Tensor], capture: Capture, **changes: object
+) -> None:
+    model(data["input_ids"], attention_mask=data["attention_mask"])
+    capture.ship(**{**data, **changes})  # type: ignore[arg-type]
+
+
+def wrong_mask(model: torch.nn.Module, data: dict[str, torch.Tensor], capture: Capture) -> None:
+    run(model, data, capture, loss_mask=data["loss_mask"][:, :-1])
+
+
+def wrong_logprobs(model: torch.nn.Module, data: dict[str, torch.Tensor], capture: Capture) -> None:
+    run(model, data, capture, sampled_logprobs=torch.zeros(2, 3))
+
+
+def wrong_positions(
+    model: torch.nn.Module, data: dict[str, torch.Tensor], capture: Capture
+) -> None:
+    run(model, data, capture, position_ids=torch.full_like(data["input_ids"], 3))
+
+
+def wrong_acceptance(
+    model: torch.nn.Module, data: dict[str, torch.Tensor], capture: Capture
+) -> None:
+    run(model, data, capture, acceptance=[1.0])
+
+
+def no_forward(model: torch.nn.Module, data: dict[str, torch.Tensor], capture: Capture) -> None:
+    capture.ship(**data)
+
+
+CALLS = {
+    "loss_mask": wrong_mask,
+    "sampled_logprobs": wrong_logprobs,
+    "position_ids": wrong_positions,
+    "acceptance": wrong_acceptance,
+    "capture.ship": no_forward,
+}
+
+
+@pytest.mark.parametrize("field", CALLS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_call_that_does_not_fit_costs_its_window(
+    trainer: FakeTrainer, connect: Connect, field: str, strict: bool
+) -> None:
+    model, data = make_model(), batch((8, 6))
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, strict=strict)
+        with bridge.sync(1):
+            pass
+        if strict:
+            with pytest.raises(RefusedError) as refused, torch.no_grad(), bridge.capture() as taken:
+                CALLS[field](model, data, taken)  # type: ignore[arg-type]
+            assert refused.value.field == field
+        else:
+            with torch.no_grad(), bridge.capture() as taken:
+                CALLS[field](model, data, taken)  # type: ignore[arg-type]
+                assert not any(m._forward_hooks for m in model.modules()) or field in (
+                    "acceptance",
+                    "position_ids",
+                )
+                run(model, data, taken)  # type: ignore[arg-type]
+        stats = bridge.stats()
+        assert stats.capture_off_reason.startswith(f"{field}: found")
+        assert "Next step:" in stats.capture_off_reason
+        assert stats.captures_refused == 1
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        assert bridge.flush(DEADLINE) and not trainer.samples
+        # The next window is sound: the reason is gone.
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+        assert len(trainer.samples) == 2
+        assert bridge.stats().capture_off_reason == ""
+
+
+def test_a_wrong_call_in_every_step_is_logged_once(
+    trainer: FakeTrainer, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model()
+    with trainer.serve() as server, caplog.at_level(logging.ERROR):
+        bridge = connect(server.address, model=model)
+        with bridge.sync(1):
+            pass
+        for width in (5, 6, 7):
+            with torch.no_grad(), bridge.capture() as capture:
+                wrong_mask(model, batch((width,)), capture)  # type: ignore[arg-type]
+        assert bridge.stats().captures_refused == 3
+    assert sum("loss_mask" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_version_that_goes_backwards_turns_capture_off_until_one_rises(
+    trainer: FakeTrainer, connect: Connect, strict: bool
+) -> None:
+    model, data = make_model(), batch((8,))
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, strict=strict)
+        with bridge.sync(5):
+            pass
+        if strict:
+            with pytest.raises(RefusedError, match=r"policy_version: found 4, expected > 5"):
+                bridge.sync(4).__enter__()
+            return
+        with bridge.sync(4) as window:
+            pass
+        assert window.result is not None
+        assert "policy_version: found 4, expected > 5" in bridge.stats().capture_off_reason
+        ship(bridge, model, data)
+        assert isinstance(bridge.capture(), NullCapture)
+        with bridge.sync(6):
+            pass
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+        assert {s.policy_version for s in trainer.samples.values()} == {6}
+        assert bridge.stats().capture_off_reason == ""
+
+
+def test_a_resumed_run_below_what_the_trainer_knows_is_told_so(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((8,))
+    with trainer.serve() as server:
+        with connect(server.address, model=model) as before:
+            with before.sync(7):
+                pass
+            trainer.wait_for(lambda: 7 in trainer.tensors)
+        bridge = connect(server.address, model=model)
+        with bridge.sync(3):
+            pass
+        assert "policy_version: found 3, expected > 7" in bridge.stats().capture_off_reason
+        ship(bridge, model, data)
+        assert not trainer.samples
+        # The very version that the trainer knows is what a resumed policy is.
+        resumed = connect(server.address, model=model)
+        with resumed.sync(7):
+            pass
+        assert resumed.stats().capture_off_reason == ""
+
+
+@pytest.mark.parametrize(
+    ("layers", "vocab", "field"),
+    [((2, 4, 8), [1, 2], "aux_layers.ids"), ((2,), [1, 64], "draft_vocab_ids")],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_draft_that_does_not_fit_turns_capture_off(
+    connect: Connect, layers: tuple[int, ...], vocab: list[int], field: str, strict: bool
+) -> None:
+    trainer = FakeTrainer(layers=layers, vocab_ids=torch.tensor(vocab))
+    with trainer.serve() as server:
+        bridge = connect(server.address, wait=False, strict=strict)
+        trainer.wait_for(lambda: trainer.sessions >= 2)
+        if strict:
+            with pytest.raises(RefusedError) as refused:
+                bridge.sync(1).__enter__()
+            assert refused.value.field == field
+            return
+        with bridge.sync(1):
+            pass
+        assert isinstance(bridge.capture(), NullCapture)
+        assert bridge.stats().capture_off_reason.startswith(f"{field}: found")
+
+
+def test_a_run_that_the_trainer_refuses_turns_capture_off_until_it_takes_it(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((8,))
+    trainer.refuse_run = RefusedError("policy.hidden_size", 32, 64, "use the right draft")
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, wait=False)
+        trainer.wait_for(lambda: trainer.events.count(("OpenRun", -1)) >= 2)
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, data)
+        assert "policy.hidden_size: found 32, expected 64" in bridge.stats().capture_off_reason
+        trainer.refuse_run = None
+        assert bridge.wait_connected(DEADLINE)
+        with bridge.sync(2):
+            pass
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+        assert len(trainer.samples) == 1
+        assert bridge.stats().capture_off_reason == ""
+
+
+def test_samples_that_are_all_refused_stop_until_the_next_version(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    """States that are not finite, for one: found where they are read, in the trainer."""
+    model, data = make_model(), batch((8,) * 8)
+    bad = [RefusedError("aux_hidden_states", "not finite", "finite", "look at the policy")]
+    trainer.refuse = lambda _: bad[0] if bad else None
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        with bridge.sync(1):
+            pass
+        for _ in range(3):
+            ship(bridge, model, data)
+            assert bridge.flush(DEADLINE)
+        stats = bridge.stats()
+        assert (stats.refused, stats.captures, stats.captures_skipped) == (16, 2, 1)
+        assert "samples.aux_hidden_states: found 16 samples" in stats.capture_off_reason
+        bad.clear()
+        with bridge.sync(2):
+            pass
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+        assert bridge.stats().accepted == 8
+        assert bridge.stats().capture_off_reason == ""
+
+
+def test_a_policy_that_cannot_be_captured_trains_on_and_is_still_synced() -> None:
+    config = BridgeConfig(trainer="127.0.0.1:1", run_id="r", modules=ModulePaths(lm_head="nothing"))
+    model, data = make_model(), batch((6,))
+    with PolicyBridge(model, config) as bridge:
+        with bridge.sync(1) as window:
+            pass
+        assert window.result is not None and bridge.policy_version == 1
+        ship(bridge, model, data)
+        stats = bridge.stats()
+        assert stats.capture_off_reason.startswith("modules.lm_head: found nothing")
+        assert (stats.captures, stats.captures_skipped, stats.syncs) == (0, 1, 1)
+        assert not bridge.wait_connected(0.0)
+
+
+def test_arguments_of_a_window_are_refused_alike(trainer: FakeTrainer, connect: Connect) -> None:
+    with trainer.serve() as server:
+        bridge = connect(server.address)
+        assert isinstance(bridge.capture(), NullCapture)
+        assert "no policy version" in bridge.stats().capture_off_reason
+        with bridge.sync(1):
+            pass
+        for arguments, field in (({"temperature": 0.0}, "temperature"), ({"forwards": 0}, "forw")):
+            assert isinstance(bridge.capture(**arguments), NullCapture)  # type: ignore[arg-type]
+            assert bridge.stats().capture_off_reason.startswith(field)
+
+
+def test_mistakes_in_handling_the_bridge_raise_in_both_modes(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    with trainer.serve() as server:
+        bridge = connect(server.address)
+        with pytest.raises(RefusedError, match="whole number"):
+            bridge.sync(-1).__enter__()
+        with bridge.sync(1), pytest.raises(RefusedError, match="open window"):
+            bridge.sync(2).__enter__()
+        bridge.close()
+        for call in (bridge.capture, bridge.sync(2).__enter__):
+            with pytest.raises(RefusedError, match="closed"):
+                call()
+
+
+def test_a_selector_that_lacks_its_numbers_costs_the_window(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((8,))
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, selector=MostRejected())
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, data)
+        assert bridge.stats().capture_off_reason.startswith("acceptance: found none")
+
+
+def test_a_hung_trainer_costs_one_sync_its_deadline(trainer: FakeTrainer, connect: Connect) -> None:
+    trainer.hang.add("PrepareSync")
+    with trainer.serve() as server:
+        bridge = connect(server.address, sync_seconds=0.2, rpc_seconds=0.2)
+        asked = [0]
+        bridge._probe._trainer = Hanging(asked)  # type: ignore[assignment]
+        for version in (1, 2, 3):
+            with bridge.sync(version):
+                pass
+        assert trainer.events.count(("PrepareSync", -1)) == 1
+        assert "is not reached" in str(bridge.stats().last_sync)
+        trainer.hang.clear()
+        trainer.release.set()
+        Hanging.answered = True
+        with bridge.sync(4):
+            pass
+        assert trainer.events.count(("PrepareSync", -1)) == 2
+
+
+class Hanging:
+    """A trainer whose GetStatus is answered when it is told to."""
+
+    answered = False
+
+    def __init__(self, asked: list[int]) -> None:
+        self.asked = asked
+
+    @property
+    def GetStatus(self) -> Hanging:  # noqa: N802
+        return self
+
+    def future(self, request: object, timeout: float) -> Hanging:
+        self.asked[0] += 1
+        return self
+
+    def done(self) -> bool:
+        return self.answered
+
+    def code(self) -> None:
+        return None
+
+    def cancel(self) -> None:
+        pass

@@ -1,0 +1,115 @@
+"""Capture windows without a trainer: what is chosen lands in a list."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from policy_bridge.capture import Capture, CapturePlan
+from policy_bridge.config import ModulePaths
+from policy_bridge.modules import PolicyModules, find_modules
+from policy_bridge.sample import Sample
+from policy_bridge.selection import Selector, UniformRandom
+from policy_bridge.session import Session
+from policy_bridge.stats import Counters
+
+LAYERS = (1, 2)
+Batch = dict[str, torch.Tensor]
+
+
+def session_of(modules: PolicyModules, layers: Sequence[int] = LAYERS) -> Session:
+    """A run with the whole vocabulary."""
+    return Session("s", tuple(layers), torch.arange(modules.vocab_size), 512, None, ())
+
+
+@dataclass
+class Windows:
+    """Makes windows on one model; ``samples`` holds what came out."""
+
+    model: nn.Module
+    layers: Sequence[int] = LAYERS
+    paths: ModulePaths = field(default_factory=ModulePaths)
+    selector: Selector = field(default_factory=UniformRandom)
+    budget_bytes: int = sys.maxsize
+    samples: list[Sample] = field(default_factory=list)
+    counters: Counters = field(default_factory=Counters)
+
+    def __post_init__(self) -> None:
+        self.modules = find_modules(self.model, self.paths)
+        self._numbers = itertools.count()
+
+    def _take(self, sample: Sample, priority: int) -> bool:
+        self.samples.append(sample)
+        return True
+
+    def open(self, **changes: Any) -> Capture:
+        """A window."""
+        values: dict[str, Any] = {
+            "modules": self.modules,
+            "session": session_of(self.modules, self.layers),
+            "policy_version": 1,
+            "weights_stamp": self.modules.stamp(),
+            "temperature": 1.0,
+            "budget_bytes": self.budget_bytes,
+            "forwards": None,
+            "states_dtype": None,
+            "selector": self.selector,
+            "next_id": lambda: str(next(self._numbers)),
+            "offer": self._take,
+        }
+        return Capture(CapturePlan(**{**values, **changes}), self.counters)
+
+    def of_row(self, data: Batch, row: int) -> Sample:
+        """The sample of a row of a batch, by its tokens."""
+        kept = data["attention_mask"][row].bool()
+        ids = data["input_ids"][row][kept].tolist()
+        (found,) = [s for s in self.samples if s.token_ids.tolist() == ids]
+        return found
+
+
+Forward = Callable[[nn.Module, Batch], torch.Tensor]
+
+
+def logits_of(model: nn.Module, micro: Batch) -> torch.Tensor:
+    """Of a Hugging Face model."""
+    return model(micro["input_ids"], attention_mask=micro["attention_mask"]).logits
+
+
+def gradients(
+    model: nn.Module, data: Batch, windows: Windows | None, forward: Forward = logits_of
+) -> list[torch.Tensor]:
+    """Of a policy gradient in two micro-batches inside one window, or without one."""
+    model.train()
+    model.zero_grad(set_to_none=True)
+    capture = windows.open() if windows is not None else None
+    if capture is not None:
+        capture.__enter__()
+    for rows in (slice(0, 2), slice(2, 3)):
+        micro = {key: value[rows] for key, value in data.items()}
+        log_p = forward(model, micro)[:, :-1].log_softmax(-1)
+        chosen = log_p.gather(-1, micro["input_ids"][:, 1:, None]).squeeze(-1)
+        if capture is not None:
+            capture.ship(**micro, sampled_logprobs=chosen)
+        # Inside the window, where checkpointing runs layers a second time.
+        (chosen * micro["loss_mask"][:, 1:]).sum().backward()
+    if capture is not None:
+        capture.__exit__(None, None, None)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def assert_same_bits(plain: list[torch.Tensor], bridged: list[torch.Tensor]) -> None:
+    """Every gradient, and there are some."""
+    assert len(plain) == len(bridged) > 5
+    assert all(torch.equal(a, b) for a, b in zip(plain, bridged, strict=True))
+    assert any(bool(a.any()) for a in plain)
+
+
+def hooks_on(model: nn.Module) -> int:
+    """Forward hooks, before and after."""
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
