@@ -42,6 +42,8 @@ class ServerConfig(Section):
     max_streams: Annotated[int, Field(ge=1, le=256)] = 8
     max_tokens_per_sample: Annotated[int, Field(ge=4)] = 2048
     receive_window_bytes: Annotated[int, Field(ge=4096)] = MAX_MESSAGE_BYTES
+    shared_memory: str = "/dev/shm"
+    ring_bytes: Annotated[int, Field(ge=1 << 16)] = 64 << 20
     shutdown_timeout_s: Seconds = 10.0
 
 
@@ -52,11 +54,13 @@ class DraftConfig(Section):
     registry: ConfigPath
     policy: ConfigPath | None = None
     keep_releases: Annotated[int, Field(ge=2)] = 16
+    keep_bytes: Annotated[int, Field(ge=1)] = 64 << 30
 
 
 class ReplayConfig(Section):
-    """[replay]: how much is kept, for how long, and what is held out of training."""
+    """[replay]: how much is kept, where and for how long, and what is held out of training."""
 
+    directory: ConfigPath | None = None
     capacity_bytes: Annotated[int, Field(ge=1)] = 1 << 30
     held_out_fraction: Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)] = 0.1
     max_epochs: Annotated[int, Field(ge=1)] = 2
@@ -77,6 +81,7 @@ class TrainingConfig(Section):
     ttt_steps: Annotated[int, Field(ge=1, le=16)] = 5
     step_weight_decay: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.8
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    cpu_kernels: Literal["auto", "on", "off"] = "auto"
     batch_tokens: Annotated[int, Field(ge=1)] = 4096
     forward_tokens: Annotated[int, Field(ge=1)] = 4096
     linger_s: Seconds = 0.2
@@ -109,17 +114,32 @@ class PublishConfig(Section):
     state_timeout_s: Seconds = 5.0
     stage_timeout_s: Seconds = 60.0
     commit_timeout_s: Seconds = 10.0
+    reconcile_s: Annotated[float, Field(ge=0.0, le=3600.0, allow_inf_nan=False)] = 2.0
+    max_draft_lag: Annotated[int, Field(ge=0)] = 0
 
     @field_validator("rollout_servers")
     @classmethod
     def _addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
         for address in addresses:
-            host, _, port = address.rpartition(":")
+            host, _, port = address.removeprefix("dns:").rpartition(":")
             if not host or not port.isdigit() or not 0 < int(port) < 65536:
-                raise ValueError(f"an address of the form host:port, not {address!r}")
+                raise ValueError(
+                    f"an address of the form host:port or dns:name:port, not {address!r}"
+                )
         if len(set(addresses)) != len(addresses):
             raise ValueError("every address once")
         return addresses
+
+
+class CanaryConfig(Section):
+    """[canary]: who gets a release first, and what live acceptance must show."""
+
+    share: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 1.0
+    min_drafts: Annotated[int, Field(ge=1)] = 300
+    max_seconds: Seconds = 60.0
+    alpha: Annotated[float, Field(gt=0.0, le=0.2, allow_inf_nan=False)] = 0.01
+    max_loss: Fraction = 0.1
+    design_effect: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 8.0
 
 
 class RecordingConfig(Section):
@@ -141,6 +161,7 @@ class TrainerConfig(Section):
     training: TrainingConfig = TrainingConfig()
     gate: GateSection = GateSection()
     publish: PublishConfig = PublishConfig()
+    canary: CanaryConfig = CanaryConfig()
     recording: RecordingConfig = RecordingConfig()
 
     @model_validator(mode="after")
@@ -174,7 +195,10 @@ def load_config(path: Path) -> TrainerConfig:
     recording = config.recording
     if recording.directory is not None:
         recording = recording.model_copy(update={"directory": base / recording.directory})
-    return config.model_copy(update={"draft": draft, "recording": recording})
+    replay = config.replay
+    if replay.directory is not None:
+        replay = replay.model_copy(update={"directory": base / replay.directory})
+    return config.model_copy(update={"draft": draft, "recording": recording, "replay": replay})
 
 
 def read_toml(path: Path) -> dict[str, object]:

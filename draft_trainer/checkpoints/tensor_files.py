@@ -14,7 +14,7 @@ from slipstream.refusal import RefusedError
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
-_PICKLED = ("*.bin", "*.pt", "*.pth")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -25,10 +25,13 @@ def weight_files(directory: Path) -> list[Path]:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise _refused(index, repr(error), "an object with a weight_map") from error
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise _refused(index, repr(name), "names of files in its own folder")
         return [directory / name for name in names]
     path = directory / WEIGHTS_FILE
-    pickled = sorted(file.name for pattern in _PICKLED for file in directory.glob(pattern))
-    if not path.is_file() and pickled:
+    pickled = [] if path.is_file() else pickles(directory)
+    if pickled:
         raise RefusedError(
             str(directory / pickled[0]),
             "a pickle",
@@ -37,6 +40,13 @@ def weight_files(directory: Path) -> list[Path]:
             "(specforge export --to hf), or save the weights as safetensors",
         )
     return [path]
+
+
+def pickles(directory: Path) -> list[str]:
+    """Names of the files in a folder that are pickles by their suffix, sorted."""
+    if not directory.is_dir():
+        return []
+    return sorted(file.name for file in directory.iterdir() if file.suffix.lower() in _PICKLED)
 
 
 def load_tensors(directory: Path) -> dict[str, Tensor]:

@@ -71,6 +71,7 @@ def add_to(commands: Any) -> None:
 def _fit(arguments: argparse.Namespace) -> int:
     import torch
 
+    from draft_trainer.eagle3.kernels.library import use_kernels
     from draft_trainer.offline.fit import Fit, FitFolders
     from draft_trainer.offline.fit_config import fit_config
     from draft_trainer.offline.progress import Progress
@@ -82,6 +83,8 @@ def _fit(arguments: argparse.Namespace) -> int:
     training = config.training
     if "threads" in training.model_fields_set:
         torch.set_num_threads(training.threads)
+    if training.device == "cpu":
+        use_kernels(training.cpu_kernels)
     stopping = threading.Event()
     caught: list[int] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -40,6 +41,7 @@ def add_to(commands: Any) -> None:
 
 def _serve(arguments: argparse.Namespace) -> int:
     from draft_trainer.config import load_config
+    from draft_trainer.eagle3.kernels.library import use_kernels
     from draft_trainer.sidecar.server import TrainerServer
     from draft_trainer.training.ranks import RankLostError, Ranks
 
@@ -49,6 +51,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         stream=sys.stderr,
     )
     config = load_config(arguments.config)
+    if config.training.device == "cpu":
+        # Here, so that no training step waits for a compiler.
+        logging.getLogger(__name__).info(use_kernels(config.training.cpu_kernels))
     try:
         ranks = Ranks.join(config.training.rank_timeout_s, config.training.device)
         if ranks.rank > 0:
@@ -66,6 +71,10 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    # The imports' objects live as long as the process. Every full collection went through all of
+    # them, which cost ingest more than small samples did.
+    gc.collect()
+    gc.freeze()
     server.start()
     print(server.ready_line, flush=True)
     ended.wait()

@@ -10,7 +10,7 @@ from draft_trainer.eagle3.head_config import HeadConfig
 from draft_trainer.eagle3.policy_head import PolicyHead
 from draft_trainer.feed.session import Run
 from slipstream.refusal import RefusedError, StatusCode
-from slipstream.tensors import ChunkAssembler, digest, dtype_from_wire
+from slipstream.tensors import ChunkAssembler, dtype_from_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
 
@@ -26,22 +26,22 @@ def announce(
 ) -> None:
     """Make a policy version known to ``run``; nothing of it is known if anything is wrong.
 
-    The newest version may be announced again with the same content (a retry
-    after a lost answer): that changes nothing.
+    A known version may be announced again with the same content, which changes nothing:
+    a retry after a lost answer, or another rank of the same policy, maybe a version late.
 
     Raises:
         RefusedError: wrong names, shapes, dtypes or hashes, values that are not finite, a
             tensor that is neither sent nor held, or a version that is not new.
     """
     specs = _checked(header.tensors, draft)
-    latest = run.latest_policy_version
-    if latest is not None and header.policy_version == latest and _is_known(run, latest, specs):
+    latest, version = run.latest_policy_version, header.policy_version
+    if _is_known(run, version, specs):
         return
-    if latest is not None and header.policy_version <= latest:
+    if latest is not None and version <= latest:
         # Before the tensors are received, which may be a gigabyte.
         raise RefusedError(
             "policy_version",
-            header.policy_version,
+            version,
             f"higher than {latest}",
             "number policy versions in ascending order; a new run starts again at 0",
             StatusCode.FAILED_PRECONDITION,
@@ -55,7 +55,12 @@ def announce(
                 "finite values",
                 "do not sync this policy version: its training step diverged",
             )
-    run.add_policy(PolicyHead(header.policy_version, tensors[LM_HEAD], tensors[EMBED_TOKENS]))
+    try:
+        run.add_policy(PolicyHead(version, tensors[LM_HEAD], tensors[EMBED_TOKENS]))
+    except RefusedError:
+        # Two ranks announced it at once, and this one came second.
+        if not _is_known(run, version, specs):
+            raise
 
 
 def _checked(
@@ -118,9 +123,9 @@ def _receive(
 
 
 def _is_known(run: Run, version: int, specs: dict[str, tensor_pb2.TensorSpec]) -> bool:
-    head = run.heads.get(version)
-    wanted = {LM_HEAD: head.lm_head_rows, EMBED_TOKENS: head.embed_tokens}
-    return all(digest(wanted[name]) == spec.sha256 for name, spec in specs.items())
+    if version not in run.heads.versions:
+        return False
+    return run.heads.digests(version) == (specs[LM_HEAD].sha256, specs[EMBED_TOKENS].sha256)
 
 
 def _fits(tensor: torch.Tensor, spec: tensor_pb2.TensorSpec) -> bool:

@@ -1,17 +1,24 @@
-"""Decides the fate of one sample: accepted once, recognised, or refused by name."""
+"""Decides the fate of samples: accepted once, recognised, or refused by name."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draft_trainer.feed.ledger import Ledger
+from draft_trainer.feed.contents import check_contents
+from draft_trainer.feed.receive import Memories, receive
+from draft_trainer.feed.received import Received, group_in
 from draft_trainer.feed.session import Run
-from draft_trainer.feed.validate import Expected, check_sample_id, sample_of
+from draft_trainer.feed.store import Reservation, SampleStore
+from draft_trainer.feed.validate import Expected, check_sample_id, declared, kept_layout
 from draft_trainer.recordings.recorder import Recorder
 from draft_trainer.sidecar.board import Board
 from slipstream.refusal import RefusedError, StatusCode
 from slipstream.v1 import draft_trainer_pb2 as pb
+
+_LEAST_CREDIT = 1 << 16
+_SMALL_BYTES = 1 << 16
 
 
 class Ingest:
@@ -19,7 +26,7 @@ class Ingest:
 
     Args:
         expected: what every sample must look like.
-        ledger: remembers what was accepted.
+        store: keeps them.
         board: counts fates.
         arrived: set whenever there may be something new to train on.
         recorder: is offered every sample that was taken.
@@ -28,62 +35,125 @@ class Ingest:
     def __init__(
         self,
         expected: Expected,
-        ledger: Ledger,
+        store: SampleStore,
         board: Board,
         arrived: threading.Event,
         recorder: Recorder | None = None,
     ) -> None:
         self.expected = expected
-        self._ledger = ledger
+        self._store = store
         self._board = board
         self._arrived = arrived
         self._recorder = recorder
 
-    def take(self, run: Run, message: pb.VerifierStates) -> pb.Ack:
-        """Answer one sample. A refusal is an answer too; nothing is raised."""
-        try:
-            fresh = self._store(run, message)
-        except RefusedError as error:
-            # The first word is a field of VerifierStates: a bounded set of metric labels.
-            self._board.refused(error.field.partition(".")[0])
-            return pb.Ack(
-                sample_id=message.sample_id[: 1 << 10],
-                status=pb.ACK_STATUS_REFUSED,
-                refusal=error.to_proto(),
-            )
-        if not fresh:
-            self._board.duplicate()
-            return pb.Ack(sample_id=message.sample_id, status=pb.ACK_STATUS_DUPLICATE)
-        self._board.accepted()
-        self._board.evicted(run.newly_evicted())
-        self._arrived.set()
-        return pb.Ack(sample_id=message.sample_id, status=pb.ACK_STATUS_ACCEPTED)
+    def credit_bytes(self, most: int) -> int:
+        """What a stream may have in flight: ``most``, or less where the store is small.
 
-    def _store(self, run: Run, message: pb.VerifierStates) -> bool:
-        check_sample_id(message.sample_id)
-        # Before the tensors are looked at: a retry after a lost acknowledgement is cheap.
-        if self._ledger.knows(run.run_id, message.sample_id):
-            return False
-        run.check_policy_version(message.policy_version)
-        sample = sample_of(message, self.expected)
-        # Claimed before it is stored: of two streams with the same sample one wins.
-        if not self._ledger.claim(run.run_id, message.sample_id):
-            return False
+        Enough for a sample even where the store has room for none: it is refused by name then.
+        """
+        return min(most, max(self._store.credit_bytes(), _LEAST_CREDIT))
+
+    def take(self, run: Run, samples: Sequence[tuple[pb.VerifierStates, Memories]]) -> list[pb.Ack]:
+        """Answer samples, in their order. They are recorded before they are acknowledged.
+
+        A bad sample is refused in its own answer and costs the others nothing.
+
+        Raises:
+            RefusedError: the stream's ring was truncated; nothing was taken.
+        """
+        for ring in {memories.ring for _, memories in samples if memories.ring is not None}:
+            ring.check()
+        acks: list[pb.Ack] = []
+        taken: list[tuple[int, Reservation, Received]] = []
+        for message, memories in samples:
+            acks.append(pb.Ack(sample_id=message.sample_id[: 1 << 10]))
+            # A retry after a lost acknowledgement is recognised before its states are looked at,
+            # unless looking at them costs no more than asking.
+            small = message.HasField("packed") and message.packed.span.bytes <= _SMALL_BYTES
+            try:
+                check_sample_id(message.sample_id)
+                if not small and self._store.seen(message.sample_id):
+                    self._duplicate(acks[-1])
+                    continue
+                run.check_policy_version(message.policy_version)
+                room, sample = self._receive(message, memories)
+            except RefusedError as error:
+                if small and self._store.seen(message.sample_id):
+                    self._duplicate(acks[-1])
+                else:
+                    self._refuse(acks[-1], error)
+            else:
+                taken.append((len(acks) - 1, room, sample))
+        if taken:
+            self._accept(run, acks, taken)
+        return acks
+
+    def _receive(
+        self, message: pb.VerifierStates, memories: Memories
+    ) -> tuple[Reservation, Received]:
+        arriving = declared(message, self.expected)
+        kept = kept_layout(arriving)
         try:
-            run.replay.add(sample)
+            room = self._store.reserve(kept.nbytes)
         except RefusedError as error:
-            self._ledger.withdraw(run.run_id, message.sample_id)
             raise RefusedError(
                 "sample", error.found, error.expected, error.next_step, error.code
             ) from error
-        if self._recorder is not None:
-            self._recorder.offer(run, sample)
-        return True
+        try:
+            block = room.buffer
+            receive(message, memories, arriving, block, kept)
+            check_contents(block.numpy(), kept, self.expected)
+        except RefusedError:
+            room.release()
+            raise
+        return room, Received(
+            sample_id=message.sample_id,
+            policy_version=message.policy_version,
+            temperature=message.temperature,
+            layout=kept,
+            group=group_in(message.sample_id, block.numpy(), kept),
+        )
+
+    def _accept(
+        self, run: Run, acks: list[pb.Ack], taken: Sequence[tuple[int, Reservation, Received]]
+    ) -> None:
+        recorder = self._recorder
+        # Only the recorder reads them now; the room is given up by ``accept``.
+        samples = [s.sample(room.buffer) for _, room, s in taken] if recorder else []
+        try:
+            fresh = self._store.accept([(room, sample) for _, room, sample in taken])
+        except RefusedError as error:
+            for at, room, _ in taken:
+                room.release()
+                self._refuse(acks[at], error)
+            return
+        accepted = 0
+        for number, ((at, _, _), new) in enumerate(zip(taken, fresh, strict=True)):
+            if not new:
+                self._duplicate(acks[at])
+                continue
+            acks[at].status = pb.ACK_STATUS_ACCEPTED
+            accepted += 1
+            if recorder is not None:
+                recorder.offer(run, samples[number])
+        if accepted:
+            self._board.accepted(accepted)
+            self._arrived.set()
+
+    def _duplicate(self, ack: pb.Ack) -> None:
+        ack.status = pb.ACK_STATUS_DUPLICATE
+        self._board.duplicate()
+
+    def _refuse(self, ack: pb.Ack, error: RefusedError) -> None:
+        ack.status = pb.ACK_STATUS_REFUSED
+        ack.refusal.CopyFrom(error.to_proto())
+        # The first word is a field of VerifierStates: a bounded set of metric labels.
+        self._board.refused(error.field.partition(".")[0])
 
 
 @dataclass
 class CreditWindow:
-    """What one stream may still send. Bytes are those of serialized VerifierStates messages.
+    """What one stream may still send, in serialized bytes. One thread spends, another gives back.
 
     The window bounds what the trainer holds of a stream before a sample's fate
     is decided; it is handed back with the acknowledgement. It does not wait for
@@ -93,23 +163,28 @@ class CreditWindow:
 
     left: int
 
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+
     def spend(self, size: int) -> None:
         """Raise RefusedError (RESOURCE_EXHAUSTED) when more is sent than was credited."""
-        if size > self.left:
-            raise overrun(size, self.left)
-        self.left -= size
+        with self._lock:
+            if size > self.left:
+                raise overrun(size, self.left)
+            self.left -= size
 
     def give_back(self, size: int) -> None:
         """The bytes are free again."""
-        self.left += size
+        with self._lock:
+            self.left += size
 
 
 def overrun(size: int, left: int) -> RefusedError:
     """The refusal of a client that sends more than it may."""
     return RefusedError(
         "credit",
-        f"a sample of {size} bytes with {left} bytes of credit left",
+        f"a message of {size} bytes with {left} bytes of credit left",
         "samples within the credit that was granted",
-        "wait for Credit messages before sending, and open the stream again",
+        "wait for credit before sending, and open the stream again",
         StatusCode.RESOURCE_EXHAUSTED,
     )

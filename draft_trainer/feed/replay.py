@@ -1,180 +1,223 @@
-"""Samples between arrival and training: bounded in bytes, newest first, a share held out."""
+"""Which samples to train on, and which to give up: newest first, a share held out."""
 
 from __future__ import annotations
 
-import random
-import threading
-from collections.abc import Iterable
+import hashlib
+import heapq
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-from draft_trainer.feed.sample import Sample, is_held_out
-from slipstream.refusal import RefusedError, StatusCode
+from draft_trainer.feed.sample import is_held_out
+from slipstream.refusal import RefusedError
+
+_SLACK = 64
+
+
+class Replayable(Protocol):
+    """What the choice depends on. See ``Sample``."""
+
+    @property
+    def sample_id(self) -> str: ...
+    @property
+    def policy_version(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def group(self) -> str: ...
+
+
+T = TypeVar("T", bound=Replayable)
 
 
 @dataclass
-class _Entry:
-    sample: Sample
+class _Entry(Generic[T]):
+    sample: T
     arrival: int
     held_out: bool
-    times_drawn: int = 0
+    times_drawn: int
+    pushed: int = 0
 
 
-class ReplayBuffer:
-    """Holds samples for training and for the gate. Thread-safe.
+class ReplayBuffer(Generic[T]):
+    """The samples between arrival and their last epoch. Not thread-safe: its owner has the lock.
 
     Whether a sample is held out follows from its prompt alone (``Sample.group``), so a restart, a
     second trainer or a replayed stream never moves a sample from the held-out share into training,
     and a candidate is never judged on prompts whose other completions it was trained on: by
     sample, the gate saw gains of 0.4 in acceptance length that live rollouts did not have.
 
+    Samples are drawn by age plus epochs: one policy version of age weighs as much as one epoch.
+    Ties are broken by a hash of the seed, the sample and its epoch, so that the order does not
+    depend on what was drawn before, and a restart draws as if there had been none.
+
     Args:
-        capacity_bytes: bound on the bytes of all samples held, held-out ones included.
         held_out_fraction: share of prompts that never train, in [0, 1).
         max_epochs: how often one sample is drawn at most; at least 1. A sample leaves the buffer
             when it has been drawn that often.
+        seed: of the ties.
     """
 
-    def __init__(self, capacity_bytes: int, held_out_fraction: float, max_epochs: int = 2) -> None:
-        if capacity_bytes < 1:
-            raise RefusedError("capacity_bytes", capacity_bytes, "at least 1", "raise it")
+    def __init__(self, held_out_fraction: float, max_epochs: int = 2, seed: int = 0) -> None:
         if not 0.0 <= held_out_fraction < 1.0:
             raise RefusedError("held_out_fraction", held_out_fraction, "in [0, 1)", "lower it")
         if max_epochs < 1:
             raise RefusedError("max_epochs", max_epochs, "at least 1", "raise it")
-        self.capacity_bytes = capacity_bytes
+        self.max_epochs = max_epochs
         self._held_out_fraction = held_out_fraction
-        self._max_epochs = max_epochs
-        self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] = {}
+        self._seed = seed
+        self._entries: dict[str, _Entry[T]] = {}
         self._arrivals = 0
-        self._nbytes = 0
-        self._evicted_untrained = 0
+        self._pending = 0
+        # Only an entry's last push counts: what was pushed before it changed, or left, is passed
+        # over when it comes up.
+        self._pushes = 0
+        self._to_draw: list[tuple[tuple[int, bytes, int], int, str]] = []
+        self._to_evict: list[tuple[tuple[int, int, int], int, str]] = []
 
-    def add(self, sample: Sample) -> None:
-        """Take a sample, evicting what is oldest by policy version while over the bound.
+    def add(self, sample: T, times_drawn: int = 0) -> None:
+        """Take a sample whose id is not here. ``times_drawn`` is below ``max_epochs``."""
+        assert sample.sample_id not in self._entries and times_drawn < self.max_epochs
+        held_out = is_held_out(sample.group, self._held_out_fraction)
+        entry = _Entry(sample, self._arrivals, held_out, times_drawn)
+        self._arrivals += 1
+        self._entries[sample.sample_id] = entry
+        self._pending += _is_pending(entry)
+        self._push(entry)
 
-        Raises:
-            RefusedError: larger than the whole buffer, or its id is in the buffer.
-        """
-        size = sample.nbytes
-        if size > self.capacity_bytes:
-            raise RefusedError(
-                f"sample {sample.sample_id!r}",
-                f"{size} bytes",
-                f"at most {self.capacity_bytes} bytes (the replay buffer)",
-                "send shorter windows, or raise the replay buffer's capacity",
-                StatusCode.RESOURCE_EXHAUSTED,
-            )
-        with self._lock:
-            if sample.sample_id in self._entries:
-                raise RefusedError(
-                    "sample_id",
-                    sample.sample_id,
-                    "an id that is not in the replay buffer",
-                    "give every sample an id of its own",
-                    StatusCode.ALREADY_EXISTS,
-                )
-            held_out = self.is_held_out(sample.group)
-            self._entries[sample.sample_id] = _Entry(sample, self._arrivals, held_out)
-            self._arrivals += 1
-            self._nbytes += size
-            while self._nbytes > self.capacity_bytes:
-                # Oldest version first; within a version what has been trained on goes first.
-                victim = min(
-                    self._entries.values(),
-                    key=lambda e: (e.sample.policy_version, -e.times_drawn, e.arrival),
-                )
-                self._evict(victim)
-
-    def draw(self, max_tokens: int, rng: random.Random) -> list[Sample]:
+    def draw(self, max_tokens: int) -> list[T]:
         """Samples to train on now, about ``max_tokens`` of them; each counts as trained once.
-
-        The preference is for new policy versions and little-trained samples: one version of age
-        weighs as much as one epoch; ties are broken by ``rng``.
 
         Args:
             max_tokens: bound on the sum of the samples' tokens. A first sample is returned even
                 where it alone exceeds the bound.
-            rng: breaks ties.
 
         Returns:
             Empty when nothing is left to train on.
         """
-        with self._lock:
-            entries = [e for e in self._entries.values() if not e.held_out]
-            newest = max((e.sample.policy_version for e in entries), default=0)
-            order = sorted(
-                (newest - e.sample.policy_version + e.times_drawn, rng.random(), e.arrival)
-                for e in entries
-            )
-            by_arrival = {e.arrival: e for e in entries}
-            drawn: list[Sample] = []
-            tokens = 0
-            for _, _, arrival in order:
-                entry = by_arrival[arrival]
-                size = entry.sample.num_tokens
-                if drawn and tokens + size > max_tokens:
-                    break
-                drawn.append(entry.sample)
-                tokens += size
-                entry.times_drawn += 1
-                if entry.times_drawn >= self._max_epochs:
-                    self._remove(entry)
-            return drawn
+        chosen: list[_Entry[T]] = []
+        tokens = 0
+        while self._to_draw:
+            _, pushed, name = self._to_draw[0]
+            if not self._is_valid(pushed, name):
+                heapq.heappop(self._to_draw)
+                continue
+            entry = self._entries[name]
+            size = entry.sample.num_tokens
+            if chosen and tokens + size > max_tokens:
+                break
+            heapq.heappop(self._to_draw)
+            self._pending -= _is_pending(entry)
+            entry.times_drawn += 1
+            entry.pushed = 0
+            chosen.append(entry)
+            tokens += size
+        # Only now: none is drawn twice for one batch.
+        for entry in chosen:
+            if entry.times_drawn < self.max_epochs:
+                self._push(entry)
+            else:
+                del self._entries[entry.sample.sample_id]
+        return [entry.sample for entry in chosen]
 
-    def held_out(self, newest_versions: int | None = None) -> list[Sample]:
+    def put_back(self, sample: T) -> None:
+        """Undo one draw of a sample that is still here, or left with that draw."""
+        entry = self._entries.get(sample.sample_id)
+        if entry is None:
+            self.add(sample, self.max_epochs - 1)
+        else:
+            entry.times_drawn -= 1
+            self._pending += _is_pending(entry)
+            self._push(entry)
+
+    def worst(self, spared: Callable[[T], bool] = lambda sample: False) -> T | None:
+        """Which sample to give up first: of the oldest version, and of those one trained on.
+
+        Args:
+            spared: which samples are of no use to give up now.
+
+        Returns:
+            None where all are spared.
+        """
+        passed_over = []
+        found = None
+        while self._to_evict and found is None:
+            _, pushed, name = self._to_evict[0]
+            if not self._is_valid(pushed, name):
+                heapq.heappop(self._to_evict)
+            elif spared(self._entries[name].sample):
+                passed_over.append(heapq.heappop(self._to_evict))
+            else:
+                found = self._entries[name].sample
+        for item in passed_over:
+            heapq.heappush(self._to_evict, item)
+        return found
+
+    def remove(self, sample: T) -> bool:
+        """Give up a sample that is here; whether it was to be trained on and never was."""
+        entry = self._entries.pop(sample.sample_id)
+        pending = _is_pending(entry)
+        self._pending -= pending
+        return pending
+
+    def held_out(self, newest_versions: int | None = None) -> list[T]:
         """Held-out samples, oldest arrival first.
 
         Args:
             newest_versions: only those of this many newest policy versions that have a held-out
                 sample; None for all.
         """
-        with self._lock:
-            entries = [e for e in self._entries.values() if e.held_out]
+        entries = [e for e in self._entries.values() if e.held_out]
         if newest_versions is not None:
             versions = sorted({e.sample.policy_version for e in entries})
             kept = set(versions[max(len(versions) - newest_versions, 0) :])
             entries = [e for e in entries if e.sample.policy_version in kept]
-        return [e.sample for e in sorted(entries, key=lambda e: e.arrival)]
-
-    def discard_versions(self, versions: Iterable[int]) -> None:
-        """Drop samples of policy versions whose matrices are gone; counted as evictions."""
-        gone = set(versions)
-        with self._lock:
-            for entry in [e for e in self._entries.values() if e.sample.policy_version in gone]:
-                self._evict(entry)
-
-    def is_held_out(self, group: str) -> bool:
-        """Whether samples of this group are held out of training."""
-        return is_held_out(group, self._held_out_fraction)
+        return [e.sample for e in entries]
 
     @property
     def pending(self) -> int:
         """Training samples that were never drawn."""
-        with self._lock:
-            return sum(not e.held_out and e.times_drawn == 0 for e in self._entries.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all samples held."""
-        with self._lock:
-            return self._nbytes
-
-    @property
-    def evicted_untrained(self) -> int:
-        """Training samples dropped without ever being drawn, since the start."""
-        with self._lock:
-            return self._evicted_untrained
+        return self._pending
 
     def __len__(self) -> int:
-        with self._lock:
-            return len(self._entries)
+        return len(self._entries)
 
-    def _evict(self, entry: _Entry) -> None:
-        self._remove(entry)
-        if not entry.held_out and entry.times_drawn == 0:
-            self._evicted_untrained += 1
+    def __contains__(self, sample_id: object) -> bool:
+        return sample_id in self._entries
 
-    def _remove(self, entry: _Entry) -> None:
-        del self._entries[entry.sample.sample_id]
-        self._nbytes -= entry.sample.nbytes
+    def __iter__(self) -> Iterator[T]:
+        return iter([entry.sample for entry in self._entries.values()])
+
+    def _push(self, entry: _Entry[T]) -> None:
+        self._pushes += 1
+        entry.pushed = self._pushes
+        name = entry.sample.sample_id
+        if not entry.held_out:
+            heapq.heappush(self._to_draw, (self._draw_key(entry), entry.pushed, name))
+        heapq.heappush(self._to_evict, (self._evict_key(entry), entry.pushed, name))
+        # Where nothing is drawn, or nothing evicted, old items would pile up for ever.
+        bound = 2 * len(self._entries) + _SLACK
+        if len(self._to_draw) > bound:
+            self._to_draw = [item for item in self._to_draw if self._is_valid(*item[1:])]
+            heapq.heapify(self._to_draw)
+        if len(self._to_evict) > bound:
+            self._to_evict = [item for item in self._to_evict if self._is_valid(*item[1:])]
+            heapq.heapify(self._to_evict)
+
+    def _is_valid(self, pushed: int, name: str) -> bool:
+        entry = self._entries.get(name)
+        return entry is not None and entry.pushed == pushed
+
+    def _draw_key(self, entry: _Entry[T]) -> tuple[int, bytes, int]:
+        times = entry.times_drawn
+        text = f"{self._seed}:{times}:{entry.sample.sample_id}"
+        tie = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return times - entry.sample.policy_version, tie, entry.arrival
+
+    def _evict_key(self, entry: _Entry[T]) -> tuple[int, int, int]:
+        # Oldest version first; within a version what has been trained on goes first.
+        return entry.sample.policy_version, -entry.times_drawn, entry.arrival
+
+
+def _is_pending(entry: _Entry[T]) -> bool:
+    return not entry.held_out and entry.times_drawn == 0

@@ -1,8 +1,9 @@
 """Runs and the sessions that feed them. One run at a time: a trainer has one draft.
 
 A run owns everything that is keyed by its policy versions: the matrices of each
-version and the replay buffer. A new run starts with both empty, because version
-7 of one run says nothing about version 7 of another.
+version and the samples. A new run starts with neither, because version 7 of one
+run says nothing about version 7 of another. A trainer that was killed, or stopped,
+has its run again from the start on.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from draft_trainer.eagle3.head_config import HeadConfig
 from draft_trainer.eagle3.policy_head import PolicyHead, PolicyHeads
-from draft_trainer.feed.replay import ReplayBuffer
+from draft_trainer.feed.sample import Sample
+from draft_trainer.feed.store import Drawn, SampleStore
 from slipstream.refusal import RefusedError, StatusCode
+from slipstream.tensors import digest
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 MAX_SESSIONS = 256
@@ -43,20 +45,22 @@ class Run:
     Args:
         run_id: the client's.
         sizes: of its policy.
-        replay: its samples.
+        store: keeps its samples and policy versions, and may hold some of them already.
         max_policy_lag: samples of versions older than the newest by more are refused.
     """
 
     def __init__(
-        self, run_id: str, sizes: PolicySizes, replay: ReplayBuffer, max_policy_lag: int
+        self, run_id: str, sizes: PolicySizes, store: SampleStore, max_policy_lag: int
     ) -> None:
         self.run_id = run_id
         self.sizes = sizes
-        self.replay = replay
+        self.store = store
         self.heads = PolicyHeads(max_policy_lag + 1)
         self._max_policy_lag = max_policy_lag
-        self._evicted_told = 0
-        self._evicted_lock = threading.Lock()
+        self._announcing = threading.Lock()
+        for head, digests in store.policies():
+            self.heads.add(head, digests)
+        self._forget_old()
 
     @property
     def latest_policy_version(self) -> int | None:
@@ -65,22 +69,39 @@ class Run:
         return versions[-1] if versions else None
 
     def add_policy(self, head: PolicyHead) -> None:
-        """Make a version known and drop the samples of those that became too old.
+        """Make a version known for good, and drop the samples of those that became too old.
 
         Raises:
-            RefusedError: not higher than every version before (FAILED_PRECONDITION).
+            RefusedError: not higher than every version before (FAILED_PRECONDITION), or no room
+                to keep it (RESOURCE_EXHAUSTED).
         """
-        known = self.heads.versions
-        forgotten = self.heads.add(head)
-        oldest = head.policy_version - self._max_policy_lag
-        self.replay.discard_versions({*forgotten, *(v for v in known if v < oldest)})
+        with self._announcing:
+            digests = (digest(head.lm_head_rows), digest(head.embed_tokens))
+            self.heads.check_newer(head.policy_version)
+            # Kept first: a sample of it that is acknowledged can be trained on after a kill.
+            self.heads.add(self.store.keep_policy(self.run_id, head, digests), digests)
+            self._forget_old()
 
-    def newly_evicted(self) -> int:
-        """Samples that left the replay buffer untrained since the last call."""
-        with self._evicted_lock:
-            total = self.replay.evicted_untrained
-            fresh, self._evicted_told = total - self._evicted_told, total
-            return fresh
+    def draw(self, max_tokens: int) -> Drawn:
+        """See ``SampleStore.draw``."""
+        return self.store.draw(self.run_id, max_tokens)
+
+    def put_back(self, drawn: Drawn) -> None:
+        """Undo a draw, but for the samples whose policy version was forgotten since."""
+        self.store.put_back(drawn)
+        with self._announcing:
+            self._forget_old()
+
+    def held_out(self, newest_versions: int | None = None) -> list[Sample]:
+        """See ``SampleStore.held_out``."""
+        return self.store.held_out(self.run_id, newest_versions)
+
+    def _forget_old(self) -> None:
+        known = self.heads.versions
+        if known:
+            oldest = known[-1] - self._max_policy_lag
+            kept = [version for version in known if version >= oldest]
+            self.store.keep_versions(self.run_id, kept)
 
     def check_policy_version(self, version: int) -> None:
         """Raise RefusedError for a sample of an unknown or too old version."""
@@ -122,26 +143,30 @@ class Runs:
 
     Args:
         draft: the draft head's configuration; a policy must fit it.
-        new_replay: makes the replay buffer of a new run.
+        store: keeps the run's samples; a run that it knows is current from the start.
         max_policy_lag: see ``Run``.
-        on_new_run: told of every new run, before its first sample.
+
+    Raises:
+        RefusedError: what the store holds of a run cannot be read.
     """
 
     def __init__(
         self,
         draft: HeadConfig,
-        new_replay: Callable[[], ReplayBuffer],
+        store: SampleStore,
         max_policy_lag: int,
-        on_new_run: Callable[[Run], None],
     ) -> None:
         self._draft = draft
-        self._new_replay = new_replay
+        self._store = store
         self._max_policy_lag = max_policy_lag
-        self._on_new_run = on_new_run
         self._lock = threading.Lock()
-        self._run: Run | None = None
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._streams = 0
+        found = store.run
+        self._run: Run | None = None
+        if found is not None:
+            run_id, sizes = found
+            self._run = Run(run_id, PolicySizes(**sizes), store, max_policy_lag)
 
     @property
     def current(self) -> Run | None:
@@ -230,10 +255,9 @@ class Runs:
                 StatusCode.FAILED_PRECONDITION,
             )
         self._sessions.clear()
-        run = Run(run_id, sizes, self._new_replay(), self._max_policy_lag)
-        self._on_new_run(run)
-        self._run = run
-        return run
+        self._store.begin(run_id, asdict(sizes))
+        self._run = Run(run_id, sizes, self._store, self._max_policy_lag)
+        return self._run
 
 
 def check_fit(policy: PolicySizes, draft: HeadConfig) -> None:

@@ -1,29 +1,42 @@
-"""From a ``VerifierStates`` message to a ``Sample``, or a refusal that names the field.
+"""What a ``VerifierStates`` message declares, checked before a byte of its states is touched.
 
-Every check here stands for states that would otherwise train without an error
-and never accept: swapped layers, another vocabulary, raw instead of normalised
-log-probs, a packed batch whose positions run on.
+Every check here and in ``contents`` stands for states that would otherwise train without an error
+and never accept: swapped layers, another vocabulary, raw instead of normalised log-probs, a packed
+batch whose positions run on.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from draft_trainer.feed.sample import Sample
-from slipstream.layers import decode_layers
+from slipstream.layers import decode_layers, encode_layers
+from slipstream.packed import FLOAT8, Layout, layout_of
 from slipstream.refusal import RefusedError
-from slipstream.tensors import decode, dtype_to_wire
+from slipstream.tensors import dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
 
 MAX_ID_CHARACTERS = 256
-LOGPROB_TOLERANCE = 1e-3
-"""log p may exceed 0 by rounding of a float32 log-sum-exp, not by more."""
 
 STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PACKED_DTYPES: dict[int, torch.dtype] = {
+    dtype_to_wire(dtype): dtype for dtype in (*STATE_DTYPES, FLOAT8)
+}
+
+TENSORS: dict[str, torch.dtype] = {
+    "token_ids": torch.int32,
+    "positions": torch.int32,
+    "segment_ids": torch.int32,
+    "loss_mask": torch.bool,
+    "sampled_logprobs": torch.float32,
+    "sampled_logits": torch.float32,
+}
+"""The tensors [T] of a message that does not pack them, but for the states."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +55,18 @@ class Expected:
     aux_layer_ids: tuple[int, ...]
     max_tokens: int
 
+    @cached_property
+    def aux_layers_message(self) -> tensor_pb2.AuxLayers:
+        """The layers as most samples name them."""
+        return encode_layers(self.aux_layer_ids)
 
-def sample_of(message: pb.VerifierStates, expected: Expected) -> Sample:
-    """Check everything about a sample that does not depend on the run's history.
+
+def declared(message: pb.VerifierStates, expected: Expected) -> Layout:
+    """The layout of the sample's block, as it arrives.
 
     Raises:
-        RefusedError: the first thing that is wrong; ``field`` begins with the
-            message's field name.
+        RefusedError: the first thing that is wrong; ``field`` begins with the message's field
+            name.
     """
     temperature = message.temperature
     if not (math.isfinite(temperature) and temperature > 0.0):
@@ -58,59 +76,25 @@ def sample_of(message: pb.VerifierStates, expected: Expected) -> Sample:
             "a finite number > 0",
             "send the rollout's sampling temperature",
         )
-    layers = decode_layers(message.aux_layers, "aux_layers")
-    if layers != expected.aux_layer_ids:
+    same = message.aux_layers == expected.aux_layers_message
+    layers = () if same else decode_layers(message.aux_layers, "aux_layers")
+    if not same and layers != expected.aux_layer_ids:
         raise RefusedError(
             "aux_layers",
             f"{list(layers)} (after L layers)",
             f"{list(expected.aux_layer_ids)} (after L layers)",
             "capture the layers that OpenRun answered, in its convention",
         )
-    token_ids = _integers(message.token_ids, "token_ids", None, expected)
-    tokens = int(token_ids.shape[0])
-    _in_range(token_ids, "token_ids", expected.vocab_size, "the policy's vocab_size")
-    positions = _integers(message.positions, "positions", tokens, expected)
-    segments = _integers(message.segment_ids, "segment_ids", tokens, expected)
-    _in_range(positions, "positions", 1 << 31, "2^31")
-    starts = _segment_starts(positions, segments)
-    loss_mask = _loss_mask(message.loss_mask, tokens)
-    offsets = (
-        torch.arange(tokens) - torch.cummax(torch.where(starts, torch.arange(tokens), 0), 0)[0]
-    )
-    if not bool((loss_mask & (offsets >= 2)).any()):
-        raise RefusedError(
-            "loss_mask",
-            "no true at or after the third token of a segment",
-            "at least one target that an anchor can predict",
-            "send windows that contain completion tokens",
-        )
-    width = expected.hidden_size
-    aux = _states(
-        message.aux_hidden_states, "aux_hidden_states", (tokens, len(layers) * width), None
-    )
-    final = _states(message.final_hidden_state, "final_hidden_state", (tokens, width), aux.dtype)
-    logprobs = _floats(message.sampled_logprobs, "sampled_logprobs", tokens)
-    if float(logprobs.max()) > LOGPROB_TOLERANCE:
-        raise RefusedError(
-            "sampled_logprobs",
-            f"{float(logprobs.max()):.4g}",
-            "log-probabilities, at most 0",
-            "send log p(x_t | x_<t), normalised over the full vocabulary",
-        )
-    logits = _floats(message.sampled_logits, "sampled_logits", tokens)
-    return Sample(
-        sample_id=message.sample_id,
-        policy_version=message.policy_version,
-        temperature=temperature,
-        token_ids=token_ids,
-        positions=positions,
-        segment_ids=segments,
-        loss_mask=loss_mask,
-        aux=aux,
-        final_hidden=final,
-        sampled_logprobs=logprobs,
-        sampled_logits=logits,
-    )
+    if message.HasField("packed"):
+        return _packed(message.packed, expected)
+    return _tensors(message, expected)
+
+
+def kept_layout(arriving: Layout) -> Layout:
+    """How the trainer keeps a block of this layout: float8 states are decoded to bfloat16."""
+    if arriving.dtype != FLOAT8:
+        return arriving
+    return layout_of(arriving.tokens, arriving.aux_layers, arriving.hidden_size, torch.bfloat16)
 
 
 def check_sample_id(sample_id: str) -> None:
@@ -124,91 +108,54 @@ def check_sample_id(sample_id: str) -> None:
         )
 
 
-def _integers(
-    message: tensor_pb2.Tensor, field: str, tokens: int | None, expected: Expected
-) -> torch.Tensor:
-    _declared(message, field, (torch.int32,), (tokens,))
-    if tokens is None and not 3 <= message.shape[0] <= expected.max_tokens:
+def _packed(packed: pb.PackedStates, expected: Expected) -> Layout:
+    _check_tokens("packed.tokens", packed.tokens, expected)
+    dtype = _dtype_among("packed.states_dtype", packed.states_dtype, _PACKED_DTYPES)
+    layout = layout_of(packed.tokens, len(expected.aux_layer_ids), expected.hidden_size, dtype)
+    if packed.span.bytes != layout.nbytes:
+        raise RefusedError(
+            "packed.span.bytes",
+            packed.span.bytes,
+            f"{layout.nbytes} for {packed.tokens} tokens of "
+            f"{len(expected.aux_layer_ids) + 1} states of {expected.hidden_size}",
+            "lay the block out as docs/wire.md says; check the hidden size and the layers",
+        )
+    return layout
+
+
+def _tensors(message: pb.VerifierStates, expected: Expected) -> Layout:
+    _declared(message.token_ids, "token_ids", (torch.int32,), (None,))
+    tokens = message.token_ids.shape[0]
+    _check_tokens("token_ids", tokens, expected)
+    for field, dtype in TENSORS.items():
+        _declared(getattr(message, field), field, (dtype,), (tokens,))
+    width, layers = expected.hidden_size, len(expected.aux_layer_ids)
+    aux = message.aux_hidden_states
+    _declared(aux, "aux_hidden_states", STATE_DTYPES, (tokens, layers * width))
+    dtype = _PACKED_DTYPES[aux.dtype]
+    _declared(message.final_hidden_state, "final_hidden_state", (dtype,), (tokens, width))
+    return layout_of(tokens, layers, width, dtype)
+
+
+def _check_tokens(field: str, tokens: int, expected: Expected) -> None:
+    if not 3 <= tokens <= expected.max_tokens:
         raise RefusedError(
             field,
-            f"{message.shape[0]} tokens",
+            f"{tokens} tokens",
             f"3 to {expected.max_tokens} tokens",
             "send windows of at most OpenRunResponse.max_tokens_per_sample tokens",
         )
-    return decode(message, field)
 
 
-def _in_range(values: torch.Tensor, field: str, bound: int, meaning: str) -> None:
-    low, high = int(values.min()), int(values.max())
-    if low < 0 or high >= bound:
+def _dtype_among(field: str, found: int, known: Mapping[int, torch.dtype]) -> torch.dtype:
+    if found not in known:
         raise RefusedError(
             field,
-            low if low < 0 else high,
-            f"0 to {bound - 1} (below {meaning})",
-            "check the tokenizer and the padding: a padding id is not a token",
+            tensor_pb2.DType.Name(found) if found in tensor_pb2.DType.values() else found,  # type: ignore[arg-type]
+            " or ".join(tensor_pb2.DType.Name(value) for value in known),
+            "cast the tensor before sending it",
         )
-
-
-def _segment_starts(positions: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-    """bool [T]: true where a segment begins."""
-    starts = torch.ones_like(segments, dtype=torch.bool)
-    starts[1:] = segments[1:] != segments[:-1]
-    if int(starts.sum()) != int(segments.unique().numel()):
-        raise RefusedError(
-            "segment_ids",
-            "a number that comes back after another segment",
-            "the tokens of one sequence side by side",
-            "pack whole sequences one after the other",
-        )
-    broken = ~starts[1:] & (positions[1:] != positions[:-1] + 1)
-    if bool(broken.any()):
-        at = int(broken.nonzero()[0]) + 1
-        raise RefusedError(
-            "positions",
-            f"{int(positions[at])} after {int(positions[at - 1])} at token {at}",
-            "positions that rise by 1 within a segment",
-            "drop padding, and start a new segment where a sequence ends",
-        )
-    return starts
-
-
-def _loss_mask(message: tensor_pb2.Tensor, tokens: int) -> torch.Tensor:
-    _declared(message, "loss_mask", (torch.bool,), (tokens,))
-    mask = decode(message, "loss_mask")
-    # Any other byte is undefined behaviour in a bool tensor.
-    if int(mask.view(torch.uint8).max()) > 1:
-        raise RefusedError(
-            "loss_mask", "a byte above 1", "bytes 0 or 1", "send torch.bool, not a bit mask"
-        )
-    return mask
-
-
-def _states(
-    message: tensor_pb2.Tensor, field: str, shape: tuple[int, int], dtype: torch.dtype | None
-) -> torch.Tensor:
-    _declared(message, field, STATE_DTYPES if dtype is None else (dtype,), shape)
-    states = decode(message, field)
-    _finite(states, field)
-    return states
-
-
-def _floats(message: tensor_pb2.Tensor, field: str, tokens: int) -> torch.Tensor:
-    _declared(message, field, (torch.float32,), (tokens,))
-    values = decode(message, field)
-    _finite(values, field)
-    return values
-
-
-def _finite(values: torch.Tensor, field: str) -> None:
-    finite = torch.isfinite(values)
-    if not bool(finite.all()):
-        bad = int((~finite).sum())
-        raise RefusedError(
-            field,
-            f"{bad} of {values.numel()} values are not finite",
-            "finite values",
-            "look for an overflow in the policy's forward pass",
-        )
+    return known[found]
 
 
 def _declared(
@@ -217,17 +164,8 @@ def _declared(
     dtypes: tuple[torch.dtype, ...],
     shape: tuple[int | None, ...],
 ) -> None:
-    """Refuse a wrong dtype or shape before a byte of the data is touched."""
-    known = {dtype_to_wire(dtype): dtype for dtype in dtypes}
-    if message.dtype not in known:
-        raise RefusedError(
-            f"{field}.dtype",
-            tensor_pb2.DType.Name(message.dtype)
-            if message.dtype in tensor_pb2.DType.values()
-            else message.dtype,
-            " or ".join(tensor_pb2.DType.Name(value) for value in known),
-            "cast the tensor before sending it",
-        )
+    known: dict[int, torch.dtype] = {dtype_to_wire(dtype): dtype for dtype in dtypes}
+    _dtype_among(f"{field}.dtype", message.dtype, known)
     found = tuple(message.shape)
     same = len(found) == len(shape) and all(
         want is None or have == want for have, want in zip(found, shape, strict=True)

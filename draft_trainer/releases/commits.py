@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from draft_trainer.releases.fleet import DraftPayload, Failure, RolloutClient, Timed
 from draft_trainer.releases.registry import Registry
 from slipstream.refusal import RefusedError
+from slipstream.release_digest import digest_of_specs
 from slipstream.v1 import rollout_server_pb2 as pb
 
 
@@ -116,16 +117,24 @@ def restore_on(
         done, or why it failed.
     """
     state = client.state()
-    if isinstance(state, Failure) or state.draft_version == target:
+    if isinstance(state, Failure) or payloads.is_served(state, target):
         return state
     if state.HasField("previous_draft_version") and state.previous_draft_version == target:
-        return client.roll_back()
+        back = client.roll_back()
+        if not isinstance(back, Failure) and payloads.is_served(back.value.state, target):
+            return back
+    staged = stage_on(client, target, payloads, f"draft-{target}")
+    return staged if isinstance(staged, Failure) else client.commit([f"draft-{target}"])
+
+
+def stage_on(
+    client: RolloutClient, target: int, payloads: Payloads, stage_id: str
+) -> Timed[pb.StageResult] | Failure:
+    """Stage release ``target`` on one server; an unreadable release is a failure like others."""
     try:
-        draft = payloads.get(target)
+        return client.stage(payloads.get(target), stage_id)
     except RefusedError as error:
         return Failure(f"{client.address}: {error}", error.code)
-    staged = client.stage(draft)
-    return staged if isinstance(staged, Failure) else client.commit([draft.stage_id])
 
 
 def with_state(outcome: Outcome, state: pb.ServerState | Failure) -> Outcome:
@@ -142,6 +151,27 @@ class Payloads:
         self._registry = registry
         self._lock = threading.Lock()
         self._held: OrderedDict[int, DraftPayload] = OrderedDict()
+        self._digests: OrderedDict[int, bytes] = OrderedDict()
+
+    def is_served(self, state: pb.ServerState, version: int) -> bool:
+        """Whether a server serves this release, by number and by content."""
+        if state.draft_version != version:
+            return False
+        # A server whose wire has no checksum yet can only be taken at its word.
+        return not state.draft_sha256 or state.draft_sha256 == self._digest(version)
+
+    def _digest(self, version: int) -> bytes | None:
+        with self._lock:
+            if version not in self._digests:
+                try:
+                    specs = self._registry.get(version).tensors
+                except RefusedError:
+                    return None
+                self._digests[version] = digest_of_specs(specs)
+            self._digests.move_to_end(version)
+            while len(self._digests) > 64:
+                self._digests.popitem(last=False)
+            return self._digests[version]
 
     def get(self, version: int) -> DraftPayload:
         """One release. Raises RefusedError: there is none, or its files were altered."""

@@ -6,8 +6,9 @@ exception: the trainer outlives its fleet.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -15,8 +16,10 @@ from typing import Generic, TypeVar
 import grpc
 import torch
 
+from draft_trainer.releases.membership import Members, StaticMembers
 from slipstream.channel import open_channel
 from slipstream.refusal import RefusedError, refused_from
+from slipstream.release_digest import digest_of_specs
 from slipstream.staging import stage
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
@@ -79,6 +82,11 @@ class DraftPayload:
         """The name it is committed or aborted by."""
         return f"draft-{self.version}"
 
+    @property
+    def sha256(self) -> bytes:
+        """What a server that serves it says of itself."""
+        return digest_of_specs(self.specs)
+
 
 class RolloutClient:
     """One rollout server's control plane."""
@@ -89,19 +97,18 @@ class RolloutClient:
         self._channel = open_channel(address)
         self._stub = pb_grpc.RolloutServerStub(self._channel)
 
-    def state(self) -> pb.ServerState | Failure:
-        """What it serves."""
-        answer = self._call(
-            lambda: self._stub.GetState(pb.GetStateRequest(), timeout=self.timeouts.state)
-        )
+    def state(self, read_back: bool = False) -> pb.ServerState | Failure:
+        """What it serves; with ``read_back`` its workers look into their memory for it."""
+        request = pb.GetStateRequest(read_back=read_back)
+        answer = self._call(lambda: self._stub.GetState(request, timeout=self.timeouts.state))
         return answer if isinstance(answer, Failure) else answer.value
 
-    def stage(self, draft: DraftPayload) -> Timed[pb.StageResult] | Failure:
-        """Let it pull and verify a release while it generates."""
+    def stage(self, draft: DraftPayload, stage_id: str = "") -> Timed[pb.StageResult] | Failure:
+        """Let it pull and verify a release while it generates, under its usual id or another."""
         return self._call(
             lambda: stage(
                 self._stub,
-                stage_id=draft.stage_id,
+                stage_id=stage_id or draft.stage_id,
                 kind=pb.STAGE_KIND_DRAFT,
                 version=draft.version,
                 tensors=draft.tensors,
@@ -128,6 +135,19 @@ class RolloutClient:
             lambda: self._stub.RollBack(pb.RollBackRequest(), timeout=self.timeouts.commit)
         )
 
+    def set_speculation(self, enabled: bool) -> Timed[pb.CommitResponse] | Failure:
+        """Turn drafting on or off between two steps."""
+        request = pb.SetSpeculationRequest(enabled=enabled)
+        return self._call(lambda: self._stub.SetSpeculation(request, timeout=self.timeouts.commit))
+
+    def watch(self, interval_ms: int, timeout: float) -> Iterator[pb.AcceptanceReport]:
+        """Acceptance counters as they move, for ``timeout`` seconds; ends early where it fails."""
+        request = pb.WatchAcceptanceRequest(min_interval_ms=interval_ms)
+        try:
+            yield from self._stub.WatchAcceptance(request, timeout=timeout)
+        except (grpc.RpcError, ValueError):
+            return
+
     def close(self) -> None:
         """Give up the connection; calls in flight fail."""
         self._channel.close()
@@ -149,29 +169,67 @@ class RolloutClient:
 
 
 class Fleet:
-    """All rollout servers of the configuration. Owns the clients and the threads that ask them."""
+    """The rollout servers there are now. Owns the clients and the threads that ask them.
 
-    def __init__(self, addresses: Sequence[str], timeouts: Timeouts) -> None:
-        self.addresses = tuple(addresses)
+    Args:
+        members: their addresses, or who knows them.
+        timeouts: of every call.
+    """
+
+    MAX_CALLS = 256
+    """At a time; threads exist as calls do."""
+
+    def __init__(self, members: Members | Sequence[str], timeouts: Timeouts) -> None:
+        self._members = StaticMembers(members) if isinstance(members, Sequence) else members
         self.timeouts = timeouts
-        self._clients = {address: RolloutClient(address, timeouts) for address in addresses}
-        # Room for a policy commit on every server while another publish is staging.
-        self._pool = ThreadPoolExecutor(max(1, 3 * len(addresses)), thread_name_prefix="fleet")
+        self._lock = threading.Lock()
+        self._clients: dict[str, RolloutClient] = {}
+        self._pool = ThreadPoolExecutor(self.MAX_CALLS, thread_name_prefix="fleet")
+        self.refresh()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of the servers that belong to the fleet."""
+        with self._lock:
+            return tuple(self._clients)
+
+    def refresh(self) -> tuple[str, ...]:
+        """Ask again who belongs to it; returns the addresses."""
+        wanted = self._members.addresses()
+        with self._lock:
+            gone = [self._clients.pop(a) for a in list(self._clients) if a not in wanted]
+            for address in wanted:
+                if address not in self._clients:
+                    self._clients[address] = RolloutClient(address, self.timeouts)
+        for client in gone:
+            client.close()
+        return wanted
+
+    def client(self, address: str) -> RolloutClient:
+        """One server. Of one that has left, a client whose calls all fail."""
+        with self._lock:
+            client = self._clients.get(address)
+        if client is None:
+            client = RolloutClient(address, self.timeouts)
+            client.close()
+        return client
 
     def each(
         self, ask: Callable[[RolloutClient], T], addresses: Iterable[str] | None = None
     ) -> dict[str, T]:
         """Ask servers in parallel and wait for all; every ``ask`` ends by its own deadlines."""
         chosen = self.addresses if addresses is None else tuple(addresses)
-        futures = {a: self._pool.submit(ask, self._clients[a]) for a in chosen}
+        futures = {a: self._pool.submit(ask, self.client(a)) for a in chosen}
         return {address: future.result() for address, future in futures.items()}
 
-    def states(self) -> dict[str, pb.ServerState | Failure]:
+    def states(self, read_back: bool = False) -> dict[str, pb.ServerState | Failure]:
         """What every server serves now."""
-        return self.each(lambda client: client.state())
+        return self.each(lambda client: client.state(read_back))
 
     def close(self) -> None:
         """Close every channel, then end the threads (their calls fail at once)."""
-        for client in self._clients.values():
+        with self._lock:
+            clients, self._clients = self._clients, {}
+        for client in clients.values():
             client.close()
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import torch
 
@@ -13,10 +12,9 @@ from draft_trainer.eagle3.acceptance import AcceptanceEstimate, Method, expected
 from draft_trainer.eagle3.head import Eagle3Head
 from draft_trainer.eagle3.policy_head import PolicyHeads
 from draft_trainer.feed.sample import Sample
+from draft_trainer.releases.paired_interval import MIN_CLUSTERS, paired_interval
 from slipstream.refusal import RefusedError
 from slipstream.v1 import release_pb2
-
-_MIN_PROMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -24,9 +22,10 @@ class GateConfig:
     """What counts as a gain.
 
     Attributes:
-        min_gain: the least gain in acceptance length (tokens per verification step) that is worth
-            a release; at least 0.
-        confidence: of the two-sided interval of the paired difference, in (0, 1).
+        min_gain: the gain in acceptance length (tokens per verification step) that a candidate
+            must surely exceed; at least 0.
+        confidence: of the two-sided interval of the paired difference, in (0, 1). A candidate
+            whose true gain is ``min_gain`` or less passes with probability (1 - confidence) / 2.
         min_anchors: expected verification steps that the held-out samples must hold.
     """
 
@@ -46,12 +45,13 @@ class GateVerdict:
     """Outcome of one comparison.
 
     Attributes:
-        passed: the gain is at least ``min_gain`` and its interval lies above 0.
+        passed: the interval of the gain lies above ``min_gain``.
         candidate: expected acceptance length of the candidate; NaN if it could not be measured.
         incumbent: that of the incumbent.
         difference: candidate minus incumbent.
-        half_width: half width of the interval of ``difference``.
+        half_width: how far below ``difference`` its interval begins.
         anchors: expected verification steps of the incumbent on the held-out samples.
+        prompts: different prompts of the held-out samples, the independent observations.
         reason: one line for people.
     """
 
@@ -61,17 +61,13 @@ class GateVerdict:
     difference: float
     half_width: float
     anchors: int
+    prompts: int
     reason: str
 
-    def to_proto(self) -> release_pb2.GateFigures:
-        """For a release manifest."""
-        return release_pb2.GateFigures(
-            candidate_acceptance_length=self.candidate,
-            incumbent_acceptance_length=self.incumbent,
-            difference_half_width=self.half_width,
-            anchors=self.anchors,
-            passed=self.passed,
-        )
+    @property
+    def measured(self) -> bool:
+        """Whether there are figures. False where there was too little, and for a ruined head."""
+        return not math.isnan(self.difference)
 
 
 class Gate:
@@ -83,6 +79,22 @@ class Gate:
 
     def __init__(self, config: GateConfig) -> None:
         self._config = config
+
+    def figures(self, verdict: GateVerdict, k: int, method: Method) -> release_pb2.GateFigures:
+        """A measured verdict at draft length ``k`` as a message."""
+        return release_pb2.GateFigures(
+            candidate_acceptance_length=verdict.candidate,
+            incumbent_acceptance_length=verdict.incumbent,
+            difference=verdict.difference,
+            difference_half_width=verdict.half_width,
+            confidence=self._config.confidence,
+            min_gain=self._config.min_gain,
+            anchors=verdict.anchors,
+            prompts=verdict.prompts,
+            num_speculative_tokens=k,
+            draft_sample_method=method,
+            passed=verdict.passed,
+        )
 
     def compare(
         self,
@@ -96,8 +108,8 @@ class Gate:
         """Judge ``candidate``, both heads with the weights that are (or would be) served.
 
         The difference is paired: both heads replay the same recordings, so that the sequences'
-        own difficulty cancels. Its interval is Student's over prompts: completions of one prompt
-        are one cluster, because what a head gains on one of them it gains on all.
+        own difficulty cancels. Its interval is over prompts (``paired_interval``): what a head
+        gains on one completion of a prompt it gains on all.
 
         Args:
             candidate: the head that wants to be released.
@@ -107,28 +119,36 @@ class Gate:
             k: served draft length.
             method: how vLLM drafts.
         """
-        try:
-            ours = expected_acceptance(candidate, samples, policy_heads, k, method)
-            theirs = expected_acceptance(incumbent, samples, policy_heads, k, method)
-        except RefusedError as error:
-            if error.field != "samples":
-                raise
-            return _unmeasured("no held-out sample has an anchor")
+        theirs = _estimate(incumbent, samples, policy_heads, k, method)
+        if theirs is None:
+            return unmeasured("no held-out sample has an anchor")
         anchors, prompts = math.floor(theirs.drafts), len(set(theirs.groups))
-        if anchors < self._config.min_anchors or prompts < _MIN_PROMPTS:
-            return _unmeasured(
+        if anchors < self._config.min_anchors or prompts < MIN_CLUSTERS:
+            return unmeasured(
                 f"too few held-out states: {anchors} anchors in {prompts} prompts, "
-                f"need {self._config.min_anchors} in {_MIN_PROMPTS}",
+                f"need {self._config.min_anchors} in {MIN_CLUSTERS}",
                 anchors,
+                prompts,
             )
-        difference, half_width = self._interval(ours, theirs)
+        # Greedily, a head of NaNs still proposes something, and is measured like any other.
+        for name, weight in candidate.named_parameters():
+            if not bool(torch.isfinite(weight).all()):
+                return unmeasured(f"ruined: {name} is not finite", anchors, prompts)
+        ours = _estimate(candidate, samples, policy_heads, k, method)
+        # A sequence on which a head's probabilities are not finite is left out of its estimate.
+        if ours is None or ours.groups != theirs.groups:
+            return unmeasured("ruined: its probabilities are not finite", anchors, prompts)
+        paired = ours.per_sequence - theirs.per_sequence
+        difference, half_width = paired_interval(paired, theirs.groups, self._config.confidence)
         figures = f"{ours.acceptance_length:.3f} against {theirs.acceptance_length:.3f}"
-        # NaN fails both: a ruined candidate compares false with everything.
-        passed = difference >= self._config.min_gain and difference - half_width > 0.0
+        passed = difference - half_width > self._config.min_gain
         if passed:
             reason = f"passed: {figures}, gain {difference:+.3f} ± {half_width:.3f}"
         elif difference - half_width > 0.0:
-            reason = f"gain {difference:+.3f} is below {self._config.min_gain} ({figures})"
+            reason = (
+                f"gain {difference:+.3f} ± {half_width:.3f} is not surely above "
+                f"{self._config.min_gain} ({figures})"
+            )
         else:
             reason = f"no real gain: {figures}, difference {difference:+.3f} ± {half_width:.3f}"
         return GateVerdict(
@@ -138,33 +158,23 @@ class Gate:
             difference,
             half_width,
             anchors,
+            prompts,
             reason,
         )
 
-    def _interval(
-        self, ours: AcceptanceEstimate, theirs: AcceptanceEstimate
-    ) -> tuple[float, float]:
-        paired = ours.per_sequence - theirs.per_sequence
-        mean = float(paired.mean())
-        numbers = {group: index for index, group in enumerate(dict.fromkeys(theirs.groups))}
-        clusters = torch.zeros(len(numbers), dtype=paired.dtype)
-        clusters.index_add_(0, torch.tensor([numbers[g] for g in theirs.groups]), paired - mean)
-        freedom = len(clusters) - 1
-        # Cluster-robust (Liang and Zeger 1986), with the small-sample factor G / (G - 1).
-        variance = float(clusters.square().sum()) * len(clusters) / freedom
-        return mean, math.sqrt(variance) / len(paired) * _student(self._config.confidence, freedom)
+
+def _estimate(
+    head: Eagle3Head, samples: Sequence[Sample], heads: PolicyHeads, k: int, method: Method
+) -> AcceptanceEstimate | None:
+    """None where no sample has an anchor with finite probabilities."""
+    try:
+        return expected_acceptance(head, samples, heads, k, method)
+    except RefusedError as error:
+        if error.field != "samples":
+            raise
+        return None
 
 
-def _student(confidence: float, freedom: int) -> float:
-    """Two-sided quantile of Student's t (Cornish-Fisher, Abramowitz & Stegun 26.7.5)."""
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )
-
-
-def _unmeasured(reason: str, anchors: int = 0) -> GateVerdict:
-    return GateVerdict(False, math.nan, math.nan, math.nan, math.nan, anchors, reason)
+def unmeasured(reason: str, anchors: int = 0, prompts: int = 0) -> GateVerdict:
+    """A verdict where nothing could be measured. Nothing passes unmeasured."""
+    return GateVerdict(False, math.nan, math.nan, math.nan, math.nan, anchors, prompts, reason)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
-import tempfile
 import threading
-import time
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from google.protobuf import json_format
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-import slipstream
 from draft_trainer.checkpoints.checkpoint import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -24,21 +20,30 @@ from draft_trainer.checkpoints.checkpoint import (
     save_draft,
     write_checkpoint,
 )
+from draft_trainer.durable import folder_written_whole
 from draft_trainer.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.releases.pins import read_pins, write_pins
+from draft_trainer.releases.release_folder import (
+    check_names,
+    folder_name,
+    read_manifest,
+    read_tensors,
+    same_content,
+    size_on_disk,
+    verify,
+    version_of,
+    write_manifest,
+)
+from draft_trainer.releases.removal import beyond_bounds, remove_folder, remove_leftovers
+from draft_trainer.releases.writer_lock import WriterLock
 from slipstream.refusal import RefusedError, StatusCode
-from slipstream.tensors import spec_of
 from slipstream.v1 import release_pb2
-
-MANIFEST_FILE = "manifest.json"
-_NAME = re.compile(r"release-(\d{6,})")
-_FILES = (CONFIG_FILE, WEIGHTS_FILE, MANIFEST_FILE)
 
 
 class Registry:
-    """The releases under one directory. Thread-safe; one process writes.
+    """The releases under one directory. Thread-safe; one process writes, any number read.
 
-    A release is written to a temporary name, fsynced and renamed: it is there whole or not at
-    all, and a directory that a killed process left half-written is never listed.
+    A release is written to a temporary name, fsynced and renamed: it is there whole or not at all.
 
     Args:
         root: the directory; made if it is missing.
@@ -46,8 +51,28 @@ class Registry:
 
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
-        self._root = root.resolve(strict=True)
-        self._lock = threading.Lock()
+        self.root = root.resolve(strict=True)
+        self._lock = threading.RLock()
+        self._writer = WriterLock(self.root)
+        self._held = False
+        self._busy: Counter[int] = Counter()
+
+    def hold(self) -> None:
+        """Keep every other process from writing until ``close``; else each write takes the lock.
+
+        Raises:
+            RefusedError: FAILED_PRECONDITION, another one writes it.
+        """
+        with self._lock:
+            self._writer.__enter__()
+            self._held = True
+
+    def close(self) -> None:
+        """Let go of what ``hold`` took, if it did."""
+        with self._lock:
+            if self._held:
+                self._held = False
+                self._writer.__exit__()
 
     def create(
         self,
@@ -61,8 +86,12 @@ class Registry:
         ttt_steps: int,
         gate: release_pb2.GateFigures | None,
         dtype: torch.dtype = torch.bfloat16,
+        source: release_pb2.ReleaseSource = release_pb2.RELEASE_SOURCE_TRAINED,
+        draft_sample_method: str = "",
+        num_speculative_tokens: int = 0,
+        origin: str = "",
     ) -> release_pb2.ReleaseManifest:
-        """Write a new release, numbered one above the newest and written like it.
+        """Write a new release, numbered one above the newest and written like the oldest.
 
         A server takes releases whose tensors have the names of the draft it was started with, so
         layout, fields and names stay those of the imported draft; without one they are plain.
@@ -73,31 +102,33 @@ class Registry:
             d2t: int64 [draft_vocab] offsets (see ``checkpoint``); None for the full vocabulary.
             parent: draft version that training started from, if any.
             trained_against: newest policy version whose states were trained on, if any.
-            run_id: the run that made it.
-            ttt_steps: depth of the training-time test.
+            run_id, ttt_steps, source, draft_sample_method, num_speculative_tokens, origin: see
+                ``ReleaseManifest``; 0 and empty where nobody knows.
             gate: the gate's figures, if it was gated.
             dtype: element type of the weights.
 
         Raises:
-            RefusedError: the head is not of the newest release's configuration.
+            RefusedError: the head is not of the releases' configuration, the oldest release is
+                damaged, or another process writes the registry.
         """
-        manifest = release_pb2.ReleaseManifest(run_id=run_id, ttt_steps=ttt_steps)
-        if parent is not None:
-            manifest.parent_version = parent
-        if trained_against is not None:
-            manifest.trained_against_policy_version = trained_against
-        if gate is not None:
-            manifest.gate.CopyFrom(gate)
-        with self._lock:
-            newest = max(self._versions(), default=-1)
-            manifest.draft_version = newest + 1
-            staging = self._staging()
-            try:
-                like = None if newest < 0 else self.path(newest)
+        manifest = release_pb2.ReleaseManifest(
+            parent_version=parent,
+            trained_against_policy_version=trained_against,
+            run_id=run_id,
+            ttt_steps=ttt_steps,
+            gate=gate,
+            source=source,
+            draft_sample_method=draft_sample_method,
+            num_speculative_tokens=num_speculative_tokens,
+            origin=origin,
+        )
+        with self._lock, self._writer:
+            versions = self.versions()
+            manifest.draft_version = max(versions, default=-1) + 1
+            like = self.path(versions[0]) if versions else None
+            with self._new(manifest) as staging:
                 save_draft(staging, config, head, d2t, dtype, like=like)
-                return self._publish(staging, manifest)
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
+        return manifest
 
     def import_initial(
         self, directory: Path, policy: Path | None = None
@@ -118,59 +149,61 @@ class Registry:
                 exists and is another one.
         """
         checkpoint = read_checkpoint(directory, policy)
-        with self._lock:
-            staging, source = self._staging(), directory
-            try:
-                if not checkpoint.as_stored:
-                    write_checkpoint(staging, checkpoint)
-                    source = staging
-                if versions := self._versions():
-                    if 0 in versions and self._same_content(source):
-                        return self._manifest(0)
-                    raise RefusedError(
-                        str(directory),
-                        "another checkpoint than release 0 of this registry",
-                        f"an empty registry, or the checkpoint that release 0 in {self._root} is",
-                        "point the registry at a new directory, or give the original draft",
-                        StatusCode.FAILED_PRECONDITION,
-                    )
-                if checkpoint.as_stored:
-                    for name in (CONFIG_FILE, WEIGHTS_FILE):
-                        shutil.copyfile(directory / name, staging / name)
-                return self._publish(staging, release_pb2.ReleaseManifest(draft_version=0))
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
+
+        def write(folder: Path) -> None:
+            if not checkpoint.as_stored:
+                return write_checkpoint(folder, checkpoint)
+            for name in (CONFIG_FILE, WEIGHTS_FILE):
+                shutil.copyfile(directory / name, folder / name)
+
+        with self._lock, self._writer:
+            if not self.versions():
+                manifest = release_pb2.ReleaseManifest(
+                    source=release_pb2.RELEASE_SOURCE_INITIAL, origin=str(directory)
+                )
+                with self._new(manifest) as staging:
+                    write(staging)
+                return manifest
+            with TemporaryDirectory(prefix=".staging-", dir=self.root) as temporary:
+                write(Path(temporary))
+                if self.versions()[0] == 0 and same_content(self.path(0), Path(temporary)):
+                    return self.get(0)
+            raise RefusedError(
+                str(directory),
+                "another checkpoint than release 0 of this registry",
+                f"an empty registry, or the checkpoint that release 0 in {self.root} is",
+                "point the registry at a new directory, or give the original draft; a draft that "
+                "somebody else trained is imported: draft-trainer releases import DIR",
+                StatusCode.FAILED_PRECONDITION,
+            )
+
+    def versions(self) -> tuple[int, ...]:
+        """Every release that is there, oldest first; their content is not looked at."""
+        found = (version_of(p.name) for p in self.root.iterdir() if p.is_dir())
+        return tuple(sorted(version for version in found if version is not None))
 
     def list(self) -> list[release_pb2.ReleaseManifest]:
-        """The manifests of all releases, oldest first."""
+        """The manifests of all releases, oldest first. Raises RefusedError where one is damaged."""
         with self._lock:
-            return [self._manifest(version) for version in self._versions()]
+            return [self.get(version) for version in self.versions()]
 
     def get(self, version: int) -> release_pb2.ReleaseManifest:
-        """One manifest. Raises RefusedError when there is no such release."""
+        """One manifest. Raises RefusedError: no such release, or it is not what was released."""
         with self._lock:
-            return self._manifest(version)
+            return read_manifest(self.path(version), version)
 
     def path(self, version: int) -> Path:
-        """The directory of a release. Raises RefusedError: none, or it is (or holds) a link."""
-        path = self._root / f"release-{version:06d}"
+        """The directory of a release. Raises RefusedError: none, or a link or pickle is in it."""
+        path = self.root / folder_name(version)
         if version < 0 or not path.is_dir():
             raise RefusedError(
                 "draft_version",
                 version,
-                f"one of {self._versions()}",
+                f"one of {list(self.versions())}",
                 "list the releases; old ones are pruned",
                 StatusCode.NOT_FOUND,
             )
-        for part in (path, *(path / name for name in _FILES)):
-            if part.is_symlink():
-                raise RefusedError(
-                    str(part),
-                    "a symbolic link",
-                    "a plain directory with plain files, as it was written",
-                    "restore the release from a copy; releases are never links",
-                    StatusCode.DATA_LOSS,
-                )
+        check_names(path)
         return path
 
     def tensors(self, version: int) -> dict[str, Tensor]:
@@ -179,107 +212,88 @@ class Registry:
         Raises:
             RefusedError: no such release, or a file is missing or differs from the manifest.
         """
-        manifest = self.get(version)
-        path = self.path(version)
+        with self.using(version):
+            return read_tensors(self.path(version), self.get(version))
+
+    def verify(self, version: int) -> None:
+        """Check every byte of a release. Raises RefusedError with what differs."""
+        with self.using(version):
+            verify(self.path(version), self.get(version))
+
+    def nbytes(self, version: int) -> int:
+        """Bytes of a release on disk; 0 where it was removed meanwhile."""
         try:
-            config_json = (path / CONFIG_FILE).read_text()
-            tensors = load_file(path / WEIGHTS_FILE)
-        except (OSError, UnicodeDecodeError, SafetensorError) as error:
-            raise _damaged(path, str(error)) from error
-        if config_json != manifest.config_json:
-            raise _damaged(path / CONFIG_FILE, "not the text in the manifest")
-        wanted = {spec.name: spec for spec in manifest.tensors}
-        if tensors.keys() != wanted.keys():
-            raise _damaged(path / WEIGHTS_FILE, f"tensors {sorted(tensors)}")
-        for name, tensor in tensors.items():
-            if spec_of(name, tensor) != wanted[name]:
-                raise _damaged(path / WEIGHTS_FILE, f"tensor {name} is not the one released")
-        return tensors
+            return size_on_disk(self.root / folder_name(version))
+        except FileNotFoundError:
+            return 0
 
-    def prune(self, keep: int, protect: set[int]) -> tuple[int, ...]:
-        """Remove all but the newest ``keep`` (at least 1) releases and the protected ones.
+    @contextmanager
+    def using(self, version: int) -> Iterator[None]:
+        """Spare a release from ``prune`` of this process for the length of a ``with`` block."""
+        with self._lock:
+            self._busy[version] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy.subtract((version,))
+                self._busy = +self._busy
 
-        Returns:
-            The versions removed, oldest first.
+    def busy(self) -> frozenset[int]:
+        """Releases that are being used right now."""
+        with self._lock:
+            return frozenset(self._busy)
+
+    def pin(self, version: int, pinned: bool) -> None:
+        """Spare a release from ``prune``, or no longer; survives restarts.
+
+        Raises:
+            RefusedError: no such release, or another process writes the registry.
+            OSError: the pins cannot be written.
+        """
+        with self._lock, self._writer:
+            self.path(version)
+            # Pins of releases that somebody removed by hand go with the next change.
+            pins = self.pins() & set(self.versions())
+            write_pins(self.root, pins | {version} if pinned else pins - {version})
+
+    def pins(self) -> frozenset[int]:
+        """The pinned releases."""
+        return read_pins(self.root)
+
+    def prune(
+        self, keep: int, protect: Collection[int], keep_bytes: int | None = None
+    ) -> tuple[int, ...]:
+        """Remove old releases (``beyond_bounds``); never the newest, a pinned or busy one.
+
+        Args:
+            keep: at least 1.
+            protect: draft versions that stay.
+            keep_bytes: None: no bound.
+
+        Returns: the versions removed, oldest first.
         """
         if keep < 1:
             raise RefusedError("keep", keep, "at least 1", "keep at least the newest release")
-        with self._lock:
-            removed = [v for v in self._versions()[:-keep] if v not in protect]
+        with self._lock, self._writer:
+            sizes = {version: self.nbytes(version) for version in self.versions()}
+            spared = {*protect, *self.pins(), *self.busy(), max(sizes, default=0)}
+            # A link is refused wherever it is met, and never followed into a removal.
+            spared |= {v for v in sizes if (self.root / folder_name(v)).is_symlink()}
+            removed = beyond_bounds(sizes, keep, keep_bytes, spared)
             for version in removed:
-                path = self.path(version)
-                # Renamed first: a kill in between leaves no half-removed release behind.
-                doomed = self._root / f".removed-{path.name}-{os.getpid()}-{time.time_ns()}"
-                path.rename(doomed)
-                shutil.rmtree(doomed)
+                remove_folder(self.root / folder_name(version))
         return tuple(removed)
 
     def remove_leftovers(self) -> int:
-        """Remove what killed processes left half-written; only while nothing is written.
+        """Remove what killed processes left half-written; returns how many files and folders."""
+        with self._lock, self._writer:
+            return remove_leftovers(self.root)
 
-        Returns:
-            How many directories were removed.
-        """
-        leftovers = [p for p in self._root.iterdir() if re.match(r"\.(staging|removed)-", p.name)]
-        for path in leftovers:
-            shutil.rmtree(path)
-        return len(leftovers)
-
-    def _versions(self) -> tuple[int, ...]:
-        found = (_NAME.fullmatch(p.name) for p in self._root.iterdir() if p.is_dir())
-        return tuple(sorted(int(match.group(1)) for match in found if match))
-
-    def _staging(self) -> Path:
-        return Path(tempfile.mkdtemp(prefix=".staging-", dir=self._root))
-
-    def _publish(
-        self, staging: Path, manifest: release_pb2.ReleaseManifest
-    ) -> release_pb2.ReleaseManifest:
-        tensors = load_file(staging / WEIGHTS_FILE)
-        manifest.tensors.extend(spec_of(name, tensors[name]) for name in sorted(tensors))
-        manifest.config_json = (staging / CONFIG_FILE).read_text()
-        manifest.created_at = time.time()
-        manifest.code_version = slipstream.__version__
-        text = json_format.MessageToJson(manifest, preserving_proto_field_name=True)
-        (staging / MANIFEST_FILE).write_text(text + "\n")
-        staging.chmod(0o755)
-        for path in (*(staging / name for name in _FILES), staging):
-            _fsync(path)
-        staging.rename(self._root / f"release-{manifest.draft_version:06d}")
-        _fsync(self._root)
-        return manifest
-
-    def _manifest(self, version: int) -> release_pb2.ReleaseManifest:
-        path = self.path(version) / MANIFEST_FILE
-        try:
-            manifest = json_format.Parse(path.read_text(), release_pb2.ReleaseManifest())
-        except (OSError, UnicodeDecodeError, json_format.ParseError) as error:
-            raise _damaged(path, str(error)) from error
-        if manifest.draft_version != version:
-            raise _damaged(path, f"draft_version {manifest.draft_version}")
-        return manifest
-
-    def _same_content(self, directory: Path) -> bool:
-        held = self._root / "release-000000"
-        return all(
-            (held / name).read_bytes() == (directory / name).read_bytes()
-            for name in (CONFIG_FILE, WEIGHTS_FILE)
-        )
-
-
-def _damaged(path: Path, found: str) -> RefusedError:
-    return RefusedError(
-        str(path),
-        found,
-        "the bytes that were released",
-        "restore the release from a copy, or roll back to another one",
-        StatusCode.DATA_LOSS,
-    )
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    @contextmanager
+    def _new(self, manifest: release_pb2.ReleaseManifest) -> Iterator[Path]:
+        """Yield a folder for config.json and weights; it becomes the release ``manifest``."""
+        path = self.root / folder_name(manifest.draft_version)
+        with folder_written_whole(path) as staging:
+            yield staging
+            write_manifest(staging, manifest)

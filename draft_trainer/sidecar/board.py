@@ -47,7 +47,6 @@ class Counts:
     samples_accepted: int = 0
     samples_duplicate: int = 0
     samples_refused: int = 0
-    samples_evicted: int = 0
     samples_trained: int = 0
     samples_recorded: int = 0
     train_steps: int = 0
@@ -60,12 +59,18 @@ class Counts:
     gate: GateResult | None = None
     training_error: str = ""
     refused_by_field: Counter[str] = field(default_factory=Counter)
+    evicted_by_reason: Counter[str] = field(default_factory=Counter)
     gate_verdicts: Counter[str] = field(default_factory=Counter)
     publishes: Counter[str] = field(default_factory=Counter)
     recording_shed: Counter[str] = field(default_factory=Counter)
     stage_seconds: Durations = Durations()
     commit_seconds: Durations = Durations()
     revision: int = 0
+
+    @property
+    def samples_evicted(self) -> int:
+        """Samples that were given up untrained, or whose training was lost with a kill."""
+        return self.evicted_by_reason.total() - self.evicted_by_reason["unsaved"]
 
 
 class Board:
@@ -82,6 +87,7 @@ class Board:
             return replace(
                 now,
                 refused_by_field=Counter(now.refused_by_field),
+                evicted_by_reason=Counter(now.evicted_by_reason),
                 gate_verdicts=Counter(now.gate_verdicts),
                 publishes=Counter(now.publishes),
                 recording_shed=Counter(now.recording_shed),
@@ -96,10 +102,10 @@ class Board:
         """Something outside these counters changed (a version, a promotion)."""
         self._change()
 
-    def accepted(self) -> None:
-        """A sample was taken."""
+    def accepted(self, samples: int) -> None:
+        """Samples were taken."""
         with self._changed:
-            self._change(samples_accepted=self._counts.samples_accepted + 1)
+            self._change(samples_accepted=self._counts.samples_accepted + samples)
 
     def duplicate(self) -> None:
         """A sample came that had been taken before."""
@@ -112,11 +118,11 @@ class Board:
             self._counts.refused_by_field[field_name] += 1
             self._change(samples_refused=self._counts.samples_refused + 1)
 
-    def evicted(self, samples: int) -> None:
-        """Samples fell out of the replay buffer untrained."""
+    def evicted(self, reason: str, samples: int) -> None:
+        """Samples were given up: capacity, stale, unsaved or undone; see ``SampleStore``."""
         with self._changed:
-            if samples:
-                self._change(samples_evicted=self._counts.samples_evicted + samples)
+            self._counts.evicted_by_reason[reason] += samples
+            self._change()
 
     def recorded(self, samples: int) -> None:
         """Samples were written to disk."""

@@ -47,6 +47,17 @@ class TrainerCollector(Collector):
         yield _gauge(
             "samples_pending", "Samples accepted, not trained on yet.", status.samples_pending
         )
+        yield _gauge(
+            "samples_unsaved",
+            "Samples trained on for the last time, kept until a training state has that.",
+            self._status.samples_unsaved,
+        )
+        yield _labelled(
+            "replay_directory",
+            "1; the label says where the samples are kept.",
+            "directory",
+            [(self._status.samples_folder, 1)],
+        )
         yield _gauge("idle", "1 while there is nothing to train on.", counts.idle)
         yield from _training(counts)
         yield from _gate(counts)
@@ -85,7 +96,9 @@ def _counters(counts: Counts) -> Iterator[Metric]:
         "samples_refused", "Refused samples, by field.", "field", counts.refused_by_field
     )
     yield _counter("samples_trained", "Samples trained on, once per epoch.", counts.samples_trained)
-    yield _counter("samples_evicted", "Samples dropped untrained.", counts.samples_evicted)
+    yield _counted(
+        "samples_evicted", "Samples given up, by reason.", "reason", counts.evicted_by_reason
+    )
     yield _counter("samples_recorded", "Samples written to disk.", counts.samples_recorded)
     yield _counted(
         "recording_shed", "Samples not written to disk, by reason.", "reason", counts.recording_shed

@@ -6,7 +6,9 @@ import hashlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import torch
@@ -18,19 +20,31 @@ from draft_trainer.config import TrainerConfig
 from draft_trainer.eagle3.head import Eagle3Head
 from draft_trainer.eagle3.head_config import HeadConfig
 from draft_trainer.feed.ingest import Ingest
-from draft_trainer.feed.ledger import MemoryLedger
-from draft_trainer.feed.replay import ReplayBuffer
-from draft_trainer.feed.session import Run, Runs
+from draft_trainer.feed.placement import SampleFolder, room_needed
+from draft_trainer.feed.rings import Rings
+from draft_trainer.feed.session import Runs
+from draft_trainer.feed.store import SampleStore
 from draft_trainer.feed.validate import Expected
 from draft_trainer.recordings.recorder import Recorder
+from draft_trainer.releases.acceptance_watch import AcceptanceWatch
 from draft_trainer.releases.auto_publish import AutoPublisher
+from draft_trainer.releases.canary import Canary
 from draft_trainer.releases.candidates import Candidates
 from draft_trainer.releases.fleet import Fleet, Timeouts
+from draft_trainer.releases.imports import Imports
+from draft_trainer.releases.judge import Judge
+from draft_trainer.releases.membership import members_of
+from draft_trainer.releases.opening import newest_own, open_registry
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.publisher import Publisher
+from draft_trainer.releases.reconciler import Reconciler
 from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.retention import Retention, uses_of
+from draft_trainer.releases.verdicts import VerdictLog
 from draft_trainer.sidecar.board import Board
 from draft_trainer.sidecar.metrics import MetricsServer, TrainerCollector
+from draft_trainer.sidecar.raw_states import add_draft_trainer
+from draft_trainer.sidecar.release_calls import ReleaseRooms
 from draft_trainer.sidecar.service import MAX_WATCHERS, DraftTrainerService
 from draft_trainer.sidecar.status import Status
 from draft_trainer.training.followers import Followers
@@ -43,7 +57,6 @@ from draft_trainer.training.training_state import head_facts
 from slipstream.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from slipstream.refusal import RefusedError
 from slipstream.v1 import draft_trainer_pb2
-from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -68,21 +81,34 @@ class TrainerServer:
         ranks = ranks or Ranks()
         self.died = threading.Event()
         """Set when the training thread ended by itself."""
-        registry = open_registry(config)
-        newest = registry.list()[-1]
+        self._registry = registry = open_registry(config.draft)
+        self._close_samples: Callable[[], None] = lambda: None
+        try:
+            self._build(registry, ranks)
+        except BaseException:
+            self._close_samples()
+            registry.close()
+            raise
+
+    def _build(self, registry: Registry, ranks: Ranks) -> None:
+        config = self._config
+        newest = newest_own(registry)
         self._promotions = Promotions(config.draft.registry, initial=0)
         for version in {self._promotions.now.promoted, self._promotions.now.last_good}:
-            registry.path(version)
+            registry.get(version)
         head, d2t = load_head(registry.path(newest.draft_version))
         draft = head.config
+        self._board = Board()
+        self._open_samples(draft)
         states = LearnerStates(
             config.draft.registry,
             states_belong_to(registry, draft),
             config.training.state_every_steps,
+            self._store.saved,
         )
         learner = Learner(head.to(ranks.device), learner_config(config.training), ranks)
-        resumed_run = states.resume(learner, newest.draft_version)
-        self._board = Board()
+        resumed = states.resume(learner, newest.draft_version)
+        self._store.rewind(resumed.draws, newest.draft_version)
         arrived = threading.Event()
         expected = Expected(
             hidden_size=draft.target_hidden_size,
@@ -90,15 +116,7 @@ class TrainerServer:
             aux_layer_ids=draft.aux_layer_ids,
             max_tokens=_max_tokens(config, head),
         )
-        replay = config.replay
-
-        def new_replay() -> ReplayBuffer:
-            return ReplayBuffer(replay.capacity_bytes, replay.held_out_fraction, replay.max_epochs)
-
-        def on_new_run(run: Run) -> None:
-            logger.info("run %s begins", run.run_id)
-
-        self.runs = Runs(draft, new_replay, replay.max_policy_lag, on_new_run)
+        self.runs = Runs(draft, self._store, config.replay.max_policy_lag)
         known = newest.HasField("trained_against_policy_version")
         self._status = Status(
             self._board,
@@ -106,27 +124,48 @@ class TrainerServer:
             self._promotions,
             newest.draft_version,
             newest.trained_against_policy_version if known else None,
-            replay.capacity_bytes,
+            self._store,
         )
         publish = config.publish
         self._fleet = Fleet(
-            publish.rollout_servers,
+            members_of(publish.rollout_servers),
             Timeouts(publish.state_timeout_s, publish.stage_timeout_s, publish.commit_timeout_s),
         )
-        self.publisher = Publisher(self._fleet, registry, self._promotions, self._board)
+        self._watch = AcceptanceWatch(self._fleet)
+        canary = Canary(config.canary, publish.num_speculative_tokens, self._watch)
+        self.publisher = Publisher(
+            self._fleet,
+            registry,
+            self._promotions,
+            self._board,
+            canary if config.canary.share else None,
+            publish.max_draft_lag,
+        )
         self._auto = AutoPublisher(self.publisher) if publish.on == "promotion" else None
+        self._reconciler = Reconciler(
+            self.publisher, canary, self._watch, publish.reconcile_s, self._publish_again
+        )
+        on_release = self._auto.released if self._auto else lambda version: None
+        verdicts = VerdictLog(registry.root)
+        judge = Judge(config, registry, self._promotions, verdicts, self._board)
+        retention = Retention(
+            registry,
+            config.draft.keep_releases,
+            config.draft.keep_bytes,
+            lambda: [*uses_of(self._promotions.now), (self._status.newest_release, "parent")],
+        )
         self.loop = TrainingLoop(
             learner,
             Followers(ranks),
             states,
-            resumed_run,
+            resumed,
             newest.draft_version,
             config.training,
             self.runs,
-            Candidates(config, registry, self._promotions, self._board, self._status),
+            Candidates(config, registry, d2t, judge, self._promotions, retention, self._status),
             self._board,
             arrived,
-            on_release=self._auto.released if self._auto else lambda version: None,
+            on_release=on_release,
             on_death=self.died.set,
         )
         ids = torch.arange(draft.vocab_size) if d2t is None else target_ids(d2t)
@@ -134,16 +173,30 @@ class TrainerServer:
         self._recorder = (
             Recorder(folder, config.recording, draft, ids, self._board) if folder else None
         )
-        ledger = MemoryLedger(replay.ledger_entries)
+        server = config.server
+        self._rings = Rings(
+            Path(server.shared_memory) if server.shared_memory else None,
+            min(server.ring_bytes, config.replay.capacity_bytes),
+            server.max_streams,
+        )
         self._service = DraftTrainerService(
             config,
             draft,
             ids.to(torch.int32),
             self.runs,
-            Ingest(expected, ledger, self._board, arrived, self._recorder),
-            self.publisher,
-            registry,
+            Ingest(expected, self._store, self._board, arrived, self._recorder),
+            ReleaseRooms(
+                registry,
+                self.publisher,
+                retention,
+                verdicts,
+                Imports(
+                    *(registry, draft, d2t, self.runs, judge, self._promotions, retention),
+                    on_promoted=on_release,
+                ),
+            ),
             self._status,
+            self._rings,
         )
         self._listen()
 
@@ -162,6 +215,9 @@ class TrainerServer:
         self.loop.start()
         if self._auto:
             self._auto.start()
+        self._reconciler.start()
+        # What the last process could not finish.
+        self._publish_again()
 
     def stop(self) -> bool:
         """Drain, stop training, close everything.
@@ -177,13 +233,43 @@ class TrainerServer:
         clean = self.loop.stop(_left(deadline))
         if self._auto:
             clean = self._auto.stop(_left(deadline)) and clean
+        clean = self._reconciler.stop(_left(deadline)) and clean
         clean = stopped.wait(_left(deadline)) and clean
+        self._rings.close()
         if self._recorder:
             clean = self._recorder.stop(_left(deadline)) and clean
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._fleet.close()
+        clean = self._watch.stop(_left(deadline)) and clean
         self._metrics.close(_left(deadline))
+        self._close_samples()
+        self._registry.close()
         return clean
+
+    def _open_samples(self, draft: HeadConfig) -> None:
+        replay = self._config.replay
+        registry = self._config.draft.registry
+        folder = SampleFolder(replay.directory, registry, room_needed(replay, draft))
+        try:
+            self._store = SampleStore(
+                folder.path, replay, self._config.training.seed, self._board.evicted
+            )
+        except BaseException:
+            folder.leave()
+            raise
+
+        def close() -> None:
+            kept = None if self._store.run is None else self._store.live()
+            self._store.close()
+            folder.close(kept)
+            self._close_samples = lambda: None
+
+        self._close_samples = close
+
+    def _publish_again(self) -> None:
+        now = self._promotions.now
+        if self._auto and now.promoted != now.last_good:
+            self._auto.released(now.promoted)
 
     def _listen(self) -> None:
         server = self._config.server
@@ -192,7 +278,7 @@ class TrainerServer:
         )
         self._grpc = grpc.server(self._pool, options=SERVER_OPTIONS)
         self._health = health.HealthServicer(experimental_non_blocking=True)
-        pb_grpc.add_DraftTrainerServicer_to_server(self._service, self._grpc)
+        add_draft_trainer(self._service, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection(
             (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
@@ -217,27 +303,6 @@ class TrainerServer:
             self._pool.shutdown(wait=False)
             self._fleet.close()
             raise
-
-
-def open_registry(config: TrainerConfig) -> Registry:
-    """The registry, with the initial draft as release 0.
-
-    Raises:
-        RefusedError: the folder cannot be written, or was started from another draft.
-    """
-    draft = config.draft
-    try:
-        registry = Registry(draft.registry)
-        registry.remove_leftovers()
-        registry.import_initial(draft.initial, draft.policy)
-    except OSError as error:
-        raise RefusedError(
-            "draft.registry",
-            f"{error.filename or draft.registry} ({error.strerror})",
-            "a folder that can be made and written",
-            "check its owner, its mode and the free space, or set another draft.registry",
-        ) from error
-    return registry
 
 
 def states_belong_to(registry: Registry, draft: HeadConfig) -> dict[str, object]:

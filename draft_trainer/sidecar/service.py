@@ -11,9 +11,9 @@ the number of calls in progress is bounded by the pool.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import grpc
 import torch
@@ -22,22 +22,31 @@ from draft_trainer.config import TrainerConfig
 from draft_trainer.eagle3.head_config import HeadConfig
 from draft_trainer.feed.announce import announce
 from draft_trainer.feed.ingest import CreditWindow, Ingest
+from draft_trainer.feed.rings import Rings
 from draft_trainer.feed.session import Runs
-from draft_trainer.releases.commits import Outcome, Published
-from draft_trainer.releases.publisher import Publisher
-from draft_trainer.releases.registry import Registry
+from draft_trainer.sidecar.refusals import chunks_after, first, refusals
+from draft_trainer.sidecar.release_calls import (
+    ReleaseCalls,
+    ReleaseRooms,
+    outcome_messages,
+    result_message,
+)
+from draft_trainer.sidecar.state_stream import StateStream
 from draft_trainer.sidecar.status import Status
+from slipstream.checksums import KINDS
+from slipstream.framing import Framed
 from slipstream.layers import encode_layers
-from slipstream.refusal import RefusedError, abort_with
-from slipstream.tensors import chunks_of, encode
+from slipstream.refusal import RefusedError
+from slipstream.schema import SCHEMA_VERSION, check_schema
+from slipstream.tensors import encode
 from slipstream.v1 import draft_trainer_pb2 as pb
-from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
-from slipstream.v1 import tensor_pb2
+
+logger = logging.getLogger(__name__)
 
 MAX_WATCHERS = 16
 
 
-class DraftTrainerService(pb_grpc.DraftTrainerServicer):
+class DraftTrainerService(ReleaseCalls):
     """See ``draft_trainer.proto``.
 
     Args:
@@ -46,9 +55,9 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         draft_vocab_ids: int32 [draft_vocab], ascending.
         runs: the current run and its sessions.
         ingest: decides the fate of samples.
-        publisher: moves the fleet.
-        registry: the releases.
+        releases: looks at them and moves them.
         status: where the trainer stands.
+        rings: of shared memory, for the sessions.
     """
 
     def __init__(
@@ -58,18 +67,19 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         draft_vocab_ids: torch.Tensor,
         runs: Runs,
         ingest: Ingest,
-        publisher: Publisher,
-        registry: Registry,
+        releases: ReleaseRooms,
         status: Status,
+        rings: Rings,
     ) -> None:
+        super().__init__(releases)
         self._config = config
         self._draft = draft
         self._draft_vocab_ids = draft_vocab_ids
         self._runs = runs
         self._ingest = ingest
-        self._publisher = publisher
-        self._registry = registry
+        self._publisher = releases.publisher
         self._status = status
+        self._rings = rings
         self._draining = threading.Event()
         self._streams: set[grpc.ServicerContext] = set()
         self._streams_lock = threading.Lock()
@@ -90,7 +100,12 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         self, request: pb.OpenRunRequest, context: grpc.ServicerContext
     ) -> pb.OpenRunResponse:
         """See the .proto."""
-        with _refusals(context):
+        with refusals(context):
+            check_schema(
+                request.schema_version,
+                "the client's",
+                "install the same release of slipstream in the policy's image and in the trainer's",
+            )
             session = self._runs.open(request)
         return pb.OpenRunResponse(
             session_id=session.session_id,
@@ -99,42 +114,43 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
             num_speculative_tokens=self._config.publish.num_speculative_tokens,
             max_tokens_per_sample=self._ingest.expected.max_tokens,
             latest_policy_version=session.run.latest_policy_version,
-            rollout_servers=self._config.publish.rollout_servers,
+            rollout_servers=self._publisher.addresses,
+            schema_version=SCHEMA_VERSION,
+            checksums=KINDS,
+            shared_memory=self._rings.offer(session.session_id),
         )
 
     def StreamStates(
-        self, request_iterator: Iterator[pb.StreamStatesRequest], context: grpc.ServicerContext
+        self, request_iterator: Iterator[Framed], context: grpc.ServicerContext
     ) -> Iterator[pb.StreamStatesResponse]:
         """See the .proto."""
         limits = self._config.server
-        with _refusals(context):
-            header = _first(request_iterator, "header")
-            session = self._runs.enter_stream(header.header.session_id, limits.max_streams)
+        with refusals(context):
+            header = first((framed.request for framed in request_iterator), "header").header
+            session = self._runs.enter_stream(header.session_id, limits.max_streams)
             try:
                 self._enter(context)
-                window = CreditWindow(limits.receive_window_bytes)
-                yield pb.StreamStatesResponse(credit=pb.Credit(bytes=window.left))
-                for request in request_iterator:
-                    if request.WhichOneof("kind") != "sample":
-                        raise _wrong_kind("sample", request.WhichOneof("kind"))
-                    size = request.sample.ByteSize()
-                    window.spend(size)
-                    ack = self._ingest.take(session.run, request.sample)
-                    yield pb.StreamStatesResponse(ack=ack)
-                    window.give_back(size)
-                    yield pb.StreamStatesResponse(credit=pb.Credit(bytes=size))
+                ring = self._rings.claim(session.session_id, header.transport)
+                logger.info(
+                    "%s streams states by %s",
+                    *(session.client, "gRPC" if ring is None else "shared memory"),
+                )
+                window = CreditWindow(self._ingest.credit_bytes(limits.receive_window_bytes))
+                stream = StateStream(request_iterator, window, self._ingest, session.run, ring)
+                yield from stream.responses()
             finally:
                 self._leave(context)
+                self._rings.release(session.session_id)
                 self._runs.leave_stream()
 
     def AnnouncePolicy(
         self, request_iterator: Iterator[pb.AnnouncePolicyRequest], context: grpc.ServicerContext
     ) -> pb.AnnouncePolicyResponse:
         """See the .proto."""
-        with _refusals(context):
-            header = _first(request_iterator, "header").header
+        with refusals(context):
+            header = first(request_iterator, "header").header
             run = self._runs.session(header.session_id).run
-            announce(run, self._draft, header, _chunks(request_iterator))
+            announce(run, self._draft, header, chunks_after(request_iterator))
             self._status.policy_announced(run)
         return pb.AnnouncePolicyResponse(policy_version=header.policy_version)
 
@@ -142,52 +158,21 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         self, request: pb.PrepareSyncRequest, context: grpc.ServicerContext
     ) -> pb.PrepareSyncResponse:
         """See the .proto."""
-        with _refusals(context):
+        with refusals(context):
             self._runs.session(request.session_id)
             published = self._publisher.prepare()
         return pb.PrepareSyncResponse(
             draft_version=published.draft_version if published.changes else None,
-            servers=_outcomes(published),
+            servers=outcome_messages(published),
         )
 
     def CompleteSync(
         self, request: pb.CompleteSyncRequest, context: grpc.ServicerContext
     ) -> pb.CompleteSyncResponse:
         """See the .proto. A session that is not open does not keep the policy from its commit."""
-        with _refusals(context):
+        with refusals(context):
             published = self._publisher.complete(request.policy_version, request.policy_stage_id)
-        return pb.CompleteSyncResponse(result=_result(published))
-
-    def ListReleases(
-        self, request: pb.ListReleasesRequest, context: grpc.ServicerContext
-    ) -> pb.ListReleasesResponse:
-        """See the .proto."""
-        with _refusals(context):
-            return pb.ListReleasesResponse(releases=self._registry.list())
-
-    def FetchRelease(
-        self, request: pb.FetchReleaseRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.FetchReleaseResponse]:
-        """See the .proto."""
-        with _refusals(context):
-            tensors = self._registry.tensors(request.draft_version)
-            yield pb.FetchReleaseResponse(manifest=self._registry.get(request.draft_version))
-            for chunk in chunks_of(tensors):
-                yield pb.FetchReleaseResponse(chunk=chunk)
-
-    def PromoteRelease(
-        self, request: pb.PromoteReleaseRequest, context: grpc.ServicerContext
-    ) -> pb.PublishResult:
-        """See the .proto."""
-        with _refusals(context):
-            return _result(self._publisher.promote(request.draft_version, request.pin))
-
-    def RollBackRelease(
-        self, request: pb.RollBackReleaseRequest, context: grpc.ServicerContext
-    ) -> pb.PublishResult:
-        """See the .proto."""
-        with _refusals(context):
-            return _result(self._publisher.roll_back(request.reason))
+        return pb.CompleteSyncResponse(result=result_message(published))
 
     def GetStatus(
         self, request: pb.GetStatusRequest, context: grpc.ServicerContext
@@ -200,7 +185,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     ) -> Iterator[pb.TrainerStatus]:
         """See the .proto."""
         interval = (request.min_interval_ms or 1000) / 1000.0
-        with _refusals(context):
+        with refusals(context):
             if not self._watchers.acquire(blocking=False):
                 raise RefusedError(
                     "WatchStatus",
@@ -236,52 +221,3 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     def _leave(self, context: grpc.ServicerContext) -> None:
         with self._streams_lock:
             self._streams.discard(context)
-
-
-@contextmanager
-def _refusals(context: grpc.ServicerContext) -> Iterator[None]:
-    """Turn a RefusedError into the call's status."""
-    try:
-        yield
-    except RefusedError as error:
-        abort_with(error, context)
-
-
-def _first(requests: Iterator, kind: str):  # type: ignore[no-untyped-def]
-    request = next(requests, None)
-    found = request.WhichOneof("kind") if request is not None else "the end of the stream"
-    if found != kind:
-        raise _wrong_kind(kind, found)
-    return request
-
-
-def _chunks(requests: Iterator[pb.AnnouncePolicyRequest]) -> Iterator[tensor_pb2.TensorChunk]:
-    for request in requests:
-        if request.WhichOneof("kind") != "chunk":
-            raise _wrong_kind("chunk", request.WhichOneof("kind"))
-        yield request.chunk
-
-
-def _wrong_kind(expected: str, found: str | None) -> RefusedError:
-    return RefusedError(
-        "kind", found or "nothing", expected, "send the header first, and only once"
-    )
-
-
-def _outcomes(published: Published) -> list[pb.ServerOutcome]:
-    return [_outcome(address, outcome) for address, outcome in published.outcomes.items()]
-
-
-def _outcome(address: str, outcome: Outcome) -> pb.ServerOutcome:
-    return pb.ServerOutcome(
-        address=address,
-        committed=outcome.committed,
-        error=outcome.error,
-        state=outcome.state,
-        commit_seconds=outcome.commit_seconds,
-        stage_seconds=outcome.stage_seconds,
-    )
-
-
-def _result(published: Published) -> pb.PublishResult:
-    return pb.PublishResult(draft_version=published.draft_version, servers=_outcomes(published))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from draft_trainer.feed.session import Run, Runs
+from draft_trainer.feed.store import SampleStore
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.sidecar.board import Board
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -16,7 +17,7 @@ class Status:
         runs: the current run.
         promotions: the promoted release.
         newest_release: the newest release at start; ``released`` moves it on.
-        replay_capacity_bytes: bound of every run's replay buffer.
+        store: the run's samples.
     """
 
     def __init__(
@@ -26,13 +27,13 @@ class Status:
         promotions: Promotions,
         newest_release: int,
         trained_against: int | None,
-        replay_capacity_bytes: int,
+        store: SampleStore,
     ) -> None:
         self._board = board
         self._runs = runs
         self._promotions = promotions
         self._newest = (newest_release, trained_against)
-        self._replay_capacity_bytes = replay_capacity_bytes
+        self._store = store
 
     @property
     def newest_release(self) -> int:
@@ -44,6 +45,16 @@ class Status:
         """Newest policy version that the newest release was trained on; None if none."""
         return self._newest[1]
 
+    @property
+    def samples_unsaved(self) -> int:
+        """See ``SampleStore.unsaved``."""
+        return self._store.unsaved
+
+    @property
+    def samples_folder(self) -> str:
+        """Where the samples are kept."""
+        return str(self._store.folder)
+
     def released(self, version: int, trained_against: int | None) -> None:
         """A release was written."""
         self._newest = (version, trained_against)
@@ -51,7 +62,6 @@ class Status:
 
     def policy_announced(self, run: Run) -> None:
         """A version became known; samples that are too old for it are gone."""
-        self._board.evicted(run.newly_evicted())
         self._board.touch()
 
     def wait_beyond(self, revision: int, timeout: float) -> bool:
@@ -67,7 +77,7 @@ class Status:
             samples_duplicate=counts.samples_duplicate,
             samples_refused=counts.samples_refused,
             samples_evicted=counts.samples_evicted,
-            replay_capacity_bytes=self._replay_capacity_bytes,
+            replay_capacity_bytes=self._store.capacity_bytes,
             train_steps=counts.train_steps,
             train_steps_skipped=counts.train_steps_skipped,
             tokens_trained=counts.tokens_trained,
@@ -82,8 +92,8 @@ class Status:
         )
         run = self._runs.current
         if run is not None:
-            status.replay_bytes = run.replay.nbytes
-            status.samples_pending = run.replay.pending
+            status.replay_bytes = self._store.nbytes
+            status.samples_pending = self._store.pending
             latest = run.latest_policy_version
             if latest is not None:
                 status.policy_version = latest

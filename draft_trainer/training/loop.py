@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import random
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from draft_trainer.releases.candidates import Candidates
 from draft_trainer.sidecar.board import Board
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.learner_states import LearnerStates
+from draft_trainer.training.learner_states import LearnerStates, Resumed
 from slipstream.refusal import RefusedError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ class TrainingLoop:
             With several ranks, rank 0's.
         followers: the other ranks.
         states: what a restart resumes from.
-        resumed_run: the run that the learner's moments are of; empty where they are fresh.
+        resumed: the run that the learner's moments are of, and the last draw it has seen.
         newest_release: draft version of the newest release.
         config: [training].
         runs: whose current run is trained on.
@@ -50,7 +49,7 @@ class TrainingLoop:
         learner: Learner,
         followers: Followers,
         states: LearnerStates,
-        resumed_run: str,
+        resumed: Resumed,
         newest_release: int,
         config: TrainingConfig,
         runs: Runs,
@@ -63,7 +62,8 @@ class TrainingLoop:
         self._learner = learner
         self._followers = followers
         self._states = states
-        self._run_id = resumed_run
+        self._run_id = resumed.run_id
+        self._draws = resumed.draws or 0
         self._newest_release = newest_release
         self._config = config
         self._runs = runs
@@ -102,7 +102,7 @@ class TrainingLoop:
                 run = self._runs.current
                 if run is None or not self._train_once(run):
                     self._sleep()
-            self._states.save_last(self._learner, self._run_id, self._newest_release)
+            self._states.save_last(self._learner, self._run_id, self._newest_release, self._draws)
             self._followers.end()
         finally:
             if not self._stopping.is_set():
@@ -111,11 +111,8 @@ class TrainingLoop:
 
     def _train_once(self, run: Run) -> bool:
         """One step, and a candidate when one is due. False when there was nothing to train on."""
-        # Seeded by how far training is: a resumed run draws as the one it resumes would have.
-        done = self._learner.steps + self._learner.steps_skipped
-        rng = random.Random(f"{self._config.seed}:{done}")
-        samples = run.replay.draw(self._config.batch_tokens, rng)
-        if not samples:
+        drawn = run.draw(self._config.batch_tokens)
+        if not drawn.samples:
             if self._steps_since_candidate:
                 self._consider(run)
             return False
@@ -123,16 +120,18 @@ class TrainingLoop:
         if run.run_id != self._run_id:
             self._restart_optimizer(run.run_id)
         try:
-            share = self._followers.give(samples, run.heads)
+            share = self._followers.give(drawn.samples, run.heads)
             metrics = self._learner.step(share, run.heads)
         except RefusedError as error:
             if error.field != "policy_version":
                 raise
-            # The version was forgotten between draw and step; its samples are too old to train.
-            logger.info("a batch was dropped: %s", error)
+            # A version was forgotten between draw and step: its samples are too old to train.
+            logger.info("a batch was put back: %s", error)
+            run.put_back(drawn)
             return True
+        self._draws = drawn.number
         self._board.trained(
-            samples=len(samples),
+            samples=len(drawn.samples),
             tokens=metrics.anchors,
             seconds=metrics.seconds,
             skipped=metrics.skipped,
@@ -142,7 +141,7 @@ class TrainingLoop:
         if not metrics.skipped:
             self._steps_since_candidate += 1
             self._trained_against = metrics.policy_version
-            self._states.after_step(self._learner, self._run_id, self._newest_release)
+            self._states.after_step(self._learner, self._run_id, self._newest_release, self._draws)
         if self._steps_since_candidate >= self._config.steps_per_candidate:
             self._consider(run)
         return True
@@ -152,8 +151,9 @@ class TrainingLoop:
         version = self._candidates.consider(self._learner, run, self._trained_against)
         if version is not None:
             self._newest_release = version
+            run.store.released(version)
             # A state from before a release is never resumed.
-            self._states.save(self._learner, self._run_id, version)
+            self._states.save(self._learner, self._run_id, version, self._draws)
             self._on_release(version)
 
     def _restart_optimizer(self, run_id: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -18,10 +18,14 @@ class StateWriter:
 
     Args:
         store: where to.
+        on_written: told the position of every state that is on disk, on the writer's thread.
     """
 
-    def __init__(self, store: StateStore) -> None:
+    def __init__(
+        self, store: StateStore, on_written: Callable[[Facts], None] = lambda position: None
+    ) -> None:
         self._store = store
+        self._on_written = on_written
         self._changed = threading.Condition()
         self._job: tuple[Mapping[str, Tensor], int, Facts] | None = None
         self._closing = False
@@ -76,6 +80,7 @@ class StateWriter:
                 tensors, step, position = self._job
             try:
                 self._store.save(tensors, step, position)
+                self._on_written(position)
             except OSError as error:
                 # A full disk must not end training; the next state may fit.
                 logger.error("the training state of step %d was not written: %s", step, error)

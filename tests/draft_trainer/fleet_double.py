@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -13,7 +13,8 @@ import torch
 
 from slipstream.channel import SERVER_OPTIONS
 from slipstream.refusal import RefusedError, abort_with
-from slipstream.tensors import ChunkAssembler
+from slipstream.release_digest import digest_of_specs
+from slipstream.tensors import ChunkAssembler, spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 
@@ -39,18 +40,21 @@ class Faults:
         commit: refuse commits that name one of these stage ids.
         lose_answer: commit, then fail the call as if the connection had gone.
         roll_back: refuse to roll back.
+        die: cut every connection at the next commit, before or after it is done.
     """
 
     stage: bool = False
     commit: set[str] = field(default_factory=set)
     lose_answer: bool = False
     roll_back: bool = False
+    die: str = ""
 
 
 class RolloutDouble(pb_grpc.RolloutServerServicer):
     """See ``rollout_server.proto``. Counts the calls of each method in ``calls``."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, like: RolloutDouble | None = None) -> None:
+        """Listens at once. ``like`` another one: that one was only cut off."""
         self.faults = Faults()
         self.calls: list[tuple[str, tuple[str, ...]]] = []
         self.live: dict[str, torch.Tensor] = {}
@@ -61,7 +65,12 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
         self._staged: dict[str, Staged] = {}
         self._content: dict[bytes, torch.Tensor] = {}
         self._before: tuple[int, dict[str, torch.Tensor]] | None = None
+        if like is not None:
+            self.state.CopyFrom(like.state)
+            self.live, self._before = like.live, like._before
         self._lock = threading.Lock()
+        self._counters: dict[int, pb.AcceptanceCounters] = {}
+        self._moved = threading.Condition(self._lock)
         self._server = grpc.server(ThreadPoolExecutor(8), options=SERVER_OPTIONS)
         pb_grpc.add_RolloutServerServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
@@ -71,6 +80,21 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
     def stop(self) -> None:
         """As if the process ended: calls in progress are cut."""
         self._server.stop(grace=None).wait(5)
+
+    def draft(self, drafts: int, accepted_per_position: Sequence[int]) -> None:
+        """As if the live draft had proposed and been verified so often."""
+        with self._moved:
+            version = self.state.draft_version
+            fresh = pb.AcceptanceCounters(
+                draft_version=version, accepted_per_position=[0] * len(accepted_per_position)
+            )
+            counters = self._counters.setdefault(version, fresh)
+            counters.drafts += drafts
+            counters.draft_tokens += drafts * len(accepted_per_position)
+            counters.accepted_tokens += sum(accepted_per_position)
+            for place, count in enumerate(accepted_per_position):
+                counters.accepted_per_position[place] += count
+            self._moved.notify_all()
 
     def commits(self) -> list[tuple[str, ...]]:
         """The stage ids of every commit call, sorted within a call."""
@@ -125,6 +149,8 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
 
     def Commit(self, request: pb.CommitRequest, context: grpc.ServicerContext) -> pb.CommitResponse:
         self._note("Commit", sorted(request.stage_ids))
+        if self.faults.die == "before":
+            self._die(context)
         bad = self.faults.commit & set(request.stage_ids)
         if bad:
             abort_with(
@@ -142,9 +168,15 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
                 ),
                 context,
             )
+        if self.faults.die == "after":
+            self._die(context)
         if self.faults.lose_answer:
             context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
         return pb.CommitResponse(state=self._state(), seconds=0.001, worker_seconds=0.001)
+
+    def _die(self, context: grpc.ServicerContext) -> None:
+        self._server.stop(grace=None)
+        context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
 
     def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.AbortResponse:
         self._note("Abort", sorted(request.stage_ids))
@@ -161,6 +193,7 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
             before = self._before
             if before is not None and not self.faults.roll_back:
                 self.state.draft_version, self.live = before
+                self._digest()
                 self.state.ClearField("previous_draft_version")
                 self._before = None
         if before is None or self.faults.roll_back:
@@ -181,6 +214,28 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
     ) -> pb.ServerState:
         return self._state()
 
+    def SetSpeculation(
+        self, request: pb.SetSpeculationRequest, context: grpc.ServicerContext
+    ) -> pb.CommitResponse:
+        self._note("SetSpeculation", [str(request.enabled)])
+        with self._lock:
+            self.state.speculation_enabled = request.enabled
+        return pb.CommitResponse(state=self._state())
+
+    def WatchAcceptance(
+        self, request: pb.WatchAcceptanceRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.AcceptanceReport]:
+        said = None
+        while context.is_active():
+            with self._moved:
+                drafts = sum(c.drafts for c in self._counters.values())
+                if drafts == said:
+                    self._moved.wait(0.2)
+                    continue
+                said = drafts
+                report = pb.AcceptanceReport(counters=self._counters.values())
+            yield report
+
     def _note(self, name: str, ids: list[str]) -> None:
         with self._lock:
             self.calls.append((name, tuple(ids)))
@@ -194,7 +249,16 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
         self.state.previous_draft_version = self.state.draft_version
         self.state.draft_version = staged.version
         self.state.draft_commits += 1
+        self.state.not_ready = ""
         self.live = staged.tensors
+        self.state.ClearField("trained_against_policy_version")
+        if staged.against is not None:
+            self.state.trained_against_policy_version = staged.against
+        self._digest()
+
+    def _digest(self) -> None:
+        specs = (spec_of(name, tensor) for name, tensor in self.live.items())
+        self.state.draft_sha256 = digest_of_specs(specs)
 
     def _state(self) -> pb.ServerState:
         with self._lock:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import grpc
 import torch
 
 from draft_trainer.checkpoints.checkpoint import d2t_of
+from draft_trainer.config import CanaryConfig
+from draft_trainer.releases.acceptance_watch import AcceptanceWatch
+from draft_trainer.releases.canary import Canary
 from draft_trainer.releases.fleet import Fleet, Timeouts
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.publisher import Publisher
@@ -22,7 +26,13 @@ RELEASES = 4
 class Rig:
     """Three rollout servers, four releases, a publisher."""
 
-    def __init__(self, tmp_path: Path, servers: int = 3) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        servers: int = 3,
+        canary: CanaryConfig | None = None,
+        max_draft_lag: int = 0,
+    ) -> None:
         self.doubles = [RolloutDouble() for _ in range(servers)]
         self.registry = Registry(tmp_path / "registry")
         self.registry.import_initial(write_draft(tmp_path / "initial"))
@@ -42,7 +52,26 @@ class Rig:
         self.board = Board()
         self.fleet = Fleet([d.address for d in self.doubles], Timeouts(2.0, 10.0, 2.0))
         self.promotions = Promotions(self.root, 0)
-        self.publisher = Publisher(self.fleet, self.registry, self.promotions, self.board)
+        self.watch = AcceptanceWatch(self.fleet)
+        self.canary = Canary(canary, 3, self.watch) if canary else None
+        self.max_draft_lag = max_draft_lag
+        self.publisher = self.new_publisher()
+
+    def new_publisher(self) -> Publisher:
+        """As after a restart of the trainer, if the pointer was read again."""
+        return Publisher(
+            self.fleet,
+            self.registry,
+            self.promotions,
+            self.board,
+            self.canary,
+            self.max_draft_lag,
+        )
+
+    def reachable(self, index: int) -> None:
+        """Until the channel to a server that was started again is up."""
+        channel = self.fleet.client(self.doubles[index].address)._channel
+        grpc.channel_ready_future(channel).result(timeout=20)
 
     @property
     def served(self) -> list[int]:
@@ -66,5 +95,6 @@ class Rig:
 
     def close(self) -> None:
         self.fleet.close()
+        assert self.watch.stop(10)
         for double in self.doubles:
             double.stop()

@@ -18,12 +18,13 @@ from draft_trainer.sidecar.server import TrainerServer
 from slipstream.channel import open_channel
 from slipstream.layers import encode_layers
 from slipstream.refusal import RefusedError, refused_from
+from slipstream.schema import SCHEMA_VERSION
 from slipstream.tensors import chunks_of, encode, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, draft_vocab_ids, head
 
-DEADLINE = 30.0
+DEADLINE = 180.0
 LAYERS = (2, 4, 5)
 SPEC = pb.PolicySpec(
     hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=8, model_name="synthetic"
@@ -46,7 +47,12 @@ def raw_config(tmp_path: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     raw: dict[str, Any] = {
         "server": {"port": 0, "metrics_port": 0},
         "draft": {"initial": str(initial), "registry": str(tmp_path / "registry")},
-        "replay": {"capacity_bytes": 1 << 22, "held_out_fraction": 0.25, "max_policy_lag": 2},
+        "replay": {
+            "directory": str(tmp_path / "samples"),
+            "capacity_bytes": 1 << 22,
+            "held_out_fraction": 0.25,
+            "max_policy_lag": 2,
+        },
         "training": {"ttt_steps": 3, "learning_rate": 0.01, "warmup_steps": 2, "linger_s": 0.05},
         "gate": {"min_anchors": 20},
         "publish": {"num_speculative_tokens": 3, "state_timeout_s": 2.0},
@@ -84,7 +90,10 @@ class Client:
 
     def open(self, run_id: str = "run", policy: pb.PolicySpec = SPEC) -> pb.OpenRunResponse:
         response = self.stub.OpenRun(
-            pb.OpenRunRequest(run_id=run_id, policy=policy, client="test"), timeout=DEADLINE
+            pb.OpenRunRequest(
+                run_id=run_id, policy=policy, client="test", schema_version=SCHEMA_VERSION
+            ),
+            timeout=DEADLINE,
         )
         self.session_id = response.session_id
         return response
@@ -173,8 +182,9 @@ class Stream:
 
     def send(self, message: pb.VerifierStates) -> pb.Ack:
         """Send one sample and take its answer and its credit."""
-        self.credit -= message.ByteSize()
-        self.put(pb.StreamStatesRequest(sample=message))
+        request = pb.StreamStatesRequest(sample=message)
+        self.credit -= request.ByteSize()
+        self.put(request)
         ack = self._next("ack").ack
         self.credit += self._next("credit").credit.bytes
         return ack

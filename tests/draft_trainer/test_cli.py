@@ -28,7 +28,7 @@ PROGRAM = [
     "-c",
     "import sys; from draft_trainer.cli.main import main; sys.exit(main())",
 ]
-DEADLINE = 60.0
+DEADLINE = 300.0
 
 
 def write_config(tmp_path: Path, **sections: dict[str, Any]) -> Path:
@@ -150,7 +150,7 @@ def test_status_and_releases(tmp_path: Path, capsys: Capture) -> None:
         (release,) = json.loads(run(capsys, "releases", "list", "--json", *at)[1])
         assert release["draft_version"] == "0" and release["config_json"]
         table = run(capsys, "releases", "list", *at)[1].splitlines()
-        assert table[1].split() == ["0", *"-----"]
+        assert table[1].split()[:7] == ["0", "initial", *"---", "not", "gated"]
         promoted = run(capsys, "releases", "promote", "0", "--pin", *at)
         assert promoted == (0, "the fleet serves draft 0\n")
         line = refused(capsys, "releases", "promote", "9", *at)

@@ -8,7 +8,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from draft_trainer.feed.ledger import MemoryLedger
 from draft_trainer.sidecar.server import TrainerServer
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import Client, Stream, make_config, refusal, rollouts, running
@@ -138,13 +137,3 @@ def test_policy_lag(tmp_path: Path) -> None:
         assert before.replay_bytes == 2 * after.replay_bytes > 0
         evicted = after.samples_evicted - before.samples_evicted
         assert evicted == before.samples_pending - after.samples_pending
-
-
-def test_memory_ledger_is_bounded_and_tells_runs_apart() -> None:
-    ledger = MemoryLedger(3)
-    assert [ledger.claim("run", name) for name in ("a", "b", "a", "c")] == [True, True, False, True]
-    assert ledger.claim("ru", "na")
-    assert not ledger.knows("run", "a")
-    assert ledger.knows("run", "c")
-    ledger.withdraw("run", "c")
-    assert ledger.claim("run", "c")

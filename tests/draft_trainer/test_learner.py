@@ -1,4 +1,4 @@
-"""The learner and the gate on a synthetic policy that moves."""
+"""The learner on a synthetic policy that moves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from draft_trainer.eagle3.acceptance import expected_acceptance
 from draft_trainer.eagle3.head import Eagle3Head
-from draft_trainer.releases.gate import Gate, GateConfig, _student
 from draft_trainer.training.learner import Learner, LearnerConfig
 from slipstream.refusal import RefusedError
 from tests.draft_trainer.synthetic import Policy, head
@@ -114,55 +113,6 @@ def test_bfloat16_trains_as_well() -> None:
         losses.append([learner.step(samples, policy.heads()).loss for _ in range(20)][-1])
         assert learner.head.fc.weight.dtype == torch.float32
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
-
-
-def test_gate_passes_a_better_head_and_holds_an_equal_one() -> None:
-    policy = Policy(0, 4.0)
-    held_out = policy.samples(80, seed=9)
-    gate = Gate(GateConfig(min_gain=0.05, min_anchors=100))
-    learner = Learner(head(0), CONFIG)
-    incumbent = learner.snapshot()
-    for seed in range(20):
-        learner.step(policy.samples(40, seed=100 + seed), policy.heads())
-    candidate = learner.snapshot()
-
-    def compare(a: Eagle3Head, b: Eagle3Head) -> tuple[bool, float]:
-        verdict = gate.compare(a, b, held_out, policy.heads(), 3, "probabilistic")
-        assert verdict.difference == pytest.approx(verdict.candidate - verdict.incumbent, abs=1e-9)
-        return verdict.passed, verdict.difference
-
-    passed, gain = compare(candidate, incumbent)
-    assert passed and gain > 0.05
-    assert compare(incumbent, candidate) == (False, pytest.approx(-gain))
-    assert compare(incumbent, incumbent) == (False, 0.0)
-
-
-def test_gate_false_alarm_rate() -> None:
-    """Two heads that are equal in the mean pass at most as often as stated.
-
-    Null: pseudo-value differences with mean 0 over 40 sequences. A 95 % two-sided interval lies
-    above 0 in 2.5 % of 4000 draws; 4 standard errors of that are 1 %.
-    """
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.randn(4000, 40, generator=generator, dtype=torch.float64)
-    half = draws.std(1) / 40**0.5 * _student(0.95, 39)
-    rate = float((draws.mean(1) - half > 0).double().mean())
-    assert abs(rate - 0.025) < 0.01
-    assert _student(0.95, 10) == pytest.approx(2.2281, abs=2e-3)
-
-
-def test_gate_does_not_judge_on_too_little_or_on_ruins() -> None:
-    policy = Policy()
-    few = policy.samples(2)
-    gate = Gate(GateConfig(min_anchors=100))
-    verdict = gate.compare(head(0), head(1), few, policy.heads(), 3, "greedy")
-    assert not verdict.passed and "too few" in verdict.reason
-    assert not gate.compare(head(0), head(1), [], policy.heads(), 3, "greedy").passed
-    ruined = head(0)
-    torch.nn.init.constant_(ruined.fc.weight, torch.nan)
-    many = policy.samples(60)
-    assert not gate.compare(ruined, head(1), many, policy.heads(), 3, "greedy").passed
-    assert not gate.compare(ruined, head(1), many, policy.heads(), 3, "probabilistic").passed
 
 
 def test_released_weights_are_the_exponential_average() -> None:

@@ -75,6 +75,7 @@ def test_roll_back_goes_one_release_back_each_time(rig: Rig) -> None:
 def test_roll_back_when_a_server_cannot(rig: Rig) -> None:
     rig.publisher.promote(1, pin=False)
     rig.doubles[1].faults.roll_back = True
+    rig.doubles[1].faults.stage = True
     result = rig.publisher.roll_back("test")
     assert result.draft_version == 0
     assert [d.state.draft_version for d in rig.doubles] == [0, 1, 0]
@@ -82,6 +83,7 @@ def test_roll_back_when_a_server_cannot(rig: Rig) -> None:
     assert not outcome.committed
     assert "putting it on draft 0 failed" in outcome.error
     # The next window brings it in line.
+    rig.doubles[1].faults.stage = False
     assert rig.publisher.prepare().changes
     rig.publisher.complete(0, "")
     assert rig.served == [0, 0, 0]

@@ -12,17 +12,18 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from draft_trainer.config import RecordingConfig
+from draft_trainer.config import RecordingConfig, ReplayConfig
 from draft_trainer.eagle3.policy_head import PolicyHead
-from draft_trainer.feed.replay import ReplayBuffer
 from draft_trainer.feed.sample import Sample
 from draft_trainer.feed.session import PolicySizes, Run
+from draft_trainer.feed.store import SampleStore
 from draft_trainer.recordings import recording_writer
 from draft_trainer.recordings.recorder import Recorder
 from draft_trainer.recordings.recording import Recording
@@ -272,12 +273,19 @@ def test_a_kill_leaves_what_was_written(tmp_path: Path, policy: Policy, rename: 
 # The recorder beside the service.
 
 
+def new_run(folder: Path, run_id: str) -> Run:
+    store = SampleStore(folder, ReplayConfig(capacity_bytes=1 << 20))
+    store.begin(run_id, {})
+    return Run(run_id, PolicySizes(HIDDEN, VOCAB, 8), store, 2)
+
+
 class Rig:
     """A recorder and a run whose policy version 1 is known."""
 
     def __init__(self, folder: Path, **changes: int) -> None:
         self.board = Board()
-        self.run = Run("run", PolicySizes(HIDDEN, VOCAB, 8), ReplayBuffer(1 << 20, 0.1), 2)
+        self._samples = TemporaryDirectory()
+        self.run = new_run(Path(self._samples.name), "run")
         self.policy = Policy()
         self.announce(1)
         limits = RecordingConfig.model_validate({"shard_bytes": 8_000, **changes})
@@ -354,10 +362,12 @@ def test_the_directory_is_bounded_over_restarts(tmp_path: Path) -> None:
     assert sum(p.stat().st_size for p in tmp_path.rglob("*.safetensors")) < capacity + 20_000
 
 
-def test_another_run_gets_another_recording(tmp_path: Path) -> None:
+def test_another_run_gets_another_recording(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     rig = Rig(tmp_path)
     samples = Policy().samples(4)
-    other = Run("other", rig.run.sizes, ReplayBuffer(1 << 20, 0.1), 2)
+    other = new_run(tmp_path_factory.mktemp("samples"), "other")
     other.add_policy(rig.run.heads.get(1))
     for run, sample in zip((rig.run, rig.run, other, other), samples, strict=True):
         rig.recorder.offer(run, sample)

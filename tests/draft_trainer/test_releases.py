@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from draft_trainer.checkpoints.checkpoint import d2t_of, save_draft
+import slipstream
+from draft_trainer.checkpoints.checkpoint import save_draft
+from draft_trainer.releases.opening import newest_own
 from draft_trainer.releases.registry import Registry
-from slipstream.refusal import RefusedError
+from slipstream.refusal import RefusedError, StatusCode
 from slipstream.v1 import release_pb2
-from tests.draft_trainer.synthetic import draft_vocab_ids, head
+from tests.draft_trainer.registry_rig import create, d2t, names
+from tests.draft_trainer.synthetic import head
 
-
-def _d2t() -> Tensor:
-    return d2t_of(draft_vocab_ids())
-
-
-def _create(registry: Registry, seed: int = 0, **changes: Any) -> release_pb2.ReleaseManifest:
-    model = head(seed)
-    options: dict[str, Any] = {
-        "parent": None,
-        "trained_against": None,
-        "run_id": "run",
-        "ttt_steps": 3,
-        "gate": None,
-    }
-    return registry.create(model, model.config, _d2t(), **(options | changes))
+IMPORTED = release_pb2.RELEASE_SOURCE_IMPORTED
 
 
 def test_releases_count_up_and_describe_themselves(tmp_path: Path) -> None:
     registry = Registry(tmp_path)
     gate = release_pb2.GateFigures(candidate_acceptance_length=2.5, passed=True)
-    first = _create(registry)
-    second = _create(registry, 1, parent=0, trained_against=12, gate=gate)
+    first = create(registry)
+    second = create(registry, 1, parent=0, trained_against=12, gate=gate)
     assert (first.draft_version, second.draft_version) == (0, 1)
     assert not first.HasField("parent_version") and not first.HasField("gate")
     assert second.parent_version == 0 and second.trained_against_policy_version == 12
@@ -49,6 +41,9 @@ def test_releases_count_up_and_describe_themselves(tmp_path: Path) -> None:
         "manifest.json",
     }
     assert "draft_version" in json.loads((registry.path(1) / "manifest.json").read_text())
+    assert second.weights_bytes == (registry.path(1) / "model.safetensors").stat().st_size
+    assert second.source == release_pb2.RELEASE_SOURCE_TRAINED
+    assert second.code_version.split("+")[0] == slipstream.__version__
     tensors = registry.tensors(1)
     assert torch.equal(tensors["fc.weight"], head(1).fc.weight.bfloat16())
 
@@ -57,14 +52,15 @@ def test_import_is_byte_for_byte_and_idempotent(tmp_path: Path) -> None:
     source = tmp_path / "draft"
     source.mkdir()
     model = head(1)
-    save_draft(source, model.config, model, _d2t(), torch.float32)
+    save_draft(source, model.config, model, d2t(), torch.float32)
     registry = Registry(tmp_path / "registry")
     manifest = registry.import_initial(source)
     assert manifest.draft_version == 0
+    assert (manifest.source, manifest.origin) == (release_pb2.RELEASE_SOURCE_INITIAL, str(source))
     assert registry.import_initial(source) == manifest
     for name in ("config.json", "model.safetensors"):
         assert (registry.path(0) / name).read_bytes() == (source / name).read_bytes()
-    save_draft(source, model.config, head(2), _d2t(), torch.float32)
+    save_draft(source, model.config, head(2), d2t(), torch.float32)
     with pytest.raises(RefusedError, match="release 0"):
         registry.import_initial(source)
     assert len(registry.list()) == 1
@@ -73,9 +69,9 @@ def test_import_is_byte_for_byte_and_idempotent(tmp_path: Path) -> None:
 def test_a_half_written_release_is_never_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fail at the rename, as a killed process would; then leave a staging directory behind."""
+    """Fail at the rename, as a killed process would; then leave what one leaves behind."""
     registry = Registry(tmp_path)
-    _create(registry)
+    create(registry)
 
     def fail(self: Path, target: Path) -> Path:
         raise OSError("killed")
@@ -83,59 +79,114 @@ def test_a_half_written_release_is_never_listed(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", fail)
         with pytest.raises(OSError, match="killed"):
-            _create(registry, 1)
-    assert [m.draft_version for m in registry.list()] == [0]
-    leftover = tmp_path / ".staging-abc"
-    leftover.mkdir()
-    (leftover / "config.json").write_text("{}")
+            create(registry, 1)
+    assert names(tmp_path) == {"release-000000"}
+    for leftover in (".staging-abc", ".release-000001-abc", ".removed-release-000003-1-2"):
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / "config.json").write_text("{}")
+    (tmp_path / ".pins.json-abc").write_text("[")
     assert [m.draft_version for m in Registry(tmp_path).list()] == [0]
-    assert _create(registry, 1).draft_version == 1
-    assert registry.remove_leftovers() == 1 and not leftover.exists()
+    assert create(registry, 1).draft_version == 1
+    assert registry.remove_leftovers() == 4
+    assert names(tmp_path) == {"release-000000", "release-000001"}
 
 
-def test_every_kind_of_damage_is_noticed(tmp_path: Path) -> None:
+WRITER = """
+import sys
+from pathlib import Path
+from draft_trainer.releases.registry import Registry
+from tests.draft_trainer.registry_rig import create
+registry = Registry(Path(sys.argv[1]))
+if sys.argv[2:] == ["hold"]:
+    registry.hold()
+print("ready", flush=True)
+while True:
+    create(registry)
+    if sys.argv[2:] == ["hold"]:
+        sys.stdin.readline()
+"""
+
+
+def test_one_process_writes_and_others_read(tmp_path: Path) -> None:
+    """A real second process holds the registry; its death, not its end, lets go of it."""
     registry = Registry(tmp_path)
-    for seed in range(5):
-        _create(registry, seed)
-    weights = registry.path(0) / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1  # one bit of the last tensor
-    weights.write_bytes(data)
-    config = registry.path(1) / "config.json"
-    config.write_text(config.read_text().replace("1e-05", "1e-06"))
-    (registry.path(2) / "model.safetensors").unlink()
-    (registry.path(3) / "manifest.json").write_text("{")
-    for version in range(4):
-        with pytest.raises(RefusedError):
-            registry.tensors(version)
-    assert registry.tensors(4).keys() == head().state_dict().keys() | {"d2t", "t2d"}
-
-
-def test_links_and_foreign_paths_are_refused(tmp_path: Path) -> None:
-    registry = Registry(tmp_path / "registry")
-    other = Registry(tmp_path / "other")
-    _create(registry)
-    _create(other, 1)
-    (tmp_path / "registry" / "release-000007").symlink_to(other.path(0))
-    with pytest.raises(RefusedError, match="symbolic link"):
-        registry.path(7)
-    file = registry.path(0) / "model.safetensors"
-    file.unlink()
-    file.symlink_to(other.path(0) / "model.safetensors")
-    with pytest.raises(RefusedError, match="symbolic link"):
-        registry.tensors(0)
-    for version in (-1, 99):
-        with pytest.raises(RefusedError, match="draft_version"):
-            registry.path(version)
+    create(registry)
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path), "hold"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "ready\n"
+            writes: list[Callable[[], object]] = [
+                lambda: create(registry),
+                lambda: registry.pin(0, True),
+                lambda: registry.prune(1, ()),
+                registry.remove_leftovers,
+                registry.hold,
+            ]
+            for write in writes:
+                with pytest.raises(RefusedError, match=f"held by process {other.pid} on") as caught:
+                    write()
+                assert caught.value.code is StatusCode.FAILED_PRECONDITION
+            assert registry.get(0).draft_version == 0 and registry.tensors(0)
+        finally:
+            other.send_signal(signal.SIGKILL)
+    registry.hold()
+    registry.remove_leftovers()
+    versions = registry.versions()
+    assert versions == tuple(range(len(versions)))
+    for version in versions:
+        registry.verify(version)
+    with pytest.raises(RefusedError, match=f"held by process {os.getpid()} on"):
+        create(Registry(tmp_path))
+    registry.close()
+    registry.close()
+    create(Registry(tmp_path))
 
 
 def test_prune_keeps_the_newest_and_the_protected(tmp_path: Path) -> None:
     registry = Registry(tmp_path)
     for seed in range(5):
-        _create(registry, seed)
+        create(registry, seed)
     assert registry.prune(2, {0}) == (1, 2)
     assert [m.draft_version for m in registry.list()] == [0, 3, 4]
-    assert {p.name for p in tmp_path.iterdir()} == {f"release-{v:06d}" for v in (0, 3, 4)}
-    assert _create(registry).draft_version == 5
+    assert names(tmp_path) == {f"release-{v:06d}" for v in (0, 3, 4)}
+    assert create(registry).draft_version == 5
     with pytest.raises(RefusedError, match="keep"):
         registry.prune(0, set())
+
+
+def test_prune_by_bytes_pins_and_use(tmp_path: Path) -> None:
+    registry = Registry(tmp_path)
+    for seed in range(6):
+        create(registry, seed)
+    size = registry.nbytes(3)
+    assert size > registry.get(3).weights_bytes
+    registry.pin(1, True)
+    with registry.using(2):
+        # Six are there, room is for three and a half: the three oldest that may go, go.
+        assert registry.prune(16, {0}, keep_bytes=size * 7 // 2) == (3, 4)
+        assert registry.busy() == {2}
+    assert registry.busy() == frozenset()
+    # A pin outlives the process that made it.
+    again = Registry(tmp_path)
+    assert again.pins() == {1}
+    assert again.prune(1, (), keep_bytes=1) == (0, 2)
+    again.pin(1, False)
+    assert again.prune(1, (), keep_bytes=1) == (1,)
+    # The newest stays, whatever the bounds.
+    assert again.versions() == (5,)
+    with pytest.raises(RefusedError, match="draft_version"):
+        again.pin(1, True)
+    (tmp_path / "pins.json").write_text('["1"]')
+    with pytest.raises(RefusedError, match=r"pins\.json"):
+        again.prune(1, ())
+
+
+def test_training_goes_on_from_the_newest_that_was_trained(tmp_path: Path) -> None:
+    registry = Registry(tmp_path)
+    for seed, source in enumerate((1, 2, IMPORTED, IMPORTED)):
+        create(registry, seed, source=source)
+    assert newest_own(registry).draft_version == 1

@@ -1,10 +1,10 @@
-"""Bounds, order and counts of the replay buffer, and of the store of policy versions."""
+"""Order, share and counts of the replay buffer, and of the store of policy versions."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-import threading
+from typing import Any
 
 import pytest
 import torch
@@ -23,17 +23,37 @@ def _sample(name: str, version: int = 1) -> Sample:
     return dataclasses.replace(TEMPLATE, sample_id=name, policy_version=version)
 
 
-def test_bytes_never_exceed_the_capacity_and_old_versions_go_first() -> None:
-    size = TEMPLATE.nbytes
-    buffer = ReplayBuffer(10 * size, 0.0)
-    for i in range(40):
+def _buffer(*options: Any, **named: Any) -> ReplayBuffer[Sample]:
+    return ReplayBuffer(*options, **named)
+
+
+def test_what_gives_way_is_old_then_trained_then_early() -> None:
+    buffer = _buffer(0.0, max_epochs=9)
+    for i in range(8):
         buffer.add(_sample(f"s{i}", version=i // 4))
-        assert buffer.nbytes <= buffer.capacity_bytes
-    assert len(buffer) == 10 and buffer.nbytes == 10 * size
-    assert buffer.evicted_untrained == 30
-    drawn = buffer.draw(10**6, random.Random(0))
-    assert {s.sample_id for s in drawn} == {f"s{i}" for i in range(30, 40)}
-    assert [s.policy_version for s in drawn] == [9] * 4 + [8] * 4 + [7] * 2
+    one = TEMPLATE.num_tokens
+    drawn = [buffer.draw(one)[0].sample_id for _ in range(6)]
+    assert set(drawn[:4]) == {"s4", "s5", "s6", "s7"}
+    gone = []
+    while (worst := buffer.worst()) is not None:
+        gone.append((worst.sample_id, buffer.remove(worst)))
+    # Version 0: drawn ones first, then by arrival; then version 1, by times drawn, by arrival.
+    times = {name: drawn.count(name) for name, _ in gone}
+    expected = sorted(times, key=lambda name: (int(name[1]) // 4, -times[name], name))
+    assert [name for name, _ in gone] == expected
+    assert [untrained for _, untrained in gone] == [times[name] == 0 for name in expected]
+    assert len(buffer) == 0 == buffer.pending
+
+
+def test_spared_samples_stay_and_come_up_again() -> None:
+    buffer = _buffer(0.0)
+    for i in range(4):
+        buffer.add(_sample(f"s{i}"))
+    worst = buffer.worst(lambda sample: sample.sample_id in {"s0", "s1"})
+    assert worst is not None and worst.sample_id == "s2"
+    assert buffer.worst(lambda sample: True) is None
+    worst = buffer.worst()
+    assert worst is not None and worst.sample_id == "s0"
 
 
 def test_nbytes_counts_every_tensor() -> None:
@@ -43,30 +63,92 @@ def test_nbytes_counts_every_tensor() -> None:
 
 
 def test_a_sample_is_drawn_at_most_max_epochs_times() -> None:
-    buffer = ReplayBuffer(10**9, 0.0, max_epochs=2)
+    buffer = _buffer(0.0, max_epochs=2)
     for i in range(5):
         buffer.add(_sample(f"s{i}"))
     assert buffer.pending == 5
-    rng, counts = random.Random(0), dict.fromkeys((f"s{i}" for i in range(5)), 0)
-    while drawn := buffer.draw(2 * TEMPLATE.num_tokens, rng):
+    counts = dict.fromkeys((f"s{i}" for i in range(5)), 0)
+    while drawn := buffer.draw(2 * TEMPLATE.num_tokens):
         assert len(drawn) <= 2
         for sample in drawn:
             counts[sample.sample_id] += 1
     assert set(counts.values()) == {2}
-    assert len(buffer) == 0 and buffer.nbytes == 0 and buffer.evicted_untrained == 0
+    assert len(buffer) == 0 == buffer.pending
 
 
 def test_untrained_before_trained_and_newest_before_old() -> None:
-    buffer = ReplayBuffer(10**9, 0.0, max_epochs=9)
+    buffer = _buffer(0.0, max_epochs=9)
     buffer.add(_sample("old", 1))
     buffer.add(_sample("new", 3))
     one = TEMPLATE.num_tokens
-    names = [buffer.draw(one, random.Random(i))[0].sample_id for i in range(2)]
+    names = [buffer.draw(one)[0].sample_id for _ in range(2)]
     assert names == ["new", "new"]
     buffer.add(_sample("newer", 4))
-    assert buffer.draw(one, random.Random(0))[0].sample_id == "newer"
+    assert buffer.draw(one)[0].sample_id == "newer"
     assert buffer.pending == 1
-    assert len(buffer.draw(1, random.Random(0))) == 1  # one sample even above the bound
+    assert len(buffer.draw(1)) == 1  # one sample even above the bound
+
+
+def test_the_order_is_that_of_the_seed_and_not_of_what_was_drawn_before() -> None:
+    def drawn_after(interruptions: int, seed: int) -> list[str]:
+        buffer = _buffer(0.0, 3, seed)
+        for i in range(30):
+            buffer.add(_sample(f"s{i}", i % 2))
+        names = []
+        for step in range(200):
+            if step < interruptions:
+                for sample in buffer.draw(7 * TEMPLATE.num_tokens):
+                    buffer.put_back(sample)
+            names += [sample.sample_id for sample in buffer.draw(5 * TEMPLATE.num_tokens)]
+        assert {names.count(name) for name in names} == {3} and len(names) == 90
+        return names
+
+    assert drawn_after(0, 1) == drawn_after(9, 1) != drawn_after(0, 2)
+
+
+def test_stale_items_do_not_pile_up() -> None:
+    buffer = _buffer(0.0)
+    for i in range(5000):
+        buffer.add(_sample(f"s{i}"))
+        if i >= 10:
+            worst = buffer.worst()
+            assert worst is not None and worst.sample_id == f"s{i - 10}"
+            buffer.remove(worst)
+    assert max(len(buffer._to_draw), len(buffer._to_evict)) <= 100
+
+
+def test_against_a_model_that_sorts() -> None:
+    """Random adds, draws, undone draws and evictions."""
+    rng = random.Random(0)
+    buffer = _buffer(0.3, max_epochs=3)
+    model: dict[str, list[int]] = {}
+    for i in range(3000):
+        action = rng.random()
+        if action < 0.45:
+            sample = _with_prompt(_sample(f"s{i}", i // 400), rng.randrange(40))
+            buffer.add(sample)
+            model[f"s{i}"] = [sample.policy_version, 0]
+        elif action < 0.75:
+            held = {sample.sample_id for sample in buffer.held_out()}
+            drawn = buffer.draw(rng.randrange(1, 80))
+            left = sorted(v[1] - v[0] for n, v in model.items() if n not in held)
+            assert [model[s.sample_id][1] - s.policy_version for s in drawn] == left[: len(drawn)]
+            undo = rng.random() < 0.3
+            for sample in drawn:
+                model[sample.sample_id][1] += 1
+                if model[sample.sample_id][1] == 3 and not undo:
+                    del model[sample.sample_id]
+                if undo:
+                    model[sample.sample_id][1] -= 1
+                    buffer.put_back(sample)
+        elif (worst := buffer.worst()) is not None:
+            least = min((version, -times) for version, times in model.values())
+            version, times = model.pop(worst.sample_id)
+            assert (version, -times) == least
+            buffer.remove(worst)
+        assert {sample.sample_id for sample in buffer} == model.keys()
+    held = {sample.sample_id for sample in buffer.held_out()}
+    assert buffer.pending == sum(v[1] == 0 for n, v in model.items() if n not in held)
 
 
 def _with_prompt(sample: Sample, number: int) -> Sample:
@@ -77,11 +159,11 @@ def _with_prompt(sample: Sample, number: int) -> Sample:
 
 def test_completions_of_one_prompt_are_held_out_together() -> None:
     """By sample, a candidate would be judged on prompts that it was trained on."""
-    buffer = ReplayBuffer(10**9, 0.5)
+    buffer = _buffer(0.5)
     for i in range(40):
         buffer.add(_with_prompt(_sample(f"s{i}"), i % 10))
     held = [s.group for s in buffer.held_out()]
-    drawn = [s.group for s in buffer.draw(10**9, random.Random(0))]
+    drawn = [s.group for s in buffer.draw(10**9)]
     assert len(held) + len(drawn) == 40
     assert not set(held) & set(drawn)
     assert {held.count(group) for group in held} == {4}
@@ -97,7 +179,7 @@ def test_a_window_without_its_prompt_is_a_group_of_its_own() -> None:
 
 
 def test_held_out_is_decided_by_the_prompt_and_never_drawn() -> None:
-    first, second = ReplayBuffer(10**9, 0.25), ReplayBuffer(10**9, 0.25)
+    first, second = _buffer(0.25), _buffer(0.25)
     for i in range(400):
         first.add(_with_prompt(_sample(f"s{i}", i // 100), i))
         second.add(_with_prompt(_sample(f"s{399 - i}"), 399 - i))
@@ -105,53 +187,8 @@ def test_held_out_is_decided_by_the_prompt_and_never_drawn() -> None:
     assert held == {s.sample_id for s in second.held_out()}
     assert 60 <= len(held) <= 140  # binomial(400, 1/4): 4.6 standard deviations either way
     assert first.pending == 400 - len(held)
-    assert not held & {s.sample_id for s in first.draw(10**9, random.Random(0))}
+    assert not held & {s.sample_id for s in first.draw(10**9)}
     assert {s.policy_version for s in first.held_out(newest_versions=2)} == {2, 3}
-
-
-def test_discarded_versions_are_counted_and_refusals_change_nothing() -> None:
-    buffer = ReplayBuffer(2 * TEMPLATE.nbytes, 0.0)
-    buffer.add(_sample("a", 1))
-    buffer.add(_sample("b", 2))
-    with pytest.raises(RefusedError, match="sample_id"):
-        buffer.add(_sample("a", 2))
-    long = dataclasses.replace(_sample("c"), aux=TEMPLATE.aux.repeat(9, 1))
-    with pytest.raises(RefusedError, match="replay buffer"):
-        buffer.add(long)
-    assert len(buffer) == 2 and buffer.evicted_untrained == 0
-    buffer.discard_versions([1])
-    assert len(buffer) == 1 and buffer.evicted_untrained == 1
-
-
-def test_adds_and_draws_from_many_threads_lose_nothing() -> None:
-    buffer = ReplayBuffer(10**9, 0.0, max_epochs=1)
-    drawn: list[list[str]] = [[] for _ in range(2)]
-    done = threading.Event()
-
-    def add(part: int) -> None:
-        for i in range(200):
-            buffer.add(_sample(f"{part}-{i}"))
-
-    def draw(part: int) -> None:
-        rng = random.Random(part)
-        while True:
-            last = done.is_set()
-            samples = buffer.draw(100, rng)
-            drawn[part] += [s.sample_id for s in samples]
-            if last and not samples:
-                return
-
-    adders = [threading.Thread(target=add, args=(i,)) for i in range(3)]
-    drawers = [threading.Thread(target=draw, args=(i,)) for i in range(2)]
-    for thread in (*adders, *drawers):
-        thread.start()
-    for thread in adders:
-        thread.join(60)
-    done.set()
-    for thread in drawers:
-        thread.join(60)
-    names = drawn[0] + drawn[1]
-    assert len(names) == len(set(names)) == 600
 
 
 def test_policy_heads_share_equal_matrices_and_stay_bounded() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.draft_trainer.training_process import train_here
 
 _COMMAND = (sys.executable, "-m", "tests.draft_trainer.training_process")
-_DEADLINE = 60
+_DEADLINE = 300
 _EPOCHS = 10
 
 

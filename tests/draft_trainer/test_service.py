@@ -148,7 +148,10 @@ def test_known_content_is_named_and_not_sent(tmp_path: Path) -> None:
             "higher than 3",
         )
         assert error.code is grpc.StatusCode.FAILED_PRECONDITION
-        error = refusal(lambda: client.announce(2))
+        # A rank that is a version late announces what another one has announced.
+        assert client.announce(2).policy_version == 2
+        assert client.status().policy_version == 3
+        error = refusal(lambda: client.announce(2, Policy(1)))
         assert error.field == "policy_version"
 
 

@@ -1,0 +1,170 @@
+"""Brings a sample's block into the trainer's own memory: one copy, checked on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from draft_trainer.feed.validate import TENSORS
+from slipstream.checksums import Bytes, CheckedCopy, all_finite
+from slipstream.fp8 import LARGEST, dequantize_into
+from slipstream.packed import ALIGNMENT, FLOAT8, Layout, PackedTensors, tensors_in
+from slipstream.refusal import RefusedError
+from slipstream.ring import HEADER_BYTES, RingFile
+from slipstream.tensors import checked_data
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+_LARGEST_SCALE = torch.finfo(torch.bfloat16).max / LARGEST
+
+
+@dataclass(frozen=True)
+class Memories:
+    """What the spans of one request may point into.
+
+    Attributes:
+        payload: the request's, uint8 [n].
+        ring: the stream's, if it has one.
+    """
+
+    payload: Bytes
+    ring: RingFile | None = None
+
+
+def receive(
+    message: pb.VerifierStates,
+    memories: Memories,
+    arriving: Layout,
+    block: torch.Tensor,
+    kept: Layout,
+) -> None:
+    """Fill ``block`` and verify the checksum and that all states are finite.
+
+    Args:
+        message: whose declarations were checked.
+        memories: where its span points.
+        arriving: layout in which it comes.
+        block: uint8 [kept.nbytes], the trainer's own.
+        kept: layout in which it stays; another one for float8 only.
+
+    Raises:
+        RefusedError: a span that is outside, a wrong checksum, or a state that is not finite.
+    """
+    own: Bytes = block.numpy()
+    if not message.HasField("packed"):
+        _fill(message, own, arriving)
+        finite = all_finite(own[arriving.aux_at : arriving.nbytes], arriving.dtype)
+        _refuse_not_finite(finite, block, arriving)
+        return
+    source = _source(message.packed.span, memories)
+    if arriving.dtype == FLOAT8:
+        arrived = torch.empty(arriving.nbytes, dtype=torch.uint8)
+        _copy(message.packed, source, arrived, arriving)
+        _decode(tensors_in(arrived, arriving), tensors_in(block, kept))
+    else:
+        _copy(message.packed, source, block, arriving)
+
+
+def _copy(packed: pb.PackedStates, source: Bytes, block: torch.Tensor, layout: Layout) -> None:
+    destination = block.numpy()[: layout.nbytes]
+    copy = CheckedCopy(destination, packed.checksum_kind, layout.dtype, layout.aux_at)
+    copy.put(source)
+    if copy.checksum != packed.checksum:
+        raise RefusedError(
+            "packed.checksum",
+            f"{packed.checksum:#x}",
+            f"{copy.checksum:#x} (of the bytes that arrived)",
+            "send it again; if it repeats, look for a faulty link or an altered buffer",
+        )
+    _refuse_not_finite(copy.finite, block, layout)
+
+
+def _source(span: pb.Span, memories: Memories) -> Bytes:
+    start, end = span.offset, span.offset + span.bytes
+    if span.memory == pb.MEMORY_PAYLOAD:
+        if end > len(memories.payload):
+            raise _outside(span, f"within the payload's {len(memories.payload)} bytes")
+        return memories.payload[start:end]
+    if span.memory != pb.MEMORY_RING:
+        raise RefusedError(
+            "packed.span.memory",
+            span.memory,
+            "MEMORY_PAYLOAD or MEMORY_RING",
+            "say what the span points into",
+        )
+    ring = memories.ring
+    if ring is None:
+        raise RefusedError(
+            "packed.span.memory",
+            "MEMORY_RING",
+            "MEMORY_PAYLOAD: this stream has no ring",
+            "name TRANSPORT_SHARED_MEMORY in the stream's header, or send the bytes along",
+        )
+    if start % ALIGNMENT or start < HEADER_BYTES or end > ring.nbytes:
+        raise _outside(
+            span, f"within [{HEADER_BYTES}, {ring.nbytes}), from a multiple of {ALIGNMENT} on"
+        )
+    return ring.span(start, span.bytes)
+
+
+def _outside(span: pb.Span, expected: str) -> RefusedError:
+    return RefusedError(
+        "packed.span",
+        f"{span.bytes} bytes from {span.offset} on",
+        expected,
+        "describe bytes that were written before the message was sent",
+    )
+
+
+def _fill(message: pb.VerifierStates, block: Bytes, layout: Layout) -> None:
+    """The tensors of a message that does not pack them, each with a checksum of its own."""
+    tokens, at = layout.tokens, 0
+    places = {}
+    for field in ("token_ids", "positions", "segment_ids", "sampled_logprobs", "sampled_logits"):
+        places[field], at = at, at + 4 * tokens
+    places |= {
+        "loss_mask": layout.mask_at,
+        "aux_hidden_states": layout.aux_at,
+        "final_hidden_state": layout.final_at,
+    }
+    assert places.keys() == {*TENSORS, "aux_hidden_states", "final_hidden_state"}
+    block[layout.aux_at :] = 0
+    for field, start in places.items():
+        data = checked_data(getattr(message, field), field)
+        block[start : start + len(data)] = np.frombuffer(data, dtype=np.uint8)
+
+
+def _decode(arrived: PackedTensors, kept: PackedTensors) -> None:
+    scales = arrived.scales
+    if not bool(((scales > 0) & (scales <= _LARGEST_SCALE)).all()):
+        raise RefusedError(
+            "packed.scales",
+            f"{float(scales.min()):.4g} to {float(scales.max()):.4g}",
+            f"above 0 and at most {_LARGEST_SCALE:.4g}",
+            "look for an overflow in the policy's forward pass",
+        )
+    for name in ("token_ids", "positions", "segment_ids", "sampled_logprobs", "sampled_logits"):
+        getattr(kept, name).copy_(getattr(arrived, name))
+    kept.loss_mask.view(torch.uint8).copy_(arrived.loss_mask.view(torch.uint8))
+    dequantize_into(kept.aux, arrived.aux, scales[:-1])
+    dequantize_into(kept.final, arrived.final, scales[-1:])
+
+
+def _refuse_not_finite(finite: bool, block: torch.Tensor, layout: Layout) -> None:
+    if finite:
+        return
+    tensors = tensors_in(block, layout)
+    named = {"aux_hidden_states": tensors.aux, "final_hidden_state": tensors.final}
+    for field, values in named.items():
+        bad = int((~torch.isfinite(values.float())).sum())
+        if bad:
+            raise RefusedError(
+                field,
+                f"{bad} of {values.numel()} values are not finite",
+                "finite values",
+                "look for an overflow in the policy's forward pass",
+            )
+    raise RefusedError(
+        "packed", "padding that is not zero", "zeros", "lay the block out as docs/wire.md says"
+    )

@@ -1,0 +1,42 @@
+"""Room for a sample that is being received, and a batch that was drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from draft_trainer.feed.arena import Extent
+from draft_trainer.feed.sample import Sample
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A batch: what ``draw`` chose.
+
+    Attributes:
+        number: of the draw, which a training state that contains it carries; 0 where ``samples``
+            is empty.
+        samples: views of the arena.
+    """
+
+    number: int
+    samples: list[Sample]
+
+
+class Reservation:
+    """Room for one sample that is being received. It is given back when nothing views it."""
+
+    def __init__(self, extent: Extent, buffer: Tensor) -> None:
+        self.extent = extent
+        self._buffer: Tensor | None = buffer
+
+    @property
+    def buffer(self) -> Tensor:
+        """uint8 [nbytes], its start aligned to 64 bytes; its content is not defined at first."""
+        assert self._buffer is not None, "this reservation was released"
+        return self._buffer
+
+    def release(self) -> None:
+        """View it no more. What else views it keeps it until then. Idempotent."""
+        self._buffer = None

@@ -1,0 +1,173 @@
+"""Takes somebody else's checkpoint off the wire and makes it a release.
+
+Nothing of the client is trusted: no path of it is opened, what arrives is bounded before it is
+kept, and the checkpoint is read and checked here as if it had come from anywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draft_trainer.checkpoints.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from draft_trainer.eagle3.head_config import HeadConfig
+from draft_trainer.feed.session import Run, Runs
+from draft_trainer.releases.foreign_draft import foreign_head, read_foreign, release_foreign
+from draft_trainer.releases.judge import Judge
+from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.retention import Retention
+from slipstream.refusal import RefusedError, StatusCode
+from slipstream.tensors import ChunkAssembler
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import tensor_pb2
+
+logger = logging.getLogger(__name__)
+
+MAX_CONFIG_CHARACTERS = 1 << 20
+MAX_ORIGIN_CHARACTERS = 4096
+MAX_TENSORS = 256
+_BYTES_PER_ELEMENT = 8  # of the widest type that may cross
+_NAME = re.compile(r"[A-Za-z][\w.]{0,255}", re.ASCII)
+
+
+class Imports:
+    """Imports one checkpoint at a time. Thread-safe.
+
+    Args:
+        registry: where it goes.
+        config: of the registry's drafts.
+        d2t: int64 [draft_vocab], theirs; None for the full vocabulary.
+        runs: on whose held-out states the gate judges.
+        judge: the gate.
+        promotions: what passed is offered to it.
+        retention: applied afterwards.
+        on_promoted: told the version where an import was promoted.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        config: HeadConfig,
+        d2t: Tensor | None,
+        runs: Runs,
+        judge: Judge,
+        promotions: Promotions,
+        retention: Retention,
+        on_promoted: Callable[[int], None],
+    ) -> None:
+        self._registry = registry
+        self._config = config
+        self._d2t = d2t
+        self._runs = runs
+        self._judge = judge
+        self._promotions = promotions
+        self._retention = retention
+        self._on_promoted = on_promoted
+        self._one = threading.Semaphore(1)
+
+    def take(
+        self, header: pb.ImportHeader, chunks: Iterable[tensor_pb2.TensorChunk]
+    ) -> pb.ImportReleaseResponse:
+        """Receive, check, judge if asked, and write.
+
+        Raises:
+            RefusedError: another import is under way, it is too large, not what its hashes say, no
+                draft, a draft of another shape or vocabulary, to be gated without a run, or the
+                disk is full. The registry is as it was.
+        """
+        if not self._one.acquire(blocking=False):
+            raise RefusedError(
+                "ImportRelease",
+                "another import under way",
+                "one at a time",
+                "try again when it has ended",
+                StatusCode.RESOURCE_EXHAUSTED,
+            )
+        try:
+            run = self._run() if header.gate else None
+            self._check(header)
+            with TemporaryDirectory(prefix=".staging-", dir=self._registry.root) as folder:
+                self._receive(header, chunks, Path(folder))
+                return self._release(Path(folder), header.origin, run)
+        except (OSError, SafetensorError) as error:
+            raise RefusedError(
+                "registry",
+                str(error),
+                "a folder that can be written, and room for the release",
+                "free some space, then import it again",
+                StatusCode.RESOURCE_EXHAUSTED,
+            ) from error
+        finally:
+            self._one.release()
+
+    def _run(self) -> Run:
+        run = self._runs.current
+        if run is None:
+            raise RefusedError(
+                "gate",
+                "no run",
+                "a run whose held-out states it can be judged on",
+                "import it without --gate, or once a policy feeds this trainer",
+                StatusCode.FAILED_PRECONDITION,
+            )
+        return run
+
+    def _check(self, header: pb.ImportHeader) -> None:
+        for name, size, most in (
+            ("config_json", len(header.config_json), MAX_CONFIG_CHARACTERS),
+            ("origin", len(header.origin), MAX_ORIGIN_CHARACTERS),
+            ("tensors", len(header.tensors), MAX_TENSORS),
+        ):
+            if size > most:
+                raise RefusedError(name, size, f"at most {most}", "send a draft's checkpoint")
+        names = [spec.name for spec in header.tensors]
+        wrong = [name for name in names if not _NAME.fullmatch(name)]
+        if wrong or len(set(names)) < len(names):
+            raise RefusedError(
+                "tensors",
+                repr(wrong[0][:64]) if wrong else "a name twice",
+                "names of parameters, each once",
+                "send the tensors of one checkpoint",
+            )
+
+    def _receive(
+        self, header: pb.ImportHeader, chunks: Iterable[tensor_pb2.TensorChunk], folder: Path
+    ) -> None:
+        oldest = self._registry.get(self._registry.versions()[0])
+        elements = sum(math.prod(spec.shape) for spec in oldest.tensors)
+        assembler = ChunkAssembler(header.tensors, elements * _BYTES_PER_ELEMENT)
+        for chunk in chunks:
+            assembler.feed(chunk)
+        (folder / CONFIG_FILE).write_text(header.config_json)
+        save_file(assembler.finish(), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+    def _release(self, folder: Path, origin: str, run: Run | None) -> pb.ImportReleaseResponse:
+        checkpoint = read_foreign(folder)
+        head = foreign_head(checkpoint, self._config, self._d2t)
+        if run is None:
+            manifest = release_foreign(self._registry, checkpoint, head, origin)
+            logger.info("draft %d imported from %s, not gated", manifest.draft_version, origin)
+            self._retention.apply()
+            return pb.ImportReleaseResponse(manifest=manifest)
+        judgement = self._judge.judge(head, run, None)
+        manifest = release_foreign(
+            self._registry, checkpoint, head, origin, run_id=run.run_id, gate=judgement.figures
+        )
+        version = manifest.draft_version
+        promoted = judgement.verdict.passed and self._promotions.offer(version)
+        verdict = self._judge.record(judgement, version)
+        logger.info("draft %d imported from %s: %s", version, origin, judgement.verdict.reason)
+        if promoted:
+            self._on_promoted(version)
+        self._retention.apply()
+        return pb.ImportReleaseResponse(manifest=manifest, verdict=verdict, promoted=promoted)

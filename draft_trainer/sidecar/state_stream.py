@@ -1,0 +1,130 @@
+"""One client's stream of samples: read ahead within its credits, answered in batches."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+
+import grpc
+
+from draft_trainer.feed.ingest import CreditWindow, Ingest
+from draft_trainer.feed.receive import Memories
+from draft_trainer.feed.session import Run
+from draft_trainer.sidecar.refusals import wrong_kind
+from slipstream.framing import Framed
+from slipstream.refusal import RefusedError
+from slipstream.ring import RingFile
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+# What one transaction of the store takes: more would only keep the first ones waiting.
+_TOGETHER_SAMPLES = 512
+_TOGETHER_BYTES = 16 << 20
+_TICK = 1.0
+
+
+class StateStream:
+    """Answers the samples of one stream until the client or the server ends it.
+
+    Owns one thread, which reads: gRPC begins to receive a message only when it is asked for the
+    next one, and would stand still while this one is checked. The thread ends with the call.
+
+    Args:
+        requests: after the header.
+        window: what the client may have in flight; it bounds what is read ahead.
+        ingest: decides.
+        run: that is fed.
+        ring: the stream's, if its states are in shared memory.
+    """
+
+    def __init__(
+        self,
+        requests: Iterator[Framed],
+        window: CreditWindow,
+        ingest: Ingest,
+        run: Run,
+        ring: RingFile | None,
+    ) -> None:
+        self._requests = requests
+        self._window = window
+        self._ingest = ingest
+        self._run = run
+        self._ring = ring
+        self._waiting: queue.SimpleQueue[Framed | RefusedError | None] = queue.SimpleQueue()
+        self._ended = False
+        threading.Thread(target=self._read, name="state-stream", daemon=True).start()
+
+    def responses(self) -> Iterator[pb.StreamStatesResponse]:
+        """The answers.
+
+        Raises:
+            RefusedError: a message that may not come, more than was credited, or a truncated
+                ring: the stream ends.
+        """
+        yield pb.StreamStatesResponse(credit=pb.Credit(bytes=self._window.left))
+        while not self._ended:
+            together = self._next()
+            if not together:
+                continue
+            samples = []
+            for framed in together:
+                memories = Memories(framed.payload, self._ring)
+                samples += [(message, memories) for message in _samples(framed.request)]
+            yield from self._answer(together, self._ingest.take(self._run, samples))
+
+    def _answer(
+        self, together: Sequence[Framed], acks: list[pb.Ack]
+    ) -> Iterator[pb.StreamStatesResponse]:
+        batched, credit, at = [], 0, 0
+        for framed in together:
+            count = len(_samples(framed.request))
+            self._window.give_back(framed.nbytes)
+            if framed.request.WhichOneof("kind") == "sample":
+                yield pb.StreamStatesResponse(ack=acks[at])
+                yield pb.StreamStatesResponse(credit=pb.Credit(bytes=framed.nbytes))
+            else:
+                batched += acks[at : at + count]
+                credit += framed.nbytes
+            at += count
+        if batched:
+            yield pb.StreamStatesResponse(acks=pb.AckBatch(acks=batched, credit_bytes=credit))
+
+    def _next(self) -> list[Framed]:
+        """What waits, at least one message; none when a second passed or the stream ended."""
+        together: list[Framed] = []
+        samples = nbytes = 0
+        while samples < _TOGETHER_SAMPLES and nbytes < _TOGETHER_BYTES:
+            try:
+                item = self._waiting.get(block=not together, timeout=_TICK)
+            except queue.Empty:
+                break
+            if item is None:
+                self._ended = True
+                break
+            if isinstance(item, RefusedError):
+                raise item
+            together.append(item)
+            messages = _samples(item.request)
+            samples += len(messages)
+            nbytes += sum(message.packed.span.bytes for message in messages) or item.nbytes
+        return together
+
+    def _read(self) -> None:
+        try:
+            for framed in self._requests:
+                kind = framed.request.WhichOneof("kind")
+                if kind not in ("sample", "batch"):
+                    raise wrong_kind("sample or batch", kind)
+                self._window.spend(framed.nbytes)
+                self._waiting.put(framed)
+        except RefusedError as error:
+            self._waiting.put(error)
+        except grpc.RpcError:
+            # The call was cancelled.
+            pass
+        finally:
+            self._waiting.put(None)
+
+
+def _samples(request: pb.StreamStatesRequest) -> Sequence[pb.VerifierStates]:
+    return [request.sample] if request.WhichOneof("kind") == "sample" else request.batch.samples

@@ -1,0 +1,43 @@
+"""Releases for tests: written, listed, damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from draft_trainer.checkpoints.checkpoint import d2t_of
+from draft_trainer.releases.registry import Registry
+from slipstream.v1 import release_pb2
+from tests.draft_trainer.synthetic import draft_vocab_ids, head
+
+
+def d2t() -> Tensor:
+    """The synthetic draft vocabulary."""
+    return d2t_of(draft_vocab_ids())
+
+
+def create(registry: Registry, seed: int = 0, **changes: Any) -> release_pb2.ReleaseManifest:
+    """A release of random weights."""
+    model = head(seed)
+    options: dict[str, Any] = {
+        "parent": None,
+        "trained_against": None,
+        "run_id": "run",
+        "ttt_steps": 3,
+        "gate": None,
+    }
+    return registry.create(model, model.config, d2t(), **(options | changes))
+
+
+def names(folder: Path) -> set[str]:
+    """What is in a folder, the lock aside."""
+    return {path.name for path in folder.iterdir()} - {".lock"}
+
+
+def flip(path: Path, old: str, new: str) -> None:
+    """Replace a piece of a text file by one that must have been there."""
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))

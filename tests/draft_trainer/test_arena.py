@@ -1,0 +1,133 @@
+"""The mapped file: its free list against a model, its views, and a file system that is full."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from draft_trainer.feed.arena import ALIGNMENT, Arena, FreeList, aligned
+from slipstream.refusal import RefusedError, StatusCode
+
+
+def test_aligned() -> None:
+    assert [aligned(n) for n in (0, 1, 64, 65)] == [64, 64, 64, 128]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_free_list_against_a_map_of_every_unit(seed: int) -> None:
+    rng = random.Random(seed)
+    size = 300
+    free = FreeList(size)
+    units = [False] * size
+    taken: dict[int, int] = {}
+    for _ in range(4000):
+        if rng.random() < 0.55:
+            wanted = rng.randrange(1, 40)
+            start = free.take(wanted)
+            runs = "".join("x" if unit else "." for unit in units).split("x")
+            fitting = [len(run) for run in runs if len(run) >= wanted]
+            assert (start is None) == (not fitting)
+            if start is not None:
+                assert not any(units[start : start + wanted])
+                run = next(n for at, n in _runs(units) if at <= start < at + n)
+                assert run == min(fitting)
+                units[start : start + wanted] = [True] * wanted
+                taken[start] = wanted
+        elif taken:
+            start = rng.choice(list(taken))
+            wanted = taken.pop(start)
+            free.give(start, wanted)
+            units[start : start + wanted] = [False] * wanted
+        # What is free is known in as few parts as possible, and to the byte.
+        assert free.parts() == _runs(units)
+        assert free.free == units.count(False)
+    again = FreeList(size, taken.items())
+    assert again.parts() == free.parts() and again.free == free.free
+
+
+def _runs(units: list[bool]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for at, used in enumerate(units):
+        if not used:
+            if runs and sum(runs[-1]) == at:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((at, 1))
+    return runs
+
+
+def test_an_extent_is_reused_only_when_nothing_views_it(tmp_path: Path) -> None:
+    arena = Arena(tmp_path / "a", 4 * ALIGNMENT)
+    extent = arena.allocate(2 * ALIGNMENT)
+    assert extent is not None
+    extent.owned = True
+    view = arena.view(extent, 100).fill_(7)
+    part = view[10:20].view(torch.bfloat16)[1:].view(2, 2)
+    del view
+    arena.disown(extent)
+    assert (arena.used, arena.leased) == (2 * ALIGNMENT, 2 * ALIGNMENT)
+    other = arena.allocate(2 * ALIGNMENT)
+    assert other is not None and other.start != extent.start
+    assert arena.allocate(ALIGNMENT) is None
+    assert (part.view(torch.uint8) == 7).all()
+    del part
+    third = arena.allocate(2 * ALIGNMENT)
+    assert third is not None and third.start == extent.start
+
+
+def test_an_extent_that_nobody_owns_is_free_with_its_last_view(tmp_path: Path) -> None:
+    arena = Arena(tmp_path / "a", ALIGNMENT)
+    extent = arena.allocate(ALIGNMENT)
+    assert extent is not None
+    first, second = arena.view(extent, 8), arena.view(extent, 8)
+    del first
+    assert arena.is_viewed(extent) and arena.allocate(ALIGNMENT) is None
+    del second
+    assert not arena.is_viewed(extent) and arena.used == 0
+
+
+def test_views_that_end_on_other_threads_are_counted(tmp_path: Path) -> None:
+    arena = Arena(tmp_path / "a", 64 * ALIGNMENT)
+    views = []
+    for _ in range(64):
+        extent = arena.allocate(ALIGNMENT)
+        assert extent is not None
+        views.append([arena.view(extent, ALIGNMENT) for _ in range(4)])
+    assert arena.leased == arena.size
+
+    def end(part: int) -> None:
+        for view in views[part::4]:
+            view.clear()
+
+    threads = [threading.Thread(target=end, args=(part,)) for part in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    gc.collect()
+    assert (arena.leased, arena.used) == (0, 0)
+
+
+def test_a_full_file_system_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(number: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(RefusedError) as caught:
+        Arena(tmp_path / "a", 1 << 20)
+    assert caught.value.field == "replay.directory"
+    assert caught.value.code is StatusCode.RESOURCE_EXHAUSTED
+    assert "No space left" in caught.value.found
+    assert f"{1 << 20} bytes (replay.capacity_bytes)" in caught.value.expected
+
+
+def test_its_blocks_are_allocated_from_the_start(tmp_path: Path) -> None:
+    Arena(tmp_path / "a", 1 << 20)
+    assert (tmp_path / "a").stat().st_blocks * 512 >= 1 << 20

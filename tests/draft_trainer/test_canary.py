@@ -1,0 +1,183 @@
+"""Trials over real gRPC servers: some first, live acceptance decides, the fleet follows."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from draft_trainer.config import CanaryConfig
+from draft_trainer.releases.publish_log import FILE_NAME
+from draft_trainer.releases.reconciler import Reconciler
+from slipstream.refusal import RefusedError, StatusCode
+from tests.draft_trainer.fleet_rig import Rig
+
+GOOD, RUINED = [70, 50, 30], [2, 0, 0]
+"""Accepted at each position of 100 drafts."""
+
+
+class Running:
+    """A rig whose reconciler runs."""
+
+    def __init__(self, rig: Rig) -> None:
+        assert rig.canary is not None
+        self.rig = rig
+        self.settled = threading.Event()
+        self.reconciler = Reconciler(rig.publisher, rig.canary, rig.watch, 0.2, self.settled.set)
+        self.reconciler.start()
+
+    def draft_until(self, done: Callable[[], bool], ruined: int) -> int:
+        """Drafts on all servers, 100 at a time, until ``done``; drafts of ``ruined`` spent."""
+        deadline, spent = time.monotonic() + 30, 0
+        while not done():
+            assert time.monotonic() < deadline, "no verdict"
+            for double in self.rig.doubles:
+                bad = double.state.draft_version == ruined
+                spent += 100 * bad
+                double.draft(100, RUINED if bad else GOOD)
+            self.settled.wait(0.03)
+        return spent
+
+    def history(self, drafts: int = 2000) -> None:
+        """The incumbent's acceptance before anything is tried."""
+        rig = self.rig
+        seen = lambda: sum(  # noqa: E731
+            b.drafts for b in rig.watch.since(rig.served[0], [d.address for d in rig.doubles], 0.0)
+        )
+        self.draft_until(lambda: seen() >= drafts, -1)
+
+    def events(self) -> list[tuple[str, int]]:
+        lines = (self.rig.root / FILE_NAME).read_text().splitlines()
+        return [(line["event"], line["draft_version"]) for line in map(json.loads, lines)]
+
+
+@pytest.fixture(params=[(4, 0.25), (1, 0.25)], ids=["one-of-four", "alone"])
+def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
+    servers, share = request.param
+    rig = Rig(tmp_path, servers, CanaryConfig(share=share, max_seconds=20.0))
+    running = Running(rig)
+    yield running
+    assert running.reconciler.stop(10)
+    rig.close()
+
+
+def test_a_ruined_draft_that_was_forced_is_rolled_back(running: Running) -> None:
+    rig = running.rig
+    running.history()
+    assert rig.publisher.promote(2, pin=True).changes
+    assert rig.served.count(2) == 1
+    spent = running.draft_until(running.settled.is_set, ruined=2)
+    assert spent <= 2000
+    assert rig.served == [0] * len(rig.doubles)
+    now = rig.promotions.now
+    assert (now.promoted, now.pinned, now.served, now.intent) == (0, False, (0,), None)
+    assert ("canary_rolled_back", 2) in running.events()
+    assert rig.board.read().publishes["canary_rolled_back"] == 1
+    line = (rig.root / FILE_NAME).read_text().splitlines()[-1]
+    assert "draft 2: acceptance length 1.02" in line and "draft 0: acceptance length 2.50" in line
+    assert all(list(d._state().staged) == [] for d in rig.doubles)
+
+
+def test_a_draft_as_good_goes_to_everybody(running: Running) -> None:
+    rig = running.rig
+    running.history(6000)
+    rig.publisher.promote(1, pin=False)
+    running.draft_until(running.settled.is_set, ruined=-1)
+    assert rig.served == [1] * len(rig.doubles)
+    rig.assert_live(1)
+    assert rig.promotions.now.served == (0, 1)
+    assert ("canary_promoted", 1) in running.events()
+
+
+def test_a_trial_on_some_servers_comes_first(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, 4, CanaryConfig(share=0.5, max_seconds=20.0))
+    try:
+        rig.publisher.promote(1, pin=False)
+        assert sorted(rig.served) == [0, 0, 1, 1]
+        assert rig.promotions.now.wanted_on(rig.promotions.now.canaries[0]) == 1
+        with pytest.raises(RefusedError) as caught:
+            rig.publisher.promote(2, pin=False)
+        assert caught.value.code is StatusCode.ABORTED
+        assert "draft 1 on trial" in caught.value.found
+        rig.promotions.offer(3)
+        assert not rig.publisher.prepare().changes
+        rig.publisher.complete(7, rig.stage_policy(7))
+        assert rig.policies == [7] * 4 and sorted(rig.served) == [0, 0, 1, 1]
+        rig.publisher.heal()
+        assert sorted(rig.served) == [0, 0, 1, 1], "canaries are where they should be"
+        assert rig.publisher.roll_back("enough").draft_version == 0
+        assert rig.served == [0] * 4
+        assert rig.promotions.now.canaries == ()
+        assert rig.publisher.prepare().draft_version == 3
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize("fault", ["stage", "commit"])
+def test_a_promotion_to_the_rest_that_fails_takes_the_canaries_back(
+    tmp_path: Path, fault: str
+) -> None:
+    rig = Rig(tmp_path, 3, CanaryConfig(share=0.34))
+    try:
+        rig.publisher.promote(1, pin=False)
+        assert rig.served.count(1) == 1
+        other = next(d for d in rig.doubles if d.state.draft_version == 0)
+        if fault == "stage":
+            other.faults.stage = True
+        else:
+            other.faults.commit = {"draft-1"}
+        rig.publisher._publish_to_the_rest(1)
+        assert rig.served == [0, 0, 0]
+        assert rig.promotions.now.canaries == ()
+        other.faults.stage, other.faults.commit = False, set()
+        rig.publisher._publish_to_the_rest(1)
+        assert rig.served == [1, 1, 1]
+    finally:
+        rig.close()
+
+
+def test_no_traffic_is_no_verdict_but_does_not_hold_a_release_up_for_ever(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, 2, CanaryConfig(share=0.5, max_seconds=0.05))
+    try:
+        assert rig.canary is not None
+        rig.publisher.promote(1, pin=False)
+        deadline = time.monotonic() + 10
+        while not rig.publisher.settle():
+            assert time.monotonic() < deadline
+        assert rig.served == [1, 1]
+        assert rig.board.read().publishes["canary_undecided"] == 1
+    finally:
+        rig.close()
+
+
+def test_no_draft_is_served_further_behind_than_configured(tmp_path: Path) -> None:
+    """Releases 1 to 3 were trained against policy versions 11 to 13."""
+    rig = Rig(tmp_path, 2, max_draft_lag=2)
+    speculating = lambda: [d.state.speculation_enabled for d in rig.doubles]  # noqa: E731
+    try:
+        rig.publisher.promote(1, pin=False)
+        for policy, expected in ((12, True), (13, True), (14, False), (15, False)):
+            rig.publisher.prepare()
+            rig.publisher.complete(policy, rig.stage_policy(policy))
+            assert speculating() == [expected] * 2, policy
+        calls = rig.doubles[0].calls
+        off = calls.index(("SetSpeculation", ("False",)))
+        assert off < calls.index(("Commit", ("policy-14",))), "off before the policy is live"
+        rig.doubles[1].state.speculation_enabled = True
+        rig.publisher.heal()
+        assert speculating() == [False, False], "it is switched off again where it came back"
+        rig.promotions.offer(3)
+        rig.publisher.prepare()
+        rig.publisher.complete(15, rig.stage_policy(15))
+        assert rig.served == [3, 3] and speculating() == [True, True]
+        # Where the framework syncs the policy itself only its version is known.
+        for double in rig.doubles:
+            double.state.ClearField("policy_version")
+        rig.publisher.complete(16, "")
+        assert speculating() == [False, False]
+    finally:
+        rig.close()

@@ -1,0 +1,275 @@
+"""``draft-trainer releases``: offline on a registry's folder, and asked of a running trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft_trainer.checkpoints.checkpoint import load_head, read_checkpoint, save_draft
+from draft_trainer.cli.main import main
+from draft_trainer.releases.pins import write_pins
+from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.verdicts import KEPT, VerdictLog, read_verdicts
+from slipstream.refusal import RefusedError
+from slipstream.v1 import release_pb2
+from tests.draft_trainer.registry_rig import create, d2t, flip
+from tests.draft_trainer.rig import make_config, running, write_draft
+from tests.draft_trainer.synthetic import head
+
+Capture = pytest.CaptureFixture[str]
+
+
+def run(capsys: Capture, *arguments: object) -> tuple[int, str]:
+    """Exit code and stdout of ``draft-trainer releases ...``."""
+    code = main(["releases", *map(str, arguments)])
+    return code, capsys.readouterr().out
+
+
+def as_json(capsys: Capture, *arguments: object) -> tuple[int, object]:
+    code, text = run(capsys, *arguments, "--json")
+    return code, json.loads(text)
+
+
+def refused(capsys: Capture, *arguments: object) -> str:
+    assert main(["releases", *map(str, arguments)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A registry without a trainer: an initial draft and two more, one of them gated."""
+    root = tmp_path / "registry"
+    registry = Registry(root)
+    registry.import_initial(write_draft(tmp_path / "initial"))
+    gate = release_pb2.GateFigures(
+        candidate_acceptance_length=2.5,
+        incumbent_acceptance_length=2.25,
+        difference=0.25,
+        difference_half_width=0.125,
+        confidence=0.95,
+        prompts=12,
+        anchors=345,
+        passed=True,
+        draft_sample_method="probabilistic",
+        num_speculative_tokens=3,
+    )
+    create(registry, 0, parent=0, trained_against=7, gate=gate, num_speculative_tokens=3)
+    create(registry, 2, parent=1, trained_against=8)
+    return root
+
+
+def test_list_and_show_offline(folder: Path, capsys: Capture) -> None:
+    write_pins(folder, frozenset({1}))
+    (folder / "promoted.json").write_text('{"promoted": 1, "pinned": false, "served": [0, 1]}')
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    code, listed = as_json(capsys, "list", "--registry", folder)
+    assert code == 0 and isinstance(listed, list)
+    assert [one["draft_version"] for one in listed] == ["0", "1", "2"]
+    assert listed[0]["use"]["kept_as"] == ["previous", "initial"]
+    assert listed[1]["use"]["kept_as"] == ["promoted", "served", "pinned"]
+    assert listed[2]["use"]["kept_as"] == ["newest"]
+    code, text = run(capsys, "list", "--registry", folder)
+    rows = [line.split() for line in text.splitlines()]
+    assert rows[0] == ["draft", "source", "parent", "policy", "length", "gain", "MiB", "kept", "as"]
+    assert rows[1][:7] == ["0", "initial", "-", "-", "-", "not", "gated"]
+    assert rows[2][:8] == ["1", "trained", "0", "7", "2.500", "+0.250", "±", "0.125"]
+    code, text = run(capsys, "show", 1, "--registry", folder)
+    lines = {line[:24].strip(): line[24:].strip() for line in text.splitlines()}
+    assert lines["gain"] == "+0.250 ± 0.125 (95%)"
+    assert lines["measured on"] == "12 prompts, 345 anchors"
+    assert lines["TTT depth"] == "3" and lines["source"] == "trained"
+    assert "fc.weight" in text and "16 x 48" in text
+    assert "expected one of [0, 1, 2]" in refused(capsys, "show", 9, "--registry", folder)
+    # Reading leaves no trace, not even a lock.
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_a_damaged_release_does_not_hide_the_others(folder: Path, capsys: Capture) -> None:
+    flip(folder / "release-000001" / "config.json", "1e-05", "1e-06")
+    code, text = run(capsys, "list", "--registry", folder)
+    assert code == 0 and "DAMAGED" in text and "not the text in the manifest" in text
+    code, found = as_json(capsys, "verify", "--registry", folder)
+    assert code == 1 and isinstance(found, list)
+    assert [bool(one["damage"]) for one in found] == [False, True, False]
+    assert run(capsys, "verify", 0, 2, "--registry", folder) == (
+        0,
+        "draft 0: sound\ndraft 2: sound\n",
+    )
+    assert "not the text" in refused(capsys, "show", 1, "--registry", folder)
+    weights = folder / "release-000002" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    code, text = run(capsys, "verify", 2, "--registry", folder)
+    assert code == 1 and "is not the one released" in text
+
+
+def test_diff_tells_which_tensors_moved_and_how_far(folder: Path, capsys: Capture) -> None:
+    registry = Registry(folder)
+    moved = head(2)
+    with torch.no_grad():
+        moved.fc.weight[0, 0] += 1.0
+    expected = (
+        moved.fc.weight.bfloat16().double() - head(2).fc.weight.bfloat16().double()
+    ).detach()
+    registry.create(
+        moved, moved.config, d2t(), parent=2, trained_against=9, run_id="", ttt_steps=3, gate=None
+    )
+    code, found = as_json(capsys, "diff", 2, 3, "--registry", folder)
+    assert code == 0 and isinstance(found, dict)
+    (changed,) = [tensor for tensor in found["tensors"] if tensor["changed"]]
+    assert (changed["name"], changed["changed"]) == ("fc.weight", 1)
+    assert changed["largest"] == float(expected.abs().max())
+    norm = float(head(2).fc.weight.detach().bfloat16().double().norm())
+    assert changed["relative"] == pytest.approx(float(expected.norm()) / norm)
+    _, text = run(capsys, "diff", 0, 1, "--registry", folder)
+    # Release 1 is the same seed as the initial draft.
+    assert "0 of 15 tensors differ" in text and "2.5000" in text
+    _, text = run(capsys, "diff", 1, 2, "--registry", folder)
+    assert "config.json" in text and "the same" in text and "midlayer.mlp.up_proj.weight" in text
+
+
+def test_export_and_import_again(folder: Path, tmp_path: Path, capsys: Capture) -> None:
+    registry = Registry(folder)
+    code, _ = run(capsys, "export", 2, tmp_path / "as-is", "--registry", folder)
+    assert code == 0
+    assert {p.name for p in (tmp_path / "as-is").iterdir()} == {
+        *("config.json", "model.safetensors", "manifest.json"),
+    }
+    exported = load_file(tmp_path / "as-is" / "model.safetensors")
+    assert all(torch.equal(exported[n], t) for n, t in registry.tensors(2).items())
+    code, _ = run(
+        capsys, "export", 2, tmp_path / "other", "--layout", "speculators", "--registry", folder
+    )
+    document = json.loads((tmp_path / "other" / "config.json").read_text())
+    assert code == 0 and document["speculators_model_type"] == "eagle3"
+    assert not (tmp_path / "other" / "manifest.json").exists()
+    line = refused(capsys, "export", 2, tmp_path / "other", "--registry", folder)
+    assert "something there" in line
+    # Another layout comes back as what it is, written like the registry's other releases.
+    code, text = run(capsys, "import", tmp_path / "other", "--registry", folder)
+    assert code == 0 and text.startswith("draft 3, not gated and not promoted")
+    manifest = registry.get(3)
+    assert manifest.source == release_pb2.RELEASE_SOURCE_IMPORTED
+    assert manifest.origin == str(tmp_path / "other") and not manifest.HasField("gate")
+    assert list(manifest.tensors) == list(registry.get(2).tensors)
+    assert manifest.config_json == registry.get(2).config_json
+
+
+def test_import_refuses_what_is_not_this_registrys_draft(
+    folder: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    before = {path.name for path in folder.iterdir()}
+    wide = head(0, intermediate_size=40)
+    (tmp_path / "wide").mkdir()
+    save_draft(tmp_path / "wide", wide.config, wide, d2t())
+    line = refused(capsys, "import", tmp_path / "wide", "--registry", folder)
+    assert "intermediate_size: found intermediate_size 40, expected intermediate_size 32" in line
+    (tmp_path / "other").mkdir()
+    ids = torch.arange(8, 24)
+    model = head(0)
+    save_draft(tmp_path / "other", model.config, model, ids - torch.arange(16))
+    line = refused(capsys, "import", tmp_path / "other", "--registry", folder)
+    assert "draft vocabulary" in line
+    pickled = write_draft(tmp_path / "pickled")
+    (pickled / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+    assert "a pickle" in refused(capsys, "import", pickled, "--registry", folder)
+    (pickled / "model.safetensors").unlink()
+    assert "a pickle" in refused(capsys, "import", pickled, "--registry", folder)
+    ruined = write_draft(tmp_path / "ruined")
+    tensors = load_file(ruined / "model.safetensors")
+    tensors["fc.weight"][0, 0] = torch.nan
+    save_file(tensors, ruined / "model.safetensors", metadata={"format": "pt"})
+    assert "not finite" in refused(capsys, "import", ruined, "--registry", folder)
+    outside = write_draft(tmp_path / "outside")
+    (outside / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"fc.weight": "../initial/model.safetensors"}})
+    )
+    line = refused(capsys, "import", outside, "--registry", folder)
+    assert "names of files in its own folder" in line
+    assert "which is no folder" in refused(capsys, "list", "--registry", tmp_path / "nothing")
+    assert "without a release" in refused(capsys, "list", "--registry", tmp_path / "wide")
+    assert "a running trainer" in refused(
+        capsys, "import", tmp_path / "wide", "--gate", "--registry", folder
+    )
+    assert {path.name for path in folder.iterdir()} == before
+
+
+def test_a_folder_that_a_trainer_holds(tmp_path: Path, capsys: Capture) -> None:
+    """Reading goes on beside the trainer; writing is refused and says whom to ask."""
+    config = make_config(tmp_path)
+    with running(config, train=False) as (server, _):
+        root = config.draft.registry
+        assert run(capsys, "list", "--registry", root)[0] == 0
+        draft = write_draft(tmp_path / "other", 1)
+        line = refused(capsys, "import", draft, "--registry", root)
+        assert "held by process" in line and "--address" in line
+        # A second trainer does not start on it.
+        with pytest.raises(RefusedError, match="held by process"), running(config):
+            pass
+        at = ("--address", server.address)
+        code, text = run(capsys, "import", draft, *at)
+        assert code == 0 and text.startswith("draft 1, not gated and not promoted")
+        rows = [line.split() for line in run(capsys, "list", *at)[1].splitlines()]
+        assert [row[:2] for row in rows[1:]] == [["0", "initial"], ["1", "imported"]]
+        assert rows[1][-4:] == ["promoted,", "served,", "parent,", "initial"]
+        assert run(capsys, "pin", 1, *at) == (0, "draft 1 is kept as: newest, pinned\n")
+        assert run(capsys, "unpin", 1, *at) == (0, "draft 1 is kept as: newest\n")
+        assert "expected one of [0, 1]" in refused(capsys, "pin", 5, *at)
+        assert run(capsys, "verify", *at) == (0, "draft 0: sound\ndraft 1: sound\n")
+        assert as_json(capsys, "verdicts", *at) == (0, [])
+        assert run(capsys, "export", 1, tmp_path / "exported", *at)[0] == 0
+        exported, _ = load_head(tmp_path / "exported")
+        wanted, _ = load_head(draft)
+        for name, tensor in wanted.state_dict().items():
+            assert torch.equal(exported.state_dict()[name], tensor)
+        assert read_checkpoint(tmp_path / "exported").as_stored
+        assert "no run" in refused(capsys, "import", draft, "--gate", *at)
+        promoted = run(capsys, "promote", 1, *at)
+        assert promoted == (0, "the fleet serves draft 1\n")
+        assert "only release 0 was ever served" in refused(capsys, "rollback", *at)
+    # Promoted or not, training goes on from what was trained here.
+    with running(config, train=False) as (_, client):
+        assert client.status().newest_release == 0
+
+
+def test_every_command_explains_itself(capsys: Capture) -> None:
+    commands = (
+        *("list", "show", "diff", "promote", "rollback", "pin", "unpin"),
+        *("export", "import", "verify", "verdicts"),
+    )
+    with pytest.raises(SystemExit):
+        main(["releases", "--help"])
+    overview = capsys.readouterr().out
+    for command in commands:
+        assert f"    {command} " in overview
+        with pytest.raises(SystemExit) as caught:
+            main(["releases", command, "--help"])
+        text = capsys.readouterr().out
+        assert caught.value.code == 0
+        for option in ("--json", "--address HOST:PORT", "--timeout S"):
+            assert option in text, command
+        offline = command not in ("promote", "rollback", "pin", "unpin")
+        assert ("--registry DIR" in text) == offline, command
+
+
+def test_the_log_of_verdicts_is_bounded_and_survives(tmp_path: Path) -> None:
+    log = VerdictLog(tmp_path)
+    for number in range(KEPT - 1):
+        log._verdicts.append(release_pb2.Verdict(judged_at=number, outcome="failed"))
+    gate = release_pb2.GateFigures(difference=-0.125, confidence=0.95)
+    log.add(release_pb2.Verdict(judged_at=1e6, outcome="failed", reason="no real gain", gate=gate))
+    log.add(release_pb2.Verdict(judged_at=2e6, outcome="passed", draft_version=3))
+    again = VerdictLog(tmp_path)
+    assert len(again.newest(0)) == KEPT and again.newest(0)[0].judged_at == 1
+    older, newer = again.newest(2)
+    assert (older.gate.difference, older.HasField("draft_version")) == (-0.125, False)
+    assert newer.draft_version == 3 and read_verdicts(tmp_path)[-1] == newer
+    (tmp_path / "verdicts.jsonl").write_text("{}\n{\n")
+    with pytest.raises(RefusedError, match=r"verdicts\.jsonl"):
+        VerdictLog(tmp_path)

@@ -1,0 +1,164 @@
+"""A checkpoint that is sent to a running trainer: checked there, and never promoted by itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from draft_trainer.cli.main import main
+from slipstream.tensors import chunks_of, spec_of
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import release_pb2
+from tests.draft_trainer.rig import (
+    DEADLINE,
+    Client,
+    make_config,
+    refusal,
+    rollouts,
+    running,
+    train_until_released,
+    write_draft,
+)
+from tests.draft_trainer.synthetic import Policy
+
+
+def header(config_json: str, tensors: dict[str, Tensor], **options: bool) -> pb.ImportHeader:
+    return pb.ImportHeader(
+        config_json=config_json,
+        tensors=[spec_of(name, tensor) for name, tensor in tensors.items()],
+        origin="/nowhere",
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def send(
+    client: Client, head: pb.ImportHeader, tensors: dict[str, Tensor], timeout: float | None = 30.0
+) -> pb.ImportReleaseResponse:
+    def requests() -> Iterator[pb.ImportReleaseRequest]:
+        yield pb.ImportReleaseRequest(header=head)
+        for chunk in chunks_of(tensors):
+            yield pb.ImportReleaseRequest(chunk=chunk)
+
+    return client.stub.ImportRelease(requests(), timeout=timeout)
+
+
+def test_the_trainer_trusts_nothing_of_an_import(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    source = write_draft(tmp_path / "other", 1)
+    config_json = (source / "config.json").read_text()
+    tensors = load_file(source / "model.safetensors")
+    good = header(config_json, tensors)
+    with running(config, train=False) as (_, client):
+        root = config.draft.registry
+        before = {path.name for path in root.iterdir()}
+
+        def code_of(head: pb.ImportHeader, sent: dict[str, Tensor], field: str) -> grpc.StatusCode:
+            error = refusal(lambda: send(client, head, sent))
+            assert field in error.field, error
+            assert {path.name for path in root.iterdir()} == before
+            return error.code
+
+        invalid = grpc.StatusCode.INVALID_ARGUMENT
+        changed = {**tensors, "fc.weight": tensors["fc.weight"] + 1}
+        assert code_of(good, changed, "fc.weight.sha256") is invalid
+        assert code_of(good, {}, "") is invalid
+        huge = pb.ImportHeader()
+        huge.CopyFrom(good)
+        huge.tensors[0].shape[0] = 1 << 40
+        assert code_of(huge, {}, "tensors") is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for name in ("../../x", "__metadata__", "", "a" * 300, good.tensors[1].name):
+            bad = pb.ImportHeader()
+            bad.CopyFrom(good)
+            bad.tensors[0].name = name
+            assert code_of(bad, {}, "tensors") is invalid
+        assert code_of(header("x" * (1 << 20) + "x", tensors), {}, "config_json") is invalid
+        assert code_of(header("[]", tensors), tensors, "config.json") is invalid
+        ruined = {**tensors, "fc.weight": tensors["fc.weight"] * torch.nan}
+        assert code_of(header(config_json, ruined), ruined, "fc.weight") is invalid
+        document = json.loads(config_json) | {"intermediate_size": 40}
+        wider = header(json.dumps(document), tensors)
+        assert code_of(wider, tensors, "mlp") is invalid
+        document = json.loads(config_json) | {"rms_norm_eps": 1e-3}
+        other = header(json.dumps(document), tensors)
+        assert code_of(other, tensors, "rms_norm_eps") is grpc.StatusCode.FAILED_PRECONDITION
+        no_run = header(config_json, tensors, gate=True)
+        assert code_of(no_run, {}, "gate") is grpc.StatusCode.FAILED_PRECONDITION
+        assert refusal(lambda: send(client, good, tensors, timeout=None)).field == "deadline"
+        assert refusal(lambda: client.stub.ImportRelease(iter(()), timeout=5)).field == "kind"
+        # After all of it a good one is taken, with its provenance, and stays out of the fleet.
+        answer = send(client, good, tensors)
+        assert answer.manifest.draft_version == 1 and not answer.promoted
+        assert answer.manifest.source == release_pb2.RELEASE_SOURCE_IMPORTED
+        assert not answer.HasField("verdict") and not answer.manifest.HasField("gate")
+        status = client.status()
+        assert (status.newest_release, status.promoted_release) == (0, 0)
+
+
+def test_one_import_at_a_time(tmp_path: Path) -> None:
+    source = write_draft(tmp_path / "other", 1)
+    tensors = load_file(source / "model.safetensors")
+    good = header((source / "config.json").read_text(), tensors)
+    with running(make_config(tmp_path), train=False) as (server, client):
+        imports = server._service._rooms.imports
+        assert imports._one.acquire(blocking=False)
+        error = refusal(lambda: send(client, good, tensors))
+        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        imports._one.release()
+        assert send(client, good, tensors).manifest.draft_version == 1
+
+
+def test_the_gate_judges_an_import_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trained draft, exported, is imported where nothing was trained: it passes, and moves on.
+
+    The initial draft, imported there afterwards, does not pass, is a release all the same, and
+    its verdict is on record.
+    """
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with running(make_config(tmp_path / "a")) as (server, client):
+        client.open()
+        client.announce(1)
+        version = train_until_released(client)
+        manifest = client.stub.ListReleases(pb.ListReleasesRequest(), timeout=DEADLINE).releases[-1]
+        assert manifest.draft_version == version and manifest.parent_version == version - 1
+        gate = manifest.gate
+        assert gate.passed and gate.difference > gate.difference_half_width > 0
+        assert (gate.num_speculative_tokens, gate.draft_sample_method) == (3, "probabilistic")
+        assert manifest.num_speculative_tokens == 3
+        assert manifest.draft_sample_method == "probabilistic"
+        verdicts = client.stub.ListVerdicts(pb.ListVerdictsRequest(), timeout=DEADLINE).verdicts
+        assert verdicts[-1].gate == gate and verdicts[-1].draft_version == version
+        passed = [verdict.draft_version for verdict in verdicts if verdict.outcome == "passed"]
+        assert passed == [*range(1, version + 1)]
+        exported = str(tmp_path / "exported")
+        assert (
+            main(["releases", "export", str(version), exported, "--address", server.address]) == 0
+        )
+    config = make_config(tmp_path / "b", replay={"held_out_fraction": 0.5})
+    with running(config, train=False) as (server, client):
+        at = ("--address", server.address, "--gate")
+        client.open()
+        client.announce(1, Policy())
+        client.send(*rollouts(80))
+        assert main(["releases", "import", exported, *at]) == 0
+        assert "draft 1, promoted; passed" in capsys.readouterr().out
+        assert client.status().promoted_release == 1
+        assert main(["releases", "import", str(tmp_path / "b" / "initial"), *at]) == 1
+        assert "draft 2, not promoted; no real gain" in capsys.readouterr().out
+        assert client.status().promoted_release == 1
+        verdicts = client.stub.ListVerdicts(pb.ListVerdictsRequest(), timeout=DEADLINE).verdicts
+        assert [(v.outcome, v.draft_version, v.incumbent_version) for v in verdicts] == [
+            ("passed", 1, 0),
+            ("failed", 2, 1),
+        ]
+        newest = client.stub.ListVerdicts(pb.ListVerdictsRequest(newest=1), timeout=DEADLINE)
+        assert list(newest.verdicts) == list(verdicts[1:])

@@ -1,0 +1,203 @@
+"""Servers that serve something else than wanted are put right without being asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from draft_trainer.releases import healing
+from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.publish_log import FILE_NAME
+from slipstream.refusal import RefusedError
+from tests.draft_trainer.fleet_double import RolloutDouble
+from tests.draft_trainer.fleet_rig import Rig
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(healing, "FIRST_WAIT", 0.0)
+    rig = Rig(tmp_path)
+    yield rig
+    rig.close()
+
+
+def events(rig: Rig) -> list[tuple[str, int]]:
+    lines = (rig.root / FILE_NAME).read_text().splitlines()
+    return [(line["event"], line["draft_version"]) for line in map(json.loads, lines)]
+
+
+def test_server_that_restarts_gets_the_release_of_the_fleet(rig: Rig) -> None:
+    rig.publisher.promote(2, pin=False)
+    rig.doubles[1].stop()
+    rig.publisher.heal()
+    rig.doubles[1] = RolloutDouble(rig.doubles[1].port)
+    rig.reachable(1)
+    assert rig.served == [2, 0, 2]
+    rig.publisher.heal()
+    assert rig.served == [2, 2, 2]
+    rig.assert_live(2)
+    assert events(rig) == [("committed", 2), ("healed", 2)]
+    assert rig.board.read().publishes == {"committed": 1, "healed": 1}
+
+
+@pytest.mark.parametrize("what", ["checksum", "not_ready"])
+def test_same_number_with_other_bytes_is_committed_again(rig: Rig, what: str) -> None:
+    rig.publisher.promote(1, pin=False)
+    double = rig.doubles[2]
+    if what == "checksum":
+        double.state.draft_sha256 = b"?" * 32
+    else:
+        double.state.not_ready = "draft read back from memory: worker 0: differs"
+    commits = len(double.commits())
+    rig.publisher.heal()
+    assert len(double.commits()) == commits + 1
+    assert double.state.not_ready == ""
+    rig.assert_live(1)
+    rig.publisher.heal()
+    assert len(double.commits()) == commits + 1
+    assert [len(d.commits()) for d in rig.doubles[:2]] == [1, 1]
+
+
+def test_server_that_cannot_be_healed_is_tried_less_and_less(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(healing, "FIRST_WAIT", 1.0)
+    monkeypatch.setattr(healing.time, "monotonic", lambda: now[0])
+    rig.publisher.promote(1, pin=False)
+    rig.doubles[0].state.draft_version = 3
+    rig.doubles[0].faults.stage = True
+    tries = []
+    for _ in range(36):
+        before = len(rig.doubles[0].calls)
+        rig.publisher.heal()
+        if len(rig.doubles[0].calls) > before:
+            tries.append(now[0])
+        now[0] += 0.5
+    assert tries[:5] == [100.0, 101.0, 103.0, 107.0, 115.0]
+    assert rig.board.read().publishes["not_healed"] == len(tries)
+    rig.doubles[0].faults.stage = False
+    now[0] += 60
+    rig.publisher.heal()
+    assert rig.served == [1, 1, 1]
+
+
+@pytest.mark.parametrize("committed", [0, 1, 2])
+def test_trainer_that_dies_between_commits_undoes_them_when_it_is_back(
+    rig: Rig, committed: int
+) -> None:
+    """The pointer is as ``intends`` left it; so many servers have committed already."""
+    rig.publisher.promote(1, pin=False)
+    rig.promotions.intends(2)
+    for double in rig.doubles[:committed]:
+        client = rig.fleet.client(double.address)
+        client.stage(rig.publisher._payloads.get(2))
+        client.commit(["draft-2"])
+    assert Promotions(rig.root, 0).now.intent == 2
+    rig.promotions = Promotions(rig.root, 0)
+    rig.publisher = rig.new_publisher()
+    rig.publisher.heal()
+    assert rig.served == [1, 1, 1]
+    rig.assert_live(1)
+    assert rig.promotions.now.intent is None
+    assert ("interrupted", 2) in events(rig)
+    assert rig.publisher.promote(2, pin=False).draft_version == 2
+    rig.assert_live(2)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("index", [0, 2])
+def test_server_that_is_cut_off_at_its_commit_ends_where_the_others_are(
+    rig: Rig, when: str, index: int
+) -> None:
+    rig.publisher.promote(1, pin=False)
+    cut = rig.doubles[index]
+    cut.faults.die = when
+    assert rig.publisher.promote(2, pin=False).draft_version == 1
+    others = [d for d in rig.doubles if d is not cut]
+    assert [d.state.draft_version for d in others] == [1, 1]
+    assert cut.state.draft_version == (1 if when == "before" else 2)
+    back = RolloutDouble(cut.port, like=cut)
+    rig.doubles[index] = back
+    rig.reachable(index)
+    rig.publisher.heal()
+    assert rig.served == [1, 1, 1]
+    rig.assert_live(1)
+    assert rig.publisher.promote(2, pin=False).draft_version == 2
+
+
+def test_disk_that_is_full_at_the_commit_leaves_everything_as_it_was(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.publisher.promote(1, pin=False)
+
+    def full(*_: object) -> None:
+        raise RefusedError("draft.registry", "No space left", "space", "make some")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.promotions, "_write", full)
+        rig.promotions._now = rig.promotions.now
+        result = rig.publisher.promote(2, pin=False)
+        assert (result.draft_version, result.changes) == (1, False)
+        assert all("No space left" in o.error for o in result.outcomes.values())
+    assert rig.served == [1, 1, 1]
+    assert all(list(d._state().staged) == [] for d in rig.doubles)
+    assert rig.publisher.promote(2, pin=False).draft_version == 2
+
+
+def test_release_that_becomes_known_to_the_fleet_only_is_taken_back(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every server has committed, and the disk fills up before that can be written down."""
+
+    def full(version: int) -> None:
+        raise RefusedError("draft.registry", "No space left", "space", "make some")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.promotions, "serves", full)
+        result = rig.publisher.promote(2, pin=False)
+    assert (result.draft_version, result.changes) == (0, False)
+    assert rig.served == [0, 0, 0]
+
+
+def test_stages_that_a_dead_trainer_left_are_forgotten_and_those_in_use_are_kept(
+    rig: Rig,
+) -> None:
+    for stage_id in ("draft-3", "draft-1-healed-7", "mine"):
+        for double in rig.doubles:
+            rig.fleet.client(double.address).stage(rig.publisher._payloads.get(3), stage_id)
+    rig.publisher.heal()
+    assert [list(d._state().staged) for d in rig.doubles] == [["mine"]] * 3
+    rig.promotions.offer(2)
+    rig.publisher.prepare()
+    rig.publisher.heal()
+    assert [list(d._state().staged) for d in rig.doubles] == [["draft-2", "mine"]] * 3
+    assert rig.publisher.complete(0, "").draft_version == 2
+
+
+def test_servers_join_and_leave(rig: Rig) -> None:
+    class Some:
+        def addresses(self) -> tuple[str, ...]:
+            return tuple(d.address for d in rig.doubles)
+
+    rig.fleet._members = Some()
+    rig.publisher.promote(1, pin=False)
+    left = rig.doubles.pop()
+    rig.doubles.append(RolloutDouble())
+    rig.publisher.heal()
+    assert rig.served == [1, 1, 1]
+    rig.publisher.promote(2, pin=False)
+    assert rig.served == [2, 2, 2]
+    assert left.state.draft_version == 1
+    assert rig.fleet.client(left.address).state().unknown_fate  # type: ignore[union-attr]
+    left.stop()
+
+
+def test_heal_leaves_a_publish_alone(rig: Rig) -> None:
+    rig.doubles[0].state.draft_version = 9
+    with rig.publisher._staged_alone():
+        rig.publisher.heal()
+    assert rig.served == [9, 0, 0]
