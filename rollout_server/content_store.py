@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ import torch
 
 from slipstream.refusal import RefusedError, StatusCode
 from slipstream.tensors import bytes_of
-
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -47,14 +44,6 @@ class Room:
     """Bytes that were set aside and not used yet."""
 
     left: int
-
-
-def make_directory(capacity: int) -> Path:
-    """A private directory for ``capacity`` bytes: in shared memory if there is room."""
-    parent = None
-    if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free >= 2 * capacity:
-        parent = _SHARED_MEMORY
-    return Path(tempfile.mkdtemp(prefix="slipstream-rollout-", dir=parent))
 
 
 class ContentStore:

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 from rollout_server.acceptance_tracker import AcceptanceTracker
 from rollout_server.content_store import ContentStore
 from rollout_server.engine import Change, Engine, UntrustedEngineError
+from rollout_server.readiness import READ_BACK, Readiness
 from rollout_server.weights import DRAFT, POLICY, Weights
 from slipstream.refusal import RefusedError, StatusCode
 
@@ -71,6 +72,7 @@ class RolloutControl:
         self.commits = {DRAFT: 0, POLICY: 0}
         self.speculation_enabled = True
         self.untrusted = asyncio.Event()
+        self.readiness = Readiness()
         store.hold(draft.keys)
 
     def already_staged(self, weights: Weights) -> bool:
@@ -136,6 +138,15 @@ class RolloutControl:
         """Turn drafting on or off between two engine steps."""
         arrival = time.perf_counter()
         return await self._to_the_end(self._set_speculation(enabled, arrival))
+
+    async def read_back(self) -> None:
+        """Have the workers look at the draft in their memory; the finding goes to ``readiness``.
+
+        Raises:
+            RefusedError: the engine did not answer.
+        """
+        async with self._changing:
+            self.readiness.say(READ_BACK, await self._engine.read_back())
 
     async def close(self) -> None:
         """Wait for a change that is under way."""
@@ -215,6 +226,7 @@ class RolloutControl:
         for weights in todo:
             self.commits[weights.kind] += 1
             if weights.kind == DRAFT and weights.version is not None:
+                self.readiness.say(READ_BACK, "")
                 self._tracker.switch(weights.version, applied.drafts_before)
         took = Committed(time.perf_counter() - arrival, applied.worker_seconds)
         self._observer.committed(label, "ok", took)
@@ -225,6 +237,10 @@ class RolloutControl:
         """The stage's hold becomes the live weights'; what it replaces moves on."""
         replaced, self.live[weights.kind] = self.live[weights.kind], weights
         if weights.kind == POLICY:
+            self._store.release(replaced.keys)
+            return
+        if replaced.same_content(weights):
+            # Healed: the same release once more. What RollBack goes to stays.
             self._store.release(replaced.keys)
             return
         if self.previous_draft is not None:

@@ -14,10 +14,15 @@ from grpc_reflection.v1alpha import reflection
 
 from rollout_server.control import RolloutControl
 from rollout_server.engine import Engine
+from rollout_server.readiness import ACCEPTANCE, AcceptanceGuard
+from rollout_server.weights import DRAFT
 from slipstream.channel import SERVER_OPTIONS
 from slipstream.refusal import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
+
+READY_SERVICE = "slipstream.v1.RolloutServer/ready"
+"""Health of this name says whether requests should be sent here (``readiness``)."""
 
 SERVICE = pb.DESCRIPTOR.services_by_name["RolloutServer"].full_name
 _POLL_SECONDS = 0.05
@@ -31,12 +36,14 @@ class ControlServer:
     """Starts, watches over and stops the gRPC server.
 
     Health is SERVING from the moment the OpenAI API answers until the engine dies,
-    is not to be trusted, or the server stops.
+    is not to be trusted, or the server stops. Of ``READY_SERVICE`` only while, beside
+    that, nothing speaks against sending requests here.
 
     Args:
         service: the servicer.
         control: watched for an engine that cannot be trusted.
         engine: watched for death.
+        guard: watches acceptance.
         http_started: whether the OpenAI API accepts requests.
         announce: called once when everything is ready.
     """
@@ -46,11 +53,13 @@ class ControlServer:
         service: pb_grpc.RolloutServerServicer,
         control: RolloutControl,
         engine: Engine,
+        guard: AcceptanceGuard,
         http_started: Callable[[], bool],
         announce: Callable[[], None],
     ) -> None:
         self._control = control
         self._engine = engine
+        self._guard = guard
         self._http_started = http_started
         self._announce = announce
         self._health = health.aio.HealthServicer()
@@ -89,14 +98,28 @@ class ControlServer:
         await self._set_health(serving=True)
         self._announce()
         while self._engine.is_alive() and not self._control.untrusted.is_set():
+            self._look_at_acceptance()
+            await self._set_ready(not self._control.readiness.reason)
             await asyncio.sleep(_HEALTH_SECONDS)
         await self._set_health(serving=False)
         if self._control.untrusted.is_set():
             logger.critical("the weights in memory are unknown; stopping rather than serving them")
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def _look_at_acceptance(self) -> None:
+        control, before = self._control, self._control.readiness.reason
+        found = self._guard.check(control.live[DRAFT].version or 0, control.commits[DRAFT])
+        control.readiness.say(ACCEPTANCE, found)
+        if control.readiness.reason != before:
+            logger.warning("not ready: %s", control.readiness.reason or "no longer so")
+
+    async def _set_ready(self, ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse.ServingStatus
+        await self._health.set(READY_SERVICE, status.SERVING if ready else status.NOT_SERVING)
+
     async def _set_health(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.ServingStatus
         value = status.SERVING if serving else status.NOT_SERVING
         for name in ("", SERVICE):
             await self._health.set(name, value)
+        await self._set_ready(serving and not self._control.readiness.reason)

@@ -10,16 +10,18 @@ from safetensors.torch import load_file
 
 from rollout_server.aliasing import EMBEDDING
 from rollout_server.checkpoint import read_layout, read_manifest, weight_files
-from rollout_server.content_store import ContentStore, make_directory
+from rollout_server.content_store import ContentStore
 from rollout_server.control import RolloutControl
 from rollout_server.control_server import ControlServer
 from rollout_server.engine import Description, VllmEngine
 from rollout_server.layout_check import VOCABULARY_MAPS, Expected
 from rollout_server.metrics import CommitMetrics, StateCollector
 from rollout_server.process import API, Settings
+from rollout_server.readiness import AcceptanceGuard
 from rollout_server.service import RolloutService
 from rollout_server.staging import ingest, layout_of, refuse_shared, weights_of
 from rollout_server.state_message import StateMessage
+from rollout_server.store_directory import make_directory
 from rollout_server.weight_source import WeightSource
 from rollout_server.weights import DRAFT, POLICY, Weights
 from slipstream.tensors import spec_of
@@ -92,7 +94,14 @@ async def _build(settings: Settings, engine_client: Any, state: Any, args: Any) 
         )
         os.write(1, line.encode())
 
-    server = ControlServer(service, control, engine, http_started, announce)
+    server = ControlServer(
+        service,
+        control,
+        engine,
+        AcceptanceGuard(API.tracker, settings.guard_drafts),
+        http_started,
+        announce,
+    )
     await server.start(settings.control_host, settings.control_port)
     return server
 

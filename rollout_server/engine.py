@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from rollout_server.read_back import SAME
 from rollout_server.weight_source import WeightSource
 from slipstream.refusal import RefusedError
 
@@ -76,6 +77,10 @@ class Engine(Protocol):
 
     async def set_speculation(self, enabled: bool) -> float: ...
 
+    async def read_back(self) -> str:
+        """Why the draft in the workers' memory is not the one committed; empty if it is."""
+        ...
+
     def is_alive(self) -> bool: ...
 
 
@@ -126,6 +131,11 @@ class VllmEngine:
     async def set_speculation(self, enabled: bool) -> float:
         answer = await self._call(CALL_SECONDS, "slipstream_set_speculation", enabled, CALL_SECONDS)
         return max(float(seconds) for seconds in answer["seconds"])
+
+    async def read_back(self) -> str:
+        answer = await self._call(CALL_SECONDS, "slipstream_read_back")
+        wrong = [f"worker {n}: {w}" for n, w in enumerate(answer["workers"]) if w != SAME]
+        return f"draft read back from memory: {', '.join(wrong)}" if wrong else ""
 
     def is_alive(self) -> bool:
         return bool(self._client.is_running) and not self._client.errored

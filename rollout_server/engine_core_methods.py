@@ -26,12 +26,19 @@ class EngineHooks:
 def slipstream_start(self: Any) -> dict[str, Any]:
     """Install the hooks; called once, before the first request. Answers as ``describe``."""
     self.slipstream_hooks = EngineHooks(self)
+    # Takes the first fingerprint while the draft is known to be what was loaded.
+    slipstream_read_back(self)
     return slipstream_describe(self)
 
 
 def slipstream_describe(self: Any) -> dict[str, Any]:
     """What every worker says about its models (see ``worker_methods``)."""
     return {"workers": self.collective_rpc("slipstream_describe")}
+
+
+def slipstream_read_back(self: Any) -> dict[str, Any]:
+    """What every worker finds when it reads its draft back (see ``read_back``)."""
+    return {"workers": self.collective_rpc("slipstream_read_back")}
 
 
 def slipstream_apply(self: Any, plan: Mapping[str, Any], timeout: float) -> dict[str, Any]:
@@ -82,6 +89,7 @@ def install(engine_core_class: type) -> None:
     for method in (
         slipstream_start,
         slipstream_describe,
+        slipstream_read_back,
         slipstream_apply,
         slipstream_set_speculation,
     ):

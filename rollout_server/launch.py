@@ -21,6 +21,7 @@ from slipstream.refusal import RefusedError
 PLUGIN = "slipstream"
 _LOOPBACK = "127.0.0.1"
 _DEFAULT_STAGE_BYTES = 4 << 30
+_DEFAULT_GUARD_DRAFTS = 512
 _OTHER_GROUPS = (
     "vllm.general_plugins",
     "vllm.io_processor_plugins",
@@ -123,6 +124,13 @@ def build_parser() -> Any:
         help="Bound in bytes on the weights that are held on the host: live, previous and "
         "staged drafts and policies.",
     )
+    group.add_argument(
+        "--guard-drafts",
+        type=int,
+        default=_DEFAULT_GUARD_DRAFTS,
+        help="Drafts of which not one token was accepted after which the server says that it is "
+        "not ready.",
+    )
     return make_arg_parser(parser)
 
 
@@ -160,6 +168,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         draft_length=args.draft_length,
         draft_sample_method=args.draft_sample_method,
         stage_bytes=args.stage_bytes,
+        guard_drafts=args.guard_drafts,
     )
 
 
@@ -176,6 +185,7 @@ def _check_supported(args: argparse.Namespace) -> None:
     for option, found, expected, why in (
         ("--draft-length", args.draft_length, 1, "at least one token is proposed"),
         ("--stage-bytes", args.stage_bytes, 1, "weights are held on the host"),
+        ("--guard-drafts", args.guard_drafts, 1, "acceptance needs drafts"),
     ):
         if found < expected:
             raise RefusedError(option, found, f"at least {expected}", why)

@@ -79,6 +79,9 @@ class StateCollector(Collector):
             "1 while drafts are proposed",
             int(self._control.speculation_enabled),
         )
+        yield _gauge(
+            "ready", "1 while requests may be sent here", int(not self._control.readiness.reason)
+        )
         yield _gauge("staged_bytes", "Bytes of weights held on the host", self._store.bytes)
 
     def _acceptance(self) -> Iterable[Metric]:

@@ -28,6 +28,7 @@ class Settings:
         draft_length: num_speculative_tokens.
         draft_sample_method: "probabilistic" or "greedy".
         stage_bytes: bound of the content store.
+        guard_drafts: drafts after which acceptance is judged.
     """
 
     model_dir: Path
@@ -37,6 +38,7 @@ class Settings:
     draft_length: int
     draft_sample_method: str
     stage_bytes: int
+    guard_drafts: int
 
 
 @dataclass

@@ -125,6 +125,11 @@ class RolloutService(pb_grpc.RolloutServerServicer):
     async def GetState(  # noqa: N802
         self, request: pb.GetStateRequest, context: grpc.aio.ServicerContext
     ) -> pb.ServerState:
+        if request.read_back:
+            try:
+                await self._control.read_back()
+            except RefusedError as error:
+                await _abort(context, error)
         return self._state.build()
 
     async def WatchAcceptance(  # noqa: N802

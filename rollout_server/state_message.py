@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rollout_server.control import RolloutControl
 from rollout_server.weights import DRAFT, POLICY
+from slipstream.release_digest import release_digest
 from slipstream.v1 import rollout_server_pb2 as pb
 
 
@@ -44,4 +45,6 @@ class StateMessage:
             policy_commits=control.commits[POLICY],
             model=self.model,
             http_port=self.http_port,
+            draft_sha256=release_digest(draft.digests),
+            not_ready=control.readiness.reason,
         )

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout_server.aliasing import shared_parameters, shares_embedding
+from rollout_server.read_back import SAME, ReadBack, watch_sleep
 from rollout_server.reload import Change, apply_all
 from rollout_server.speculation_switch import DrafterSwitch
 from rollout_server.weight_source import WeightSource
@@ -46,6 +47,8 @@ def slipstream_apply(self: Any, plan: Mapping[str, Any]) -> dict[str, Any]:
         outcome = apply_all(changes)
     if any(change.kind == "policy" for change in changes) and self.vllm_config.lora_config:
         self.model_runner.reset_lora_state()
+    if not outcome.error and any(change.kind == "draft" for change in changes):
+        _read_back(self).committed()
     return outcome.to_message()
 
 
@@ -60,6 +63,18 @@ def slipstream_set_speculation(self: Any, enabled: bool) -> float:
             self.slipstream_drafter_switch = DrafterSwitch(runner)
         self.slipstream_drafter_switch.set(enabled)
     return time.perf_counter() - start
+
+
+def slipstream_read_back(self: Any) -> str:
+    """``read_back``'s finding about the draft in this worker's memory."""
+    return SAME if self.get_draft_model() is None else _read_back(self).check()
+
+
+def _read_back(self: Any) -> ReadBack:
+    if not hasattr(self, "slipstream_read_back_state"):
+        self.slipstream_read_back_state = ReadBack(self)
+    state: ReadBack = self.slipstream_read_back_state
+    return state
 
 
 def _change(self: Any, change: Mapping[str, Any]) -> Change:
@@ -79,5 +94,11 @@ def _change(self: Any, change: Mapping[str, Any]) -> Change:
 
 def install(worker_class: type) -> None:
     """Add the methods to vLLM's ``Worker``."""
-    for method in (slipstream_describe, slipstream_apply, slipstream_set_speculation):
+    for method in (
+        slipstream_describe,
+        slipstream_apply,
+        slipstream_set_speculation,
+        slipstream_read_back,
+    ):
         setattr(worker_class, method.__name__, method)
+    watch_sleep(worker_class)

@@ -20,7 +20,7 @@ from slipstream.staging import stage
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 
-SECONDS = 60.0
+SECONDS = 240.0
 IN_FLIGHT = 32
 Completion = tuple[int, ...]
 T = TypeVar("T")
@@ -155,7 +155,7 @@ def refused(call: Callable[[], T]) -> T:
         raise refusal from error
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 180.0) -> None:
     """Poll until ``condition``; AssertionError when it never holds."""
     deadline = time.monotonic() + seconds
     while not condition():

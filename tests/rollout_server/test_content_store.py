@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from rollout_server.content_store import ContentStore, Key
+from rollout_server.store_directory import make_directory
 from rollout_server.weight_source import StagedTensor, WeightSource
 from slipstream.refusal import RefusedError
 
@@ -66,3 +70,21 @@ def test_workers_read_what_was_written(tmp_path: Path) -> None:
         dict(source.weights())
     store.close()
     assert not tmp_path.exists()
+
+
+def test_what_a_killed_server_left_is_swept_and_a_living_ones_stays(tmp_path: Path) -> None:
+    living = make_directory(1, tmp_path)
+    (living / "tensor").write_bytes(b"1")
+    code = (
+        "import os, pathlib, sys\n"
+        "from rollout_server.store_directory import make_directory\n"
+        "folder = make_directory(1, pathlib.Path(sys.argv[1]))\n"
+        "(folder / 'tensor').write_bytes(b'1')\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob("slipstream-rollout-*/tensor"))) == 2
+    new = make_directory(1, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {living.name, new.name}
+    assert (living / "tensor").exists()

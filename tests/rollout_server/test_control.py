@@ -23,6 +23,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.live = {DRAFT: "draft-0", POLICY: "policy-0"}
         self.failure: Exception | None = None
+        self.damage = ""
         self.gate: asyncio.Event | None = None
 
     async def apply(self, changes: Sequence[Change]) -> Applied:
@@ -43,6 +44,9 @@ class FakeEngine:
 
     async def set_speculation(self, enabled: bool) -> float:
         return 0.0
+
+    async def read_back(self) -> str:
+        return self.damage
 
     def is_alive(self) -> bool:
         return True

@@ -1,0 +1,122 @@
+"""On real vLLM: a ruined draft that is forced on the fleet, and a server that is read back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from draft_trainer.checkpoints.checkpoint import load_head
+from draft_trainer.config import CanaryConfig
+from draft_trainer.releases.acceptance_watch import AcceptanceWatch
+from draft_trainer.releases.canary import Canary
+from draft_trainer.releases.fleet import Fleet, Timeouts
+from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.publisher import Publisher
+from draft_trainer.releases.reconciler import Reconciler
+from draft_trainer.releases.registry import Registry
+from draft_trainer.sidecar.board import Board
+from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
+from slipstream.channel import open_channel
+from slipstream.v1 import rollout_server_pb2 as pb
+from tests.conftest import RunningServer
+from tests.rollout_server.live import Live, until
+
+pytestmark = pytest.mark.vllm
+
+MOST_DRAFTS, MOST_SECONDS = 2000, 30.0
+
+
+class Guarded:
+    """A publisher and its reconciler over the one server; release 1 is ruined."""
+
+    def __init__(self, server: RunningServer, draft: Path, folder: Path) -> None:
+        registry = Registry(folder)
+        registry.import_initial(draft)
+        head, d2t = load_head(registry.path(0))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+        registry.create(
+            head,
+            head.config,
+            d2t,
+            parent=0,
+            trained_against=None,
+            run_id="ruined",
+            ttt_steps=3,
+            gate=None,
+        )
+        self.address = server.control
+        self.fleet = Fleet([server.control], Timeouts(10.0, 60.0, 60.0))
+        self.promotions = Promotions(folder, 0)
+        self.watch = AcceptanceWatch(self.fleet)
+        canary = Canary(CanaryConfig(), 3, self.watch)
+        self.board = Board()
+        self.publisher = Publisher(self.fleet, registry, self.promotions, self.board, canary)
+        self.reconciler = Reconciler(self.publisher, canary, self.watch, 0.5, lambda: None)
+        self.reconciler.start()
+
+    def seen(self, version: int) -> int:
+        """Drafts of a version that the watch knows of."""
+        return sum(batch.drafts for batch in self.watch.since(version, [self.address], 0.0))
+
+    def close(self) -> None:
+        assert self.reconciler.stop(30)
+        self.fleet.close()
+        assert self.watch.stop(30)
+
+
+@pytest.fixture
+def guarded(server: RunningServer, draft_dir: Path, tmp_path: Path) -> Iterator[Guarded]:
+    guarded = Guarded(server, draft_dir, tmp_path / "registry")
+    yield guarded
+    guarded.close()
+
+
+def test_a_ruined_draft_that_was_forced_is_rolled_back_while_requests_run(
+    server: RunningServer, guarded: Guarded
+) -> None:
+    live = Live(server.stub, server.http)
+    batch = [prompt_ids(problem) for problem in held_out_problems(32)]
+    live.speculate(False)
+    plain = live.generate(batch)
+    live.speculate(True)
+    before = live.drafts().get(1, 0)
+    with live.generating(batch) as rounds:
+        until(lambda: guarded.seen(0) >= 2000, 120)
+        began = time.monotonic()
+        assert guarded.publisher.promote(1, pin=True).draft_version == 1
+        until(lambda: guarded.promotions.now.last_good == 0 and live.state().draft_version == 0, 60)
+        took = time.monotonic() - began
+    assert took <= MOST_SECONDS
+    assert 0 < live.drafts()[1] - before <= MOST_DRAFTS
+    assert guarded.board.read().publishes["canary_rolled_back"] == 1
+    assert not guarded.promotions.now.pinned
+    assert all(done == plain for done in rounds), "no request failed and no token differs"
+
+
+def test_read_back_finds_the_draft_that_was_committed(
+    server: RunningServer, guarded: Guarded
+) -> None:
+    live = Live(server.stub, server.http)
+    guarded.publisher.promote(1, pin=False)
+    state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
+    assert state.not_ready == ""
+    assert state.draft_sha256 == guarded.publisher._payloads.get(1).sha256
+    with open_channel(server.control) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service="slipstream.v1.RolloutServer/ready"), timeout=10
+        )
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    # Somebody else puts release 0's draft there; within a round or two it is release 1 again.
+    live.stage("draft", "foreign", 77, dict(guarded.publisher._payloads.get(0).tensors))
+    live.commit("foreign")
+    until(lambda: live.state().draft_version == 1, 60)
+    guarded.publisher.promote(0, pin=False)
+    assert live.state().draft_version == 0
