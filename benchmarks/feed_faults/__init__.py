@@ -1,0 +1,1 @@
+"""Everything that can go wrong between policy and training, over real processes."""

@@ -1,0 +1,104 @@
+"""A stream beside the bridge's: it sends again what was sent before, or what is damaged."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from safetensors.torch import load_file
+
+from policy_bridge.config import BridgeConfig
+from policy_bridge.placement import Placed, Placement
+from policy_bridge.sample import Sample
+from policy_bridge.session import Session, decode_session
+from policy_bridge.stream import StateStream
+from slipstream.channel import open_channel
+from slipstream.schema import SCHEMA_VERSION
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+
+
+class OtherSender:
+    """One stream of the same run, inline over gRPC; ``close`` ends it.
+
+    Args:
+        address: of the trainer.
+        run_id: of the run.
+        policy: the policy's config.json, read.
+        recorded: a sample that the policy wrote.
+        patience: seconds for every answer.
+    """
+
+    def __init__(
+        self, address: str, run_id: str, policy: dict[str, Any], recorded: Path, patience: float
+    ) -> None:
+        self._patience = patience
+        self._acks: queue.SimpleQueue[pb.Ack] = queue.SimpleQueue()
+        self._channel = open_channel(address)
+        session = self._open_run(run_id, policy)
+        self._placement = Placement(
+            session, BridgeConfig(trainer=address, run_id=run_id, transport="grpc")
+        )
+        header = pb.StreamHeader(session_id=session.session_id, transport=pb.TRANSPORT_GRPC)
+        self._stream = StateStream(self._channel, header, self._answered)
+        self.sample = _read(recorded, session)
+
+    def send(self, sample: Sample, damage: bool = False) -> pb.Ack:
+        """Send one sample and wait for its answer.
+
+        Args:
+            sample: of the run.
+            damage: flip a bit of its states after its checksum was taken.
+        """
+        size = self._placement.message_bytes(sample)
+        assert self._stream.wait_credit(size, self._patience), "no credit"
+        placed = self._placement.place(sample, 0, self._patience)
+        assert placed is not None
+        if damage:
+            pieces = [bytearray(piece) for piece in placed.payload]
+            longest = max(pieces, key=len)
+            longest[len(longest) // 2] ^= 1
+            placed = Placed(placed.message, pieces, placed.ring_bytes)  # type: ignore[arg-type]
+        self._stream.send([placed])
+        return self._acks.get(timeout=self._patience)
+
+    def named(self, name: str) -> Sample:
+        """The recorded sample under another id."""
+        return replace(self.sample, sample_id=name)
+
+    def close(self) -> None:
+        """End the stream."""
+        self._stream.close(self._patience)
+        self._channel.close()
+
+    def _answered(self, acks: Any) -> None:
+        for ack in acks:
+            self._acks.put(ack)
+
+    def _open_run(self, run_id: str, policy: dict[str, Any]) -> Session:
+        layers, vocabulary = policy["num_hidden_layers"], policy["vocab_size"]
+        spec = pb.PolicySpec(
+            hidden_size=policy["hidden_size"], vocab_size=vocabulary, num_hidden_layers=layers
+        )
+        response = pb_grpc.DraftTrainerStub(self._channel).OpenRun(
+            pb.OpenRunRequest(
+                run_id=run_id, policy=spec, client="faults", schema_version=SCHEMA_VERSION
+            ),
+            timeout=self._patience,
+        )
+        modules = SimpleNamespace(layers=[None] * layers, vocab_size=vocabulary)
+        return decode_session(response, modules)  # type: ignore[arg-type]
+
+
+def _read(path: Path, session: Session) -> Sample:
+    assert session.latest_policy_version is not None
+    return Sample(
+        sample_id="recorded",
+        policy_version=session.latest_policy_version,
+        temperature=1.0,
+        aux_layers=session.aux_layers,
+        **load_file(path),  # type: ignore[arg-type]
+    )

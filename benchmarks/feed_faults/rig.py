@@ -1,0 +1,343 @@
+"""The processes of one fault table: a trainer, a policy, and the wire between them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.feed_faults import policy_process, trainer_process
+from benchmarks.feed_faults.books import Audit, Books, Records, sample_folder
+from benchmarks.feed_faults.other_sender import OtherSender
+from benchmarks.feed_faults.policy_process import Orders
+from benchmarks.feed_faults.wire import Wire
+from policy_bridge import BridgeConfig
+from slipstream.channel import open_channel
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic_grpo"
+RUN, EPOCHS, HELD_OUT = "faults", 2, 0.02
+_POLL = 0.02
+_CONFIG = """
+[server]
+port = 0
+metrics_port = 0
+shared_memory = "{memory}"
+ring_bytes = 262144
+[draft]
+initial = "{draft}"
+registry = "registry"
+[replay]
+capacity_bytes = 268435456
+max_epochs = {epochs}
+max_policy_lag = 1000
+held_out_fraction = {held_out}
+[training]
+batch_tokens = 96
+linger_s = 0.02
+state_every_steps = 8
+nice = 0
+[gate]
+min_anchors = 1000000
+"""
+
+
+class Rig:
+    """Starts, damages and stops; whoever uses it calls ``stop``.
+
+    Processes are forked from one that has imported everything, so that starting one again costs a
+    moment and not seconds. Nothing is ever released here: every restart resumes a training state.
+
+    Args:
+        folder: of a table; empty.
+        patience: seconds after which what should have happened is given up for stalled.
+        pace: seconds from one step of the policy to the next.
+
+    Attributes:
+        wire: between policy and trainer.
+        records: what the policy saw.
+    """
+
+    def __init__(self, folder: Path, patience: float, pace: float) -> None:
+        self._patience, self._pace = patience, pace
+        self._home, self.registry = folder, folder / "registry"
+        # In memory, as in production, and nobody else's: what is left is found at the end.
+        self.memory = Path("/dev/shm") / f"feed-faults-{uuid.uuid4().hex[:8]}"
+        self.memory.mkdir()
+        scratch = folder / "scratch"
+        scratch.mkdir()
+        (folder / "trainer.toml").write_text(
+            _CONFIG.format(
+                memory=self.memory, draft=EXAMPLE / "draft", epochs=EPOCHS, held_out=HELD_OUT
+            )
+        )
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload([policy_process.__name__, trainer_process.__name__])
+        self.wire = Wire()
+        self.records = Records(folder)
+        self._books = Books(self.records, RUN, EPOCHS, HELD_OUT, scratch)
+        self._trainer: Any = None
+        self._policy: Any = None
+        self._address = ""
+        self._log = folder / "trainer.log"
+        self._log_at = 0
+        self._seed = 0
+        self.transport = ""
+
+    # Processes.
+
+    def start_trainer(self) -> None:
+        """Start it; ``wait_ready`` waits for it."""
+        self._log_at = self._log.stat().st_size if self._log.exists() else 0
+        self._trainer = self._context.Process(
+            target=trainer_process.serve,
+            args=(str(self._home / "trainer.toml"), str(self._log)),
+            daemon=True,
+        )
+        self._trainer.start()
+
+    def wait_ready(self) -> None:
+        """The trainer that was started answers, and the wire leads to it."""
+
+        def ready() -> bool:
+            if not self._log.exists():
+                return False
+            with self._log.open("rb") as file:
+                file.seek(self._log_at)
+                for line in file:
+                    if line.startswith(b"draft-trainer ready:"):
+                        values = dict(word.split("=", 1) for word in line.decode().split()[2:])
+                        self._address = values["grpc"]
+                        return True
+            return False
+
+        self._until(ready, "the trainer is ready")
+        self.wire.lead_to(self._address)
+
+    def start_policy(self, transport: str) -> None:
+        """Start it, with its states going by ``shared_memory`` or ``grpc``."""
+        self.transport = transport
+        self._seed += 1
+        bridge = BridgeConfig(
+            trainer=self.wire.address,
+            run_id=RUN,
+            transport=transport,
+            shared_memory=str(self.memory),
+            outbox_bytes=4 << 20,
+            connect_seconds=1.0,
+            rpc_seconds=2.0,
+            sync_seconds=2.0,
+            announce_seconds=5.0,
+            stall_seconds=5.0,
+            max_backoff_seconds=0.3,
+        )
+        orders = Orders(str(EXAMPLE / "policy"), str(self._home), self._pace, self._seed, bridge)
+        self._policy = self._context.Process(
+            target=policy_process.train, args=(orders,), daemon=True
+        )
+        self._policy.start()
+
+    def use(self, transport: str) -> None:
+        """Have the policy ship that way now, if need be by ending it and starting another one."""
+        if self.transport != transport or self._maps_no_ring(transport):
+            self.end_policy()
+            self.start_policy(transport)
+            self.wait_acknowledged()
+
+    def kill_trainer(self) -> None:
+        """kill -9."""
+        self._kill(self._trainer)
+
+    def kill_policy(self) -> None:
+        """kill -9."""
+        self._kill(self._policy)
+
+    def end_policy(self) -> None:
+        """SIGTERM: the bridge drains and closes."""
+        self._end(self._policy, "policy")
+
+    def end_trainer(self) -> None:
+        """SIGTERM."""
+        self._end(self._trainer, "trainer")
+
+    def signal_policy(self, number: int) -> None:
+        """Send it a signal."""
+        os.kill(self._policy.pid, number)
+
+    def stop_trainer(self) -> None:
+        """SIGSTOP; it stands still when this returns."""
+        os.kill(self._trainer.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self._trainer.pid}/task")
+        self._until(
+            lambda: all(_state(task) in "TtZX" for task in tasks.iterdir()), "the trainer stopped"
+        )
+
+    def continue_trainer(self) -> None:
+        """SIGCONT."""
+        os.kill(self._trainer.pid, signal.SIGCONT)
+
+    # What is waited for.
+
+    def wait_acknowledged(self, more: int = 4) -> None:
+        """Until so many samples were acknowledged that were not before."""
+        self.records.refresh()
+        aim = len(self.records.acknowledged) + more
+
+        def reached() -> bool:
+            self.records.refresh()
+            return len(self.records.acknowledged) >= aim
+
+        self._until(reached, f"{more} more samples are acknowledged")
+
+    def wait_steps(self, more: int) -> None:
+        """Until the policy has made so many steps more."""
+        self.records.refresh()
+        aim = len(self.records.steps) + more
+
+        def reached() -> bool:
+            self.records.refresh()
+            return len(self.records.steps) >= aim
+
+        self._until(reached, f"the policy makes {more} more steps")
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Until it holds. Raises StalledError, as all that wait here do."""
+        self._until(condition, what)
+
+    # What is looked at.
+
+    def ring(self) -> int:
+        """An open descriptor of the ring that is in use; the caller closes it."""
+        (name,) = self._claimed_rings()
+        folder = Path(f"/proc/{self._trainer.pid}/fd")
+        # A descriptor and its copy, which the mapping has.
+        first, *_ = [path for path in folder.iterdir() if _link(path) == name]
+        return os.open(first, os.O_RDWR)
+
+    def other_sender(self) -> OtherSender:
+        """Another stream to the trainer, past the wire."""
+        policy = json.loads((EXAMPLE / "policy" / "config.json").read_text())
+        recorded = self._home / policy_process.RECORDED
+        return OtherSender(self._address, RUN, policy, recorded, self._patience)
+
+    def audit(self) -> Audit:
+        """The books, while the trainer stands still for a moment, or is dead."""
+        if not self._trainer.is_alive():
+            return self._books.audit(sample_folder(self.registry))
+        self.stop_trainer()
+        try:
+            return self._books.audit(sample_folder(self.registry))
+        finally:
+            self.continue_trainer()
+
+    def leaked(self) -> int:
+        """Rings that the trainer holds beyond the one in use and those that it offers."""
+
+        def settled() -> bool:
+            return len(self._claimed_rings()) <= 1
+
+        try:
+            self._until(settled, "the rings of streams that ended are gone")
+        except StalledError:
+            return len(self._claimed_rings()) - 1
+        return 0
+
+    def finish(self) -> tuple[Audit, tuple[int, int], list[str]]:
+        """End both, when all that was acknowledged was trained on.
+
+        Returns:
+            The books; anchors that the weights have seen and should have seen; what is left in
+            shared memory.
+        """
+        self.end_policy()
+        with open_channel(self._address) as channel:
+            stub = pb_grpc.DraftTrainerStub(channel)
+
+            def drained() -> bool:
+                status = stub.GetStatus(pb.GetStatusRequest(), timeout=self._patience)
+                return bool(status.idle) and not status.samples_pending
+
+            self._until(drained, "the trainer has trained on everything")
+        in_memory = sample_folder(self.registry)
+        self.end_trainer()
+        at_rest = sample_folder(self.registry)
+        left = [str(path) for path in self.memory.iterdir()]
+        if in_memory != at_rest and in_memory.exists():
+            left.append(str(in_memory))
+        audit = self._books.audit(at_rest, drained=True)
+        return audit, self._books.weights(self.registry, at_rest), left
+
+    def stop(self) -> None:
+        """End every process, and remove what they have in memory."""
+        for process in (self._policy, self._trainer):
+            if process is not None and process.is_alive():
+                process.kill()
+                process.join(self._patience)
+        self.wire.close()
+        pointer = self.registry / "samples.json"
+        folders = [self.memory, *([sample_folder(self.registry)] if pointer.exists() else [])]
+        for folder in folders:
+            for path in sorted(folder.rglob("*"), reverse=True):
+                path.unlink() if not path.is_dir() else path.rmdir()
+            if folder.exists():
+                folder.rmdir()
+
+    def _claimed_rings(self) -> set[str]:
+        prefix = self._ring_prefix
+        maps = Path(f"/proc/{self._trainer.pid}/maps").read_text()
+        names = {line[line.index("/") :] for line in maps.splitlines() if prefix in line}
+        return {name for name in names if name.endswith(" (deleted)")}
+
+    def _maps_no_ring(self, transport: str) -> bool:
+        return transport == "shared_memory" and not self._claimed_rings()
+
+    @property
+    def _ring_prefix(self) -> str:
+        return f"{self.memory}/slipstream-ring-"
+
+    def _kill(self, process: Any) -> None:
+        assert process.exitcode is None, f"it ended by itself, with {process.exitcode}"
+        process.kill()
+        process.join(self._patience)
+        assert process.exitcode == -signal.SIGKILL, process.exitcode
+
+    def _end(self, process: Any, name: str) -> None:
+        assert process.exitcode is None, f"the {name} ended by itself, with {process.exitcode}"
+        process.terminate()
+        process.join(self._patience)
+        assert process.exitcode == 0, f"the {name} ended with {process.exitcode}"
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self._patience
+        while not condition():
+            for name, process in (("policy", self._policy), ("trainer", self._trainer)):
+                code = None if process is None else process.exitcode
+                assert code in (None, 0, -signal.SIGKILL), f"the {name} ended with {code}"
+            if time.monotonic() > deadline:
+                raise StalledError(f"not in {self._patience:g} s: {what}")
+            time.sleep(_POLL)
+
+
+class StalledError(AssertionError):
+    """Something that should have happened did not, in all the time that there was."""
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+def _link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except FileNotFoundError:
+        return ""

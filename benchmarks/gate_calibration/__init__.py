@@ -1,0 +1,1 @@
+"""Whether the gate's expected acceptance length is what vLLM then measures."""

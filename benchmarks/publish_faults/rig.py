@@ -1,0 +1,209 @@
+"""The processes of one fault table: servers and a trainer that may be killed at any time."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+
+from benchmarks.publish_faults import server_process, trainer_process
+from draft_trainer.checkpoints.checkpoint import load_head
+from draft_trainer.releases.registry import Registry
+from examples.arithmetic_grpo.processes import free_port
+from slipstream.channel import open_channel
+from slipstream.release_digest import digest_of_specs
+from slipstream.v1 import rollout_server_pb2 as pb
+from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
+
+DRAFT = Path(__file__).resolve().parents[2] / "examples" / "arithmetic_grpo" / "draft"
+RELEASES = 7
+PATIENCE = 30.0
+"""Seconds within which the fleet must have come right."""
+
+
+class TrainerDiedError(RuntimeError):
+    """The trainer's process ended instead of answering."""
+
+
+class Rig:
+    """Servers, a registry with ``RELEASES`` releases, and a trainer.
+
+    Processes are forked from one that has imported everything, so that starting one again
+    costs a moment and not seconds.
+
+    Args:
+        folder: registry, fault files.
+        servers: how many.
+    """
+
+    def __init__(self, folder: Path, servers: int) -> None:
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload([server_process.__name__, trainer_process.__name__])
+        self.root = folder / "registry"
+        self._write_releases()
+        self._ports = [free_port() for _ in range(servers)]
+        self._faults = [folder / f"fault-{index}" for index in range(servers)]
+        self.addresses = tuple(f"127.0.0.1:{port}" for port in self._ports)
+        self._servers: list[Any] = [None] * servers
+        self._trainer: Any = None
+        self._pipe: Connection | None = None
+        self._channels: list[grpc.Channel] = [open_channel(a) for a in self.addresses]
+        self._stubs = [pb_grpc.RolloutServerStub(channel) for channel in self._channels]
+
+    def start(self) -> None:
+        """Start whatever is not running; every server answers, the trainer is ready."""
+        for index, process in enumerate(self._servers):
+            if process is None or not process.is_alive():
+                self.start_server(index)
+        if self._trainer is None or not self._trainer.is_alive():
+            self.start_trainer()
+
+    def start_server(self, index: int) -> None:
+        """Start one server with the draft that it was first started with."""
+        process = self._context.Process(
+            target=server_process.serve,
+            args=(str(DRAFT), self._ports[index], str(self._faults[index])),
+            daemon=True,
+        )
+        process.start()
+        self._servers[index] = process
+        deadline = time.monotonic() + PATIENCE
+        while self.state(index) is None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"server {index} did not start")
+            time.sleep(0.02)
+
+    def start_trainer(self) -> dict[str, Any]:
+        """Start the trainer. Its first words: ready, or why not."""
+        self._pipe, theirs = self._context.Pipe()
+        self._trainer = self._context.Process(
+            target=trainer_process.run, args=(str(self.root), self.addresses, theirs), daemon=True
+        )
+        self._trainer.start()
+        theirs.close()
+        return self._answer()
+
+    def second_trainer(self) -> dict[str, Any]:
+        """What another trainer on the same registry says before it ends."""
+        pipe, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=trainer_process.run, args=(str(self.root), self.addresses, theirs), daemon=True
+        )
+        process.start()
+        theirs.close()
+        answer: dict[str, Any] = pipe.recv() if pipe.poll(PATIENCE) else {}
+        pipe.close()
+        process.join(PATIENCE)
+        return answer
+
+    def ask(self, *command: object) -> dict[str, Any]:
+        """A command to the trainer. Raises TrainerDiedError."""
+        assert self._pipe is not None
+        try:
+            self._pipe.send(command)
+        except OSError as error:
+            self._trainer.join(PATIENCE)
+            raise TrainerDiedError(command) from error
+        return self._answer()
+
+    def arm(self, index: int, fault: str) -> None:
+        """The next thing that goes wrong on a server."""
+        # Whole at once: the server may look at any time.
+        part = self._faults[index].with_suffix(".part")
+        part.write_text(fault)
+        part.rename(self._faults[index])
+
+    def kill_server(self, index: int) -> None:
+        """SIGKILL."""
+        self._kill(self._servers[index])
+
+    def kill_trainer(self) -> None:
+        """SIGKILL."""
+        self._kill(self._trainer)
+
+    def wait_ended(self, index: int) -> None:
+        """A server that was told to die has done so."""
+        self._servers[index].join(PATIENCE)
+        assert not self._servers[index].is_alive(), f"server {index} goes on"
+
+    def state(self, index: int) -> pb.ServerState | None:
+        """What a server serves; None while it does not answer."""
+        try:
+            return self._stubs[index].GetState(pb.GetStateRequest(), timeout=2, wait_for_ready=True)
+        except grpc.RpcError:
+            return None
+
+    def settled(self) -> int:
+        """Wait until every server serves the release that is wanted, whole; its version.
+
+        Raises:
+            AssertionError: they did not come to it, or the registry cannot be read.
+        """
+        registry = Registry(self.root)
+        wanted = {m.draft_version: digest_of_specs(m.tensors) for m in registry.list()}
+        deadline = time.monotonic() + PATIENCE
+        aim = self.ask("wanted")["wanted"]
+        while True:
+            states = [self.state(index) for index in range(len(self._servers))]
+            seen = {
+                (s.draft_version, s.draft_sha256 == wanted[s.draft_version], s.not_ready)
+                if s is not None
+                else None
+                for s in states
+            }
+            if seen == {(aim, True, "")}:
+                return int(aim)
+            assert time.monotonic() < deadline, f"not on one release: {states}"
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """End every process."""
+        for process in (*self._servers, self._trainer):
+            self._kill(process)
+        for channel in self._channels:
+            channel.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._pipe is not None
+        try:
+            if not self._pipe.poll(2 * PATIENCE):
+                raise AssertionError("the trainer does not answer")
+            answer: dict[str, Any] = self._pipe.recv()
+        except (EOFError, ConnectionError) as error:
+            self._trainer.join(PATIENCE)
+            raise TrainerDiedError from error
+        return answer
+
+    @staticmethod
+    def _kill(process: Any) -> None:
+        if process is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+            process.join(PATIENCE)
+
+    def _write_releases(self) -> None:
+        registry = Registry(self.root)
+        registry.import_initial(DRAFT)
+        head, d2t = load_head(registry.path(0))
+        generator = torch.Generator().manual_seed(0)
+        for version in range(1, RELEASES):
+            with torch.no_grad():
+                for parameter in head.parameters():
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    parameter.add_(0.01 * parameter.std() * noise)
+            registry.create(
+                head,
+                head.config,
+                d2t,
+                parent=version - 1,
+                trained_against=version,
+                run_id="faults",
+                ttt_steps=3,
+                gate=None,
+            )

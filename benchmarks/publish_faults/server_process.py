@@ -1,0 +1,181 @@
+"""A rollout server's real control plane in a process of its own, over an engine in memory.
+
+Staging, checks, content store, commits, roll backs, read-back and health are the product's;
+only vLLM's workers are replaced, by a dictionary of tensors. What goes wrong next is written
+into a file, read once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from rollout_server.acceptance_tracker import AcceptanceTracker
+from rollout_server.content_store import ContentStore, Key
+from rollout_server.control import Committed, RolloutControl
+from rollout_server.control_server import ControlServer
+from rollout_server.endpoint import _expected_draft, _ingest_draft
+from rollout_server.engine import Applied, Change, Description, UntrustedEngineError
+from rollout_server.layout_check import Expected
+from rollout_server.process import Settings
+from rollout_server.readiness import AcceptanceGuard
+from rollout_server.service import RolloutService
+from rollout_server.state_message import StateMessage
+from rollout_server.weight_source import WeightSource
+from rollout_server.weights import DRAFT, POLICY, Weights
+from slipstream.refusal import RefusedError
+from slipstream.tensors import digest
+
+STAGES = 4.3
+"""Drafts that fit into the content store; what was served long ago has to be sent again."""
+
+
+class Fault:
+    """The next fault of this process: a word in a file, taken once.
+
+    Args:
+        path: written by the harness.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def folder(self) -> Path:
+        """The harness's."""
+        return self._path.parent
+
+    def take(self, *words: str) -> str:
+        """The word in the file if it is one of these; it is gone then."""
+        if not self._path.exists():
+            return ""
+        word = self._path.read_text()
+        if word not in words:
+            return ""
+        self._path.unlink()
+        return word
+
+
+class MemoryEngine:
+    """``rollout_server.engine.Engine`` over a dictionary."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+        self._live: dict[str, dict[str, bytes]] = {}
+
+    async def start(self) -> Description:
+        return Description(True, False, (), "bfloat16")
+
+    async def describe(self) -> Description:
+        return await self.start()
+
+    async def apply(self, changes: Sequence[Change]) -> Applied:
+        word = self._fault.take("die-before", "die-after", "refuse", "worker")
+        if word == "die-before":
+            _die()
+        if word == "refuse":
+            raise RefusedError("commit", "a fault", "none", "try again", grpc.StatusCode.ABORTED)
+        if word == "worker":
+            raise UntrustedEngineError("the worker died in the middle")
+        for change in changes:
+            # Reads every byte, as a worker does.
+            self._live[change.kind] = {n: digest(t) for n, t in change.new.weights()}
+        if word == "die-after":
+            _die()
+        return Applied(0.001, 0)
+
+    async def set_speculation(self, enabled: bool) -> float:
+        return 0.0
+
+    async def read_back(self) -> str:
+        return "draft read back from memory: differs" if self._fault.take("damage") else ""
+
+    def is_alive(self) -> bool:
+        return True
+
+
+class _Store(ContentStore):
+    """That fails to write, or dies writing, when told to."""
+
+    def __init__(self, directory: Path, capacity: int, fault: Fault) -> None:
+        super().__init__(directory, capacity)
+        self._fault = fault
+
+    def write(self, key: Key, tensor: Any) -> None:
+        word = self._fault.take("die-staging", "disk-full")
+        if word == "die-staging":
+            _die()
+        if word == "disk-full":
+            raise OSError(28, "No space left on device")
+        super().write(key, tensor)
+
+
+class _Nobody:
+    """Takes no metrics."""
+
+    def committed(self, kind: str, outcome: str, took: Committed | None) -> None: ...
+
+
+def serve(draft: str, port: int, fault_file: str) -> None:
+    """Run until SIGTERM or a fault. The process's whole life."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asyncio.run(_serve(Path(draft), port, Fault(Path(fault_file))))
+
+
+async def _serve(draft_dir: Path, port: int, fault: Fault) -> None:
+    engine = MemoryEngine(fault)
+    description = await engine.start()
+    capacity = int(STAGES * (draft_dir / "model.safetensors").stat().st_size)
+    # Beside the fault file, where the harness clears it away after a kill.
+    store = _Store(Path(tempfile.mkdtemp(dir=fault.folder)), capacity, fault)
+    settings = Settings(draft_dir, draft_dir, "127.0.0.1", port, 3, "probabilistic", capacity, 512)
+    draft, specs = _ingest_draft(settings, store)
+    tracker = AcceptanceTracker()
+    tracker.start(draft.version or 0)
+    policy = Weights(POLICY, None, WeightSource(directory=str(draft_dir)))
+    control = RolloutControl(engine, store, tracker, _Nobody(), draft, policy)
+    expected = _expected_draft(specs, description)
+    service = RolloutService(
+        control,
+        engine,
+        store,
+        tracker,
+        {DRAFT: expected, POLICY: Expected(POLICY, expected.layout, "bfloat16")},
+        StateMessage(control, 3, "probabilistic", "policy", 1),
+    )
+    server = ControlServer(
+        service, control, engine, AcceptanceGuard(tracker, 512), lambda: True, lambda: None
+    )
+    await server.start("127.0.0.1", port)
+    over = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
+    cut: Callable[[], str] = lambda: fault.take("cut")  # noqa: E731
+    try:
+        while not over.is_set():
+            if cut():
+                # The connection goes, the process and what it serves stay.
+                await server.stop()
+                server = ControlServer(
+                    service,
+                    control,
+                    engine,
+                    AcceptanceGuard(tracker, 512),
+                    lambda: True,
+                    lambda: None,
+                )
+                await server.start("127.0.0.1", port)
+            await asyncio.sleep(0.02)
+    finally:
+        await server.stop()
+        store.close()
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,207 @@
+"""The trainer's publishing half in a process of its own: registry, publisher, reconciler.
+
+Answers commands over a pipe. Faults are put between the product's own functions, so that the
+process dies, or a byte flips, exactly there.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import slipstream.staging
+from draft_trainer.config import CanaryConfig
+from draft_trainer.releases import phases
+from draft_trainer.releases.acceptance_watch import AcceptanceWatch
+from draft_trainer.releases.canary import Canary
+from draft_trainer.releases.commits import Payloads
+from draft_trainer.releases.fleet import DraftPayload, Fleet, RolloutClient, Timeouts
+from draft_trainer.releases.membership import StaticMembers
+from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.publisher import Publisher
+from draft_trainer.releases.reconciler import Reconciler
+from draft_trainer.releases.registry import Registry
+from draft_trainer.sidecar.board import Board
+from slipstream.refusal import RefusedError
+from slipstream.tensors import spec_of
+from slipstream.v1 import tensor_pb2
+
+
+def run(root: str, addresses: tuple[str, ...], pipe: Connection) -> None:
+    """Publish as told until the pipe closes. The process's whole life."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    registry = Registry(Path(root))
+    try:
+        registry.hold()
+        promotions = Promotions(Path(root), 0)
+    except RefusedError as error:
+        pipe.send({"refused": str(error)})
+        return
+    fleet = Fleet(StaticMembers(addresses), Timeouts(2.0, 10.0, 5.0))
+    watch = AcceptanceWatch(fleet)
+    canary = Canary(CanaryConfig(), 3, watch)
+    publisher = Publisher(fleet, registry, promotions, Board(), canary)
+    reconciler = Reconciler(publisher, canary, watch, 0.1, lambda: None)
+    reconciler.start()
+    pipe.send({"ready": promotions.now.last_good})
+    try:
+        while True:
+            name, *arguments = pipe.recv()
+            pipe.send(_COMMANDS[name](publisher, *arguments))
+    except EOFError:
+        pass
+    finally:
+        reconciler.stop(5)
+        fleet.close()
+        watch.stop(5)
+        registry.close()
+
+
+def _promote(publisher: Publisher, version: int) -> dict[str, Any]:
+    try:
+        published = publisher.promote(version, pin=False)
+    except RefusedError as error:
+        return {"refused": str(error)}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    return {
+        "version": published.draft_version,
+        "errors": [o.error for o in published.outcomes.values() if o.error],
+    }
+
+
+def _promote_both(publisher: Publisher, first: int, second: int) -> dict[str, Any]:
+    other: dict[str, Any] = {}
+    thread = threading.Thread(target=lambda: other.update(_promote(publisher, second)))
+    thread.start()
+    answer = _promote(publisher, first)
+    thread.join()
+    return {"first": answer, "second": other}
+
+
+def _wanted(publisher: Publisher) -> dict[str, Any]:
+    return {"wanted": publisher._promotions.now.last_good}
+
+
+def _arm(publisher: Publisher, fault: str) -> dict[str, Any]:
+    _ARMS[fault]()
+    return {"armed": fault}
+
+
+def _die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _patched(
+    owner: Any, name: str, after: Callable[..., None] | None, before: bool = False
+) -> None:
+    """Have ``owner.name`` die once it is called: at its beginning, or when it is done."""
+    real = getattr(owner, name)
+    lock = threading.Lock()
+
+    def patched(*arguments: Any, **named: Any) -> Any:
+        # One at a time: "between two servers" needs a first and a second.
+        with lock:
+            if before:
+                _die()
+            answer = real(*arguments, **named)
+            if after is not None:
+                after()
+            return answer
+
+    setattr(owner, name, patched)
+
+
+def _flip() -> None:
+    real = slipstream.staging.chunks_of
+    left = [1]
+
+    def flipped(tensors: Mapping[str, torch.Tensor]) -> Iterator[tensor_pb2.TensorChunk]:
+        for chunk in real(tensors):
+            if left and len(chunk.data) > 100:
+                left.clear()
+                data = bytearray(chunk.data)
+                data[50] ^= 4
+                chunk.data = bytes(data)
+            yield chunk
+
+    slipstream.staging.chunks_of = flipped
+
+
+def _bad(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[], None]:
+    """The next payload that is read is this, with specs that fit it."""
+
+    def arm() -> None:
+        real = Payloads.get
+
+        def get(self: Payloads, version: int) -> DraftPayload:
+            Payloads.get = real  # type: ignore[method-assign]
+            payload = real(self, version)
+            tensors = dict(payload.tensors)
+            change(tensors)
+            specs = [spec_of(name, tensor) for name, tensor in sorted(tensors.items())]
+            return replace(payload, tensors=tensors, specs=specs)
+
+        Payloads.get = get  # type: ignore[method-assign]
+
+    return arm
+
+
+def _nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["fc.weight"] = tensors["fc.weight"].clone()
+    tensors["fc.weight"][3, 5] = float("nan")
+
+
+def _shape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["fc.weight"] = tensors["fc.weight"][:, :-1].contiguous()
+
+
+def _other_policy(tensors: dict[str, torch.Tensor]) -> None:
+    """Another policy's draft drafts another part of the vocabulary."""
+    tensors["d2t"] = tensors["d2t"] + 1
+
+
+def _full() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+
+
+def _clock(seconds: float) -> Callable[[], None]:
+    def arm() -> None:
+        real = time.time
+        time.time = lambda: real() + seconds  # type: ignore[assignment]
+
+    return arm
+
+
+_COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "promote": _promote,
+    "promote-both": _promote_both,
+    "arm": _arm,
+    "wanted": _wanted,
+}
+
+_ARMS: dict[str, Callable[[], None]] = {
+    "die-before-stage": lambda: _patched(RolloutClient, "stage", None, before=True),
+    "die-during-stage": lambda: _patched(RolloutClient, "stage", _die),
+    "die-before-commit": lambda: _patched(Promotions, "intends", _die),
+    "die-between-commits": lambda: _patched(phases, "commit_on", _die),
+    "die-after-commits": lambda: _patched(Promotions, "serves", None, before=True),
+    "flip": _flip,
+    "nan": _bad(_nan),
+    "shape": _bad(_shape),
+    "other-policy": _bad(_other_policy),
+    "full": _full,
+    "clock-forward": _clock(86400.0),
+    "clock-back": _clock(-86400.0),
+}

@@ -1,0 +1,80 @@
+"""What no transport can beat here: a copy, a read pass with the checks, a bare gRPC stream."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import grpc
+import numpy as np
+import torch
+
+from policy_bridge.sample import Sample
+from slipstream.channel import MAX_MESSAGE_BYTES, open_channel
+from slipstream.checksums import BLOCK_BYTES, KINDS, Bytes, all_finite, hasher
+
+
+def states_of(samples: Sequence[Sample]) -> list[Bytes]:
+    """The bytes of every sample's auxiliary states."""
+    return [s.aux_hidden_states.view(torch.uint8).numpy().reshape(-1) for s in samples]
+
+
+def copy_rate(sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> float:
+    """Bytes a second of one memcpy, between memories that no cache holds."""
+    started = time.perf_counter()
+    for source, destination in zip(sources, destinations, strict=True):
+        np.copyto(destination, source)
+    return sum(map(len, sources)) / (time.perf_counter() - started)
+
+
+def read_rate(sources: Sequence[Bytes]) -> float:
+    """Bytes a second of one pass for checksum and finiteness, each block read once."""
+    started = time.perf_counter()
+    for source in sources:
+        running = hasher(KINDS[0])
+        for start in range(0, len(source), BLOCK_BYTES):
+            block = source[start : start + BLOCK_BYTES]
+            running.update(block)
+            assert all_finite(block, torch.bfloat16)
+        running.intdigest()
+    return sum(map(len, sources)) / (time.perf_counter() - started)
+
+
+def bare_seconds(address: str, size: int, count: int, window_bytes: int) -> float:
+    """Seconds to send ``count`` byte strings of ``size`` through gRPC, each answered by a byte.
+
+    In flight is as much as the real stream may have: without a bound gRPC queues all of them.
+    """
+    message = bytes(min(size, MAX_MESSAGE_BYTES))
+    room = threading.BoundedSemaphore(max(1, window_bytes // size))
+
+    def messages() -> Iterator[bytes]:
+        for _ in range(count):
+            room.acquire()
+            yield message
+
+    with open_channel(address) as channel:
+        call = channel.stream_stream("/Bare/Stream")
+        assert next(call(iter([b"warm"]))) == b"1"
+        started = time.perf_counter()
+        answers = 0
+        responses: grpc.Call = call(messages())
+        for _ in responses:  # type: ignore[attr-defined]
+            answers += 1
+            room.release()
+        assert answers == count
+        return time.perf_counter() - started
+
+
+def memory_for(samples: Sequence[Sample]) -> list[Bytes]:
+    """Destinations of the copies, their pages touched."""
+    return [np.ones(len(states), dtype=np.uint8) for states in states_of(samples)]
+
+
+def plain_read_rate(sources: Sequence[Bytes]) -> float:
+    """Bytes a second of the cheapest pass there is, a sum: a harder floor than is asked for."""
+    started = time.perf_counter()
+    for source in sources:
+        source[: len(source) // 8 * 8].view(np.int64).sum()
+    return sum(map(len, sources)) / (time.perf_counter() - started)

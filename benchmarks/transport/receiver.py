@@ -1,0 +1,120 @@
+"""The receiving process: a trainer whose learner never starts, and a bare gRPC bytes stream.
+
+``python -m benchmarks.transport.receiver --hidden-size H --replay-bytes N --ring-bytes N``. Prints
+the trainer's address and the bare server's; then, for every line on standard input, the process's
+CPU seconds so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import torch
+
+from benchmarks.transport.case import AUX_LAYERS, MAX_TOKENS, POLICY_VERSION, RUN, VOCAB
+from draft_trainer.checkpoints.checkpoint import save_draft
+from draft_trainer.config import parse_config
+from draft_trainer.eagle3.head import Eagle3Head
+from draft_trainer.eagle3.head_config import HeadConfig
+from draft_trainer.eagle3.policy_head import PolicyHead
+from draft_trainer.sidecar.server import TrainerServer
+from slipstream.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from slipstream.schema import SCHEMA_VERSION
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+
+def _draft(folder: Path, hidden_size: int) -> Path:
+    """A head as narrow as can be, for a policy of this width."""
+    config = HeadConfig(
+        hidden_size=64,
+        target_hidden_size=hidden_size,
+        intermediate_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        aux_layer_ids=AUX_LAYERS,
+        own_embeddings=True,
+    )
+    folder.mkdir()
+    head = Eagle3Head(config, None)
+    save_draft(folder, config, head, None)
+    return folder
+
+
+def _bare() -> tuple[grpc.Server, int]:
+    def answer(requests: Iterator[bytes], _: grpc.ServicerContext) -> Iterator[bytes]:
+        for _message in requests:
+            yield b"1"
+
+    server = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS)
+    handlers = {"Stream": grpc.stream_stream_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Bare", handlers),))
+    return server, server.add_insecure_port("127.0.0.1:0")
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--hidden-size", type=int, required=True)
+    parser.add_argument("--replay-bytes", type=int, required=True)
+    parser.add_argument("--ring-bytes", type=int, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        config = parse_config(
+            {
+                "server": {
+                    "port": 0,
+                    "metrics_port": 0,
+                    "max_tokens_per_sample": MAX_TOKENS,
+                    "ring_bytes": options.ring_bytes,
+                    "receive_window_bytes": MAX_MESSAGE_BYTES,
+                },
+                "draft": {
+                    "initial": str(_draft(Path(folder) / "draft", options.hidden_size)),
+                    "registry": str(Path(folder) / "registry"),
+                },
+                "replay": {"capacity_bytes": options.replay_bytes},
+            }
+        )
+        trainer = TrainerServer(config)
+        # What is measured ends in the replay buffer; training would take the core from it.
+        trainer.loop.start = lambda: None  # type: ignore[method-assign]
+        trainer.start()
+        run = trainer.runs.open(
+            pb.OpenRunRequest(
+                run_id=RUN,
+                schema_version=SCHEMA_VERSION,
+                policy=pb.PolicySpec(
+                    hidden_size=options.hidden_size, vocab_size=VOCAB, num_hidden_layers=36
+                ),
+            )
+        ).run
+        matrix = torch.zeros(VOCAB, options.hidden_size, dtype=torch.bfloat16)
+        run.add_policy(PolicyHead(POLICY_VERSION, matrix, matrix))
+        bare, port = _bare()
+        bare.start()
+        # As ``draft-trainer serve`` does.
+        gc.collect()
+        gc.freeze()
+        try:
+            print(trainer.address, f"127.0.0.1:{port}", flush=True)
+            for _ in sys.stdin:
+                print(time.process_time(), flush=True)
+        finally:
+            bare.stop(grace=None).wait(10.0)
+            trainer.stop()
+
+
+if __name__ == "__main__":
+    main()

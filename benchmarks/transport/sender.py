@@ -1,0 +1,155 @@
+"""The sending side: the bridge's own outbox and shipper, given samples instead of a policy."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace, TracebackType
+
+from benchmarks.transport.case import RUN, VOCAB
+from policy_bridge.config import BridgeConfig
+from policy_bridge.outbox import Outbox
+from policy_bridge.sample import Sample
+from policy_bridge.shipper import Shipper
+from policy_bridge.stats import Counters
+from slipstream.channel import open_channel
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+DEADLINE = 120.0
+_PREFIXES = itertools.count()
+
+
+class Receiver:
+    """The receiving process, owned here; on ``core`` if there is more than one.
+
+    Attributes:
+        address: of the trainer.
+        bare: of the bare gRPC server.
+    """
+
+    def __init__(self, hidden_size: int, replay_bytes: int, ring_bytes: int, core: int | None):
+        command = [sys.executable, "-m", "benchmarks.transport.receiver"]
+        command += ["--hidden-size", str(hidden_size), "--replay-bytes", str(replay_bytes)]
+        command += ["--ring-bytes", str(ring_bytes)]
+        if core is not None:
+            command = ["taskset", "-c", str(core), *command]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.address, self.bare = self._answer().split()
+
+    def cpu_seconds(self) -> float:
+        """CPU seconds of the process so far."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self._answer())
+
+    def __enter__(self) -> Receiver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the receiving process ended; its message is above")
+        return line
+
+
+class Sender:
+    """One open stream to the receiver.
+
+    Args:
+        receiver: with the trainer.
+        hidden_size: H.
+        transport: of ``BridgeConfig``.
+        states_dtype: of ``BridgeConfig``.
+    """
+
+    def __init__(
+        self, receiver: Receiver, hidden_size: int, transport: str, states_dtype: str = ""
+    ) -> None:
+        config = BridgeConfig(
+            trainer=receiver.address, run_id=RUN, transport=transport, states_dtype=states_dtype
+        )
+        spec = pb.PolicySpec(hidden_size=hidden_size, vocab_size=VOCAB, num_hidden_layers=36)
+        modules = SimpleNamespace(spec=lambda name: spec, layers=[None] * 36, vocab_size=VOCAB)
+        self._counters = Counters()
+        # The samples' memory is here anyway; the outbox holds references.
+        self._outbox = Outbox(1 << 62, self._counters)
+        self._channel = open_channel(receiver.address)
+        self._shipper = Shipper(
+            self._channel,
+            modules,  # type: ignore[arg-type]
+            self._outbox,
+            config,
+            self._counters,
+        )
+        if not self._shipper.wait_connected(DEADLINE):
+            raise RuntimeError("no run was opened")
+        self._receiver = receiver
+
+    def send(self, samples: Sequence[Sample], count: int) -> tuple[float, float, float]:
+        """Send ``count`` samples, repeating ``samples`` under ids of their own.
+
+        Returns:
+            Seconds from the first one's offer to the last one's acknowledgement, and CPU seconds
+            meanwhile of this process and of the receiver.
+        """
+        prefix = f"r{next(_PREFIXES)}"
+        named = [
+            replace(sample, sample_id=f"{prefix}-{number}")
+            for number, sample in zip(range(count), itertools.cycle(samples), strict=False)
+        ]
+        accepted = self._accepted()
+        receiver_cpu = self._receiver.cpu_seconds()
+        own_cpu, started = time.process_time(), time.perf_counter()
+        for sample in named:
+            if not self._outbox.offer(sample, DEADLINE):
+                raise RuntimeError("the outbox refused a sample")
+        if not self._outbox.wait_empty(DEADLINE):
+            raise RuntimeError("not everything was acknowledged in time")
+        seconds = time.perf_counter() - started
+        own_cpu = time.process_time() - own_cpu
+        receiver_cpu = self._receiver.cpu_seconds() - receiver_cpu
+        if self._accepted() - accepted != count:
+            raise RuntimeError("a sample was refused or taken for a duplicate")
+        return seconds, own_cpu, receiver_cpu
+
+    def transport(self) -> str:
+        """How the states travel."""
+        return self._stats().transport
+
+    def close(self) -> None:
+        """End the stream."""
+        self._shipper.stop()
+        self._outbox.close()
+        self._channel.close()
+        if not self._shipper.join():
+            raise RuntimeError("the shipper did not end")
+
+    def _accepted(self) -> int:
+        return self._stats().accepted
+
+    def _stats(self):  # type: ignore[no-untyped-def]
+        return self._counters.snapshot(
+            connected=True, policy_version=None, outbox_samples=0, outbox_bytes=0, last_sync=None
+        )

@@ -1,0 +1,75 @@
+"""One of each fault of the table, over real processes (``python -m benchmarks.feed_faults``)."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from benchmarks.feed_faults.__main__ import targets_of, text_of
+from benchmarks.feed_faults.books import ACCEPTED, Books, Records
+from benchmarks.feed_faults.faults import FAULTS, GRPC
+from benchmarks.feed_faults.policy_process import ANSWERED, CAPTURED
+from benchmarks.feed_faults.rig import Rig
+from benchmarks.feed_faults.table import run
+from draft_trainer.feed.ledger import Ledger, key_of
+from draft_trainer.feed.store import LEDGER
+
+PATIENCE = 180.0
+RUN = "run"
+
+
+def test_nothing_acknowledged_is_lost_or_trained_twice(tmp_path: Path) -> None:
+    plan = [(fault, fault.transports[0]) for fault in FAULTS]
+    # Those over gRPC last: one change of the transport.
+    plan = sorted(plan, key=lambda row: row[1] == GRPC)
+    plan += [(fault, GRPC) for fault in FAULTS if fault.name in ("trainer killed", "policy killed")]
+    rig = Rig(tmp_path, PATIENCE, pace=0.02)
+    try:
+        # No bound on a call of the bridge: a machine of a test may stand still.
+        table = run(rig, plan, random.Random(0), longest_call=PATIENCE, seconds=10 * PATIENCE)
+    finally:
+        rig.stop()
+    missed = [target for target in targets_of(table) if not target.ok]
+    # The number of kills is the long mode's.
+    assert [target for target in missed if "kill -9" not in target.name] == [], text_of(table)
+    assert table.total("runs") == len(plan) + 1
+    assert table.recognised > 0 and table.refused["packed.checksum"] >= 2
+    assert not rig.memory.exists()
+
+
+def books(folder: Path, answered: str) -> Books:
+    """Of a policy that captured a to d, each of 3 anchors, and was answered that."""
+    (folder / CAPTURED).write_text("".join(f"{name} 3\n" for name in "abcd"))
+    (folder / ANSWERED).write_text("".join(f"{name} {ACCEPTED} -\n" for name in answered))
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    return Books(Records(folder), RUN, 2, 0.5, scratch)
+
+
+def ledger(folder: Path, draws: dict[str, int]) -> Path:
+    """A folder with a ledger of samples that were drawn so often, and are held no more."""
+    held = folder / "samples"
+    held.mkdir()
+    rows = Ledger(held / LEDGER, 100)
+    with rows.transaction():
+        numbers = {name: rows.add(key_of(RUN, name), 0, 64, "[]") or 0 for name in draws}
+        for draw in range(max(draws.values())):
+            rows.record_draw(draw, [numbers[n] for n, times in draws.items() if times > draw])
+        rows.drop(list(numbers.values()))
+    rows.close()
+    return held
+
+
+def test_the_books_find_what_is_lost(tmp_path: Path) -> None:
+    found = books(tmp_path, "abc").audit(ledger(tmp_path, {"a": 2, "b": 1}), drained=False)
+    assert (found.lost, found.twice, found.held) == (["c"], [], 2)
+
+
+def test_the_books_find_what_was_trained_on_too_seldom(tmp_path: Path) -> None:
+    found = books(tmp_path, "ab").audit(ledger(tmp_path, {"a": 2, "b": 1, "c": 2}), drained=True)
+    assert (found.lost, found.twice) == (["b"], [])
+
+
+def test_the_books_find_what_was_taken_or_trained_on_twice(tmp_path: Path) -> None:
+    found = books(tmp_path, "aab").audit(ledger(tmp_path, {"a": 2, "b": 3}))
+    assert (found.lost, found.twice) == ([], ["a", "b"])

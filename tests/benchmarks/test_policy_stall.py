@@ -1,0 +1,72 @@
+"""The stall benchmark's own arithmetic, on a policy of two layers and without trainers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from benchmarks.policy_stall.policy import Case, Policy
+from benchmarks.policy_stall.report import table, targets
+from benchmarks.policy_stall.rounds import Row, growth, measure
+
+
+def small() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+
+
+def rows_of(spoil: bool) -> list[Row]:
+    """Three rows without a bridge; the last one's step is another where it is to be spoiled."""
+    policy = Policy(Case("small", 2, 12, small, 1 << 20))
+    rows = [Row("absent", None), Row("again", None), Row("other", None)]
+    if spoil:
+        step, calls = policy.step, iter(range(1_000_000))
+
+        def spoiled(bridge: object, capture: bool = False) -> None:
+            step(bridge, capture)
+            # Of four steps a round, the reference's among them, one.
+            if next(calls) % 4 == 3:
+                policy.gradients()[0][0, 0] += 1e-6
+
+        policy.step = spoiled  # type: ignore[method-assign]
+    resident = measure(
+        policy, rows, warmup=1, steps=3, before_counting=lambda: None, say=lambda _: None
+    )
+    assert len(resident) == 3
+    return rows
+
+
+def test_all_rows_take_the_same_step_from_the_same_state() -> None:
+    rows = rows_of(spoil=False)
+    assert [row.same_bits for row in rows] == [3, 3, 3]
+    assert all(len(row.wall) == len(row.own) == 3 for row in rows)
+
+
+def test_one_bit_more_in_one_gradient_is_seen() -> None:
+    rows = rows_of(spoil=True)
+    assert sum(row.same_bits for row in rows) == 6
+
+
+def test_figures_become_targets() -> None:
+    absent, slower = Row("absent", None), Row("healthy", None)
+    absent.wall, slower.wall = [1.0] * 30, [1.02] * 29 + [2.0]
+    for row in (absent, slower):
+        row.own = row.background = row.wall
+        row.same_bits = 30
+    figures = {row.name: row.figures(absent) for row in (absent, slower)}
+    assert figures["healthy"]["ratio_of_medians"] == pytest.approx(1.02)
+    free = {t.name: t.ok for t in targets("x", figures, 0.0, free_core=True)}
+    shared = {t.name: t.ok for t in targets("x", figures, 0.02, free_core=False)}
+    assert not free["x, healthy: median of the step"] and shared["x, healthy: median of the step"]
+    assert not free["x, healthy: p99 of the step"]
+    assert free["x, healthy: gradients bit-identical"]
+    assert free["x: growth of resident memory"] and not shared["x: growth of resident memory"]
+    assert "healthy" in table(figures)
+
+
+def test_growth_is_of_the_second_half_by_a_line() -> None:
+    assert growth([5, 9, 100, 100, 100, 100]) == 0.0
+    assert growth([100] * 10 + [1000 + 10 * n for n in range(10)]) == pytest.approx(100 / 1045)
