@@ -82,7 +82,7 @@ def serve(
         service.start()
         channel = open_channel(service.health)
         started.append((service, channel))
-        service.wait_ready(180)
+        service.wait_ready(600)
         return RunningServer(
             service,
             f"http://127.0.0.1:{http}",

@@ -195,7 +195,12 @@ confidence = 0.6
 
 [publish]
 rollout_servers = ["127.0.0.1:{ports["control"]}"]
+# The demo puts old and new drafts on the server by hand to compare them.
+reconcile_s = 0
 num_speculative_tokens = {DRAFT_LENGTH}
+
+[canary]
+share = 0
 
 [recording]
 {recording}

@@ -141,7 +141,7 @@ class Recorder:
             offer=self._write,
         )
 
-    def _write(self, captured: CapturedSample) -> bool:
+    def _write(self, captured: CapturedSample, priority: int = 0) -> bool:
         self._writer.add(
             Sample(
                 sample_id=captured.sample_id,

@@ -44,7 +44,7 @@ def summary(draft_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1000,
         check=False,
     )
     path = folder / "run" / "summary.json"
