@@ -1,8 +1,10 @@
-"""Compiles the C files beside it for this very processor, once per process, and loads them."""
+"""Compiles the C files beside it for this very processor, once per user, and loads them."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -11,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ _FUNCTIONS = (
 )
 # No -ffast-math: a NaN must come out as a NaN, that is how a broken step is found.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
-_COMPILE_TIMEOUT_S = 120.0
+_RUN: dict[str, Any] = {"check": True, "capture_output": True, "text": True, "timeout": 120.0}
 _mode: Mode = "off"
 
 
@@ -86,25 +88,44 @@ class _Built:
 
 @cache
 def _built() -> _Built:
-    # Made anew by every process, half a second: a file from another processor would crash here.
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         return _Built(None, "plain torch, because there is no cc, gcc or clang")
-    began = time.perf_counter()
-    here = Path(__file__).parent
-    with tempfile.TemporaryDirectory(prefix="slipstream-kernels-") as folder:
-        library = Path(folder) / "kernels.so"
-        sources = [str(here / name) for name in _SOURCES]
-        command = [compiler, *_FLAGS, "-shared", "-fPIC", "-o", str(library), *sources, "-lm"]
-        try:
-            subprocess.run(
-                command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S
-            )
-            functions = ctypes.CDLL(str(library))
-        except subprocess.CalledProcessError as error:
-            return _Built(None, f"plain torch, because {compiler} failed: {error.stderr[-300:]}")
-        except (subprocess.TimeoutExpired, OSError) as error:
-            return _Built(None, f"plain torch, because {error}")
+    try:
+        library, said = _compiled(compiler)
+        functions = ctypes.CDLL(str(library))
+    except subprocess.CalledProcessError as error:
+        return _Built(None, f"plain torch, because {compiler} failed: {error.stderr[-300:]}")
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return _Built(None, f"plain torch, because {error}")
     for name in _FUNCTIONS:
         getattr(functions, name).restype = None
-    return _Built(functions, f"compiled by {compiler} in {time.perf_counter() - began:.1f} s")
+    return _Built(functions, said)
+
+
+def _compiled(compiler: str) -> tuple[Path, str]:
+    """The library, from this user's cache or new, and where it comes from."""
+    here = Path(__file__).parent
+    version = subprocess.run(
+        [compiler, "-v", "-march=native", "-E", "-x", "c", os.devnull],
+        **_RUN,
+    )
+    # What the compiler says of itself and of the processor that "native" stands for: a file from
+    # another one would crash here.
+    named = hashlib.sha256((version.stderr + " ".join(_FLAGS)).encode())
+    for path in sorted(here.glob("*.[ch]")):
+        named.update(path.read_bytes())
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    library = Path(cache_home) / "slipstream" / f"kernels-{named.hexdigest()[:32]}.so"
+    if library.exists():
+        return library, f"compiled before by {compiler}"
+    began = time.perf_counter()
+    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        sources = [str(here / name) for name in _SOURCES]
+        command = [compiler, *_FLAGS, "-shared", "-fPIC", "-o", str(made), *sources, "-lm"]
+        subprocess.run(command, **_RUN)
+        # At once or not at all: several processes may be here at a time.
+        made.rename(library)
+    return library, f"compiled by {compiler} in {time.perf_counter() - began:.1f} s"
