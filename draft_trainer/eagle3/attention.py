@@ -15,6 +15,7 @@ soft-max. Nothing of size T * T is ever kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import CDLL
 from functools import reduce
 from typing import Any
 
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor
 
 from draft_trainer.eagle3.causal import causal_attention, causal_attention_backward
+from draft_trainer.eagle3.kernels.library import kernels_for
+from draft_trainer.eagle3.kernels.own import MOST_STEPS, own_backward, own_forward
 
 
 def ttt_attention(
@@ -48,6 +51,12 @@ class _TTTAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k0: Tensor, v0: Tensor, *own: Tensor) -> Tensor:
         out, lse = causal_attention(q, k0, v0)
+        kernels = _kernels_for(q, own)
+        if kernels is not None:
+            out, lse = out.contiguous(), lse.contiguous()
+            scores = own_forward(kernels, q, own, out, lse)
+            ctx.save_for_backward(q, k0, v0, out, lse, *scores, *own)
+            return out
         own_scores = [_dot(q, key) * q.shape[-1] ** -0.5 for key in own[::2]]
         if own_scores:
             prefix = lse
@@ -65,6 +74,12 @@ class _TTTAttention(torch.autograd.Function):
         own_scores, own = rest[:steps], rest[steps:]
         delta = _dot(grad, out)
         grad_q, grad_k0, grad_v0 = causal_attention_backward(grad, q, k0, v0, delta, lse)
+        kernels = _kernels_for(q, own)
+        if kernels is not None:
+            grad_q = grad_q.contiguous()
+            scores = torch.stack(own_scores)
+            of_own = own_backward(kernels, q, own, grad, lse, scores, delta.contiguous(), grad_q)
+            return grad_q, grad_k0, grad_v0, *of_own
         grads = [grad_k0, grad_v0]
         for score, key, value in zip(own_scores, own[::2], own[1::2], strict=True):
             p = (score - lse).exp()
@@ -72,6 +87,10 @@ class _TTTAttention(torch.autograd.Function):
             grad_q = grad_q + _times(d_score, key, q)
             grads += [_folded(d_score, q, key), _folded(p, grad, value)]
         return grad_q, *grads
+
+
+def _kernels_for(q: Tensor, own: Sequence[Tensor]) -> CDLL | None:
+    return kernels_for(q) if 0 < len(own) <= 2 * MOST_STEPS else None
 
 
 def _grouped(x: Tensor, like: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def test_a_nan_comes_out_as_one(target: Target) -> None:
 def _attended(
     mode: library.Mode, dtype: torch.dtype, size: int, anchors: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """Of 2 rows of 83 positions and one later step; output and all gradients."""
+    """Of 2 rows of 83 positions and two later steps; output and all gradients."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(length: int, heads: int) -> Tensor:
@@ -88,11 +88,13 @@ def _attended(
         return x.requires_grad_()
 
     q, k, v = normal(anchors, 6), normal(83, 2), normal(83, 2)
-    own = (normal(anchors, 2), normal(anchors, 2))
+    # As the unroll has them: parts of one product.
+    own = [normal(anchors, 4).split(2, dim=2) for _ in range(2)]
     grad = torch.randn(2, anchors, 6, size, generator=generator).to(dtype)
     with using_kernels(mode):
-        out = ttt_attention(q, k, v, [own])
-        return out.detach(), list(torch.autograd.grad(out, [q, k, v, *own], grad))
+        out = ttt_attention(q, k, v, own)
+        inputs = [q, k, v, *(tensor for pair in own for tensor in pair)]
+        return out.detach(), list(torch.autograd.grad(out, inputs, grad))
 
 
 @compiled
