@@ -1,25 +1,31 @@
 """Makes policy versions known to the trainer before their first sample goes out.
 
 The matrices were copied when the version was synced (``matrices``); they are hashed and
-sent later, off the policy's thread.
+sent later, off the policy's thread and at a pace that it does not notice (``pacing``).
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import grpc
 import torch
 
+from policy_bridge.pacing import BLOCK_BYTES, Pace
 from policy_bridge.session import Session
+from slipstream.framing import frame_chunk
 from slipstream.refusal import RefusedError, refused_from
-from slipstream.tensors import chunks_of, spec_of
+from slipstream.tensors import bytes_of, dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
-from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import tensor_pb2
+
+_METHOD = pb.DESCRIPTOR.services_by_name["DraftTrainer"].methods_by_name["AnnouncePolicy"]
+# Of the deadline: for the pauses of hashing, and for those of sending.
+_PAUSES = 0.25
 
 LM_HEAD = "lm_head.weight"
 EMBED_TOKENS = "embed_tokens.weight"
@@ -42,12 +48,16 @@ class Announcer:
     """Keeps the newest snapshots and announces each once per trainer that lacks it.
 
     Args:
-        stub: the trainer.
+        channel: to the trainer.
         keep: snapshots held; an older one that nobody announced is given up.
     """
 
-    def __init__(self, stub: pb_grpc.DraftTrainerStub, keep: int = 2) -> None:
-        self._stub = stub
+    def __init__(self, channel: grpc.Channel, keep: int = 2) -> None:
+        # Not through the stub, which copies a chunk five times under the interpreter's lock.
+        self._call = channel.stream_unary(
+            f"/{_METHOD.containing_service.full_name}/{_METHOD.name}",
+            response_deserializer=pb.AnnouncePolicyResponse.FromString,
+        )
         self._keep = keep
         self._lock = threading.Lock()
         self._snapshots: OrderedDict[int, PolicySnapshot] = OrderedDict()
@@ -92,7 +102,11 @@ class Announcer:
             return self._knows(version)
 
     def announce(self, version: int, timeout: float) -> None:
-        """Tell the trainer of one version.
+        """Tell the trainer of one version: its matrices, where it lacks one of that content.
+
+        Args:
+            version: that is due.
+            timeout: seconds for sending it; half of that more for hashing it and sending again.
 
         Raises:
             grpc.RpcError: refused or failed.
@@ -103,7 +117,7 @@ class Announcer:
         if session is None or snapshot is None:
             raise RefusedError("policy_version", version, "a version that is due", "call due()")
         if specs is None:
-            specs = [spec_of(name, tensor) for name, tensor in snapshot.tensors.items()]
+            specs = _specs_of(snapshot.tensors, timeout * _PAUSES)
         header = pb.AnnouncePolicyHeader(
             session_id=session.session_id, policy_version=version, tensors=specs
         )
@@ -128,12 +142,18 @@ class Announcer:
         names: set[str],
         timeout: float,
     ) -> None:
-        def requests() -> Iterator[pb.AnnouncePolicyRequest]:
-            yield pb.AnnouncePolicyRequest(header=header)
-            for chunk in chunks_of({n: t for n, t in snapshot.tensors.items() if n in names}):
-                yield pb.AnnouncePolicyRequest(chunk=chunk)
+        sent = {name: bytes_of(snapshot.tensors[name]) for name in names}
 
-        self._stub.AnnouncePolicy(requests(), timeout=timeout)
+        def requests() -> Iterator[bytes]:
+            yield pb.AnnouncePolicyRequest(header=header).SerializeToString()
+            # Of gRPC's thread, which does its own work on a request before it asks for the next.
+            pace = Pace(sum(map(len, sent.values())), timeout * _PAUSES)
+            for name, data in sent.items():
+                for offset in range(0, len(data), BLOCK_BYTES):
+                    yield frame_chunk(name, offset, data[offset : offset + BLOCK_BYTES])
+                    pace.rest()
+
+        self._call(requests(), timeout=timeout)
 
     def give_up(self, version: int) -> None:
         """Drop a version that the trainer will not take."""
@@ -143,3 +163,24 @@ class Announcer:
 
     def _knows(self, version: int) -> bool:
         return self._known is not None and version <= self._known
+
+
+def _specs_of(tensors: Mapping[str, torch.Tensor], pauses: float) -> list[tensor_pb2.TensorSpec]:
+    contents = {name: bytes_of(tensor) for name, tensor in tensors.items()}
+    pace = Pace(sum(map(len, contents.values())), pauses)
+    specs = []
+    for name, data in contents.items():
+        digest = hashlib.sha256()
+        for offset in range(0, len(data), BLOCK_BYTES):
+            digest.update(data[offset : offset + BLOCK_BYTES])
+            pace.rest()
+        tensor = tensors[name]
+        specs.append(
+            tensor_pb2.TensorSpec(
+                name=name,
+                dtype=dtype_to_wire(tensor.dtype),
+                shape=list(tensor.shape),
+                sha256=digest.digest(),
+            )
+        )
+    return specs

@@ -102,7 +102,10 @@ def cleared(sample: Sample, chosen: Candidate) -> Sample:
     mask[: max(1, chosen.fresh - chosen.start)] = False
     for values in (sample.sampled_logprobs, sample.sampled_logits):
         values[0] = 0.0
-        values.masked_fill_(~mask & ~values.isfinite(), 0.0)
+        finite = values.isfinite()
+        # Hardly ever: and every operation here is one of the policy's thread, for each sample.
+        if not bool(finite.all()):
+            values.masked_fill_(~mask & ~finite, 0.0)
     return sample
 
 
@@ -114,14 +117,16 @@ def without_logits(plan: CapturePlan, record: Record) -> Record:
     device, which the policy may have changed when the side stream gets to them.
 
     Raises:
-        RefusedError: weights that are spread, of a pass whose logits were not seen.
+        RefusedError: weights that are spread, of a pass whose logits were not seen; logits
+            that were written in place since the pass.
     """
     states, logits, logprobs = record.states, record.logits, record.logprobs
     if logits is None or logprobs is None:
         if states.logits is not None:
-            own_logits = picked_logits(states.logits, record.token_ids)
+            seen = states.unwritten_logits()
+            own_logits = picked_logits(seen, record.token_ids)
             if logprobs is None:
-                logprobs = picked_logprobs(states.logits, record.token_ids, plan.temperature)
+                logprobs = picked_logprobs(seen, record.token_ids, plan.temperature)
         elif plan.modules.shards:
             raise RefusedError(
                 "sampled_logits",

@@ -6,7 +6,7 @@ never imports transformers: a training image's version of it is not our business
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -101,8 +101,20 @@ class PolicyModules:
         Sum of the parameters' version counters. Writes through ``.data`` escape it.
         """
         # FSDP2 puts gathered parameters into the places of the shards during a step.
-        weights = self.shards or self.root.parameters()
+        weights = self.shards or _parameters(self.root)
         return sum(0 if p.is_inference() else p._version for p in weights)
+
+
+def _parameters(root: nn.Module) -> Iterator[nn.Parameter]:
+    """Every parameter, shared ones more than once.
+
+    ``root.parameters()`` puts names together on the way: a millisecond of each step.
+    """
+    left = [root]
+    while left:
+        module = left.pop()
+        yield from (p for p in module._parameters.values() if p is not None)
+        left.extend(child for child in module._modules.values() if child is not None)
 
 
 def find_modules(model: nn.Module, paths: ModulePaths) -> PolicyModules:

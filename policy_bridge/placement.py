@@ -11,7 +11,7 @@ from policy_bridge.sample import Sample
 from policy_bridge.session import Session
 from slipstream.checksums import KINDS, Bytes, CheckedCopy, checksum_of
 from slipstream.layers import encode_layers
-from slipstream.packed import pieces_of
+from slipstream.packed import Layout, PackedTensors, is_small, pieces_of, write_block
 from slipstream.refusal import RefusedError
 from slipstream.ring import HEADER_BYTES, RingFile
 from slipstream.tensors import dtype_to_wire
@@ -94,10 +94,8 @@ class Placement:
                 return None
             self._placed[sample.sample_id] = offset
             self._ring.check()
-            copy = CheckedCopy(self._ring.span(offset, layout.nbytes), self._kind)
-            for piece in pieces_of(sample.tensors(), layout):
-                copy.put(piece)
-            memory, checksum = pb.MEMORY_RING, copy.checksum
+            block = self._ring.span(offset, layout.nbytes)
+            memory, checksum = pb.MEMORY_RING, self._write(sample.tensors(), layout, block)
         else:
             memory, offset = pb.MEMORY_PAYLOAD, payload_at
             payload = pieces_of(sample.tensors(), layout)
@@ -116,6 +114,15 @@ class Placement:
             ),
         )
         return Placed(message, payload, 0 if payload else layout.nbytes)
+
+    def _write(self, tensors: PackedTensors, layout: Layout, block: Bytes) -> int:
+        if is_small(layout):
+            write_block(tensors, layout, block)
+            return checksum_of([block], self._kind)
+        copy = CheckedCopy(block, self._kind)
+        for piece in pieces_of(tensors, layout):
+            copy.put(piece)
+        return copy.checksum
 
     def settled(self, sample_id: str) -> None:
         """The trainer has answered, or the sample was not sent: its part of the ring is free."""

@@ -8,12 +8,12 @@ while another thread is still sending it.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
 
-import numpy as np
 import torch
 
 ALIGNMENT = 64
@@ -101,7 +101,7 @@ def carve(
     views, offset = [], 0
     for dtype, shape in pieces:
         offset = -(-offset // dtype.itemsize) * dtype.itemsize
-        nbytes = int(np.prod(shape)) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         views.append(loan[offset : offset + nbytes].view(dtype).reshape(shape))
         offset += nbytes
     return views
@@ -112,5 +112,5 @@ def carved_bytes(pieces: tuple[tuple[torch.dtype, tuple[int, ...]], ...]) -> int
     offset = 0
     for dtype, shape in pieces:
         offset = -(-offset // dtype.itemsize) * dtype.itemsize
-        offset += int(np.prod(shape)) * dtype.itemsize
+        offset += math.prod(shape) * dtype.itemsize
     return offset

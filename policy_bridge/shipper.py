@@ -61,7 +61,7 @@ class Shipper:
         self._channel = channel
         self._stub = pb_grpc.DraftTrainerStub(channel)
         self._distrusted = ""
-        self._announcer = Announcer(self._stub)
+        self._announcer = Announcer(channel)
         self._modules = modules
         self._outbox = outbox
         self._config = config
@@ -277,17 +277,24 @@ class Shipper:
         return same and stream.is_open
 
     def _on_acks(self, placement: Placement, acks: Sequence[pb.Ack]) -> None:
+        accepted = duplicate = 0
         for ack in acks:
-            placement.settled(ack.sample_id)
-            self._outbox.settle(ack.sample_id)
             if ack.status == pb.ACK_STATUS_ACCEPTED:
-                self._counters.add(accepted=1)
+                accepted += 1
             elif ack.status == pb.ACK_STATUS_DUPLICATE:
-                self._counters.add(duplicate=1)
+                duplicate += 1
             else:
+                # In their order: refusals in a row count.
+                self._counters.add(accepted=accepted, duplicate=duplicate)
+                accepted = duplicate = 0
                 refusal = RefusedError.from_proto(ack.refusal)
                 if self._counters.refused(refusal.field):
                     logger.error("the trainer refuses samples: %s", refusal)
+        self._counters.add(accepted=accepted, duplicate=duplicate)
+        # Counted first: who waits for an empty outbox then reads the counters.
+        for ack in acks:
+            placement.settled(ack.sample_id)
+            self._outbox.settle(ack.sample_id)
 
     def _require_session(self) -> Session:
         session = self.session

@@ -31,6 +31,7 @@ class ForwardStates:
         logits: [B, S, V], the output of lm_head, where it was asked for.
         logits_dtype: the precision in which the policy itself had its logits.
         versions: in-place version counters of ``(*aux, final)`` when they were seen.
+        logits_version: the same of ``logits``; 0 where they are not kept.
     """
 
     aux: tuple[torch.Tensor, ...]
@@ -38,6 +39,7 @@ class ForwardStates:
     logits: torch.Tensor | None
     logits_dtype: torch.dtype
     versions: tuple[int, ...]
+    logits_version: int = 0
 
     def check_unwritten(self) -> None:
         """Raise RefusedError if the model wrote into a state after it was captured."""
@@ -48,6 +50,23 @@ class ForwardStates:
                 "a model that leaves its residual stream alone",
                 "disable in-place activations in the policy",
             )
+
+    def unwritten_logits(self) -> torch.Tensor:
+        """The kept logits. Raises RefusedError if the loop wrote into them since the pass.
+
+        A temperature divided into them in place would go out as logits before temperature.
+        """
+        if self.logits is None:
+            raise RefusedError("logits", "none", "a pass whose logits were kept", "keep_logits")
+        if version_of(self.logits) != self.logits_version:
+            raise RefusedError(
+                "logits",
+                "written in place between the forward pass and ship",
+                "the output of lm_head as the pass left it",
+                "divide by the temperature out of place, or pass sampled_logits and "
+                "sampled_logprobs",
+            )
+        return self.logits
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -131,7 +150,14 @@ class ForwardTap:
         self._open = None
         *aux, final = (state for state, _ in kept)
         versions = tuple(version for _, version in kept)
-        self._last = ForwardStates(tuple(aux), final, logits, logits_dtype, versions)
+        self._last = ForwardStates(
+            tuple(aux),
+            final,
+            logits,
+            logits_dtype,
+            versions,
+            0 if logits is None else version_of(logits),
+        )
         self.passes += 1
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.draft_training.report import Target, machine, target_table
-from benchmarks.feed_faults.faults import schedule
+from benchmarks.feed_faults.faults import FAULTS, schedule
 from benchmarks.feed_faults.rig import Rig
 from benchmarks.feed_faults.table import Table, run
 
@@ -21,7 +21,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run it; the exit status is 0 only if every target was met."""
     options = _parse(argv)
     rng = Random(options.seed)
-    # Five kills of each side in a round, ten rounds: what the table promises.
     plan = schedule(options.rounds, rng)
     if options.runs is not None:
         plan = plan[: options.runs]
@@ -53,14 +52,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def targets_of(table: Table) -> list[Target]:
     """What issue and table promise."""
-    kills = {
-        side: sum(row.runs for (name, _), row in table.rows.items() if name == f"{side} killed")
-        for side in ("trainer", "policy")
-    }
-    found = [
-        Target(f"kill -9 of the {side}", count, f">= {_KILLS}", count >= _KILLS)
-        for side, count in kills.items()
-    ]
+    kills_of = {fault.name: fault.kills for fault in FAULTS}
+    found = []
+    for index, side in enumerate(("trainer", "policy")):
+        rows = table.rows.items()
+        count = sum(row.runs * kills_of[name][index] for (name, _), row in rows if name in kills_of)
+        found.append(Target(f"kill -9 of the {side}", count, f">= {_KILLS}", count >= _KILLS))
     columns = {
         "acknowledged and lost": "lost",
         "trained twice": "twice",
@@ -106,7 +103,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "that was; at the end the weights must have seen each in every epoch and no more.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=10, help="five kills of each side in each")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="eight kills of trainers and six of policies in each"
+    )
     parser.add_argument("--runs", type=int, help="stop after so many faults; default: all")
     parser.add_argument("--seconds", type=float, default=3600.0, help="start no fault after these")
     parser.add_argument("--seed", type=int, default=0, help="of orders and instants")

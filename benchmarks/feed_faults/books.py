@@ -188,5 +188,5 @@ class Books:
 
 
 def sample_folder(registry: Path) -> Path:
-    """Where the trainer of this registry keeps its samples now."""
-    return Path(json.loads((registry / "samples.json").read_text())["directory"])
+    """Where the trainer of this registry keeps its samples."""
+    return registry / "samples"

@@ -29,12 +29,14 @@ class Fault:
             generator's.
         share: how often it comes among ``schedule``'s rows, in a round.
         transports: with which it makes sense.
+        kills: how many trainers and how many policies.
     """
 
     name: str
     inflict: Callable[[Rig, random.Random], None]
     share: int = 1
     transports: tuple[str, ...] = (SHARED_MEMORY, GRPC)
+    kills: tuple[int, int] = (0, 0)
 
 
 def schedule(rounds: int, rng: random.Random) -> list[tuple[Fault, str]]:
@@ -144,16 +146,17 @@ def _reset(rig: Rig, rng: random.Random) -> None:
 
 def _flip_in_ring(rig: Rig, rng: random.Random) -> None:
     before = rig.records.refused["packed.checksum"]
+    written = []
     for _ in range(_TRIES):
-        _flip_unread(rig)
+        written.append(_flip_unread(rig))
         rig.wait_acknowledged()
         if rig.records.refused["packed.checksum"] > before:
             return
-    raise AssertionError("no flipped byte was refused")
+    raise AssertionError(f"no flipped byte was refused; bytes written meanwhile: {written}")
 
 
-def _flip_unread(rig: Rig) -> None:
-    """Of a sample that the trainer has not read yet.
+def _flip_unread(rig: Rig) -> int:
+    """Of a sample that the trainer has not read yet; how many bytes of such were there.
 
     Of none where the bridge was just about to announce a policy version: it ships nothing then.
     """
@@ -169,6 +172,7 @@ def _flip_unread(rig: Rig) -> None:
             if len(changed) > HEADER_BYTES:
                 at = int(changed[0]) + 64
                 os.pwrite(ring, bytes([new[at] ^ 1]), at)
+            return len(changed)
         finally:
             os.close(ring)
     finally:
@@ -211,10 +215,10 @@ def _hang(rig: Rig, rng: random.Random) -> None:
 
 
 FAULTS: Sequence[Fault] = (
-    Fault("trainer killed", _kill_trainer, 5),
-    Fault("policy killed", _kill_policy, 5),
-    Fault("both killed", _kill_both),
-    Fault("trainer killed while it starts", _kill_starting_trainer),
+    Fault("trainer killed", _kill_trainer, 5, kills=(1, 0)),
+    Fault("policy killed", _kill_policy, 5, kills=(0, 1)),
+    Fault("both killed", _kill_both, kills=(1, 1)),
+    Fault("trainer killed while it starts", _kill_starting_trainer, kills=(2, 0)),
     Fault("acknowledgements lost, connection reset", _drop_acknowledgements),
     Fault("acknowledgements lost for steps", _drop_until_the_bridge_notices),
     Fault("acknowledgements delivered twice", _deliver_twice),

@@ -185,7 +185,7 @@ class _Clock:
         self._began = time.monotonic()
 
     def seconds(self) -> float:
-        return time.monotonic() - self._began - (_waited() - self._waited)
+        return max(0.0, time.monotonic() - self._began - (_waited() - self._waited))
 
 
 def _waited() -> float:

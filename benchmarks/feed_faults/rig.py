@@ -16,37 +16,21 @@ from benchmarks.feed_faults import policy_process, trainer_process
 from benchmarks.feed_faults.books import Audit, Books, Records, sample_folder
 from benchmarks.feed_faults.other_sender import OtherSender
 from benchmarks.feed_faults.policy_process import Orders
+from benchmarks.feed_faults.proc import claimed_rings, open_ring, stands_still
+from benchmarks.feed_faults.settings import (
+    EPOCHS,
+    EXAMPLE,
+    HELD_OUT,
+    RUN,
+    bridge_config,
+    trainer_toml,
+)
 from benchmarks.feed_faults.wire import Wire
-from policy_bridge import BridgeConfig
 from slipstream.channel import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic_grpo"
-RUN, EPOCHS, HELD_OUT = "faults", 2, 0.02
 _POLL = 0.02
-_CONFIG = """
-[server]
-port = 0
-metrics_port = 0
-shared_memory = "{memory}"
-ring_bytes = 262144
-[draft]
-initial = "{draft}"
-registry = "registry"
-[replay]
-capacity_bytes = 268435456
-max_epochs = {epochs}
-max_policy_lag = 1000
-held_out_fraction = {held_out}
-[training]
-batch_tokens = 96
-linger_s = 0.02
-state_every_steps = 8
-nice = 0
-[gate]
-min_anchors = 1000000
-"""
 
 
 class Rig:
@@ -73,13 +57,11 @@ class Rig:
         self.memory.mkdir()
         scratch = folder / "scratch"
         scratch.mkdir()
-        (folder / "trainer.toml").write_text(
-            _CONFIG.format(
-                memory=self.memory, draft=EXAMPLE / "draft", epochs=EPOCHS, held_out=HELD_OUT
-            )
-        )
+        (folder / "trainer.toml").write_text(trainer_toml(self.memory))
         self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload([policy_process.__name__, trainer_process.__name__])
+        # The command's own module too: every child imports it first.
+        modules = (policy_process.__name__, trainer_process.__name__, f"{__package__}.__main__")
+        self._context.set_forkserver_preload(list(modules))
         self.wire = Wire()
         self.records = Records(folder)
         self._books = Books(self.records, RUN, EPOCHS, HELD_OUT, scratch)
@@ -125,19 +107,7 @@ class Rig:
         """Start it, with its states going by ``shared_memory`` or ``grpc``."""
         self.transport = transport
         self._seed += 1
-        bridge = BridgeConfig(
-            trainer=self.wire.address,
-            run_id=RUN,
-            transport=transport,
-            shared_memory=str(self.memory),
-            outbox_bytes=4 << 20,
-            connect_seconds=1.0,
-            rpc_seconds=2.0,
-            sync_seconds=2.0,
-            announce_seconds=5.0,
-            stall_seconds=5.0,
-            max_backoff_seconds=0.3,
-        )
+        bridge = bridge_config(self.wire.address, transport, self.memory)
         orders = Orders(str(EXAMPLE / "policy"), str(self._home), self._pace, self._seed, bridge)
         self._policy = self._context.Process(
             target=policy_process.train, args=(orders,), daemon=True
@@ -146,7 +116,9 @@ class Rig:
 
     def use(self, transport: str) -> None:
         """Have the policy ship that way now, if need be by ending it and starting another one."""
-        if self.transport != transport or self._maps_no_ring(transport):
+        # A bridge that found its ring truncated trusts none any more.
+        fell_back = transport == "shared_memory" and not self._claimed_rings()
+        if self.transport != transport or fell_back:
             self.end_policy()
             self.start_policy(transport)
             self.wait_acknowledged()
@@ -174,10 +146,7 @@ class Rig:
     def stop_trainer(self) -> None:
         """SIGSTOP; it stands still when this returns."""
         os.kill(self._trainer.pid, signal.SIGSTOP)
-        tasks = Path(f"/proc/{self._trainer.pid}/task")
-        self._until(
-            lambda: all(_state(task) in "TtZX" for task in tasks.iterdir()), "the trainer stopped"
-        )
+        self._until(lambda: stands_still(self._trainer.pid), "the trainer stopped")
 
     def continue_trainer(self) -> None:
         """SIGCONT."""
@@ -215,11 +184,7 @@ class Rig:
 
     def ring(self) -> int:
         """An open descriptor of the ring that is in use; the caller closes it."""
-        (name,) = self._claimed_rings()
-        folder = Path(f"/proc/{self._trainer.pid}/fd")
-        # A descriptor and its copy, which the mapping has.
-        first, *_ = [path for path in folder.iterdir() if _link(path) == name]
-        return os.open(first, os.O_RDWR)
+        return open_ring(self._trainer.pid, self.memory)
 
     def other_sender(self) -> OtherSender:
         """Another stream to the trainer, past the wire."""
@@ -265,14 +230,11 @@ class Rig:
                 return bool(status.idle) and not status.samples_pending
 
             self._until(drained, "the trainer has trained on everything")
-        in_memory = sample_folder(self.registry)
         self.end_trainer()
-        at_rest = sample_folder(self.registry)
         left = [str(path) for path in self.memory.iterdir()]
-        if in_memory != at_rest and in_memory.exists():
-            left.append(str(in_memory))
-        audit = self._books.audit(at_rest, drained=True)
-        return audit, self._books.weights(self.registry, at_rest), left
+        samples = sample_folder(self.registry)
+        audit = self._books.audit(samples, drained=True)
+        return audit, self._books.weights(self.registry, samples), left
 
     def stop(self) -> None:
         """End every process, and remove what they have in memory."""
@@ -281,26 +243,12 @@ class Rig:
                 process.kill()
                 process.join(self._patience)
         self.wire.close()
-        pointer = self.registry / "samples.json"
-        folders = [self.memory, *([sample_folder(self.registry)] if pointer.exists() else [])]
-        for folder in folders:
-            for path in sorted(folder.rglob("*"), reverse=True):
-                path.unlink() if not path.is_dir() else path.rmdir()
-            if folder.exists():
-                folder.rmdir()
+        for path in self.memory.iterdir():
+            path.unlink()
+        self.memory.rmdir()
 
     def _claimed_rings(self) -> set[str]:
-        prefix = self._ring_prefix
-        maps = Path(f"/proc/{self._trainer.pid}/maps").read_text()
-        names = {line[line.index("/") :] for line in maps.splitlines() if prefix in line}
-        return {name for name in names if name.endswith(" (deleted)")}
-
-    def _maps_no_ring(self, transport: str) -> bool:
-        return transport == "shared_memory" and not self._claimed_rings()
-
-    @property
-    def _ring_prefix(self) -> str:
-        return f"{self.memory}/slipstream-ring-"
+        return claimed_rings(self._trainer.pid, self.memory)
 
     def _kill(self, process: Any) -> None:
         assert process.exitcode is None, f"it ended by itself, with {process.exitcode}"
@@ -327,17 +275,3 @@ class Rig:
 
 class StalledError(AssertionError):
     """Something that should have happened did not, in all the time that there was."""
-
-
-def _state(task: Path) -> str:
-    try:
-        return (task / "stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "X"
-
-
-def _link(path: Path) -> str:
-    try:
-        return str(path.readlink())
-    except FileNotFoundError:
-        return ""

@@ -1,10 +1,12 @@
 """What the bridge costs the policy's step, with its trainer in every state.
 
-A step is forward, backward and optimizer, the log-prob forward captured. Rows: no bridge; one
-that is idle; one that ships to a healthy trainer, to a slow one (1 MB/s), to a hung one
+A step is forward, backward and optimizer, the log-prob forward captured. Rows: no bridge, twice;
+one that is idle; one that ships to a healthy trainer, to a slow one (1 MB/s), to a hung one
 (SIGSTOP), to a killed one, and to one on a full /dev/shm. Every trainer is a real
-``draft-trainer serve``. All rows take the same step from the same weights in turn, so that noise
-meets all alike. The weight sync before each step is not part of it and is shown beside it.
+``draft-trainer serve``. In each round all rows take a step in an order of chance, and a row's
+ratio is to the mean of the two without a bridge of its round; the ratio of those two is the
+noise. The weight sync before each step is not part of it and is shown beside it; what it sets
+off in the background, the announcement of the new version, runs during the step.
 
 Run ``python -m benchmarks.policy_stall`` from the repository root.
 """
@@ -27,11 +29,11 @@ import torch
 from benchmarks.draft_training.report import machine
 from benchmarks.policy_stall.policy import CASES, TINY, Case, Policy
 from benchmarks.policy_stall.report import Target, table, target_table, targets
-from benchmarks.policy_stall.rounds import Row, growth, measure
+from benchmarks.policy_stall.rounds import ABSENT, CHECKS, Rounds, Row, growth, measure
 from benchmarks.policy_stall.trainers import Trainer, write_draft
 from policy_bridge import BridgeConfig, PolicyBridge
 
-ROWS = ("absent", "idle", "healthy", "slow", "hung", "killed", "full_shm")
+ROWS = (*ABSENT, "idle", "healthy", "slow", "hung", "killed", "full_shm")
 WARMUP = 3
 CONNECT_SECONDS = 60.0
 
@@ -53,7 +55,7 @@ def run_case(case: Case, options: argparse.Namespace, folder: Path) -> dict[str,
     if options.cores == "shared":
         # Before any of the bridge's threads exist: they inherit it.
         os.sched_setaffinity(0, {policy_core})
-    names = [name for name in ROWS if name in options.rows]
+    names = [name for name in ROWS if name in options.rows or name in ABSENT]
     with ExitStack() as stack:
         trainers = {
             name: stack.enter_context(
@@ -67,18 +69,19 @@ def run_case(case: Case, options: argparse.Namespace, folder: Path) -> dict[str,
                 )
             )
             for name in names
-            if name != "absent"
+            if name not in ABSENT
         }
         rows = []
         for name in names:
             bridge = None
-            if name != "absent":
+            if name not in ABSENT:
                 trainers[name].wait_ready()
                 bridge = stack.enter_context(_bridge(name, policy, case, trainers[name]))
-            captures = name not in ("absent", "idle")
+            captures = name not in (*ABSENT, "idle")
             rows.append(Row(name, bridge, captures, settles=name in ("healthy", "full_shm")))
-        # This thread alone; the bridge's own may use every core.
         os.sched_setaffinity(0, {policy_core})
+        # The bridge's threads have the other cores, where there is one.
+        background = set(others) if options.cores == "free" and others else None
 
         def break_trainers() -> None:
             if "hung" in trainers:
@@ -87,14 +90,14 @@ def run_case(case: Case, options: argparse.Namespace, folder: Path) -> dict[str,
                 trainers["killed"].kill()
 
         resident = measure(
-            policy,
+            Rounds(policy, rows, background),
             rows,
             warmup=WARMUP,
             steps=options.steps,
             before_counting=break_trainers,
             say=say,
         )
-        absent = rows[0]
+        absent = [row for row in rows if row.name in ABSENT]
         figures = {row.name: row.figures(absent) for row in rows}
         os.sched_setaffinity(0, set(cores))
     return {
@@ -102,6 +105,8 @@ def run_case(case: Case, options: argparse.Namespace, folder: Path) -> dict[str,
         "parameters": policy.parameters,
         "tokens_per_step": case.rows * case.tokens,
         "cores": options.cores,
+        "steps_per_row": options.steps,
+        "steps_checked_per_row": CHECKS,
         "rows": figures,
         "resident_bytes": resident,
         "resident_growth": growth(resident),
@@ -139,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="The policy's step with the bridge absent, idle, shipping, and in trouble.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=30, help="counted steps of every row")
+    parser.add_argument("--steps", type=int, default=40, help="counted steps of every row")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument(
@@ -153,8 +158,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--verbose", action="store_true", help="a line for every round")
     options = parser.parse_args(argv)
-    if "absent" not in options.rows:
-        options.rows = ["absent", *options.rows]
 
     results: list[dict[str, Any]] = []
     found: list[Target] = []

@@ -57,13 +57,13 @@ def _large() -> PreTrainedModel:
 
 CASES = {
     "tiny": Case("tiny", 8, 64, _tiny, 2 << 20),
-    "large": Case("large", 1, 64, _large, 64 << 20),
+    "large": Case("large", 1, 32, _large, 64 << 20),
 }
 
 
 @dataclass
 class Policy:
-    """The model, its optimizer, and the state that every contestant's step begins from.
+    """The model, its optimizer, and a state to begin again from.
 
     Args:
         case: what to build.
@@ -80,7 +80,6 @@ class Policy:
         self._generator = torch.Generator().manual_seed(self.seed)
         self.next_batch()
         self.step(null_bridge())
-        self._start = [tensor.detach().clone() for tensor in self._moving()]
 
     @property
     def parameters(self) -> int:
@@ -108,16 +107,15 @@ class Policy:
         loss.backward()
         self._optimizer.step()
 
-    def keep_start(self) -> None:
-        """What the next steps begin from is what the model is now."""
-        for kept, tensor in zip(self._start, self._moving(), strict=True):
-            kept.copy_(tensor)
-
     @torch.no_grad()
-    def restore_start(self) -> None:
-        """Begin again: weights and moments."""
-        for kept, tensor in zip(self._start, self._moving(), strict=True):
+    def restore(self, start: list[torch.Tensor]) -> None:
+        """Begin again from what ``moving`` gave: weights and moments."""
+        for kept, tensor in zip(start, self._moving(), strict=True):
             tensor.copy_(kept)
+
+    def moving(self) -> list[torch.Tensor]:
+        """A copy of all that a step changes."""
+        return [tensor.detach().clone() for tensor in self._moving()]
 
     def gradients(self) -> list[torch.Tensor]:
         """Of the last step."""

@@ -1,12 +1,14 @@
-"""Interleaved rounds: every row takes the same step from the same state, one after the other."""
+"""Interleaved rounds: every row takes a step, one after the other, in an order of chance."""
 
 from __future__ import annotations
 
 import os
 import random
 import statistics
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,13 @@ import torch
 from benchmarks.policy_stall.policy import Policy
 from policy_bridge import PolicyBridge, null_bridge
 
-SETTLE_SECONDS = 1.0
+ABSENT = ("absent", "absent again")
+"""Two rows without a bridge: what divides them is the noise of the run."""
+
+SETTLE_SECONDS = 5.0
+CHECKS = 3
+_COLD_BYTES = 64 << 20
+_RESAMPLES = 2_000
 
 
 @dataclass
@@ -30,9 +38,10 @@ class Row:
         settles: whether what it ships is waited for, so that it burdens no other row.
         wall: seconds of each step.
         own: CPU seconds of the policy's thread in each step: what a busy machine adds is not in it.
-        background: CPU seconds of every other thread of the process, during each step.
+        process: CPU seconds of the whole process in each step.
         sync: seconds of each weight-sync window before a step.
-        same_bits: steps whose gradients equal the reference's, bit by bit.
+        checked, same_bits: steps compared with the same step without a bridge, and those whose
+            gradients were equal bit by bit.
     """
 
     name: str
@@ -41,22 +50,27 @@ class Row:
     settles: bool = False
     wall: list[float] = field(default_factory=list)
     own: list[float] = field(default_factory=list)
-    background: list[float] = field(default_factory=list)
+    process: list[float] = field(default_factory=list)
     sync: list[float] = field(default_factory=list)
+    checked: int = 0
     same_bits: int = 0
 
-    def figures(self, absent: Row) -> dict[str, Any]:
-        """For JSON, with the ratios to the row without a bridge."""
-        paired = [mine / its for mine, its in zip(self.wall, absent.wall, strict=True)]
+    def figures(self, absent: Sequence[Row]) -> dict[str, Any]:
+        """For JSON, with the ratios to the rows without a bridge, round by round."""
+        peers = [row for row in absent if row is not self]
         stats = self.bridge.stats() if self.bridge is not None else None
         return {
             "seconds": spread(self.wall),
-            "ratio_of_medians": statistics.median(self.wall) / statistics.median(absent.wall),
-            "paired_ratio": spread(paired),
-            "ratio_of_p99": percentile(self.wall, 0.99) / percentile(absent.wall, 0.99),
-            "ratio_of_own_cpu": statistics.median(self.own) / statistics.median(absent.own),
-            "background_cpu_seconds": spread(self.background),
+            "paired_wall": paired(self.wall, [row.wall for row in peers]),
+            "paired_own_cpu": paired(self.own, [row.own for row in peers]),
+            "paired_process_cpu": paired(self.process, [row.process for row in peers]),
+            "p99_wall": ratio_of_p99(self.wall, [row.wall for row in peers]),
+            "p99_own_cpu": ratio_of_p99(self.own, [row.own for row in peers]),
+            "other_threads_cpu_seconds": spread(
+                [whole - own for whole, own in zip(self.process, self.own, strict=True)]
+            ),
             "sync_seconds": spread(self.sync) if self.sync else None,
+            "steps_checked": self.checked,
             "steps_with_identical_gradients": self.same_bits,
             "steps": len(self.wall),
             "bridge": None if stats is None else {
@@ -65,6 +79,7 @@ class Row:
                 "transport_reason": stats.transport_reason,
                 "captures": stats.captures,
                 "chosen_samples": stats.chosen_samples,
+                "announced": stats.announced,
                 "sent_bytes": stats.sent_bytes,
                 "accepted": stats.accepted,
                 "refused": stats.refused,
@@ -74,43 +89,84 @@ class Row:
         }  # fmt: skip
 
 
-def take_round(policy: Policy, rows: list[Row], version: int, counted: bool) -> None:
-    """Every row's step of one batch. All begin from the same weights and moments."""
-    policy.next_batch()
-    policy.keep_start()
-    policy.step(null_bridge())
-    reference = [gradient.clone() for gradient in policy.gradients()]
-    # Nobody is always first, or always behind the same one.
-    for row in random.Random(version).sample(rows, len(rows)):
-        policy.restore_start()
-        sync = 0.0
-        if row.bridge is not None:
+class Rounds:
+    """Takes them on one policy.
+
+    Args:
+        policy: whose steps go on from row to row; a step's time does not depend on its weights.
+        rows: who takes part.
+        background: cores for every thread but this one; None leaves them be.
+    """
+
+    def __init__(self, policy: Policy, rows: list[Row], background: set[int] | None) -> None:
+        self._policy = policy
+        self._rows = rows
+        self._background = background
+        self._version = 0
+        # Longer than the last-level cache.
+        self._cold = torch.zeros(_COLD_BYTES, dtype=torch.uint8)
+
+    def time(self, counted: bool) -> None:
+        """One step of every row."""
+        self._policy.next_batch()
+        self._version += 1
+        for row in random.Random(self._version).sample(self._rows, len(self._rows)):
+            sync = self._sync(row)
+            # Nobody's step finds what its sync, or the row before it, left in the caches.
+            self._cold.add_(1)
+            self._move_threads()
+            process, own = time.process_time(), time.thread_time()
             began = time.perf_counter()
-            with row.bridge.sync(version):
-                pass
-            sync = time.perf_counter() - began
-        # Again, for the caches: no row's step finds what its sync left there.
-        policy.restore_start()
-        cpu, own = time.process_time(), time.thread_time()
+            self._policy.step(row.bridge or null_bridge(), row.captures)
+            wall = time.perf_counter() - began
+            own = time.thread_time() - own
+            process = time.process_time() - process
+            self._settle(row)
+            if counted:
+                row.wall.append(wall)
+                row.own.append(own)
+                row.process.append(process)
+                if row.bridge is not None:
+                    row.sync.append(sync)
+
+    def check(self) -> None:
+        """The same step of every row, from the same weights: are its gradients the same bits?"""
+        self._policy.next_batch()
+        self._version += 1
+        start = self._policy.moving()
+        self._policy.step(null_bridge())
+        reference = [gradient.clone() for gradient in self._policy.gradients()]
+        for row in self._rows:
+            self._policy.restore(start)
+            self._sync(row)
+            self._policy.step(row.bridge or null_bridge(), row.captures)
+            row.checked += 1
+            row.same_bits += all(map(torch.equal, reference, self._policy.gradients()))
+            self._settle(row)
+
+    def _sync(self, row: Row) -> float:
         began = time.perf_counter()
-        policy.step(row.bridge, row.captures)
-        wall = time.perf_counter() - began
-        own = time.thread_time() - own
-        background = time.process_time() - cpu - own
-        same = all(map(torch.equal, reference, policy.gradients()))
+        if row.bridge is not None:
+            with row.bridge.sync(self._version):
+                pass
+        return time.perf_counter() - began
+
+    def _settle(self, row: Row) -> None:
         if row.settles and row.bridge is not None:
             row.bridge.flush(SETTLE_SECONDS)
-        if counted:
-            row.wall.append(wall)
-            row.own.append(own)
-            row.background.append(background)
-            row.same_bits += same
-            if row.bridge is not None:
-                row.sync.append(sync)
+
+    def _move_threads(self) -> None:
+        if self._background is None:
+            return
+        for thread in Path("/proc/self/task").iterdir():
+            if int(thread.name) != threading.get_native_id():
+                # Not one that ended meanwhile.
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(thread.name), self._background)
 
 
 def measure(
-    policy: Policy,
+    rounds: Rounds,
     rows: list[Row],
     *,
     warmup: int,
@@ -119,19 +175,42 @@ def measure(
     say: Callable[[str], None],
 ) -> list[int]:
     """Warm up, break what is to be broken, take the rounds; resident bytes after each."""
-    version = 0
     for _ in range(warmup):
-        take_round(policy, rows, version := version + 1, counted=False)
+        rounds.time(counted=False)
     before_counting()
     # What breaking a trainer sets off once, a first deadline for one, is not a step's.
-    take_round(policy, rows, version := version + 1, counted=False)
+    rounds.time(counted=False)
     resident = []
     for number in range(steps):
-        take_round(policy, rows, version := version + 1, counted=True)
+        rounds.time(counted=True)
         resident.append(resident_bytes())
         last = ", ".join(f"{row.name} {row.wall[-1]:.3f}" for row in rows)
         say(f"round {number + 1} of {steps}: {last}")
+    for _ in range(CHECKS):
+        rounds.check()
     return resident
+
+
+def paired(mine: Sequence[float], peers: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Ratio to the mean of the peers in each round: its median, with a bootstrap interval."""
+    ratios = [own / statistics.fmean(its) for own, *its in zip(mine, *peers, strict=True)]
+    values = torch.tensor(ratios, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(len(values), (_RESAMPLES, len(values)), generator=generator)
+    # quantile, not median: that takes the lower of the two in the middle.
+    medians = values[draws].quantile(0.5, dim=1)
+    return {
+        "median": statistics.median(ratios),
+        "low_95": float(medians.quantile(0.025)),
+        "high_95": float(medians.quantile(0.975)),
+        "min": min(ratios),
+        "max": max(ratios),
+    }
+
+
+def ratio_of_p99(mine: Sequence[float], peers: Sequence[Sequence[float]]) -> float:
+    """Of this row to that of the peers' steps taken together."""
+    return percentile(mine, 0.99) / percentile([v for its in peers for v in its], 0.99)
 
 
 def resident_bytes() -> int:
@@ -154,7 +233,7 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def percentile(values: list[float], share: float) -> float:
+def percentile(values: Sequence[float], share: float) -> float:
     """By linear interpolation."""
     return float(torch.tensor(values, dtype=torch.float64).quantile(share))
 

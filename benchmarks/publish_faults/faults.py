@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,9 @@ class Fault:
     published: bool | None
 
 
+RECONNECT_SECONDS = 120.0
+
+
 def run(rig: Rig, fault: Fault, turn: int) -> None:
     """Publish the next release while it goes wrong, then look at everything.
 
@@ -50,6 +54,10 @@ def run(rig: Rig, fault: Fault, turn: int) -> None:
         assert after == expected, f"{fault.name}: on draft {after}, not {expected}"
     following = _after(version)
     answer = rig.ask("promote", following)
+    deadline = time.monotonic() + RECONNECT_SECONDS
+    # The trainer's connection to a server that has just come back may still be waiting to be tried.
+    while "unreachable" in " ".join(answer.get("errors", ())) and time.monotonic() < deadline:
+        answer = rig.ask("promote", following)
     assert answer.get("version") == following and not answer["errors"], f"{fault.name}: {answer}"
     assert rig.settled() == following
 

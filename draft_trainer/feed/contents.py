@@ -62,7 +62,7 @@ def check_contents(block: Bytes, layout: Layout, expected: Expected) -> None:
     if not math.isfinite(np.dot(floats, floats)):
         _finite(logprobs, "sampled_logprobs")
         _finite(logits, "sampled_logits")
-    highest = logprobs.max()
+    highest = np.maximum.reduce(logprobs)
     if highest > LOGPROB_TOLERANCE:
         raise RefusedError(
             "sampled_logprobs",
@@ -92,7 +92,7 @@ def _has_targets(positions: Integers, segments: Integers, mask: Mask) -> bool:
 
 def _in_range(values: Integers, field: str, bound: int, meaning: str) -> None:
     # Read as unsigned a negative number is beyond every bound.
-    if values.view(np.uint32).max() >= bound:
+    if np.maximum.reduce(values.view(np.uint32)) >= bound:
         low, high = int(values.min()), int(values.max())
         raise RefusedError(
             field,

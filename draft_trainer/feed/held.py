@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from draft_trainer.config import ReplayConfig
 from draft_trainer.feed.arena import Arena, Extent
 from draft_trainer.feed.ledger import Ledger, Row
 from draft_trainer.feed.replay import ReplayBuffer
-from draft_trainer.feed.stored import StoredSample, stored
+from draft_trainer.feed.stored import Description, StoredSample
+from slipstream.refusal import RefusedError
 
 
 class HeldSamples:
@@ -53,10 +55,10 @@ class HeldSamples:
         self.arena = Arena(path, capacity_bytes, [(row.start, row.size) for row in rows])
         self._fill(rows, self.arena.extents)
 
-    def add(self, number: int, extent: Extent, layout: str) -> None:
+    def add(self, sample: StoredSample) -> None:
         """A sample that the ledger has now."""
-        extent.owned = True
-        self.replay.add(stored(number, extent, layout))
+        sample.extent.owned = True
+        self.replay.add(sample)
 
     def reload(self) -> None:
         """The ledger's draws were changed."""
@@ -87,28 +89,54 @@ class HeldSamples:
             self.arena.disown(sample.extent)
         self._fill([], [])
 
-    def make_room(self, size: int) -> Extent | None:
-        """An extent of ``size`` bytes, for which samples are given up if there is none.
+    def make_room(self, sizes: Sequence[int]) -> list[Extent | None]:
+        """An extent of each size, in bytes, for which samples are given up if need be.
+
+        Those that give way together do so in one transaction: one for each was most of what a
+        small sample cost.
 
         Returns:
-            None where too much of the arena is viewed.
+            None for those that do not fit beside what is viewed.
         """
-        extent = self.arena.allocate(size)
-        while extent is None and self.arena.size - self.arena.leased >= size:
-            sample = next((s for s in self.spent if not self._is_viewed(s)), None)
-            if sample is not None:
-                self._drop([sample])
-                del self.spent[sample]
-                self._count("unsaved", 1)
-            else:
-                sample = self.replay.worst(self._is_viewed)
-                if sample is None:
-                    break
-                self._drop([sample])
-                if self.replay.remove(sample):
-                    self._count("capacity", 1)
-            extent = self.arena.allocate(size)
-        return extent
+        extents: list[Extent | None] = [None] * len(sizes)
+        room = self.arena.size - self.arena.leased
+        wanted = []
+        for index, size in enumerate(sizes):
+            if size <= room:
+                room -= size
+                wanted.append(index)
+        try:
+            while True:
+                for index in wanted:
+                    extents[index] = self.arena.allocate(sizes[index])
+                wanted = [index for index in wanted if extents[index] is None]
+                if not wanted or not self._give_up(sum(sizes[index] for index in wanted)):
+                    return extents
+        except RefusedError:
+            for extent in extents:
+                if extent is not None:
+                    self.arena.give_back(extent)
+            raise
+
+    def _give_up(self, nbytes: int) -> bool:
+        """Give up what is worth least, of about ``nbytes``; False where there is nothing."""
+        spent, worst = [], []
+        for sample in self.spent:
+            if nbytes <= 0:
+                break
+            if not self._is_viewed(sample):
+                spent.append(sample)
+                nbytes -= sample.extent.size
+        with closing(self.replay.worst(self._is_viewed)) as candidates:
+            while nbytes > 0 and (candidate := next(candidates, None)) is not None:
+                worst.append(candidate)
+                nbytes -= candidate.extent.size
+        self._drop([*spent, *worst])
+        for sample in spent:
+            del self.spent[sample]
+        self._count("unsaved", len(spent))
+        self._count("capacity", sum([self.replay.remove(sample) for sample in worst]))
+        return bool(spent or worst)
 
     def _drop(self, samples: Sequence[StoredSample]) -> None:
         if samples:
@@ -128,7 +156,7 @@ class HeldSamples:
         last_draws = self._ledger.last_draws()
         spent = []
         for row, extent in zip(rows, extents, strict=True):
-            sample = stored(row.number, extent, row.layout)
+            sample = StoredSample(row.number, extent, Description.from_json(row.layout))
             if row.times_drawn < config.max_epochs:
                 self.replay.add(sample, row.times_drawn)
             else:

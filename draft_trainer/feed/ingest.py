@@ -6,6 +6,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from draft_trainer.feed.contents import check_contents
 from draft_trainer.feed.receive import Memories, receive
 from draft_trainer.feed.received import Received, group_in
@@ -14,6 +16,7 @@ from draft_trainer.feed.store import Reservation, SampleStore
 from draft_trainer.feed.validate import Expected, check_sample_id, declared, kept_layout
 from draft_trainer.recordings.recorder import Recorder
 from draft_trainer.sidecar.board import Board
+from slipstream.packed import Layout
 from slipstream.refusal import RefusedError, StatusCode
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -63,55 +66,81 @@ class Ingest:
         """
         for ring in {memories.ring for _, memories in samples if memories.ring is not None}:
             ring.check()
-        acks: list[pb.Ack] = []
+        acks = [pb.Ack(sample_id=message.sample_id[: 1 << 10]) for message, _ in samples]
+        wanted = self._wanted(run, samples, acks)
+        kept = [kept_layout(layout) for _, layout in wanted]
+        try:
+            rooms = self._store.reserve_all([layout.nbytes for layout in kept])
+        except RefusedError as error:
+            for at, _ in wanted:
+                self._refuse(acks[at], error)
+            return acks
         taken: list[tuple[int, Reservation, Received]] = []
-        for message, memories in samples:
-            acks.append(pb.Ack(sample_id=message.sample_id[: 1 << 10]))
+        for (at, arriving), layout, room in zip(wanted, kept, rooms, strict=True):
+            message, memories = samples[at]
+            try:
+                if isinstance(room, RefusedError):
+                    raise room
+                sample = self._receive(message, memories, arriving, room, layout)
+            except RefusedError as error:
+                if isinstance(room, Reservation):
+                    room.release()
+                if self._store.seen(message.sample_id):
+                    self._duplicate(acks[at])
+                else:
+                    self._refuse(acks[at], error)
+            else:
+                taken.append((at, room, sample))
+        if taken:
+            self._accept(run, acks, taken)
+        return acks
+
+    def _wanted(
+        self,
+        run: Run,
+        samples: Sequence[tuple[pb.VerifierStates, Memories]],
+        acks: Sequence[pb.Ack],
+    ) -> list[tuple[int, Layout]]:
+        """Index and layout of those whose declarations are right; the others are answered."""
+        wanted = []
+        known: set[int] = set()
+        for at, (message, _) in enumerate(samples):
             # A retry after a lost acknowledgement is recognised before its states are looked at,
             # unless looking at them costs no more than asking.
             small = message.HasField("packed") and message.packed.span.bytes <= _SMALL_BYTES
             try:
                 check_sample_id(message.sample_id)
                 if not small and self._store.seen(message.sample_id):
-                    self._duplicate(acks[-1])
+                    self._duplicate(acks[at])
                     continue
-                run.check_policy_version(message.policy_version)
-                room, sample = self._receive(message, memories)
+                if message.policy_version not in known:
+                    run.check_policy_version(message.policy_version)
+                    known.add(message.policy_version)
+                wanted.append((at, declared(message, self.expected)))
             except RefusedError as error:
                 if small and self._store.seen(message.sample_id):
-                    self._duplicate(acks[-1])
+                    self._duplicate(acks[at])
                 else:
-                    self._refuse(acks[-1], error)
-            else:
-                taken.append((len(acks) - 1, room, sample))
-        if taken:
-            self._accept(run, acks, taken)
-        return acks
+                    self._refuse(acks[at], error)
+        return wanted
 
     def _receive(
-        self, message: pb.VerifierStates, memories: Memories
-    ) -> tuple[Reservation, Received]:
-        arriving = declared(message, self.expected)
-        kept = kept_layout(arriving)
-        try:
-            room = self._store.reserve(kept.nbytes)
-        except RefusedError as error:
-            raise RefusedError(
-                "sample", error.found, error.expected, error.next_step, error.code
-            ) from error
-        try:
-            block = room.buffer
-            receive(message, memories, arriving, block, kept)
-            check_contents(block.numpy(), kept, self.expected)
-        except RefusedError:
-            room.release()
-            raise
-        return room, Received(
+        self,
+        message: pb.VerifierStates,
+        memories: Memories,
+        arriving: Layout,
+        room: Reservation,
+        layout: Layout,
+    ) -> Received:
+        block = room.block
+        receive(message, memories, arriving, block, layout)
+        check_contents(block, layout, self.expected)
+        return Received(
             sample_id=message.sample_id,
             policy_version=message.policy_version,
             temperature=message.temperature,
-            layout=kept,
-            group=group_in(message.sample_id, block.numpy(), kept),
+            layout=layout,
+            group=group_in(message.sample_id, block, layout),
         )
 
     def _accept(
@@ -119,7 +148,9 @@ class Ingest:
     ) -> None:
         recorder = self._recorder
         # Only the recorder reads them now; the room is given up by ``accept``.
-        samples = [s.sample(room.buffer) for _, room, s in taken] if recorder else []
+        samples = (
+            [s.sample(torch.from_numpy(room.block)) for _, room, s in taken] if recorder else []
+        )
         try:
             fresh = self._store.accept([(room, sample) for _, room, sample in taken])
         except RefusedError as error:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from draft_trainer.feed.validate import TENSORS
-from slipstream.checksums import Bytes, CheckedCopy, all_finite
+from slipstream.checksums import Bytes, all_finite, copy_checked
 from slipstream.fp8 import LARGEST, dequantize_into
 from slipstream.packed import ALIGNMENT, FLOAT8, Layout, PackedTensors, tensors_in
 from slipstream.refusal import RefusedError
@@ -36,7 +36,7 @@ def receive(
     message: pb.VerifierStates,
     memories: Memories,
     arriving: Layout,
-    block: torch.Tensor,
+    block: Bytes,
     kept: Layout,
 ) -> None:
     """Fill ``block`` and verify the checksum and that all states are finite.
@@ -51,33 +51,32 @@ def receive(
     Raises:
         RefusedError: a span that is outside, a wrong checksum, or a state that is not finite.
     """
-    own: Bytes = block.numpy()
     if not message.HasField("packed"):
-        _fill(message, own, arriving)
-        finite = all_finite(own[arriving.aux_at : arriving.nbytes], arriving.dtype)
+        _fill(message, block, arriving)
+        finite = all_finite(block[arriving.aux_at : arriving.nbytes], arriving.dtype)
         _refuse_not_finite(finite, block, arriving)
         return
     source = _source(message.packed.span, memories)
     if arriving.dtype == FLOAT8:
-        arrived = torch.empty(arriving.nbytes, dtype=torch.uint8)
+        arrived = np.empty(arriving.nbytes, dtype=np.uint8)
         _copy(message.packed, source, arrived, arriving)
-        _decode(tensors_in(arrived, arriving), tensors_in(block, kept))
+        _decode(_tensors(arrived, arriving), _tensors(block, kept))
     else:
         _copy(message.packed, source, block, arriving)
 
 
-def _copy(packed: pb.PackedStates, source: Bytes, block: torch.Tensor, layout: Layout) -> None:
-    destination = block.numpy()[: layout.nbytes]
-    copy = CheckedCopy(destination, packed.checksum_kind, layout.dtype, layout.aux_at)
-    copy.put(source)
-    if copy.checksum != packed.checksum:
+def _copy(packed: pb.PackedStates, source: Bytes, block: Bytes, layout: Layout) -> None:
+    checksum, finite = copy_checked(
+        source, block, packed.checksum_kind, layout.dtype, layout.aux_at
+    )
+    if checksum != packed.checksum:
         raise RefusedError(
             "packed.checksum",
             f"{packed.checksum:#x}",
-            f"{copy.checksum:#x} (of the bytes that arrived)",
+            f"{checksum:#x} (of the bytes that arrived)",
             "send it again; if it repeats, look for a faulty link or an altered buffer",
         )
-    _refuse_not_finite(copy.finite, block, layout)
+    _refuse_not_finite(finite, block, layout)
 
 
 def _source(span: pb.Span, memories: Memories) -> Bytes:
@@ -151,10 +150,14 @@ def _decode(arrived: PackedTensors, kept: PackedTensors) -> None:
     dequantize_into(kept.final, arrived.final, scales[-1:])
 
 
-def _refuse_not_finite(finite: bool, block: torch.Tensor, layout: Layout) -> None:
+def _tensors(block: Bytes, layout: Layout) -> PackedTensors:
+    return tensors_in(torch.from_numpy(block), layout)
+
+
+def _refuse_not_finite(finite: bool, block: Bytes, layout: Layout) -> None:
     if finite:
         return
-    tensors = tensors_in(block, layout)
+    tensors = _tensors(block, layout)
     named = {"aux_hidden_states": tensors.aux, "final_hidden_state": tensors.final}
     for field, values in named.items():
         bad = int((~torch.isfinite(values.float())).sum())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -130,28 +130,26 @@ class ReplayBuffer(Generic[T]):
             self._pending += _is_pending(entry)
             self._push(entry)
 
-    def worst(self, spared: Callable[[T], bool] = lambda sample: False) -> T | None:
-        """Which sample to give up first: of the oldest version, and of those one trained on.
+    def worst(self, spared: Callable[[T], bool] = lambda sample: False) -> Generator[T, None, None]:
+        """Samples in the order in which to give them up: of the oldest version first, and of
+        those the ones trained on. The buffer may be changed when the generator is closed.
 
         Args:
             spared: which samples are of no use to give up now.
-
-        Returns:
-            None where all are spared.
         """
-        passed_over = []
-        found = None
-        while self._to_evict and found is None:
-            _, pushed, name = self._to_evict[0]
-            if not self._is_valid(pushed, name):
-                heapq.heappop(self._to_evict)
-            elif spared(self._entries[name].sample):
-                passed_over.append(heapq.heappop(self._to_evict))
-            else:
-                found = self._entries[name].sample
-        for item in passed_over:
-            heapq.heappush(self._to_evict, item)
-        return found
+        passed = []
+        try:
+            while self._to_evict:
+                item = heapq.heappop(self._to_evict)
+                _, pushed, name = item
+                if self._is_valid(pushed, name):
+                    passed.append(item)
+                    sample = self._entries[name].sample
+                    if not spared(sample):
+                        yield sample
+        finally:
+            for item in passed:
+                heapq.heappush(self._to_evict, item)
 
     def remove(self, sample: T) -> bool:
         """Give up a sample that is here; whether it was to be trained on and never was."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from draft_trainer.feed.arena import Extent
 from draft_trainer.feed.sample import Sample
+from slipstream.checksums import Bytes
 
 
 @dataclass(frozen=True)
@@ -27,16 +26,18 @@ class Drawn:
 class Reservation:
     """Room for one sample that is being received. It is given back when nothing views it."""
 
-    def __init__(self, extent: Extent, buffer: Tensor) -> None:
+    __slots__ = ("_block", "extent")
+
+    def __init__(self, extent: Extent, block: Bytes) -> None:
         self.extent = extent
-        self._buffer: Tensor | None = buffer
+        self._block: Bytes | None = block
 
     @property
-    def buffer(self) -> Tensor:
+    def block(self) -> Bytes:
         """uint8 [nbytes], its start aligned to 64 bytes; its content is not defined at first."""
-        assert self._buffer is not None, "this reservation was released"
-        return self._buffer
+        assert self._block is not None, "this reservation was released"
+        return self._block
 
     def release(self) -> None:
         """View it no more. What else views it keeps it until then. Idempotent."""
-        self._buffer = None
+        self._block = None

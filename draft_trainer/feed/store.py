@@ -28,7 +28,7 @@ from draft_trainer.feed.received import Received
 from draft_trainer.feed.refusals import another_run, too_large
 from draft_trainer.feed.reservation import Drawn, Reservation
 from draft_trainer.feed.sample import Sample
-from draft_trainer.feed.stored import StoredSample, layout_of
+from draft_trainer.feed.stored import Description, StoredSample
 from slipstream.refusal import RefusedError
 
 __all__ = ["Drawn", "Reservation", "SampleStore"]
@@ -83,21 +83,35 @@ class SampleStore:
             raise
 
     def reserve(self, nbytes: int) -> Reservation:
-        """Room for a sample of ``nbytes``, for which older ones give way.
+        """Room for one sample; see ``reserve_all``. Raises RefusedError where there is none."""
+        (room,) = self.reserve_all([nbytes])
+        if isinstance(room, RefusedError):
+            raise room
+        return room
+
+    def reserve_all(self, sizes: Sequence[int]) -> list[Reservation | RefusedError]:
+        """Room for samples of so many bytes each, for which older ones give way.
+
+        Returns:
+            The refusal of those that are larger than the whole arena, or than what no batch
+            reads, and no sample is received into, just now.
 
         Raises:
-            RefusedError: larger than the whole arena, or than what no batch reads just now.
+            RefusedError: the ledger cannot be written; nothing was reserved.
         """
-        size = aligned(nbytes)
-        if size > self.capacity_bytes:
-            raise too_large(nbytes, f"at most {self.capacity_bytes} bytes")
         with self._lock:
-            extent = self._held.make_room(size)
-            if extent is None:
-                busy = self._held.arena.leased
-                room = f"room in {self.capacity_bytes} bytes, {busy} of them read or received now"
-                raise too_large(nbytes, room)
-            return Reservation(extent, self._held.arena.view(extent, nbytes))
+            arena = self._held.arena
+            extents = self._held.make_room([aligned(size) for size in sizes])
+            rooms: list[Reservation | RefusedError] = []
+            for size, extent in zip(sizes, extents, strict=True):
+                if extent is not None:
+                    rooms.append(Reservation(extent, arena.view(extent, size)))
+                elif aligned(size) > self.capacity_bytes:
+                    rooms.append(too_large(size, f"at most {self.capacity_bytes} bytes"))
+                else:
+                    busy = f"{arena.leased} of them read or received now"
+                    rooms.append(too_large(size, f"room in {self.capacity_bytes} bytes, {busy}"))
+            return rooms
 
     def accept(self, samples: Sequence[tuple[Reservation, Sample | Received]]) -> list[bool]:
         """Record samples, all in one transaction; what is recorded survives kill -9.
@@ -111,18 +125,18 @@ class SampleStore:
         Raises:
             RefusedError: the ledger cannot be written; nothing was accepted.
         """
-        layouts = [layout_of(sample, reservation.buffer) for reservation, sample in samples]
+        described = [Description.of(sample, room.block) for room, sample in samples]
+        texts = [description.to_json() for description in described]
         with self._lock:
             numbers = []
             with self._ledger.transaction():
-                for (reservation, sample), layout in zip(samples, layouts, strict=True):
-                    extent = reservation.extent
-                    key = key_of(self._run_id, sample.sample_id)
-                    numbers.append(self._ledger.add(key, extent.start, extent.size, layout))
-            for (reservation, _), layout, number in zip(samples, layouts, numbers, strict=True):
+                for (room, sample), text in zip(samples, texts, strict=True):
+                    key, extent = key_of(self._run_id, sample.sample_id), room.extent
+                    numbers.append(self._ledger.add(key, extent.start, extent.size, text))
+            for (room, _), number, description in zip(samples, numbers, described, strict=True):
                 if number is not None:
-                    self._held.add(number, reservation.extent, layout)
-                reservation.release()
+                    self._held.add(StoredSample(number, room.extent, description))
+                room.release()
             return [number is not None for number in numbers]
 
     def seen(self, sample_id: str) -> bool:
@@ -284,11 +298,6 @@ class SampleStore:
     def __len__(self) -> int:
         with self._lock:
             return len(self._held.replay)
-
-    def live(self) -> list[tuple[int, int]]:
-        """(start, size) of every extent that a restart needs."""
-        with self._lock:
-            return [(s.extent.start, s.extent.size) for s in self._held.all()]
 
     def close(self) -> None:
         """Leave what a restart needs. Views stay valid. Idempotent."""

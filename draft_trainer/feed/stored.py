@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,78 +14,120 @@ from torch import Tensor
 from draft_trainer.feed.arena import Arena, Extent
 from draft_trainer.feed.received import Received, packed_sample
 from draft_trainer.feed.sample import Sample
+from slipstream.checksums import Bytes
 from slipstream.packed import layout_of as packed_layout
 
 _FACTS = ("sample_id", "policy_version", "temperature")
 _TENSORS = tuple(field.name for field in fields(Sample) if field.name not in _FACTS)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
+class Description:
+    """Everything about a sample but where its bytes are.
+
+    Attributes:
+        facts: its id, policy version and temperature.
+        tensors: element type, shape and offset in the extent of each of its tensors; or tokens,
+            layers, hidden size and element type of a block in the packed layout.
+        num_tokens: T.
+        group: what the samples of its prompt share.
+    """
+
+    facts: tuple[str, int, float]
+    tensors: dict[str, tuple[str, list[int], int]] | tuple[int, int, int, str]
+    num_tokens: int
+    group: str
+
+    @classmethod
+    def of(cls, sample: Sample | Received, block: Bytes) -> Description:
+        """Of a sample whose tensors are views of ``block`` (uint8 [N])."""
+        facts = (sample.sample_id, sample.policy_version, sample.temperature)
+        if isinstance(sample, Received):
+            layout = sample.layout
+            sizes = (layout.tokens, layout.aux_layers, layout.hidden_size, _name(layout.dtype))
+            return cls(facts, sizes, layout.tokens, sample.group)
+        tensors = {}
+        for name in _TENSORS:
+            tensor: Tensor = getattr(sample, name)
+            offset = tensor.data_ptr() - block.ctypes.data if tensor.numel() else 0
+            inside = offset >= 0 and offset + tensor.nbytes <= block.nbytes
+            # A restart would read other bytes than were validated.
+            assert inside and tensor.is_contiguous(), f"{name} does not lie in the reservation"
+            tensors[name] = (_name(tensor.dtype), list(tensor.shape), offset)
+        return cls(facts, tensors, sample.num_tokens, sample.group)
+
+    @classmethod
+    def from_json(cls, text: str) -> Description:
+        """From ``to_json``."""
+        facts, tensors, num_tokens, group = json.loads(text)
+        if isinstance(tensors, list):
+            tensors = tuple(tensors)
+        return cls(tuple(facts[name] for name in _FACTS), tensors, num_tokens, group)
+
+    def to_json(self) -> str:
+        """For the ledger."""
+        sample_id, version, temperature = self.facts
+        if isinstance(self.tensors, tuple):
+            tokens, layers, width, kind = self.tensors
+            tensors = f'[{tokens},{layers},{width},"{kind}"]'
+        else:
+            tensors = json.dumps(self.tensors)
+        # By hand: a third of what the encoder takes, for every small sample.
+        return (
+            f'[{{"sample_id":{json.dumps(sample_id)},"policy_version":{version},'
+            f'"temperature":{temperature!r}}},{tensors},{self.num_tokens},{json.dumps(self.group)}]'
+        )
+
+
+@lru_cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class StoredSample:
     """Everything about a sample but its bytes, which are read when they are needed.
 
     Attributes:
         number: of its row in the ledger.
         extent: where its bytes are.
-        facts: its fields that are no tensors.
-        tensors: element type, shape and offset in the extent of each of the others; or tokens,
-            layers, hidden size and element type of a block in the packed layout.
-        num_tokens: T.
-        group: what the samples of its prompt share.
+        description: the rest.
     """
 
     number: int
     extent: Extent
-    facts: dict[str, Any]
-    tensors: dict[str, tuple[str, list[int], int]] | list[Any]
-    num_tokens: int
-    group: str
+    description: Description
 
     @property
     def sample_id(self) -> str:
         """See ``Sample``."""
-        return str(self.facts["sample_id"])
+        return self.description.facts[0]
 
     @property
     def policy_version(self) -> int:
         """See ``Sample``."""
-        return int(self.facts["policy_version"])
+        return self.description.facts[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.description.num_tokens
+
+    @property
+    def group(self) -> str:
+        """What the samples of its prompt share."""
+        return self.description.group
 
     def read(self, arena: Arena) -> Sample:
         """The sample, its tensors views of the arena: they keep the extent from being reused."""
-        whole = arena.view(self.extent, self.extent.size)
-        if isinstance(self.tensors, list):
-            facts = (self.sample_id, self.policy_version, float(self.facts["temperature"]))
-            *sizes, kind = self.tensors
+        whole = torch.from_numpy(arena.view(self.extent, self.extent.size))
+        facts, tensors = self.description.facts, self.description.tensors
+        if isinstance(tensors, tuple):
+            *sizes, kind = tensors
             return packed_sample(facts, whole, packed_layout(*sizes, getattr(torch, kind)))
-        values: dict[str, Any] = dict(self.facts)
-        for name, (kind, shape, offset) in self.tensors.items():
+        values: dict[str, Any] = dict(zip(_FACTS, facts, strict=True))
+        for name, (kind, shape, offset) in tensors.items():
             dtype: torch.dtype = getattr(torch, kind)
             nbytes = math.prod(shape) * dtype.itemsize
             values[name] = whole[offset : offset + nbytes].view(dtype).view(shape)
         return Sample(**values)
-
-
-def layout_of(sample: Sample | Received, buffer: Tensor) -> str:
-    """JSON of how a sample lies in ``buffer`` (uint8 [N]), of which its tensors are views."""
-    facts = {name: getattr(sample, name) for name in _FACTS}
-    if isinstance(sample, Received):
-        block = sample.layout
-        kind = str(block.dtype).removeprefix("torch.")
-        sizes = [block.tokens, block.aux_layers, block.hidden_size, kind]
-        return json.dumps([facts, sizes, block.tokens, sample.group])
-    tensors = {}
-    for name in _TENSORS:
-        tensor: Tensor = getattr(sample, name)
-        offset = tensor.data_ptr() - buffer.data_ptr() if tensor.numel() else 0
-        inside = offset >= 0 and offset + tensor.nbytes <= buffer.nbytes
-        # A restart would read other bytes than were validated.
-        assert inside and tensor.is_contiguous(), f"{name} does not lie in the reservation"
-        kind = str(tensor.dtype).removeprefix("torch.")
-        tensors[name] = (kind, list(tensor.shape), offset)
-    return json.dumps([facts, tensors, sample.num_tokens, sample.group])
-
-
-def stored(number: int, extent: Extent, layout: str) -> StoredSample:
-    """From ``layout_of``."""
-    return StoredSample(number, extent, *json.loads(layout))

@@ -20,7 +20,7 @@ from draft_trainer.config import TrainerConfig
 from draft_trainer.eagle3.head import Eagle3Head
 from draft_trainer.eagle3.head_config import HeadConfig
 from draft_trainer.feed.ingest import Ingest
-from draft_trainer.feed.placement import SampleFolder, room_needed
+from draft_trainer.feed.placement import SampleFolder
 from draft_trainer.feed.rings import Rings
 from draft_trainer.feed.session import Runs
 from draft_trainer.feed.store import SampleStore
@@ -99,7 +99,7 @@ class TrainerServer:
         head, d2t = load_head(registry.path(newest.draft_version))
         draft = head.config
         self._board = Board()
-        self._open_samples(draft)
+        self._open_samples()
         states = LearnerStates(
             config.draft.registry,
             states_belong_to(registry, draft),
@@ -246,22 +246,21 @@ class TrainerServer:
         self._registry.close()
         return clean
 
-    def _open_samples(self, draft: HeadConfig) -> None:
+    def _open_samples(self) -> None:
         replay = self._config.replay
-        registry = self._config.draft.registry
-        folder = SampleFolder(replay.directory, registry, room_needed(replay, draft))
+        folder = SampleFolder(replay.directory, self._config.draft.registry)
         try:
             self._store = SampleStore(
                 folder.path, replay, self._config.training.seed, self._board.evicted
             )
         except BaseException:
-            folder.leave()
+            folder.close(keep=True)
             raise
 
         def close() -> None:
-            kept = None if self._store.run is None else self._store.live()
+            keep = self._store.run is not None
             self._store.close()
-            folder.close(kept)
+            folder.close(keep)
             self._close_samples = lambda: None
 
         self._close_samples = close

@@ -1,8 +1,8 @@
-"""StreamStates requests with their payload left where it is.
+"""Requests with their payload left where it is: of StreamStates, and chunks of AnnouncePolicy.
 
 protobuf's Python runtime copies a bytes field on the way in and again on the way out of a message,
 and holds the interpreter's lock meanwhile; at 32 KiB a token that costs more than the checks. The
-bytes here are those that protobuf would write: the payload, field 4, is put behind the rest.
+bytes here are those that protobuf would write: the payload is put behind the rest.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import numpy as np
 
 from slipstream.checksums import Bytes
 from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import tensor_pb2
 
 _PAYLOAD = pb.StreamStatesRequest.PAYLOAD_FIELD_NUMBER
+_CHUNK = pb.AnnouncePolicyRequest.CHUNK_FIELD_NUMBER
+_CHUNK_DATA = tensor_pb2.TensorChunk.DATA_FIELD_NUMBER
 _LENGTH_DELIMITED = 2
 
 
@@ -39,8 +42,15 @@ def frame(request: pb.StreamStatesRequest, payload: Sequence[Bytes] = ()) -> byt
     parts: list[bytes | Bytes] = [request.SerializeToString()]
     length = sum(len(piece) for piece in payload)
     if length:
-        parts += [_varint(_PAYLOAD << 3 | _LENGTH_DELIMITED) + _varint(length), *payload]
+        parts += [_field(_PAYLOAD, length), *payload]
     return b"".join(parts)  # type: ignore[arg-type]
+
+
+def frame_chunk(name: str, offset: int, data: memoryview) -> bytes:
+    """An AnnouncePolicyRequest with a chunk of a tensor, whose data is copied once."""
+    chunk = tensor_pb2.TensorChunk(name=name, offset=offset).SerializeToString()
+    chunk += _field(_CHUNK_DATA, len(data))
+    return b"".join((_field(_CHUNK, len(chunk) + len(data)), chunk, data))
 
 
 def unframe(data: bytes) -> Framed:
@@ -67,6 +77,10 @@ def unframe(data: bytes) -> Framed:
         at += length
     request = pb.StreamStatesRequest.FromString(b"".join(rest))
     return Framed(request, payload, len(data))
+
+
+def _field(number: int, length: int) -> bytes:
+    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(length)
 
 
 def _varint(value: int) -> bytes:

@@ -130,6 +130,31 @@ def tensors_in(block: torch.Tensor, layout: Layout) -> PackedTensors:
     )
 
 
+def is_small(layout: Layout) -> bool:
+    """Whether a block is best written as one piece, by ``write_block``."""
+    return layout.nbytes <= _SMALL_BYTES
+
+
+def write_block(tensors: PackedTensors, layout: Layout, block: Bytes) -> None:
+    """Write the whole block.
+
+    Args:
+        tensors: on the CPU, of the layout's shapes and dtypes.
+        layout: of the block.
+        block: uint8 [layout.nbytes].
+    """
+    _write_head(tensors, layout, block)
+    for states, start, end in (
+        (tensors.aux, layout.aux_at, layout.final_at),
+        (tensors.final, layout.final_at, layout.nbytes),
+    ):
+        data = states.view(torch.uint8).numpy()
+        at = start + data.size
+        block[start:at].reshape(data.shape)[:] = data
+        if at < end:
+            block[at:end] = 0
+
+
 def pieces_of(tensors: PackedTensors, layout: Layout) -> list[Bytes]:
     """The block in pieces that need only be put one behind the other.
 
@@ -139,23 +164,12 @@ def pieces_of(tensors: PackedTensors, layout: Layout) -> list[Bytes]:
         tensors: on the CPU, of the layout's shapes and dtypes.
         layout: of the block.
     """
-    tokens = layout.tokens
-    small = layout.nbytes <= _SMALL_BYTES
-    head = np.zeros(layout.nbytes if small else layout.aux_at, dtype=np.uint8)
-    ids = head[: 12 * tokens].view(np.int32).reshape(3, tokens)
-    ids[0], ids[1] = tensors.token_ids.numpy(), tensors.positions.numpy()
-    if tensors.segment_ids.numel():
-        ids[2] = tensors.segment_ids.numpy()
-    floats = head[12 * tokens : layout.mask_at].view(np.float32).reshape(-1, tokens)
-    floats[0], floats[1] = tensors.sampled_logprobs.numpy(), tensors.sampled_logits.numpy()
-    if layout.scales:
-        floats[2:] = tensors.scales.numpy()
-    head[layout.mask_at : layout.mask_at + tokens] = tensors.loss_mask.numpy()
-    if small:
-        for states, start in ((tensors.aux, layout.aux_at), (tensors.final, layout.final_at)):
-            data = states.view(torch.uint8).numpy()
-            head[start : start + data.size].reshape(data.shape)[:] = data
-        return [head]
+    if is_small(layout):
+        block = np.empty(layout.nbytes, dtype=np.uint8)
+        write_block(tensors, layout, block)
+        return [block]
+    head = np.empty(layout.aux_at, dtype=np.uint8)
+    _write_head(tensors, layout, head)
     pieces, at = [head], layout.aux_at
     for states, end in ((tensors.aux, layout.final_at), (tensors.final, layout.nbytes)):
         data = states.contiguous().view(torch.uint8).numpy().reshape(-1)
@@ -165,6 +179,22 @@ def pieces_of(tensors: PackedTensors, layout: Layout) -> list[Bytes]:
             pieces.append(np.zeros(end - at, dtype=np.uint8))
             at = end
     return pieces
+
+
+def _write_head(tensors: PackedTensors, layout: Layout, head: Bytes) -> None:
+    """Everything up to the states."""
+    tokens = layout.tokens
+    ids = head[: 12 * tokens].view(np.int32).reshape(3, tokens)
+    ids[0], ids[1] = tensors.token_ids.numpy(), tensors.positions.numpy()
+    ids[2] = tensors.segment_ids.numpy() if tensors.segment_ids.numel() else 0
+    floats = head[12 * tokens : layout.mask_at].view(np.float32).reshape(-1, tokens)
+    floats[0], floats[1] = tensors.sampled_logprobs.numpy(), tensors.sampled_logits.numpy()
+    if layout.scales:
+        floats[2:] = tensors.scales.numpy()
+    mask_end = layout.mask_at + tokens
+    head[layout.mask_at : mask_end] = tensors.loss_mask.numpy()
+    if mask_end < layout.aux_at:
+        head[mask_end : layout.aux_at] = 0
 
 
 def _up(nbytes: int) -> int:

@@ -35,7 +35,7 @@ def received(
 ) -> tuple[Reservation, Sample]:
     """A sample in its reservation, not accepted yet."""
     reservation = store.reserve(nbytes(tokens))
-    buffer = reservation.buffer
+    buffer = torch.from_numpy(reservation.block)
     buffer.copy_(content(name, buffer.numel()))
     at = 0
 

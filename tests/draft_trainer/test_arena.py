@@ -68,7 +68,7 @@ def test_an_extent_is_reused_only_when_nothing_views_it(tmp_path: Path) -> None:
     extent = arena.allocate(2 * ALIGNMENT)
     assert extent is not None
     extent.owned = True
-    view = arena.view(extent, 100).fill_(7)
+    view = torch.from_numpy(arena.view(extent, 100)).fill_(7)
     part = view[10:20].view(torch.bfloat16)[1:].view(2, 2)
     del view
     arena.disown(extent)

@@ -257,7 +257,7 @@ def test_a_kill_leaves_what_was_written(tmp_path: Path, policy: Policy, rename: 
         [sys.executable, "-c", WRITE_UNTIL_KILLED, str(tmp_path / "r"), str(rename)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == -signal.SIGKILL
     recording, samples = None, policy.samples(30)

@@ -35,7 +35,7 @@ def test_what_gives_way_is_old_then_trained_then_early() -> None:
     drawn = [buffer.draw(one)[0].sample_id for _ in range(6)]
     assert set(drawn[:4]) == {"s4", "s5", "s6", "s7"}
     gone = []
-    while (worst := buffer.worst()) is not None:
+    while (worst := next(buffer.worst(), None)) is not None:
         gone.append((worst.sample_id, buffer.remove(worst)))
     # Version 0: drawn ones first, then by arrival; then version 1, by times drawn, by arrival.
     times = {name: drawn.count(name) for name, _ in gone}
@@ -49,11 +49,10 @@ def test_spared_samples_stay_and_come_up_again() -> None:
     buffer = _buffer(0.0)
     for i in range(4):
         buffer.add(_sample(f"s{i}"))
-    worst = buffer.worst(lambda sample: sample.sample_id in {"s0", "s1"})
+    worst = next(buffer.worst(lambda sample: sample.sample_id in {"s0", "s1"}), None)
     assert worst is not None and worst.sample_id == "s2"
-    assert buffer.worst(lambda sample: True) is None
-    worst = buffer.worst()
-    assert worst is not None and worst.sample_id == "s0"
+    assert not list(buffer.worst(lambda sample: True))
+    assert [sample.sample_id for sample in buffer.worst()] == ["s0", "s1", "s2", "s3"]
 
 
 def test_nbytes_counts_every_tensor() -> None:
@@ -111,7 +110,7 @@ def test_stale_items_do_not_pile_up() -> None:
     for i in range(5000):
         buffer.add(_sample(f"s{i}"))
         if i >= 10:
-            worst = buffer.worst()
+            worst = next(buffer.worst(), None)
             assert worst is not None and worst.sample_id == f"s{i - 10}"
             buffer.remove(worst)
     assert max(len(buffer._to_draw), len(buffer._to_evict)) <= 100
@@ -141,7 +140,7 @@ def test_against_a_model_that_sorts() -> None:
                 if undo:
                     model[sample.sample_id][1] -= 1
                     buffer.put_back(sample)
-        elif (worst := buffer.worst()) is not None:
+        elif (worst := next(buffer.worst(), None)) is not None:
             least = min((version, -times) for version, times in model.values())
             version, times = model.pop(worst.sample_id)
             assert (version, -times) == least

@@ -14,14 +14,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from policy_bridge import ModulePaths
+from policy_bridge.logprobs import picked_logits
 from policy_bridge.matrices import PolicyMatrices
 from policy_bridge.modules import find_modules
 from policy_bridge.sync import policy_tensors
+from policy_bridge.tap import ForwardTap
 from slipstream.refusal import RefusedError
 
-from .conftest import batch
+from .conftest import batch, make_model
 from .test_models import Peft, check_states, qwen3
-from .windows import Windows, assert_same_bits, gradients, session_of
+from .windows import LAYERS, Windows, assert_same_bits, gradients, session_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,3 +105,25 @@ def test_two_ranks_shard_a_policy_and_one_reaches_the_trainer(tmp_path: Path) ->
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_logits_that_the_loop_scaled_in_place_are_not_shipped(given: bool) -> None:
+    model, data = make_model(), batch((9, 7))
+    windows = Windows(model)
+    capture = windows.open(temperature=0.5)
+    # As where the weights cannot be read later: the numbers come from the pass's own logits.
+    capture._at_once = True
+    capture._tap = ForwardTap(windows.modules, LAYERS, keep_logits=True)
+    with torch.no_grad(), capture:
+        logits = model(data["input_ids"], attention_mask=data["attention_mask"]).logits
+        own = picked_logits(logits, data["input_ids"])
+        logits.div_(0.5)
+        if given:
+            capture.ship(**data, sampled_logits=own, sampled_logprobs=own - 9.0)
+        else:
+            with pytest.raises(RefusedError, match="written in place between"):
+                capture.ship(**data)
+    assert len(windows.samples) == (2 if given else 0)
+    if given:
+        assert torch.equal(windows.of_row(data, 0).sampled_logits[1:], own[0, 1:9])

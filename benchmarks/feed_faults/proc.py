@@ -1,0 +1,43 @@
+"""What Linux says of a process from outside: whether it stands still, which rings it has."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_DELETED = " (deleted)"
+
+
+def stands_still(pid: int) -> bool:
+    """Whether all of its threads are stopped, or over."""
+    return all(_state(task) in "TtZX" for task in Path(f"/proc/{pid}/task").iterdir())
+
+
+def claimed_rings(pid: int, memory: Path) -> set[str]:
+    """The rings that it maps and whose names are gone: those of streams."""
+    prefix = f"{memory}/slipstream-ring-"
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    names = {line[line.index("/") :] for line in lines if prefix in line}
+    return {name for name in names if name.endswith(_DELETED)}
+
+
+def open_ring(pid: int, memory: Path) -> int:
+    """A descriptor of the one ring of ``claimed_rings``, to read and write; to be closed."""
+    (name,) = claimed_rings(pid, memory)
+    # A descriptor and its copy, which the mapping has.
+    first, *_ = [path for path in Path(f"/proc/{pid}/fd").iterdir() if _link(path) == name]
+    return os.open(first, os.O_RDWR)
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+def _link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except FileNotFoundError:
+        return ""
