@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draft_trainer.eagle3.kernels.library import kernels_for
+from draft_trainer.eagle3.kernels.rows import rotate
+
 
 def rotate_heads(x: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first ``count`` heads and pass the others on.
@@ -28,15 +31,20 @@ class _RotateHeads(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.count = count
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, count, cos, sin)
+        return _rotated(x, count, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, ctx.count, cos, -sin), None, None, None
+        return _rotated(grad, ctx.count, cos, sin, -1.0), None, None, None
 
 
-def _rotated(x: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, count: int, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    kernels = kernels_for(x)
+    # The C kernel wants an angle for every row; the product may share one over the batch.
+    if kernels is not None and cos.dtype == torch.float32 and cos.shape[:2] == x.shape[:2]:
+        return rotate(kernels, x, count, cos, sin, sign)
+    sin = sin if sign > 0 else -sin
     out = torch.empty_like(x)
     width = 2 * cos.shape[-1]
     out[:, :, count:] = x[:, :, count:]

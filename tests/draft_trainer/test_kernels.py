@@ -13,6 +13,7 @@ from draft_trainer.eagle3.attention import ttt_attention
 from draft_trainer.eagle3.kernels import library
 from draft_trainer.eagle3.kernels.library import kernels_for, use_kernels, using_kernels
 from draft_trainer.eagle3.rms_norm import rms_norm
+from draft_trainer.eagle3.rotary import rotate_heads
 from draft_trainer.eagle3.soft_targets import Target
 from draft_trainer.eagle3.swiglu import swiglu
 from slipstream.refusal import RefusedError
@@ -163,6 +164,30 @@ def test_rows(operation: str, dtype: torch.dtype) -> None:
             return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(like))]
 
     bound = 3e-7 if dtype == torch.float32 else 2**-8
+    for found, exact in zip(run("on", dtype), run("off", torch.float64), strict=True):
+        assert found.dtype == dtype
+        assert float((found.double() - exact).norm()) <= bound * float(exact.norm())
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rotated", [24, 16])
+def test_rotary(rotated: int, dtype: torch.dtype) -> None:
+    """Two of three heads, all of their elements and two thirds of them; against exact float64."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 7, 3, 24, generator=generator).to(dtype)
+    grad = torch.randn(2, 7, 3, 24, generator=generator).to(dtype)
+    angle = torch.randn(2, 7, 1, rotated // 2, generator=generator)
+    cos, sin = angle.cos(), angle.sin()
+
+    def run(mode: library.Mode, like: torch.dtype) -> list[Tensor]:
+        given = x.to(like).requires_grad_()
+        wide = torch.promote_types(like, torch.float32)
+        with using_kernels(mode):
+            out = rotate_heads(given, 2, cos.to(wide), sin.to(wide))
+            return [out.detach(), *torch.autograd.grad(out, [given], grad.to(like))]
+
+    bound = 1e-7 if dtype == torch.float32 else 2**-8
     for found, exact in zip(run("on", dtype), run("off", torch.float64), strict=True):
         assert found.dtype == dtype
         assert float((found.double() - exact).norm()) <= bound * float(exact.norm())

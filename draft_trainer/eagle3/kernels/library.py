@@ -25,7 +25,7 @@ Mode = Literal["auto", "on", "off"]
 _SOURCES = ("score_rows.c", "causal.c", "own.c", "rows.c")
 _FUNCTIONS = (
     *("score_rows", "causal_forward", "causal_backward", "own_forward", "own_backward"),
-    *("swiglu_forward", "swiglu_backward", "norm_forward", "norm_backward"),
+    *("swiglu_forward", "swiglu_backward", "norm_forward", "norm_backward", "rotate"),
 )
 # No -ffast-math: a NaN must come out as a NaN, that is how a broken step is found.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")

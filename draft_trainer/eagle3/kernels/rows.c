@@ -1,4 +1,4 @@
-/* ``swiglu`` and ``rms_norm`` with their backward passes: one pass over rows of float32 or
+/* ``swiglu``, ``rms_norm`` and ``rotary``, with backward passes: one pass over rows of float32 or
  * bfloat16, computed in float32. */
 #include "numbers.h"
 
@@ -120,4 +120,39 @@ void norm_backward(const void *x, const void *weight, const void *grad, const fl
             WIDE_OR_NOT(ROW(1), ROW(0));
 #undef ROW
         }
+}
+
+INLINE void rotate_row(const void *x, void *out, const float *cos, const float *sin, int64_t heads,
+                       int64_t count, int64_t size, int64_t half, float sign, int wide) {
+    for (int64_t h = 0; h < heads; h++) {
+        const int64_t at = h * size;
+        int64_t passed_on = 0;
+        if (h < count) {
+            passed_on = 2 * half;
+#pragma omp simd
+            for (int64_t i = 0; i < half; i++) {
+                float first = load(x, at + i, wide), second = load(x, at + half + i, wide);
+                float s = sign * sin[i];
+                store(out, at + i, first * cos[i] - second * s, wide);
+                store(out, at + half + i, second * cos[i] + first * s, wide);
+            }
+        }
+        for (int64_t i = passed_on; i < size; i++) store(out, at + i, load(x, at + i, wide), wide);
+    }
+}
+
+/* x [rows, heads, size] to out; the first `count` heads are rotated by cos and sin [rows, half],
+ * backwards with sign -1. */
+void rotate(const void *x, void *out, const float *cos, const float *sin, int64_t rows,
+            int64_t heads, int64_t count, int64_t size, int64_t half, float sign, int wide,
+            int threads) {
+    const int64_t row_bytes = heads * size * (wide ? 4 : 2);
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const char *from = (const char *)x + r * row_bytes;
+        char *to = (char *)out + r * row_bytes;
+        const float *c = cos + r * half, *s = sin + r * half;
+        WIDE_OR_NOT(rotate_row(from, to, c, s, heads, count, size, half, sign, 1),
+                    rotate_row(from, to, c, s, heads, count, size, half, sign, 0));
+    }
 }

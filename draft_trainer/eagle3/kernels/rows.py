@@ -56,6 +56,21 @@ def norm_backward(
     return grad_x, None if shares is None else shares.sum(0).to(weight.dtype)
 
 
+def rotate(functions: CDLL, x: Tensor, count: int, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """As ``rotary.rotate_heads``, backwards with sign -1; ``cos`` and ``sin`` are float32."""
+    x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+    out = torch.empty_like(x)
+    heads, size = x.shape[-2:]
+    counts = (x.numel() // (heads * size), heads, count, size, cos.shape[-1])
+    functions.rotate(
+        *map(pointer, (x, out, cos, sin)),
+        *map(c_int64, counts),
+        c_float(sign),
+        *_sizes(x)[2:],
+    )
+    return out
+
+
 def _sizes(x: Tensor) -> tuple[c_int64, c_int64, c_int, c_int]:
     """The arguments that all of them end with: rows, size, wide, threads."""
     size = x.shape[-1]
