@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -225,6 +225,26 @@ class Fleet:
     def states(self, read_back: bool = False) -> dict[str, pb.ServerState | Failure]:
         """What every server serves now."""
         return self.each(lambda client: client.state(read_back))
+
+    def abort_strays(
+        self, states: Mapping[str, pb.ServerState | Failure], staged: Collection[str] = ()
+    ) -> None:
+        """Abort drafts that wait on a server for nobody: each holds memory there.
+
+        A trainer that died leaves them, and a connection that was cut before its abort.
+
+        Args:
+            states: the servers, as they answered.
+            staged: ids that somebody will commit.
+        """
+        strays = {
+            address: [i for i in state.staged if i.startswith("draft-") and i not in staged]
+            for address, state in states.items()
+            if not isinstance(state, Failure)
+        }
+        strays = {address: ids for address, ids in strays.items() if ids}
+        if strays:
+            self.each(lambda client: client.abort(strays[client.address]), strays)
 
     def close(self) -> None:
         """Close every channel, then end the threads (their calls fail at once)."""

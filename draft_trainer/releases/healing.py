@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -84,7 +84,7 @@ class Healing:
         if read_back:
             self._read_back_at = now + READ_BACK_SECONDS
         states = self._fleet.states(read_back)
-        self._forget_strays(states, staged)
+        self._fleet.abort_strays(states, staged)
         wrong: dict[str, str] = {}
         for address, state in states.items():
             why = "" if isinstance(state, Failure) else self._wrong_with(address, state)
@@ -106,19 +106,6 @@ class Healing:
         if self._lag.max_lag:
             known = {a: s for a, s in states.items() if not isinstance(s, Failure)}
             self._fleet.each(lambda c: self._lag.apply(c, known[c.address]), known)
-
-    def _forget_strays(
-        self, states: Mapping[str, pb.ServerState | Failure], staged: Collection[str]
-    ) -> None:
-        """Stages of a trainer that died: each holds memory on the server until it is aborted."""
-        strays = {
-            address: [i for i in state.staged if i.startswith("draft-") and i not in staged]
-            for address, state in states.items()
-            if not isinstance(state, Failure)
-        }
-        strays = {address: ids for address, ids in strays.items() if ids}
-        if strays:
-            self._fleet.each(lambda client: client.abort(strays[client.address]), strays)
 
     def _wrong_with(self, address: str, state: pb.ServerState) -> str:
         wanted = self._promotions.now.wanted_on(address)

@@ -64,6 +64,8 @@ class Phases:
                 self._promotions.serves(version)
             return None, Published(version, False, outcomes)
         draft = self._payloads.get(version)
+        # Nobody commits another draft now: what is left there would only take this one's room.
+        self._fleet.abort_strays(states, (draft.stage_id,))
         answers = self._fleet.each(lambda client: client.stage(draft), behind)
         failed = []
         for address, answer in answers.items():
