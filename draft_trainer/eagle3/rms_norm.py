@@ -31,7 +31,6 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         kernels = _kernels_for(x, weight)
         if kernels is not None:
-            x = x.contiguous()
             out, scale = norm_forward(kernels, x, weight, eps)
             ctx.save_for_backward(x, weight, scale)
             return out
@@ -44,9 +43,9 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         kernels = _kernels_for(x, weight)
-        if kernels is not None and x.is_contiguous():
+        if kernels is not None:
             wants = ctx.needs_input_grad[:2]
-            return *norm_backward(kernels, x, weight, scale.flatten(), grad, wants), None
+            return *norm_backward(kernels, x, weight, scale, grad, wants), None
         normed = x.to(scale.dtype) * scale
         wide = grad.to(scale.dtype)
         grad_weight = None

@@ -30,8 +30,9 @@ def swiglu_backward(functions: CDLL, gate_up: Tensor, grad: Tensor) -> Tensor:
 
 
 def norm_forward(functions: CDLL, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As ``rms_norm.rms_norm``; also 1 / rms, float32 [...]. ``x`` is contiguous."""
-    out, scale = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    """As ``rms_norm.rms_norm``; also 1 / rms, float32 [..., 1]."""
+    x = x.contiguous()
+    out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     rows, size, *rest = _sizes(x)
     functions.norm_forward(*map(pointer, (x, weight, out, scale)), rows, size, c_float(eps), *rest)
     return out, scale
@@ -45,8 +46,8 @@ def norm_backward(
     grad: Tensor,
     wants: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of ``x`` and of ``weight``, each if it is wanted. ``x`` is contiguous."""
-    grad = grad.contiguous()
+    """The gradients of ``x`` and of ``weight``, each if it is wanted; ``scale`` is [..., 1]."""
+    x, grad = x.contiguous(), grad.contiguous()
     size = x.shape[-1]
     grad_x = torch.empty_like(x) if wants[0] else None
     blocks = -(-x.numel() // size // _BLOCK)
