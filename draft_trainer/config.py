@@ -83,7 +83,7 @@ class TrainingConfig(Section):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     cpu_kernels: Literal["auto", "on", "off"] = "auto"
     batch_tokens: Annotated[int, Field(ge=1)] = 4096
-    forward_tokens: Annotated[int, Field(ge=1)] = 4096
+    forward_tokens: Annotated[int, Field(ge=1)] = 1024
     linger_s: Seconds = 0.2
     steps_per_candidate: Annotated[int, Field(ge=1)] = 50
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
