@@ -21,6 +21,14 @@ def refusals(context: grpc.ServicerContext) -> Iterator[None]:
         abort_with(error, context)
 
 
+def check_text(field: str, text: str, most: int) -> None:
+    """Raise RefusedError for a text of the client's that is longer than ``most`` characters."""
+    if len(text) > most:
+        raise RefusedError(
+            field, f"{len(text)} characters", f"at most {most} characters", "send a shorter one"
+        )
+
+
 def first(requests: Iterator[Any], kind: str) -> Any:
     """The first request of a stream. Raises RefusedError: it is not of ``kind``, or missing."""
     request = next(requests, None)
