@@ -81,6 +81,14 @@ class Process:
         return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
 
     @property
+    def peak(self) -> int:
+        """The most bytes of memory that it ever took."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+        raise RuntimeError("no VmHWM in /proc")
+
+    @property
     def threads(self) -> int:
         """How many it has."""
         return len(list(Path(f"/proc/{self.pid}/task").iterdir()))

@@ -22,7 +22,12 @@ def refusals(context: grpc.ServicerContext) -> Iterator[None]:
 
 
 def check_text(field: str, text: str, most: int) -> None:
-    """Raise RefusedError for a text of the client's that is longer than ``most`` characters."""
+    """Raise RefusedError for a text of the client's that is longer than ``most`` characters, or
+    that would forge a line of a log."""
+    if not text.isprintable():
+        raise RefusedError(
+            field, repr(text[:64]), "one line of printable characters", "send it without the others"
+        )
     if len(text) > most:
         raise RefusedError(
             field, f"{len(text)} characters", f"at most {most} characters", "send a shorter one"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import grpc
 
 from draft_trainer.releases.commits import Outcome, Published
-from draft_trainer.releases.imports import Imports
+from draft_trainer.releases.imports import MAX_ORIGIN_CHARACTERS, Imports
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.registry import Registry
 from draft_trainer.releases.retention import Retention
@@ -118,6 +118,7 @@ class ReleaseCalls(pb_grpc.DraftTrainerServicer):
                     "call with a deadline",
                 )
             header = first(request_iterator, "header").header
+            check_text("origin", header.origin, MAX_ORIGIN_CHARACTERS)
             return self._rooms.imports.take(header, chunks_after(request_iterator))
 
     def ListVerdicts(

@@ -105,6 +105,7 @@ class DraftTrainerService(ReleaseCalls):
         """See the .proto."""
         with refusals(context):
             for field, text in (
+                ("run_id", request.run_id),
                 ("client", request.client),
                 ("policy.model_name", request.policy.model_name),
             ):

@@ -207,3 +207,41 @@ def test_stages_of_a_byte_a_second_do_not_keep_others_out(rollout: Rollout) -> N
 def held_open(first: pb.StreamStatesRequest) -> Iterator[pb.StreamStatesRequest]:
     yield first
     threading.Event().wait(5.0)
+
+
+def test_a_message_that_inflates_beyond_the_limit_is_never_whole(
+    trainer: Trainer, rollout: Rollout
+) -> None:
+    for process, path in (
+        (trainer.process, "/slipstream.v1.DraftTrainer/GetStatus"),
+        (rollout.process, "/slipstream.v1.RolloutServer/GetState"),
+    ):
+        before = process.peak
+        unlimited = (("grpc.max_send_message_length", -1),)
+        with (
+            grpc.insecure_channel(process.address, options=unlimited) as channel,
+            pytest.raises(grpc.RpcError) as failed,
+        ):
+            channel.unary_unary(path)(
+                bytes(256 << 20), timeout=DEADLINE, compression=grpc.Compression.Gzip
+            )
+        assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert process.peak - before < 128 << 20
+    trainer.feeder.serve()
+    rollout.stager.serve()
+
+
+def test_texts_that_would_forge_a_line_of_the_log_are_refused(trainer: Trainer) -> None:
+    with open_channel(trainer.process.address) as channel:
+        stub = pb_grpc.DraftTrainerStub(channel)
+        request = traffic.open_run()
+        request.client = "bridge\n2026-01-01 INFO rolled back"
+        with pytest.raises(grpc.RpcError) as failed:
+            stub.OpenRun(request, timeout=DEADLINE)
+        refusal = refused_from(failed.value)
+        assert refusal is not None and refusal.field == "client"
+        with pytest.raises(grpc.RpcError) as failed:
+            stub.RollBackRelease(pb.RollBackReleaseRequest(reason="a\rb"), timeout=DEADLINE)
+        refusal = refused_from(failed.value)
+        assert refusal is not None and refusal.field == "reason"
+    assert "\n2026-01-01 INFO rolled" not in trainer.process.log
