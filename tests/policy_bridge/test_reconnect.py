@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from policy_bridge.null import NullCapture
+from slipstream.refusal import RefusedError, StatusCode
 
 from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, BlackHole, FakeTrainer
@@ -59,6 +60,22 @@ def test_a_trainer_that_lost_everything_is_told_again(
     assert fresh.chunks_sent[1] == {"lm_head.weight", "embed_tokens.weight"}
     assert bridge.stats().accepted == 6
     assert bridge.stats().shed == {}
+
+
+def test_a_trainer_with_too_much_to_do_is_asked_again(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    busy = RefusedError("server.max_calls", 4, 4, "wait", StatusCode.RESOURCE_EXHAUSTED)
+    trainer.refuse_announcements = [busy, busy, busy]
+    model = make_model()
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, batch((10,) * 3))
+        assert bridge.flush(DEADLINE)
+    assert (bridge.stats().accepted, bridge.stats().shed) == (3, {})
+    assert trainer.refuse_announcements == []
 
 
 def test_a_stream_without_news_is_opened_again(trainer: FakeTrainer, connect: Connect) -> None:
