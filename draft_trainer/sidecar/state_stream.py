@@ -68,7 +68,7 @@ class StateStream:
                 continue
             samples = []
             for framed in together:
-                memories = Memories(framed.payload, self._ring)
+                memories = Memories((*framed.ahead, framed.payload), self._ring)
                 samples += [(message, memories) for message in _samples(framed.request)]
             yield from self._answer(together, self._ingest.take(self._run, samples))
 
@@ -110,13 +110,19 @@ class StateStream:
         return together
 
     def _read(self) -> None:
+        ahead: list[Framed] = []
         try:
             for framed in self._requests:
                 kind = framed.request.WhichOneof("kind")
-                if kind not in ("sample", "batch"):
-                    raise wrong_kind("sample or batch", kind)
+                piece = kind is None and len(framed.payload) > 0
+                if not piece and kind not in ("sample", "batch"):
+                    raise wrong_kind("sample, batch or a piece of their payload", kind)
                 self._window.spend(framed.nbytes)
-                self._waiting.put(framed)
+                if piece:
+                    ahead.append(framed)
+                else:
+                    self._waiting.put(framed.behind(ahead))
+                    ahead = []
         except RefusedError as error:
             self._waiting.put(error)
         except grpc.RpcError:
