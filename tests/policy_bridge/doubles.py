@@ -149,6 +149,7 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
 
     def StreamStates(self, requests, context):  # type: ignore[no-untyped-def]
         assert next(requests).WhichOneof("kind") == "header"
+        self._maybe_hang("StreamStates")
         left = self.credit
         yield pb.StreamStatesResponse(credit=pb.Credit(bytes=left))
         for request in requests:
