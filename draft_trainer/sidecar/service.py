@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 import torch
@@ -39,6 +40,7 @@ from slipstream.layers import encode_layers
 from slipstream.refusal import RefusedError
 from slipstream.schema import SCHEMA_VERSION, check_schema
 from slipstream.tensors import encode
+from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -107,6 +109,7 @@ class DraftTrainerService(ReleaseCalls):
                 "install the same release of slipstream in the policy's image and in the trainer's",
             )
             session = self._runs.open(request)
+        self._status.run_opened(session)
         return pb.OpenRunResponse(
             session_id=session.session_id,
             aux_layers=encode_layers(self._draft.aux_layer_ids),
@@ -174,6 +177,32 @@ class DraftTrainerService(ReleaseCalls):
             published = self._publisher.complete(request.policy_version, request.policy_stage_id)
         return pb.CompleteSyncResponse(result=result_message(published))
 
+    def GetHistory(
+        self, request: console_pb2.GetHistoryRequest, context: grpc.ServicerContext
+    ) -> console_pb2.History:
+        """See the .proto."""
+        return self._status.history()
+
+    def WatchEvents(
+        self, request: console_pb2.WatchEventsRequest, context: grpc.ServicerContext
+    ) -> Iterator[console_pb2.Event]:
+        """See the .proto."""
+        events = self._status.events
+        with self._watching("WatchEvents", context):
+            # Once only: a log that was begun anew numbers from 1 again.
+            seen, newest = request.after, request.newest
+            while True:
+                for event in events.after(seen, newest):
+                    yield event
+                    seen = event.number
+                newest = 0
+                if not request.follow:
+                    return
+                # A deadline, so that a client that went away is noticed.
+                while not events.wait_beyond(seen, timeout=1.0):
+                    if not context.is_active() or self._draining.is_set():
+                        return
+
     def GetStatus(
         self, request: pb.GetStatusRequest, context: grpc.ServicerContext
     ) -> pb.TrainerStatus:
@@ -185,16 +214,7 @@ class DraftTrainerService(ReleaseCalls):
     ) -> Iterator[pb.TrainerStatus]:
         """See the .proto."""
         interval = (request.min_interval_ms or 1000) / 1000.0
-        with refusals(context):
-            if not self._watchers.acquire(blocking=False):
-                raise RefusedError(
-                    "WatchStatus",
-                    f"{MAX_WATCHERS} watchers",
-                    f"at most {MAX_WATCHERS}",
-                    "watch from fewer places, or scrape the metrics",
-                    grpc.StatusCode.RESOURCE_EXHAUSTED,
-                )
-        try:
+        with self._watching("WatchStatus", context):
             while context.is_active() and not self._draining.is_set():
                 status, revision = self._status.read()
                 yield status
@@ -203,6 +223,21 @@ class DraftTrainerService(ReleaseCalls):
                 while context.is_active() and not self._draining.is_set():
                     if self._status.wait_beyond(revision, timeout=1.0):
                         break
+
+    @contextmanager
+    def _watching(self, call: str, context: grpc.ServicerContext) -> Iterator[None]:
+        """One of the places for calls that last."""
+        with refusals(context):
+            if not self._watchers.acquire(blocking=False):
+                raise RefusedError(
+                    call,
+                    f"{MAX_WATCHERS} watchers",
+                    f"at most {MAX_WATCHERS}",
+                    "watch from fewer places, or scrape the metrics",
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                )
+        try:
+            yield
         finally:
             self._watchers.release()
 
