@@ -60,6 +60,7 @@ def explain(error: grpc.RpcError, address: str) -> str:
             "--address",
             f"{address} ({code.name}: {details})",
             "a running draft-trainer",
-            "start it with draft-trainer serve, or give its address",
+            "start it with draft-trainer serve, or give the address that it printed when it was "
+            "ready",
         )
     )

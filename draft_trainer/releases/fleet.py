@@ -174,12 +174,19 @@ class Fleet:
     Args:
         members: their addresses, or who knows them.
         timeouts: of every call.
+        on_states: told what every server answered, after each look at all of them.
     """
 
     MAX_CALLS = 256
     """At a time; threads exist as calls do."""
 
-    def __init__(self, members: Members | Sequence[str], timeouts: Timeouts) -> None:
+    def __init__(
+        self,
+        members: Members | Sequence[str],
+        timeouts: Timeouts,
+        on_states: Callable[[Mapping[str, pb.ServerState | Failure]], None] = lambda states: None,
+    ) -> None:
+        self._on_states = on_states
         self._members = StaticMembers(members) if isinstance(members, Sequence) else members
         self.timeouts = timeouts
         self._lock = threading.Lock()
@@ -224,7 +231,9 @@ class Fleet:
 
     def states(self, read_back: bool = False) -> dict[str, pb.ServerState | Failure]:
         """What every server serves now."""
-        return self.each(lambda client: client.state(read_back))
+        states = self.each(lambda client: client.state(read_back))
+        self._on_states(states)
+        return states
 
     def abort_strays(
         self, states: Mapping[str, pb.ServerState | Failure], staged: Collection[str] = ()

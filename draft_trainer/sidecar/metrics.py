@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -18,7 +15,6 @@ from prometheus_client.registry import Collector
 from draft_trainer.sidecar.board import SECONDS_BUCKETS, Board, Counts, Durations
 from draft_trainer.sidecar.status import Status
 from slipstream.limits import RefusedCalls
-from slipstream.refusal import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 PREFIX = "slipstream_trainer_"
@@ -189,42 +185,3 @@ def _histogram(name: str, text: str, durations: Durations) -> HistogramMetricFam
     family = HistogramMetricFamily(PREFIX + name, text)
     family.add_metric([], buckets, durations.total)
     return family
-
-
-class MetricsServer:
-    """Serves ``/metrics`` over HTTP from its own registry. Owns one thread.
-
-    Args:
-        collector: what is served.
-        host: address to listen on.
-        port: 0 for a free one.
-
-    Raises:
-        RefusedError: the port cannot be had.
-    """
-
-    def __init__(self, collector: Collector, host: str, port: int) -> None:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(collector)
-        try:
-            # Some Pythons let HTTP servers share a port silently; a plain socket does not.
-            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((host, port))
-            self._server, self._thread = start_http_server(port, host, registry)
-        except OSError as error:
-            raise RefusedError(
-                "server.metrics_port",
-                f"{host}:{port} ({error.strerror or error})",
-                "a free port of this machine, or 0",
-                "stop what listens there, or set another server.metrics_port",
-            ) from error
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
-
-    def close(self, timeout: float) -> None:
-        """Stop serving and free the port."""
-        stopper = threading.Thread(target=self._server.shutdown, daemon=True)
-        stopper.start()
-        stopper.join(timeout)
-        self._server.server_close()
-        self._thread.join(timeout)
