@@ -55,7 +55,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         publish={"rollout_servers": servers, "reconcile_s": 0.0},
     )
     with running(config, train=False) as (server, client):
-        client.open("<b>run</b>\x1b[31m")
+        client.open("<b>run</b>")
         client.announce(5)
         client.send(*rollouts(7, version=5))
         assert double.watched.wait(DEADLINE)
