@@ -147,8 +147,9 @@ def _reset(rig: Rig, rng: random.Random) -> None:
 
 def _flip_in_ring(rig: Rig, rng: random.Random) -> None:
     before = rig.records.refused["packed.checksum"]
-    written = []
-    for _ in range(_TRIES):
+    written: list[int] = []
+    # While a policy version is announced nothing is written, and nothing could be damaged.
+    while sum(size > 0 for size in written) < _TRIES and len(written) < 10 * _TRIES:
         written.append(_flip_unread(rig))
         rig.wait_acknowledged()
         if rig.records.refused["packed.checksum"] > before:
@@ -157,9 +158,10 @@ def _flip_in_ring(rig: Rig, rng: random.Random) -> None:
 
 
 def _flip_unread(rig: Rig) -> int:
-    """Of a sample that the trainer has not read yet; how many bytes of such were there.
+    """Of a sample that the trainer has not read yet; how many bytes of such were there, 0 for none.
 
-    Of none where the bridge was just about to announce a policy version: it ships nothing then.
+    A bridge that is about to announce a policy version ships nothing, and one that takes the
+    stopped trainer for hung sends everything again over another ring: then nobody reads this byte.
     """
     rig.stop_trainer()
     try:
@@ -170,9 +172,10 @@ def _flip_unread(rig: Rig) -> int:
             rig.wait_steps(5)
             new = np.frombuffer(os.pread(ring, size, 0), dtype=np.uint8)
             changed = np.flatnonzero(new != old)
-            if len(changed) > HEADER_BYTES:
-                at = int(changed[0]) + 64
-                os.pwrite(ring, bytes([new[at] ^ 1]), at)
+            if len(changed) <= HEADER_BYTES:
+                return 0
+            at = int(changed[0]) + 64
+            os.pwrite(ring, bytes([new[at] ^ 1]), at)
             return len(changed)
         finally:
             os.close(ring)

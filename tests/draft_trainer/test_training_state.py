@@ -134,12 +134,12 @@ def test_leftovers_of_killed_processes_are_removed_and_nothing_else(tmp_path: Pa
 def test_full_disk_leaves_the_states_before_it(tmp_path: Path) -> None:
     """A file may not grow beyond 4 KiB: as with a full disk, the write fails half-way."""
     _saved(tmp_path, 1, 2)
-    limit = f"import resource; resource.setrlimit({resource.RLIMIT_FSIZE}, (4096, 4096))"
-    code = f"""{limit}
-import sys, torch
+    # After the imports: Python writes their bytecode, and half a file of that breaks the next run.
+    code = f"""import resource, sys, torch
 from pathlib import Path
 from draft_trainer.training.training_state import StateStore
 from tests.draft_trainer.test_training_state import FACTS
+resource.setrlimit({resource.RLIMIT_FSIZE}, (4096, 4096))
 try:
     StateStore(Path({str(tmp_path)!r}), FACTS).save({{"a": torch.zeros(4096)}}, 3, {{}})
 except OSError as error:

@@ -30,6 +30,12 @@ def edit_config(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def nest_layers(directory: Path, layers: list[int]) -> None:
+    """Layer ids as SpecForge writes them: in ``eagle_config`` only."""
+    nested = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layers}
+    edit_config(directory, eagle_aux_hidden_state_layer_ids=None, eagle_config=nested)
+
+
 def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load(directory)
     change(tensors)
@@ -42,6 +48,9 @@ def test_fitting_drafts_pass(
     check_draft_fits(policy_dir, reduced)
     check_draft_fits(policy_dir, write_draft(tmp_path / "full", policy_dir))
     check_draft_fits(policy_dir, draft_dir)
+    # The default layers of 10, as vLLM counts them.
+    nest_layers(reduced, [2, 5, 7])
+    check_draft_fits(policy_dir, reduced)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +65,7 @@ def test_fitting_drafts_pass(
         (lambda d: edit_config(d, eagle_aux_hidden_state_layer_ids=[2, 5, 11]), "10 layers"),
         (lambda d: edit_config(d, eagle_aux_hidden_state_layer_ids=[5, 2, 7]), "ascending"),
         (lambda d: edit_config(d, eagle_aux_hidden_state_layer_ids=[2, 5]), "fc.weight"),
+        (lambda d: nest_layers(d, [1, 4, 6]), "eagle_config.eagle_aux_hidden_state_layer_ids"),
         (lambda d: edit_config(d, vocab_size=127), "vocab_size: found 127, expected 128"),
         (lambda d: edit_config(d, draft_vocab_size=95), "lm_head.weight"),
         (lambda d: edit_tensors(d, lambda t: t.pop("lm_head.weight")), "lm_head.weight: found abs"),
