@@ -68,6 +68,11 @@ class Placement:
         """The same, as it is configured."""
         return "grpc" if self._ring is None else "shared_memory"
 
+    @property
+    def ring_bytes(self) -> tuple[int, int] | None:
+        """Used and whole bytes of the ring; None where there is none."""
+        return None if self._space is None else (self._space.used, self._space.capacity)
+
     def message_bytes(self, sample: Sample) -> int:
         """Most serialized bytes that describing the sample takes, its block included if inline."""
         nbytes = sample.layout.nbytes

@@ -7,14 +7,25 @@ from slipstream.metric_spec import Catalogue, Group, Label, build_info, counter,
 DRAFT_VERSION = Label("draft_version", text="the version that drafted")
 POSITION = Label("position", text="0-based")
 STEP = (
-    Label("kind", ("speculative", "plain", "prefill")),
-    Label("requests", text="most requests in the step: 1, 2, 4, 8, ..."),
+    Label("kind", ("speculative", "plain", "mixed")),
+    Label("requests", text="most requests in the step: 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on"),
 )
 COMMIT_KIND = Label("kind", ("draft", "policy", "both", "rollback"))
 _NO_COST = "while the cost of either kind of step is unknown for every number of requests"
 _ALL = "of all draft versions since the start, those included that have no series any more."
 
-PROCESS = Group("Process", (build_info(Label("vllm", text="vLLM's version")),))
+PROCESS = Group(
+    "Process",
+    (
+        build_info(Label("vllm", text="vLLM's version")),
+        counter(
+            "calls_refused",
+            "Calls of the control plane that ended with an error.",
+            Label("method", text="of the service"),
+            Label("code", text="the gRPC status"),
+        ),
+    ),
+)
 
 ACCEPTANCE = Group(
     "Acceptance",
@@ -47,7 +58,7 @@ COST = Group(
         counter(
             "engine_steps",
             "Engine steps: `speculative` ones verify drafts, `plain` ones decode a token per "
-            "request, `prefill` ones take prompts too.",
+            "request, `mixed` ones take prompts too, or verify drafts of some requests only.",
             *STEP,
             absent="for kinds and sizes that have not occurred",
         ),

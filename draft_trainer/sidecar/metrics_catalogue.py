@@ -15,6 +15,12 @@ PROCESS = Group(
     "Process",
     (
         build_info(),
+        counter(
+            "calls_refused",
+            "Calls that ended with an error.",
+            Label("method", text="of the service"),
+            Label("code", text="the gRPC status"),
+        ),
         gauge("training_failed", "1 once the training thread ended with an error."),
     ),
 )
@@ -196,7 +202,6 @@ FLEET = Group(
             HEAL_REASON,
         ),
         counter("heals_failed", "Attempts at that which failed; they are repeated.", HEAL_REASON),
-        counter("commits", "Commits on one server each, heals and roll backs included."),
         histogram("stage_seconds", "Seconds to stage on one server."),
         histogram("commit_seconds", "Seconds from commit to answer on one server."),
     ),

@@ -130,6 +130,7 @@ class TrainerServer:
             newest.draft_version,
             newest.trained_against_policy_version if known else None,
             self._store,
+            registry,
         )
         publish = config.publish
         self._fleet = Fleet(
@@ -137,7 +138,7 @@ class TrainerServer:
             Timeouts(publish.state_timeout_s, publish.stage_timeout_s, publish.commit_timeout_s),
         )
         self._watch = AcceptanceWatch(self._fleet)
-        canary = Canary(config.canary, publish.num_speculative_tokens, self._watch)
+        self._canary = canary = Canary(config.canary, publish.num_speculative_tokens, self._watch)
         self.publisher = Publisher(
             self._fleet,
             registry,
@@ -306,7 +307,9 @@ class TrainerServer:
                 ) from error
             self.address = f"{host}:{port}"
             self._metrics = MetricsServer(
-                TrainerCollector(self._board, self._status, self.refused_calls),
+                TrainerCollector(
+                    *(self._board, self._status, self._rings, self._canary, self.refused_calls)
+                ),
                 server.host,
                 server.metrics_port,
             )

@@ -5,7 +5,10 @@ from __future__ import annotations
 from draft_trainer.feed.session import Run, Runs
 from draft_trainer.feed.store import SampleStore
 from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.registry import Registry
 from draft_trainer.sidecar.board import Board
+from draft_trainer.sidecar.policy_clock import PolicyClock
+from slipstream.refusal import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 
@@ -17,7 +20,9 @@ class Status:
         runs: the current run.
         promotions: the promoted release.
         newest_release: the newest release at start; ``released`` moves it on.
+        trained_against: newest policy version that it was trained on, if any.
         store: the run's samples.
+        registry: the releases.
     """
 
     def __init__(
@@ -28,12 +33,17 @@ class Status:
         newest_release: int,
         trained_against: int | None,
         store: SampleStore,
+        registry: Registry,
     ) -> None:
         self._board = board
         self._runs = runs
         self._promotions = promotions
         self._newest = (newest_release, trained_against)
         self._store = store
+        self._registry = registry
+        self._against: dict[int, int | None] = {}
+        run = runs.current
+        self.policy_clock = PolicyClock(None if run is None else run.latest_policy_version)
 
     @property
     def newest_release(self) -> int:
@@ -46,14 +56,31 @@ class Status:
         return self._newest[1]
 
     @property
-    def samples_unsaved(self) -> int:
-        """See ``SampleStore.unsaved``."""
-        return self._store.unsaved
+    def releases(self) -> dict[str, tuple[int, int | None]]:
+        """The newest, the promoted and the last good release, each with the newest policy version
+        that it was trained on; None for none, or where its manifest cannot be read."""
+        now = self._promotions.now
+        versions = {"newest": self._newest[0], "promoted": now.promoted, "served": now.last_good}
+        known = dict([self._newest])
+        for version in set(versions.values()) - {self._newest[0]}:
+            known[version] = self._trained_against(version)
+        self._against = known
+        return {which: (version, known[version]) for which, version in versions.items()}
 
     @property
-    def samples_folder(self) -> str:
-        """Where the samples are kept."""
-        return str(self._store.folder)
+    def served_at(self) -> float | None:
+        """See ``Promotions.served_at``."""
+        return self._promotions.served_at
+
+    @property
+    def runs(self) -> Runs:
+        """The current run, its sessions and streams."""
+        return self._runs
+
+    @property
+    def store(self) -> SampleStore:
+        """The run's samples."""
+        return self._store
 
     def released(self, version: int, trained_against: int | None) -> None:
         """A release was written."""
@@ -62,7 +89,9 @@ class Status:
 
     def policy_announced(self, run: Run) -> None:
         """A version became known; samples that are too old for it are gone."""
-        self._board.touch()
+        latest = run.latest_policy_version
+        if latest is not None and self.policy_clock.announced(latest):
+            self._board.announced()
 
     def wait_beyond(self, revision: int, timeout: float) -> bool:
         """Block until something changed since ``revision``; False when ``timeout`` s passed."""
@@ -98,3 +127,13 @@ class Status:
             if latest is not None:
                 status.policy_version = latest
         return status, counts.revision
+
+    def _trained_against(self, version: int) -> int | None:
+        if version in self._against:
+            return self._against[version]
+        try:
+            manifest = self._registry.get(version)
+        except RefusedError:
+            return None
+        known = manifest.HasField("trained_against_policy_version")
+        return manifest.trained_against_policy_version if known else None
