@@ -14,6 +14,7 @@ from rollout_server.acceptance_tracker import AcceptanceTracker
 
 if TYPE_CHECKING:
     from rollout_server.control_server import ControlServer
+    from rollout_server.cost_watch import CostWatch
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Settings:
         draft_sample_method: "probabilistic" or "greedy".
         stage_bytes: bound of the content store.
         guard_drafts: drafts after which acceptance is judged.
+        time_plain_steps: turn drafting off for a moment where a plain step's cost is unknown.
     """
 
     model_dir: Path
@@ -39,6 +41,7 @@ class Settings:
     draft_sample_method: str
     stage_bytes: int
     guard_drafts: int
+    time_plain_steps: bool = False
 
 
 @dataclass
@@ -48,6 +51,7 @@ class ApiProcess:
     settings: Settings | None = None
     tracker: AcceptanceTracker = field(default_factory=AcceptanceTracker)
     control_server: ControlServer | None = None
+    cost_watch: CostWatch | None = None
     closers: list[Callable[[], None]] = field(default_factory=list)
 
 

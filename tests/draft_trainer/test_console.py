@@ -95,7 +95,7 @@ def test_top_once_shows_them_and_steers_no_terminal(
     assert code == 0 and "\x1b" not in text
     lines = text.splitlines()
     assert all(len(line) <= 120 for line in lines)
-    assert "<b>run</b> [31m" in lines[0]
+    assert "run <b>run</b>" in lines[0]
     assert lines[1].split()[:2] == ["policy", "5"] and "staleness 5 policy versions" in lines[1]
     (server,) = (line for line in lines if live.double.address in line and " ready" in line)
     assert server.split()[1:8] == ["ready", "0", "5", "3.100", ".90", ".70", ".50"]
