@@ -10,9 +10,10 @@ from collections import defaultdict
 
 import pytest
 import yaml
+from google.protobuf import json_format
 
 from docs.make_metrics import CATALOGUES
-from draft_trainer.cli.main import _parser
+from draft_trainer.cli.main import main
 from slipstream.v1 import rollout_server_pb2
 from tests.deploy import expressions
 from tests.deploy.expressions import PROMETHEUS, RUNBOOK, Expression
@@ -82,21 +83,31 @@ def test_every_alert_has_a_section_and_every_section_an_alert() -> None:
         assert anchor in [section.lower() for section in sections]
 
 
-def test_commands_of_the_runbook_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(parser: argparse.ArgumentParser, message: str) -> None:
-        raise AssertionError(f"{parser.prog}: {message}")
+class UnderstoodError(Exception):
+    """A command line was parsed; it is not run."""
 
-    monkeypatch.setattr(argparse.ArgumentParser, "error", fail)
+
+def test_commands_of_the_runbook_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(parser: argparse.ArgumentParser, *given: object) -> None:
+        parse(parser, *given)  # type: ignore[call-overload]
+        raise UnderstoodError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
     text = RUNBOOK.read_text()
     commands = re.findall(r"^ *draft-trainer ([^#\n]+)", text, re.MULTILINE)
     commands += re.findall(r"`draft-trainer ([^`]+)`", text)
     assert len(commands) >= 8
     for command in commands:
-        _parser().parse_args(re.sub(r"\b[NM]\b", "1", command).split())
+        with pytest.raises(UnderstoodError):
+            main(re.sub(r"\b[NM]\b", "1", command).split())
     service = rollout_server_pb2.DESCRIPTOR.services_by_name["RolloutServer"]
     methods = re.findall(r"slipstream\.v1\.RolloutServer/(\w+)", text)
     assert set(methods) == {"GetState", "SetSpeculation"}
     assert set(methods) <= {method.name for method in service.methods}
+    for body in re.findall(r"-d '(.*?)'", text):
+        json_format.Parse(body, rollout_server_pb2.SetSpeculationRequest())
 
 
 def test_keys_that_the_runbook_names_exist() -> None:
