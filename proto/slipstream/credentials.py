@@ -59,11 +59,9 @@ class ClientCredentials:
             ("server_name", self.server_name or None, "ca", self.ca),
         ):
             if given is not None and other is None:
+                missing = _named(prefix, needs)
                 raise RefusedError(
-                    prefix + name,
-                    f"{given} without {prefix}{needs}",
-                    "both",
-                    f"set {prefix}{needs}",
+                    _named(prefix, name), f"{given} without {missing}", "both", f"set {missing}"
                 )
         Shown(self, prefix)
 
@@ -79,8 +77,9 @@ class ClientCredentials:
         """
         if self.token_file is None or self.ca is not None or self.allow_plaintext:
             return
-        host = address.removeprefix("dns:").lstrip("/").rpartition(":")[0]
-        if address.startswith("unix:") or is_loopback(host):
+        # A name that is looked up again and again may be anybody's next time.
+        local = address.startswith("unix:") or is_loopback(address.rpartition(":")[0])
+        if local and not address.startswith("dns:"):
             return
         raise RefusedError(
             field,
@@ -107,7 +106,7 @@ class Shown:
     def __init__(self, credentials: ClientCredentials, prefix: str = "") -> None:
         self._credentials = credentials
         self._names = FieldNames(prefix + "certificate", prefix + "key", prefix + "ca")
-        self._token_field = prefix + "token_file"
+        self._token_field = _named(prefix, "token_file")
         self._lock = threading.Lock()
         one = credentials
         files = [path for path in (one.ca, one.certificate, one.key) if path is not None]
@@ -162,6 +161,10 @@ class Shown:
                 self._token_field, f"{path} without a token", "a token", "write the token there"
             )
         return tokens[0].decode("ascii")
+
+
+def _named(prefix: str, name: str) -> str:
+    return prefix + (name.replace("_", "-") if prefix == "--" else name)
 
 
 NONE = ClientCredentials()
