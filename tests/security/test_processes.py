@@ -37,7 +37,7 @@ from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
 from tests.draft_trainer.rig import raw_config, write_draft
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB
 from tests.draft_trainer.test_cli import PROGRAM
-from tests.security.certificates import Authority
+from tests.security.certificates import Authority, write_token
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = (ROOT / "docs" / "security.md").read_text()
@@ -236,6 +236,23 @@ def test_a_bridge_feeds_and_pushes(site: Site, monkeypatch: pytest.MonkeyPatch) 
         assert bridge.flush(DEADLINE)
         assert bridge.stats().accepted == 2, bridge.stats()
         site.output += [repr(bridge.stats()), repr(config)]
+
+
+def test_a_bridge_with_a_wrong_token_trains_on_and_comes_right(site: Site) -> None:
+    mine = write_token(site.folder / "mine.token", "m" * 40)
+    shown = ClientCredentials(ca=site.folder / "ca.pem", token_file=mine)
+    config = BridgeConfig(
+        site.trainer, "grpo-2", trainer_credentials=shown, max_backoff_seconds=0.1
+    )
+    with PolicyBridge(model(), config) as bridge:
+        with bridge.sync(1) as window:
+            pass
+        assert window.result is not None
+        assert not bridge.wait_connected(0.2)
+        error = bridge.stats().last_error
+        assert "a token that opens nothing here" in error and "trainer_credentials" in error
+        write_token(mine, (site.folder / "feed.token").read_text().strip())
+        assert bridge.wait_connected(DEADLINE)
 
 
 def test_an_operator_moves_the_fleet(site: Site) -> None:
