@@ -207,8 +207,11 @@ class Shipper:
             self._announcer.announce(version, self._config.announce_seconds)
         except grpc.RpcError as error:
             refusal = refused_from(error)
-            # A trainer that restarted does not know the session: a new run mends that.
+            # A trainer that restarted does not know the session: a new run mends that. One that
+            # has too much to do just now ("server.max_calls") is asked again.
             if refusal is None or refusal.field.endswith("session_id"):
+                raise
+            if refusal.field.startswith("server."):
                 raise
             self._note(refusal)
             self._announcer.give_up(version)

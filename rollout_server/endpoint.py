@@ -15,7 +15,7 @@ from rollout_server.control import RolloutControl
 from rollout_server.control_server import ControlServer
 from rollout_server.engine import Description, VllmEngine
 from rollout_server.layout_check import VOCABULARY_MAPS, Expected
-from rollout_server.metrics import CommitMetrics, StateCollector
+from rollout_server.metrics import CommitMetrics, RefusedCallsCollector, StateCollector
 from rollout_server.process import API, Settings
 from rollout_server.readiness import AcceptanceGuard
 from rollout_server.service import RolloutService
@@ -103,6 +103,7 @@ async def _build(settings: Settings, engine_client: Any, state: Any, args: Any) 
         announce,
         settings.access,
     )
+    REGISTRY.register(RefusedCallsCollector(server.refused_calls))
     await server.start(settings.control_host, settings.control_port)
     return server
 

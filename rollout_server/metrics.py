@@ -17,6 +17,7 @@ from rollout_server.content_store import ContentStore
 from rollout_server.control import Committed, RolloutControl
 from rollout_server.weights import DRAFT, POLICY
 from slipstream.access import AccessRefusals
+from slipstream.limits import RefusedCalls
 
 _PREFIX = "slipstream_rollout_"
 _BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -116,6 +117,24 @@ class StateCollector(Collector):
             for place, count in enumerate(counters.accepted_per_position):
                 position.add_metric([label, str(place)], count)
         return (drafts, proposed, accepted, position)
+
+
+class RefusedCallsCollector(Collector):
+    """Calls of the control plane that ended with an error, read at scrape time."""
+
+    def __init__(self, refused: RefusedCalls) -> None:
+        self._refused = refused
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by prometheus_client."""
+        family = CounterMetricFamily(
+            _PREFIX + "calls_refused",
+            "Calls of the control plane that ended with an error",
+            labels=["method", "code"],
+        )
+        for kind, count in sorted(self._refused.counts.items()):
+            family.add_metric(list(kind), count)
+        yield family
 
 
 def _gauge(name: str, text: str, value: float | None) -> GaugeMetricFamily:

@@ -21,6 +21,7 @@ TIMED = {
     # Its half of vLLM's own path is imported by vLLM's worker alone.
     "hot_swap": {"vllm"},
     "publish_faults": {"rollout_server"},
+    "robustness": {"rollout_server"},
     "feed_faults": {"policy_bridge"},
     "policy_stall": {"policy_bridge"},
     "transport": {"policy_bridge"},

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     peers = [name for name in options.against.split(",") if name]
     pythons = {name: python_of(name, options.peers_dir, _say) for name in peers}
     pythons |= {"ours": Path(sys.executable), "floor": Path(sys.executable)}
-    results, breakdowns = [], []
+    results, breakdowns, found = [], [], []
     for case in _cases(options):
         print(f"\n{derivation(case)}", flush=True)
         result, profiled = _measure(options, case, pythons, log)
@@ -54,14 +54,15 @@ def main(argv: list[str] | None = None) -> int:
         print(floor_table(result))
         print(case_table(result))
         print(breakdown_table(breakdowns[-1]), flush=True)
-    found = targets(results)
+        found = targets(results)
+        # After every case: a run of an hour that is cut short has its figures.
+        figures = {
+            "cases": [result.to_dict() for result in results],
+            "breakdown_of_ours": breakdowns,
+            "targets": [dataclasses.asdict(target) for target in found],
+        }
+        _write(options.json, figures)
     print(f"\n{target_table(found)}")
-    figures = {
-        "cases": [result.to_dict() for result in results],
-        "breakdown_of_ours": breakdowns,
-        "targets": [dataclasses.asdict(target) for target in found],
-    }
-    _write(options.json, figures)
     return 0 if all(target.ok for target in found) else 1
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 from random import Random
 
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         rig = Rig(Path(folder), options.patience, options.pace)
         try:
-            table = run(rig, plan, rng, options.longest_call, options.seconds)
+            table = run(rig, plan, rng, options.longest_call, options.seconds, _say)
         finally:
             rig.stop()
     print(text_of(table))
@@ -92,6 +93,10 @@ def text_of(table: Table) -> str:
         f"{table.refused or 'none'}; the weights saw {table.seen} anchors of {table.expected}"
     )
     return "\n".join(lines)
+
+
+def _say(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -70,7 +70,12 @@ class Table:
 
 
 def run(
-    rig: Rig, plan: Sequence[tuple[Fault, str]], rng: Random, longest_call: float, seconds: float
+    rig: Rig,
+    plan: Sequence[tuple[Fault, str]],
+    rng: Random,
+    longest_call: float,
+    seconds: float,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Table:
     """Inflict a plan.
 
@@ -80,6 +85,7 @@ def run(
         rng: of the instants.
         longest_call: seconds that the bridge's calls may take in one step of the policy.
         seconds: after which no further fault is inflicted.
+        say: told each fault before it is inflicted.
     """
     table = Table()
     began = time.monotonic()
@@ -88,9 +94,10 @@ def run(
     rig.start_policy(plan[0][1])
     rig.wait_acknowledged()
     known: set[str] = set()
-    for fault, transport in plan:
+    for number, (fault, transport) in enumerate(plan, 1):
         if time.monotonic() - began > seconds:
             break
+        say(f"{number} of {len(plan)}: {fault.name}, {transport}")
         row = table.rows.setdefault((fault.name, transport), Row())
         try:
             rig.use(transport)

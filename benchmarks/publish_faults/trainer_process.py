@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -179,7 +180,14 @@ def _full() -> None:
 def _clock(seconds: float) -> Callable[[], None]:
     def arm() -> None:
         real = time.time
-        time.time = lambda: real() + seconds  # type: ignore[assignment]
+
+        def jumped() -> float:
+            # gRPC turns this clock into deadlines for its core, whose own clock did not jump: to
+            # it a day back means that every deadline has passed.
+            caller = sys._getframe(1).f_globals["__name__"]
+            return real() + (0.0 if caller.startswith("grpc") else seconds)
+
+        time.time = jumped
 
     return arm
 

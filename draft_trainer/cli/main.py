@@ -17,7 +17,7 @@ FAILED, REFUSED = 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. 0: done; 1: it failed on the way; 2: refused, with the reason on stderr."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
     except RefusedError as error:
@@ -35,12 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Of the whole command line."""
+    made = argparse.ArgumentParser(
         prog="draft-trainer",
         description="Trains an EAGLE-3 draft head on a moving policy's states and publishes it.",
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
     for command in (serve, init, fit, status, releases):
         command.add_to(commands)
-    return parser
+    return made

@@ -17,6 +17,7 @@ from draft_trainer.sidecar.board import SECONDS_BUCKETS, Board, Counts, Duration
 from draft_trainer.sidecar.http_server import HttpServer
 from draft_trainer.sidecar.status import Status
 from slipstream.access import Access
+from slipstream.limits import RefusedCalls
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 PREFIX = "slipstream_trainer_"
@@ -29,15 +30,17 @@ class TrainerCollector(Collector):
     a zero would be a measurement.
     """
 
-    def __init__(self, board: Board, status: Status) -> None:
+    def __init__(self, board: Board, status: Status, refused: RefusedCalls) -> None:
         self._board = board
         self._status = status
+        self._refused = refused
 
     def collect(self) -> Iterator[Metric]:
         """One scrape."""
         counts = self._board.read()
         status, _ = self._status.read()
         yield from _counters(counts)
+        yield self._refused_calls()
         yield from self._versions(status)
         yield _gauge("replay_bytes", "Bytes in the replay buffer.", status.replay_bytes)
         yield _gauge(
@@ -64,6 +67,14 @@ class TrainerCollector(Collector):
         yield _histogram(
             "commit_seconds", "Seconds from commit to answer on one server.", counts.commit_seconds
         )
+
+    def _refused_calls(self) -> Metric:
+        family = CounterMetricFamily(
+            f"{PREFIX}calls_refused", "Calls that ended with an error.", labels=["method", "code"]
+        )
+        for kind, count in sorted(self._refused.counts.items()):
+            family.add_metric(list(kind), count)
+        return family
 
     def _versions(self, status: pb.TrainerStatus) -> Iterator[Metric]:
         yield _labelled(

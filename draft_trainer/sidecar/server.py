@@ -43,10 +43,12 @@ from draft_trainer.releases.registry import Registry
 from draft_trainer.releases.retention import Retention, uses_of
 from draft_trainer.releases.verdicts import VerdictLog
 from draft_trainer.sidecar.board import Board
+from draft_trainer.sidecar.call_limits import SERVICE, admission
+from draft_trainer.sidecar.health import Health
 from draft_trainer.sidecar.metrics import MetricsServer, TrainerCollector
 from draft_trainer.sidecar.raw_states import add_draft_trainer
 from draft_trainer.sidecar.release_calls import ReleaseRooms
-from draft_trainer.sidecar.service import MAX_WATCHERS, DraftTrainerService
+from draft_trainer.sidecar.service import DraftTrainerService
 from draft_trainer.sidecar.status import Status
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
@@ -55,15 +57,16 @@ from draft_trainer.training.learner_states import LearnerStates
 from draft_trainer.training.loop import TrainingLoop
 from draft_trainer.training.ranks import Ranks
 from draft_trainer.training.training_state import head_facts
-from slipstream.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from slipstream.channel import server_options
 from slipstream.interceptors import AccessInterceptor
+from slipstream.limits import RefusedCalls
 from slipstream.refusal import RefusedError
-from slipstream.v1 import draft_trainer_pb2
 
 logger = logging.getLogger(__name__)
 
-SERVICE = draft_trainer_pb2.DESCRIPTOR.services_by_name["DraftTrainer"].full_name
-UNARY_CALLS = 16
+MAX_CALLS = 2048
+"""Calls that wait for a thread at a time; gRPC refuses the others itself."""
+
 _MESSAGE_OVERHEAD = 64 << 10
 
 
@@ -120,7 +123,9 @@ class TrainerServer:
             aux_layer_ids=draft.aux_layer_ids,
             max_tokens=_max_tokens(config, head),
         )
-        self.runs = Runs(draft, self._store, config.replay.max_policy_lag)
+        self.runs = Runs(
+            draft, self._store, config.replay.max_policy_lag, config.server.max_sessions
+        )
         known = newest.HasField("trained_against_policy_version")
         self._status = Status(
             self._board,
@@ -183,6 +188,7 @@ class TrainerServer:
             Path(server.shared_memory) if server.shared_memory else None,
             min(server.ring_bytes, config.replay.capacity_bytes),
             server.max_streams,
+            server.message_timeout_s,
         )
         self._service = DraftTrainerService(
             config,
@@ -277,13 +283,18 @@ class TrainerServer:
 
     def _listen(self) -> None:
         server = self._config.server
-        self._pool = ThreadPoolExecutor(
-            server.max_streams + MAX_WATCHERS + UNARY_CALLS, thread_name_prefix="grpc"
-        )
+        self.refused_calls = RefusedCalls()
+        admitting, threads = admission(server, self.refused_calls)
         access = self._access
         guards = [] if access.anonymous else [AccessInterceptor(access)]
-        self._grpc = grpc.server(self._pool, options=SERVER_OPTIONS, interceptors=guards)
-        self._health = health.HealthServicer(experimental_non_blocking=True)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
+        self._grpc = grpc.server(
+            self._pool,
+            interceptors=(*guards, admitting),
+            options=server_options(server.max_message_bytes, server.keepalive_s),
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
+        self._health = Health(("", SERVICE))
         add_draft_trainer(self._service, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection(
@@ -307,7 +318,9 @@ class TrainerServer:
                 ) from error
             self.address = f"{host}:{port}"
             self._metrics = MetricsServer(
-                *(TrainerCollector(self._board, self._status), server.host, server.metrics_port),
+                TrainerCollector(self._board, self._status, self.refused_calls),
+                server.host,
+                server.metrics_port,
                 access,
             )
         except RefusedError:
@@ -327,7 +340,8 @@ def states_belong_to(registry: Registry, draft: HeadConfig) -> dict[str, object]
 def _max_tokens(config: TrainerConfig, head: Eagle3Head) -> int:
     """Longest sample: as configured, but in bf16 it must fit one message and the windows."""
     per_token = 2 * (head.config.num_aux_layers + 1) * head.config.target_hidden_size + 21
-    largest = min(MAX_MESSAGE_BYTES, config.server.receive_window_bytes) - _MESSAGE_OVERHEAD
+    server = config.server
+    largest = min(server.max_message_bytes, server.receive_window_bytes) - _MESSAGE_OVERHEAD
     longest = min(config.server.max_tokens_per_sample, largest // per_token)
     if head.config.sliding_window is not None:
         longest = min(longest, head.config.sliding_window - config.training.ttt_steps + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import grpc
@@ -21,6 +22,9 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 _TOGETHER_SAMPLES = 512
 _TOGETHER_BYTES = 16 << 20
 _TICK = 1.0
+# Messages that are read ahead. Credit counts bytes, and 64 MiB are 32 million empty samples.
+_MOST_WAITING = 1024
+_MOST_SAMPLES = 4096
 
 
 class StateStream:
@@ -35,6 +39,8 @@ class StateStream:
         ingest: decides.
         run: that is fed.
         ring: the stream's, if its states are in shared memory.
+        idle_seconds: without a message, after which the stream ends; its client, if it lives,
+            opens another one.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class StateStream:
         ingest: Ingest,
         run: Run,
         ring: RingFile | None,
+        idle_seconds: float,
     ) -> None:
         self._requests = requests
         self._window = window
@@ -51,6 +58,8 @@ class StateStream:
         self._run = run
         self._ring = ring
         self._waiting: queue.SimpleQueue[Framed | RefusedError | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_MOST_WAITING)
+        self._idle_seconds = idle_seconds
         self._ended = False
         threading.Thread(target=self._read, name="state-stream", daemon=True).start()
 
@@ -61,11 +70,21 @@ class StateStream:
             RefusedError: a message that may not come, more than was credited, or a truncated
                 ring: the stream ends.
         """
-        yield pb.StreamStatesResponse(credit=pb.Credit(bytes=self._window.left))
+        try:
+            yield pb.StreamStatesResponse(credit=pb.Credit(bytes=self._window.left))
+            yield from self._answers()
+        finally:
+            self._ended = True
+
+    def _answers(self) -> Iterator[pb.StreamStatesResponse]:
+        heard = time.monotonic()
         while not self._ended:
             together = self._next()
             if not together:
+                if time.monotonic() - heard > self._idle_seconds:
+                    return
                 continue
+            heard = time.monotonic()
             samples = []
             for framed in together:
                 memories = Memories(framed.payload, self._ring)
@@ -103,6 +122,7 @@ class StateStream:
                 break
             if isinstance(item, RefusedError):
                 raise item
+            self._room.release()
             together.append(item)
             messages = _samples(item.request)
             samples += len(messages)
@@ -115,7 +135,17 @@ class StateStream:
                 kind = framed.request.WhichOneof("kind")
                 if kind not in ("sample", "batch"):
                     raise wrong_kind("sample or batch", kind)
+                if len(framed.request.batch.samples) > _MOST_SAMPLES:
+                    raise RefusedError(
+                        "batch.samples",
+                        len(framed.request.batch.samples),
+                        f"at most {_MOST_SAMPLES}",
+                        "send smaller batches",
+                    )
                 self._window.spend(framed.nbytes)
+                while not self._room.acquire(timeout=_TICK):
+                    if self._ended:
+                        return
                 self._waiting.put(framed)
         except RefusedError as error:
             self._waiting.put(error)

@@ -13,13 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from slipstream.checksums import Bytes
+from slipstream.refusal import RefusedError, StatusCode
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
 
 _PAYLOAD = pb.StreamStatesRequest.PAYLOAD_FIELD_NUMBER
 _CHUNK = pb.AnnouncePolicyRequest.CHUNK_FIELD_NUMBER
 _CHUNK_DATA = tensor_pb2.TensorChunk.DATA_FIELD_NUMBER
+_BATCH = pb.StreamStatesRequest.BATCH_FIELD_NUMBER
 _LENGTH_DELIMITED = 2
+
+# What a client may make the reader do for a message of 64 MiB: millions of fields of two bytes took
+# a minute, and a batch of empty samples gigabytes.
+_MOST_FIELDS = 16
+_MOST_BATCH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -58,18 +65,35 @@ def unframe(data: bytes) -> Framed:
 
     Raises:
         google.protobuf.message.DecodeError: not a StreamStatesRequest.
+        RefusedError: more fields than it has, or a batch that describes too much.
     """
-    at = 0
+    at = fields = 0
     payload = np.empty(0, dtype=np.uint8)
     rest = []
     while at < len(data):
         begin = at
+        fields += 1
+        if fields > _MOST_FIELDS:
+            raise RefusedError(
+                "request",
+                f"more than {_MOST_FIELDS} fields",
+                "a header, sample or batch, and a payload",
+                "send one message at a time",
+            )
         tag, at = _read_varint(data, at)
         if tag & 7 != _LENGTH_DELIMITED:
             # A field of a later revision: protobuf knows how to skip it.
             request = pb.StreamStatesRequest.FromString(data)
             return Framed(request, np.frombuffer(request.payload, dtype=np.uint8), len(data))
         length, at = _read_varint(data, at)
+        if tag >> 3 == _BATCH and length > _MOST_BATCH_BYTES:
+            raise RefusedError(
+                "batch",
+                f"{length} bytes",
+                f"at most {_MOST_BATCH_BYTES} bytes",
+                "put the states into the payload or the ring, or send smaller batches",
+                StatusCode.RESOURCE_EXHAUSTED,
+            )
         if tag >> 3 == _PAYLOAD and at + length <= len(data):
             payload = np.frombuffer(data, np.uint8, length, at)
         else:

@@ -228,7 +228,8 @@ def test_streams_and_watchers_are_bounded(tmp_path: Path) -> None:
         for watch in watches:
             next(watch)
         error = refusal(lambda: next(client.stub.WatchStatus(pb.WatchStatusRequest(), timeout=60)))
-        assert error.field == "WatchStatus"
+        assert error.field == "server.max_calls"
+        assert error.found == "16 calls of WatchStatus in progress"
         # Unary calls still have threads.
         assert client.status().idle
         for watch in watches:
