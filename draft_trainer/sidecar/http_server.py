@@ -5,27 +5,21 @@ Around any WSGI application: /metrics and the web page are two of them behind on
 
 from __future__ import annotations
 
-import base64
-import binascii
 import socket
-import ssl
 import threading
-from collections.abc import Collection, Iterable
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from draft_trainer.sidecar.http_access import connection_environ, observed, secured
 from slipstream.access import Access
-from slipstream.refusal import RefusedError, StatusCode
-from slipstream.roles import Role
+from slipstream.refusal import RefusedError
 
 if TYPE_CHECKING:
-    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+    from _typeshed.wsgi import WSGIApplication
 
 MAX_CONNECTIONS = 32
 _SILENT_SECONDS = 10.0
-_NAMES = "slipstream.certificate_names"
-_STATUS = {StatusCode.UNAUTHENTICATED: "401 Unauthorized"}
 
 
 class HttpServer:
@@ -76,44 +70,6 @@ class HttpServer:
         self._thread.join(timeout)
 
 
-def observed(app: WSGIApplication, access: Access) -> WSGIApplication:
-    """``app`` for those alone who have the role observe.
-
-    By ``Authorization: Bearer TOKEN``, as Prometheus sends it; by HTTP's Basic with the token as
-    password, for which browsers ask; or by a client certificate.
-    """
-
-    def guarded(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        shown = _as_bearer(environ.get("HTTP_AUTHORIZATION"))
-        refused = access.judge(Role.OBSERVE, shown, environ.get(_NAMES, frozenset()))
-        if refused is None:
-            return app(environ, start)
-        peer = f"{environ.get('REMOTE_ADDR', '')}:{environ.get('REMOTE_PORT', '')}"
-        access.refusals.add(refused.reason, peer, str(refused.error))
-        body = f"{refused.error}\n".encode()
-        headers = [
-            ("Content-Type", "text/plain; charset=utf-8"),
-            ("Content-Length", str(len(body))),
-            ("WWW-Authenticate", 'Basic realm="slipstream", charset="UTF-8"'),
-            ("WWW-Authenticate", 'Bearer realm="slipstream"'),
-        ]
-        start(_STATUS.get(refused.error.code, "403 Forbidden"), headers)
-        return [body]
-
-    return guarded
-
-
-def _as_bearer(authorization: str | None) -> str | None:
-    scheme, _, value = (authorization or "").partition(" ")
-    if scheme.lower() != "basic":
-        return authorization
-    try:
-        decoded = base64.b64decode(value, validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
-        return authorization
-    return f"Bearer {decoded.partition(':')[2]}"
-
-
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     block_on_close = False
@@ -148,20 +104,10 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         request.settimeout(_SILENT_SECONDS)
-        if self._access.tls is None:
-            super().finish_request(request, client_address)
-            return
-        try:
-            # In the connection's own thread: whoever is slow keeps nobody else waiting.
-            secured = self._access.tls.context().wrap_socket(request, server_side=True)
-        except OSError as error:
-            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-            self._access.refusals.add(
-                "tls", f"{client_address[0]}:{client_address[1]}", f"no TLS with it ({reason})"
-            )
-            return
-        with secured:
-            super().finish_request(secured, client_address)
+        connection = secured(request, client_address, self._access)
+        if connection is not None:
+            with connection:
+                super().finish_request(connection, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away in the middle is nobody's error."""
@@ -171,12 +117,7 @@ class _Handler(WSGIRequestHandler):
     timeout = _SILENT_SECONDS
 
     def get_environ(self) -> dict[str, Any]:
-        environ = super().get_environ()
-        environ["REMOTE_PORT"] = str(self.client_address[1])
-        if isinstance(self.connection, ssl.SSLSocket):
-            environ["wsgi.url_scheme"] = "https"
-            environ[_NAMES] = _names_of(self.connection.getpeercert() or {})
-        return environ
+        return super().get_environ() | connection_environ(self.connection, self.client_address)
 
     def address_string(self) -> str:
         # Not looked up in DNS, which may hang.
@@ -184,10 +125,3 @@ class _Handler(WSGIRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not logged."""
-
-
-def _names_of(certificate: Any) -> Collection[str]:
-    """As ``interceptors.certificate_names``."""
-    others = frozenset(value for _, value in certificate.get("subjectAltName", ()))
-    common = (pair for entry in certificate.get("subject", ()) for pair in entry)
-    return others or frozenset(value for key, value in common if key == "commonName")
