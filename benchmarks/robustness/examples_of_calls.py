@@ -24,6 +24,9 @@ Make = Callable[[], Sequence[Message]]
 def _foreign(specs: Sequence[tensor_pb2.TensorSpec]) -> None:
     """Give them hashes that nothing has."""
     for spec in specs:
+        if spec.name in ("d2t", "t2d"):
+            # Another vocabulary is refused before anything else is looked at.
+            continue
         spec.sha256 = hashlib.sha256(b"nobody's " + spec.sha256).digest()
 
 

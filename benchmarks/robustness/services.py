@@ -19,6 +19,7 @@ _CONFIG = """
 [server]
 port = 0
 metrics_port = 0
+max_streams = {streams}
 ring_bytes = 262144
 message_timeout_s = {seconds}
 calls_per_s = 1e6
@@ -120,16 +121,20 @@ class Process:
         raise RuntimeError(f"not ready: {self.log[-2000:]}")
 
 
-def start_trainer(folder: Path, seconds: float = 2.0, idle: float = 900.0) -> Process:
+def start_trainer(
+    folder: Path, seconds: float = 2.0, idle: float = 900.0, streams: int = 8
+) -> Process:
     """A trainer of the example's draft that hardly trains.
 
     Args:
         folder: empty.
         seconds: ``server.message_timeout_s``.
         idle: ``server.stream_idle_s``.
+        streams: ``server.max_streams``.
     """
     config = folder / "trainer.toml"
-    config.write_text(_CONFIG.format(seconds=seconds, idle=idle, draft=EXAMPLE / "draft"))
+    settings = {"seconds": seconds, "idle": idle, "streams": streams}
+    config.write_text(_CONFIG.format(**settings, draft=EXAMPLE / "draft"))
     run = "import sys; from draft_trainer.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", run, "serve", "--config", str(config)]
     return Process(command, folder, "draft-trainer ready:", "grpc")

@@ -30,7 +30,7 @@ class Replayable(Protocol):
 T = TypeVar("T", bound=Replayable)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry(Generic[T]):
     sample: T
     arrival: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -68,14 +68,20 @@ class Promotions:
     Args:
         root: the registry's folder.
         initial: what is promoted and served where there is no file yet.
+        on_note: see ``PublishLog``.
 
     Raises:
         RefusedError: the file is not what this class writes, or cannot be written.
     """
 
-    def __init__(self, root: Path, initial: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        initial: int,
+        on_note: Callable[[str, int, str], None] = lambda *event: None,
+    ) -> None:
         self._path = root / FILE_NAME
-        self.log = PublishLog(root)
+        self.log = PublishLog(root, on_note)
         self._lock = threading.Lock()
         if self._path.exists():
             self._now = _read(self._path)

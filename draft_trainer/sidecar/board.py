@@ -54,6 +54,7 @@ class Counts:
     tokens_trained: int = 0
     train_seconds: float = 0.0
     loss: float | None = None
+    loss_total: float = 0.0
     step_acceptance: tuple[float, ...] = ()
     idle: bool = True
     gate: GateResult | None = None
@@ -170,6 +171,7 @@ class Board:
                 tokens_trained=now.tokens_trained + (0 if skipped else tokens),
                 train_seconds=now.train_seconds + seconds,
                 loss=now.loss if skipped else loss,
+                loss_total=now.loss_total + (0.0 if skipped or loss is None else loss),
                 step_acceptance=now.step_acceptance if skipped else tuple(step_acceptance),
             )
 

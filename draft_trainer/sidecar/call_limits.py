@@ -34,6 +34,7 @@ def limits_of(config: ServerConfig) -> dict[str, Limit]:
         "ImportRelease": Limit(2, chunks, MAX_IMPORT_SECONDS),
         "FetchRelease": Limit(8, call_seconds=FETCH_SECONDS),
         "WatchStatus": Limit(MAX_WATCHERS),
+        "WatchEvents": Limit(MAX_WATCHERS),
         "PrepareSync": fleet,
         "CompleteSync": fleet,
         "PromoteRelease": fleet,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -14,9 +13,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from draft_trainer.sidecar.board import SECONDS_BUCKETS, Board, Counts, Durations
-from draft_trainer.sidecar.http_server import HttpServer
 from draft_trainer.sidecar.status import Status
-from slipstream.access import Access
 from slipstream.limits import RefusedCalls
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -191,28 +188,3 @@ def _histogram(name: str, text: str, durations: Durations) -> HistogramMetricFam
     family = HistogramMetricFamily(PREFIX + name, text)
     family.add_metric([], buckets, durations.total)
     return family
-
-
-class MetricsServer:
-    """Serves ``/metrics`` over HTTP from its own registry.
-
-    Args:
-        collector: what is served.
-        host: address to listen on.
-        port: 0 for a free one.
-        access: who may read it.
-
-    Raises:
-        RefusedError: the port cannot be had.
-    """
-
-    def __init__(self, collector: Collector, host: str, port: int, access: Access) -> None:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(collector)
-        app = make_wsgi_app(registry)
-        self._server = HttpServer(app, host, port, access, "server.metrics_port")
-        self.url = f"{self._server.url}/metrics"
-
-    def close(self, timeout: float) -> None:
-        """Stop serving and free the port."""
-        self._server.close(timeout)

@@ -37,6 +37,7 @@ class PatientRequests:
         self._in_all = in_all
         self._wanted = threading.Semaphore(0)
         self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._ended = False
         self._closed = False
         threading.Thread(target=self._read, name="requests", daemon=True).start()
 
@@ -50,6 +51,8 @@ class PatientRequests:
             RefusedError: it did not come in time, or cannot be read.
             grpc.RpcError: the call ended.
         """
+        if self._ended:
+            raise StopIteration
         left = self._end - time.monotonic()
         self._wanted.release()
         try:
@@ -57,6 +60,7 @@ class PatientRequests:
         except queue.Empty:
             raise silent(self._seconds if left > self._seconds else self._in_all) from None
         if item is None:
+            self._ended = True
             raise StopIteration
         if isinstance(item, Exception):
             raise item

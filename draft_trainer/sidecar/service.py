@@ -40,6 +40,7 @@ from slipstream.layers import encode_layers
 from slipstream.refusal import RefusedError
 from slipstream.schema import SCHEMA_VERSION, check_schema
 from slipstream.tensors import encode
+from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ class DraftTrainerService(ReleaseCalls):
                 "install the same release of slipstream in the policy's image and in the trainer's",
             )
             session = self._runs.open(request)
+        self._status.run_opened(session)
         return pb.OpenRunResponse(
             session_id=session.session_id,
             aux_layers=encode_layers(self._draft.aux_layer_ids),
@@ -186,6 +188,31 @@ class DraftTrainerService(ReleaseCalls):
             check_text("policy_stage_id", request.policy_stage_id, MAX_NAME_CHARACTERS)
             published = self._publisher.complete(request.policy_version, request.policy_stage_id)
         return pb.CompleteSyncResponse(result=result_message(published))
+
+    def GetHistory(
+        self, request: console_pb2.GetHistoryRequest, context: grpc.ServicerContext
+    ) -> console_pb2.History:
+        """See the .proto."""
+        return self._status.history()
+
+    def WatchEvents(
+        self, request: console_pb2.WatchEventsRequest, context: grpc.ServicerContext
+    ) -> Iterator[console_pb2.Event]:
+        """See the .proto."""
+        events = self._status.events
+        # Once only: a log that was begun anew numbers from 1 again.
+        seen, newest = request.after, request.newest
+        while True:
+            for event in events.after(seen, newest):
+                yield event
+                seen = event.number
+            newest = 0
+            if not request.follow:
+                return
+            # A deadline, so that a client that went away is noticed.
+            while not events.wait_beyond(seen, timeout=1.0):
+                if not context.is_active() or self._draining.is_set():
+                    return
 
     def GetStatus(
         self, request: pb.GetStatusRequest, context: grpc.ServicerContext

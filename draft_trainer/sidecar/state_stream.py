@@ -25,6 +25,7 @@ _TICK = 1.0
 # Messages that are read ahead. Credit counts bytes, and 64 MiB are 32 million empty samples.
 _MOST_WAITING = 1024
 _MOST_SAMPLES = 4096
+_MOST_PIECES = 1024
 
 
 class StateStream:
@@ -87,7 +88,7 @@ class StateStream:
             heard = time.monotonic()
             samples = []
             for framed in together:
-                memories = Memories(framed.payload, self._ring)
+                memories = Memories((*framed.ahead, framed.payload), self._ring)
                 samples += [(message, memories) for message in _samples(framed.request)]
             yield from self._answer(together, self._ingest.take(self._run, samples))
 
@@ -130,11 +131,13 @@ class StateStream:
         return together
 
     def _read(self) -> None:
+        ahead: list[Framed] = []
         try:
             for framed in self._requests:
                 kind = framed.request.WhichOneof("kind")
-                if kind not in ("sample", "batch"):
-                    raise wrong_kind("sample or batch", kind)
+                piece = kind is None and len(framed.payload) > 0
+                if not piece and kind not in ("sample", "batch"):
+                    raise wrong_kind("sample, batch or a piece of their payload", kind)
                 if len(framed.request.batch.samples) > _MOST_SAMPLES:
                     raise RefusedError(
                         "batch.samples",
@@ -143,10 +146,22 @@ class StateStream:
                         "send smaller batches",
                     )
                 self._window.spend(framed.nbytes)
+                if piece:
+                    # Of one byte each they would cost a hundred times what credits count.
+                    if len(ahead) == _MOST_PIECES:
+                        raise RefusedError(
+                            "payload",
+                            f"more than {_MOST_PIECES} pieces",
+                            "pieces of about a MiB",
+                            "send larger pieces",
+                        )
+                    ahead.append(framed)
+                    continue
                 while not self._room.acquire(timeout=_TICK):
                     if self._ended:
                         return
-                self._waiting.put(framed)
+                self._waiting.put(framed.behind(ahead))
+                ahead = []
         except RefusedError as error:
             self._waiting.put(error)
         except grpc.RpcError:

@@ -1,12 +1,49 @@
-"""The trainer's status message: counters of the board, versions of the registry and the run."""
+"""The trainer's status and its past as messages: put together from all who know a part."""
 
 from __future__ import annotations
 
-from draft_trainer.feed.session import Run, Runs
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from draft_trainer.feed.session import Run, Runs, Session
 from draft_trainer.feed.store import SampleStore
+from draft_trainer.releases.canary import Trial
 from draft_trainer.releases.promotions import Promotions
-from draft_trainer.sidecar.board import Board
+from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.verdicts import VerdictLog
+from draft_trainer.sidecar.acceptance_history import SLOT_SECONDS, AcceptanceHistory
+from draft_trainer.sidecar.board import Board, Counts
+from draft_trainer.sidecar.events import EventLog
+from draft_trainer.sidecar.fleet_view import FleetView
+from draft_trainer.sidecar.moments import Moments
+from slipstream.code_version import code_version
+from slipstream.refusal import RefusedError
+from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
+
+VERDICTS_SHOWN = 100
+
+
+@dataclass(frozen=True)
+class Live:
+    """Who knows about the fleet and its releases, beside their counters.
+
+    Args:
+        events: what happened.
+        fleet: the servers as they were seen last.
+        acceptance: what their drafts did.
+        registry: manifests.
+        verdicts: the gate's.
+        trial: the one under way.
+    """
+
+    events: EventLog
+    fleet: FleetView
+    acceptance: AcceptanceHistory
+    registry: Registry
+    verdicts: VerdictLog
+    trial: Callable[[], Trial | None]
 
 
 class Status:
@@ -17,7 +54,9 @@ class Status:
         runs: the current run.
         promotions: the promoted release.
         newest_release: the newest release at start; ``released`` moves it on.
+        trained_against: policy version that it was trained against, if any.
         store: the run's samples.
+        live: the fleet and its releases.
     """
 
     def __init__(
@@ -28,12 +67,24 @@ class Status:
         newest_release: int,
         trained_against: int | None,
         store: SampleStore,
+        live: Live,
     ) -> None:
         self._board = board
         self._runs = runs
         self._promotions = promotions
         self._newest = (newest_release, trained_against)
         self._store = store
+        self._live = live
+        self._started_at = time.time()
+        self._code_version = code_version()
+        self._feeder: tuple[str, str] | None = None
+        self._against: tuple[int, int] | None = None
+        self.moments = Moments(self.moment)
+
+    @property
+    def events(self) -> EventLog:
+        """What happened."""
+        return self._live.events
 
     @property
     def newest_release(self) -> int:
@@ -60,8 +111,22 @@ class Status:
         self._newest = (version, trained_against)
         self._board.touch()
 
+    def run_opened(self, session: Session) -> None:
+        """A client feeds a run. One that connects again and again is told of once."""
+        who = (session.run.run_id, session.client)
+        if who != self._feeder:
+            self._feeder = who
+            self.events.note(
+                console_pb2.EVENT_KIND_RUN_OPENED,
+                policy_version=session.run.latest_policy_version,
+                reason=f"run {who[0]} by {who[1] or 'a client without a name'}",
+            )
+
     def policy_announced(self, run: Run) -> None:
         """A version became known; samples that are too old for it are gone."""
+        self.events.note(
+            console_pb2.EVENT_KIND_POLICY_ANNOUNCED, policy_version=run.latest_policy_version
+        )
         self._board.touch()
 
     def wait_beyond(self, revision: int, timeout: float) -> bool:
@@ -70,6 +135,10 @@ class Status:
 
     def read(self) -> tuple[pb.TrainerStatus, int]:
         """The status now, and the board's revision that it shows."""
+        status, counts = self._read()
+        return status, counts.revision
+
+    def _read(self) -> tuple[pb.TrainerStatus, Counts]:
         counts = self._board.read()
         promotion = self._promotions.now
         status = pb.TrainerStatus(
@@ -89,12 +158,88 @@ class Status:
             step_acceptance=counts.step_acceptance,
             last_gate=counts.gate.text if counts.gate is not None else "",
             idle=counts.idle,
+            started_at=self._started_at,
+            code_version=self._code_version,
+            trained_against_policy_version=self.trained_against,
+            last_minute=self._live.acceptance.last_minute(),
+            trial=_trial(self._live.trial()),
+            last_verdict=next(iter(self._live.verdicts.newest(1)), None),
+            refused_by_field=counts.refused_by_field,
+            evicted_by_reason=counts.evicted_by_reason,
+            publishes=counts.publishes,
+            verdicts=counts.gate_verdicts,
+            training_error=counts.training_error,
         )
         run = self._runs.current
         if run is not None:
+            status.run_id = run.run_id
             status.replay_bytes = self._store.nbytes
             status.samples_pending = self._store.pending
             latest = run.latest_policy_version
             if latest is not None:
                 status.policy_version = latest
-        return status, counts.revision
+                behind = self._staleness(promotion.promoted, latest)
+                if behind is not None:
+                    status.staleness = behind
+        for server in self._live.fleet.messages():
+            for drafted in self._live.acceptance.last_minute(server.address):
+                if drafted.draft_version == server.state.draft_version:
+                    server.last_minute.CopyFrom(drafted)
+            status.servers.append(server)
+        return status, counts
+
+    def moment(self) -> console_pb2.Moment:
+        """The counters that plots are made of, now."""
+        status, counts = self._read()
+        drafts, accepted = self._live.acceptance.total
+        known = status.HasField
+        return console_pb2.Moment(
+            time=time.time(),
+            samples_accepted=status.samples_accepted,
+            train_steps=status.train_steps,
+            tokens_trained=status.tokens_trained,
+            loss_total=counts.loss_total,
+            replay_bytes=status.replay_bytes,
+            samples_pending=status.samples_pending,
+            policy_version=status.policy_version if known("policy_version") else None,
+            promoted_release=status.promoted_release,
+            staleness=status.staleness if known("staleness") else None,
+            drafts=drafts,
+            accepted_per_position=accepted,
+        )
+
+    def history(self) -> console_pb2.History:
+        """What is remembered of the past."""
+        recent, whole = self.moments.both()
+        return console_pb2.History(
+            recent=recent,
+            whole=whole,
+            acceptance=self._live.acceptance.cells(),
+            servers=self._live.acceptance.servers(),
+            verdicts=self._live.verdicts.newest(VERDICTS_SHOWN),
+            moment_s=self.moments.seconds,
+            slot_s=SLOT_SECONDS,
+        )
+
+    def _staleness(self, version: int, policy_version: int) -> int | None:
+        """Policy versions that a release is behind; None while its manifest cannot be read."""
+        known = self._against
+        if known is None or known[0] != version:
+            try:
+                # Manifests never change: read once.
+                manifest = self._live.registry.get(version)
+            except RefusedError:
+                return None
+            known = self._against = (version, manifest.trained_against_policy_version)
+        return max(0, policy_version - known[1])
+
+
+def _trial(trial: Trial | None) -> console_pb2.TrialView | None:
+    if trial is None:
+        return None
+    return console_pb2.TrialView(
+        draft_version=trial.version,
+        incumbent_version=trial.incumbent,
+        servers=trial.servers,
+        others=trial.others,
+    )

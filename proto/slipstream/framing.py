@@ -7,12 +7,13 @@ bytes here are those that protobuf would write: the payload is put behind the re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from slipstream.checksums import Bytes
+from slipstream.packed import ALIGNMENT
 from slipstream.refusal import RefusedError, StatusCode
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
@@ -27,6 +28,8 @@ _LENGTH_DELIMITED = 2
 # a minute, and a batch of empty samples gigabytes.
 _MOST_FIELDS = 16
 _MOST_BATCH_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
+"""About the payload of a message, where a sample's is longer."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,20 @@ class Framed:
         request: everything but the payload.
         payload: uint8 [n], read-only.
         nbytes: of the serialized message, as credits count them.
+        ahead: payloads that came ahead of it, in messages of their own.
     """
 
     request: pb.StreamStatesRequest
     payload: Bytes
     nbytes: int
+    ahead: tuple[Bytes, ...] = ()
+
+    def behind(self, ahead: Sequence[Framed]) -> Framed:
+        """With the messages that came ahead of it."""
+        if not ahead:
+            return self
+        nbytes = self.nbytes + sum(framed.nbytes for framed in ahead)
+        return replace(self, nbytes=nbytes, ahead=tuple(framed.payload for framed in ahead))
 
 
 def frame(request: pb.StreamStatesRequest, payload: Sequence[Bytes] = ()) -> bytes:
@@ -51,6 +63,26 @@ def frame(request: pb.StreamStatesRequest, payload: Sequence[Bytes] = ()) -> byt
     if length:
         parts += [_field(_PAYLOAD, length), *payload]
     return b"".join(parts)  # type: ignore[arg-type]
+
+
+def frames(request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> Iterator[bytes]:
+    """The messages of ``request``: one, or where the payload is long pieces of it ahead of that.
+
+    gRPC copies a message several times and takes fresh memory for each copy; in pieces that a
+    processor's cache holds a byte costs a third of what it does in a message of 32 MiB.
+    """
+    length = sum(map(len, payload))
+    count = round(length / PIECE_BYTES)
+    if count > 1:
+        # Evenly: a message costs as much for a few bytes that were left over.
+        step = -(-length // (count * ALIGNMENT)) * ALIGNMENT
+        *ahead, last = [
+            piece[start : start + step] for piece in payload for start in range(0, len(piece), step)
+        ]
+        for piece in ahead:
+            yield frame(pb.StreamStatesRequest(), [piece])
+        payload = [last]
+    yield frame(request, payload)
 
 
 def frame_chunk(name: str, offset: int, data: memoryview) -> bytes:

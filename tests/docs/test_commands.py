@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_trainer.cli.main import parser
+from draft_trainer.cli.main import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -60,7 +60,7 @@ def test_a_command_is_understood(
     if program == "make":
         assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif program == "draft-trainer":
-        parser().parse_args(arguments)
+        build_parser().parse_args(arguments)
     elif program == "rollout-server":
         room = ROOT / "rollout_server"
         text = (room / "launch.py").read_text() + (room / "access_options.py").read_text()

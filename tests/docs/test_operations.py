@@ -9,6 +9,7 @@ import pytest
 
 from draft_trainer.config import TrainerConfig
 from draft_trainer.offline.fit_config import FitConfig
+from slipstream.v1 import console_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
@@ -64,6 +65,11 @@ def test_every_metric_is_documented() -> None:
         assert len(names) > 5
         for name in names:
             assert prefix + name in OPERATIONS, name
+
+
+def test_every_event_is_documented() -> None:
+    for name in console_pb2.EventKind.keys()[1:]:
+        assert f"`{name.removeprefix('EVENT_KIND_').lower()}`" in OPERATIONS, name
 
 
 def test_every_option_of_the_rollout_server_is_documented() -> None:

@@ -208,7 +208,7 @@ def test_health_reflection_and_metrics(tmp_path: Path) -> None:
 
 
 def _scrape(server: TrainerServer) -> str:
-    with urllib.request.urlopen(server._metrics.url, timeout=10) as answer:
+    with urllib.request.urlopen(f"{server._web.url}/metrics", timeout=10) as answer:
         return str(answer.read().decode())
 
 

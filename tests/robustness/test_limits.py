@@ -138,6 +138,11 @@ def test_a_client_is_waited_for_so_long_and_no_longer() -> None:
     waiting.close()
 
 
+def test_a_call_that_ended_is_not_waited_for() -> None:
+    ended = PatientRequests(iter(()), 600.0, 600.0)
+    assert [next(ended, "over"), next(ended, "over"), *ended] == ["over", "over"]
+
+
 def test_a_long_text_of_the_client_fits_the_trailers() -> None:
     error = RefusedError("name", "n" * 100_000, "≠" * 100_000, "send another one")
     sent = error.to_proto()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -152,43 +155,47 @@ def test_a_batch_of_millions_of_empty_samples_is_never_parsed(trainer: Trainer) 
 
 
 def test_a_stream_that_sends_nothing_ends_and_gives_its_place_back(tmp_path: Path) -> None:
-    process = start_trainer(tmp_path, seconds=1.0, idle=1.0)
+    process = start_trainer(tmp_path, seconds=1.0, idle=1.0, streams=1)
     try:
         feeder = Feeder(process.address, DEADLINE)
         feeder.serve()
         assert list(feeder._call) == [], "ended without an error: its client opens another one"
         feeder.close()
-        gone(process)
+        Feeder(process.address, DEADLINE).close()
     finally:
         assert process.stop() == 0
     assert "Traceback" not in process.log
 
 
-def gone(process: Process) -> None:
-    """A client whose machine is unplugged: nothing is left of its stream and ring."""
-    import subprocess
-    import sys
-
+def test_a_client_that_is_gone_without_a_word_gives_its_place_back(tmp_path: Path) -> None:
+    process = start_trainer(tmp_path, seconds=1.0, streams=1)
     code = (
-        "import sys, time; from benchmarks.robustness.healthy import Feeder\n"
-        f"feeder = Feeder({process.address!r}, 60.0); print('up', flush=True)\n"
-        "while True: feeder.serve(); time.sleep(0.2)"
+        "import time; from benchmarks.robustness.healthy import Feeder\n"
+        f"feeder = Feeder({process.address!r}, {DEADLINE}); print('up', flush=True)\n"
+        "while True: feeder.serve(); time.sleep(0.05)"
     )
-    import os
-    import signal
-
     client = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         assert client.stdout is not None and client.stdout.readline() == b"up\n"
-        files = process.files
-        # The kernel still answers for it; it does not answer a ping.
-        os.kill(client.pid, signal.SIGSTOP)
-        until(lambda: process.files < files, "the connection is closed")
+        assert not can_stream(process), "its place is taken"
+        # As if its machine were unplugged: it answers no ping any more.
+        client.send_signal(signal.SIGSTOP)
+        until(lambda: can_stream(process), "its place is free")
     finally:
         client.kill()
         client.wait()
         assert client.stdout is not None
         client.stdout.close()
+        assert process.stop() == 0
+
+
+def can_stream(process: Process) -> bool:
+    try:
+        Feeder(process.address, DEADLINE).close()
+    except grpc.RpcError as error:
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        return False
+    return True
 
 
 def test_stages_of_a_byte_a_second_do_not_keep_others_out(rollout: Rollout) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.access import Access
 from slipstream.refusal import StatusCode
 from slipstream.roles import Role
+from slipstream.tls import TlsFiles
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -52,30 +53,32 @@ def observed(app: WSGIApplication, access: Access) -> WSGIApplication:
     return guarded
 
 
-def secured(
-    request: socket.socket, client_address: Any, access: Access
-) -> ssl.SSLSocket | socket.socket | None:
-    """A connection behind the trainer's certificate of this instant, if it has one.
-
-    Call it in the connection's own thread, with a timeout set: the handshake waits for the client.
+def secured(request: socket.socket, tls: TlsFiles) -> ssl.SSLSocket:
+    """A connection behind the certificate of this instant, before its handshake.
 
     Args:
-        request: accepted; taken over where the answer is another.
-        client_address: of ``accept``.
-        access: certificate, and where a handshake that fails is counted.
-
-    Returns:
-        What to talk over; None where there was no handshake.
+        request: accepted; taken over.
+        tls: the certificate.
     """
-    if access.tls is None:
-        return request
+    return tls.context().wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+
+
+def shaken(connection: ssl.SSLSocket, client_address: Any, access: Access) -> bool:
+    """Whether there was a handshake. In the connection's own thread: it waits for the client.
+
+    Args:
+        connection: with a timeout.
+        client_address: of ``accept``.
+        access: where a handshake that fails is counted.
+    """
     try:
-        return access.tls.context().wrap_socket(request, server_side=True)
+        connection.do_handshake()
     except OSError as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         peer = f"{client_address[0]}:{client_address[1]}"
         access.refusals.add("tls", peer, f"no TLS with it ({reason})")
-        return None
+        return False
+    return True
 
 
 def connection_environ(connection: Any, client_address: Any) -> dict[str, Any]:
