@@ -48,7 +48,7 @@ LIMITS: Mapping[str, Limit] = {
 
 
 class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """The outermost interceptor: what others answer is bounded by it too.
+    """The next interceptor after access: who may not call waits for nothing and takes no place.
 
     Args:
         refused: is told of every call that ended with an error.

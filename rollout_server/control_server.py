@@ -17,7 +17,9 @@ from rollout_server.control import RolloutControl
 from rollout_server.engine import Engine
 from rollout_server.readiness import ACCEPTANCE, AcceptanceGuard
 from rollout_server.weights import DRAFT
+from slipstream.access import Access
 from slipstream.channel import SERVER_OPTIONS
+from slipstream.interceptors import AioAccessInterceptor
 from slipstream.limits import RefusedCalls
 from slipstream.refusal import RefusedError
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
@@ -50,6 +52,7 @@ class ControlServer:
         guard: watches acceptance.
         http_started: whether the OpenAI API accepts requests.
         announce: called once when everything is ready.
+        access: who may call.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class ControlServer:
         guard: AcceptanceGuard,
         http_started: Callable[[], bool],
         announce: Callable[[], None],
+        access: Access,
     ) -> None:
         self._control = control
         self._engine = engine
@@ -67,9 +71,11 @@ class ControlServer:
         self._http_started = http_started
         self._announce = announce
         self._health = health.aio.HealthServicer()
+        self._access = access
         self.refused_calls = RefusedCalls()
+        guards = [] if access.anonymous else [AioAccessInterceptor(access)]
         self._server = grpc.aio.server(
-            interceptors=(Admission(self.refused_calls),),
+            interceptors=(*guards, Admission(self.refused_calls)),
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_CALLS,
         )
@@ -84,7 +90,12 @@ class ControlServer:
         """Listen. Raises RefusedError: the port was taken meanwhile."""
         await self._set_health(serving=False)
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{port}")
+            at, tls = f"{host}:{port}", self._access.tls
+            self.port = (
+                self._server.add_insecure_port(at)
+                if tls is None
+                else self._server.add_secure_port(at, tls.grpc_credentials())
+            )
         except RuntimeError as error:
             raise RefusedError(
                 "--control-port", f"{host}:{port} in use", "a free port", "choose another port"

@@ -106,10 +106,12 @@ async def _build(settings: Settings, engine_client: Any, state: Any, args: Any) 
         AcceptanceGuard(API.tracker, settings.guard_drafts),
         http_started,
         announce,
+        settings.access,
     )
     REGISTRY.register(
         RolloutCollector(
             *(API.tracker, control, store, commits, costs, server.refused_calls),
+            settings.access.refusals,
             settings.draft_length,
             vllm_version,
         )

@@ -25,6 +25,7 @@ from rollout_server.control import RolloutControl
 from rollout_server.metrics_catalogue import CATALOGUE
 from rollout_server.step_costs import StepCosts
 from rollout_server.weights import DRAFT, POLICY
+from slipstream.access import AccessRefusals
 from slipstream.limits import RefusedCalls
 from slipstream.metric_families import Scrape
 
@@ -40,6 +41,7 @@ class RolloutCollector(Collector):
         commits: that were tried.
         costs: of engine steps.
         refused: calls of the control plane.
+        access: calls of those who had no right to them.
         draft_length: num_speculative_tokens.
         vllm: its version.
     """
@@ -50,6 +52,7 @@ class RolloutCollector(Collector):
     commits: CommitCounts
     costs: StepCosts
     refused: RefusedCalls
+    access: AccessRefusals
     draft_length: int
     vllm: str
 
@@ -108,6 +111,7 @@ class RolloutCollector(Collector):
         scrape.put("stages", len(self.control.staged))
         for (method, code), count in sorted(self.refused.counts.items()):
             scrape.put("calls_refused", count, method, code)
+        scrape.count("access_refused", self.access.counts())
         scrape.put("ready", not self.control.readiness.reason)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slipstream.access import REASONS
 from slipstream.metric_spec import Catalogue, Group, Label, build_info, counter, gauge, histogram
 
 DRAFT_VERSION = Label("draft_version", text="the version that drafted")
@@ -23,6 +24,11 @@ PROCESS = Group(
             "Calls of the control plane that ended with an error.",
             Label("method", text="of the service"),
             Label("code", text="the gRPC status"),
+        ),
+        counter(
+            "access_refused",
+            "Calls of the control plane by those who had no right to them.",
+            Label("reason", REASONS),
         ),
     ),
 )

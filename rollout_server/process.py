@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout_server.acceptance_tracker import AcceptanceTracker
+from slipstream.access import Access
 
 if TYPE_CHECKING:
     from rollout_server.control_server import ControlServer
@@ -31,6 +32,7 @@ class Settings:
         stage_bytes: bound of the content store.
         guard_drafts: drafts after which acceptance is judged.
         time_plain_steps: turn drafting off for a moment where a plain step's cost is unknown.
+        access: who may use the control plane.
     """
 
     model_dir: Path
@@ -41,6 +43,7 @@ class Settings:
     draft_sample_method: str
     stage_bytes: int
     guard_drafts: int
+    access: Access
     time_plain_steps: bool = False
 
 

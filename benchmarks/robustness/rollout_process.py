@@ -24,6 +24,7 @@ from rollout_server.service import RolloutService
 from rollout_server.state_message import StateMessage
 from rollout_server.weight_source import WeightSource
 from rollout_server.weights import DRAFT, POLICY, Weights
+from slipstream.access import open_to_all
 
 
 class _Nobody:
@@ -40,7 +41,10 @@ async def serve(draft_dir: Path, folder: Path) -> None:
     directory = folder / "store"
     directory.mkdir(exist_ok=True)
     store = ContentStore(directory, capacity)
-    settings = Settings(draft_dir, draft_dir, "127.0.0.1", 0, 3, "probabilistic", capacity, 512)
+    access = open_to_all()
+    settings = Settings(
+        draft_dir, draft_dir, "127.0.0.1", 0, 3, "probabilistic", capacity, 512, access
+    )
     draft, specs = _ingest_draft(settings, store)
     tracker = AcceptanceTracker()
     tracker.start(draft.version or 0)
@@ -55,9 +59,8 @@ async def serve(draft_dir: Path, folder: Path) -> None:
         {DRAFT: expected, POLICY: Expected(POLICY, expected.layout, "bfloat16")},
         StateMessage(control, 3, "probabilistic", "policy", 1),
     )
-    server = ControlServer(
-        service, control, engine, AcceptanceGuard(tracker, 512), lambda: True, lambda: None
-    )
+    guard = AcceptanceGuard(tracker, 512)
+    server = ControlServer(service, control, engine, guard, lambda: True, lambda: None, access)
     await server.start("127.0.0.1", 0)
     over = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)

@@ -67,7 +67,7 @@ class Recorder:
         self._writer: RecordingWriter | None = None
         self._counted = 0
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._older_bytes = sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())
         except OSError as error:
             raise RefusedError(
@@ -176,7 +176,7 @@ class Recorder:
         folder = self._directory / f"run-{number:06d}"
         self._writer = RecordingWriter(folder, facts, self._config.shard_bytes)
         self._run = run
-        logger.info("recording run %s in %s", run.run_id, folder)
+        logger.info("recording run %r in %s", run.run_id, folder)
 
     @property
     def _waiting(self) -> int:

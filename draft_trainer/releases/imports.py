@@ -166,7 +166,7 @@ class Imports:
         head = foreign_head(checkpoint, self._config, self._d2t)
         if run is None:
             manifest = release_foreign(self._registry, checkpoint, head, origin)
-            logger.info("draft %d imported from %s, not gated", manifest.draft_version, origin)
+            logger.info("draft %d imported from %r, not gated", manifest.draft_version, origin)
             self._retention.apply()
             return pb.ImportReleaseResponse(manifest=manifest)
         judgement = self._judge.judge(head, run, None)
@@ -176,7 +176,7 @@ class Imports:
         version = manifest.draft_version
         promoted = judgement.verdict.passed and self._promotions.offer(version)
         verdict = self._judge.record(judgement, version)
-        logger.info("draft %d imported from %s: %s", version, origin, judgement.verdict.reason)
+        logger.info("draft %d imported from %r: %s", version, origin, judgement.verdict.reason)
         if promoted:
             self._on_promoted(version)
         self._retention.apply()

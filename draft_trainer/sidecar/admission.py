@@ -24,7 +24,7 @@ MAX_WAITING = 64
 
 
 class Admission(grpc.ServerInterceptor):
-    """The outermost interceptor: what others answer is bounded by it too.
+    """The next interceptor after access: who may not call waits for nothing and takes no place.
 
     Args:
         limits: by method, ``/package.Service/Method``.

@@ -65,6 +65,7 @@ class Counts:
     publishes: Counter[str] = field(default_factory=Counter)
     recording_shed: Counter[str] = field(default_factory=Counter)
     received_bytes: Counter[str] = field(default_factory=Counter)
+    access_refused: Counter[str] = field(default_factory=Counter)
     heals: Counter[str] = field(default_factory=Counter)
     heals_failed: Counter[str] = field(default_factory=Counter)
     policy_announcements: int = 0
@@ -156,6 +157,12 @@ class Board:
         with self._changed:
             self._counts.recording_shed[reason] += samples
             self._change()
+
+    def access_refused(self, reason: str) -> None:
+        """A call was refused for what its caller showed (``slipstream.access.REASONS``)."""
+        with self._changed:
+            # Nobody is woken: a flood of refusals must not become a flood of status messages.
+            self._counts.access_refused[reason] += 1
 
     def idle(self, idle: bool) -> None:
         """Whether there is nothing to train on."""

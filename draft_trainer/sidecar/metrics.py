@@ -120,6 +120,7 @@ def _samples(scrape: Scrape, counts: Counts) -> None:
     scrape.count("samples_evicted", counts.evicted_by_reason)
     scrape.put("samples_recorded", counts.samples_recorded)
     scrape.count("recording_shed", counts.recording_shed)
+    scrape.count("access_refused", counts.access_refused)
 
 
 def _training(scrape: Scrape, counts: Counts) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slipstream.access import REASONS
 from slipstream.metric_spec import Catalogue, Group, Label, build_info, counter, gauge, histogram
 
 TRANSPORT = Label("transport", ("grpc", "shared_memory"))
@@ -20,6 +21,11 @@ PROCESS = Group(
             "Calls that ended with an error.",
             Label("method", text="of the service"),
             Label("code", text="the gRPC status"),
+        ),
+        counter(
+            "access_refused",
+            "Calls by those who had no right to them.",
+            Label("reason", REASONS),
         ),
         gauge("training_failed", "1 once the training thread ended with an error."),
     ),

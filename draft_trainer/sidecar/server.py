@@ -15,6 +15,7 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from draft_trainer.access_config import access_of, credentials_of
 from draft_trainer.checkpoints.checkpoint import load_head, target_ids
 from draft_trainer.config import TrainerConfig
 from draft_trainer.eagle3.head import Eagle3Head
@@ -62,6 +63,7 @@ from draft_trainer.training.training_state import head_facts
 from draft_trainer.web.console import serve_console
 from slipstream.channel import server_options
 from slipstream.code_version import code_version
+from slipstream.interceptors import AccessInterceptor
 from slipstream.limits import RefusedCalls
 from slipstream.refusal import RefusedError
 from slipstream.v1 import console_pb2
@@ -90,6 +92,9 @@ class TrainerServer:
         ranks = ranks or Ranks()
         self.died = threading.Event()
         """Set when the training thread ended by itself."""
+        self._board = Board()
+        self._access = access_of(config, self._board.access_refused)
+        self._credentials = credentials_of(config)
         self._registry = registry = open_registry(config.draft)
         self._close_samples: Callable[[], None] = lambda: None
         try:
@@ -108,7 +113,6 @@ class TrainerServer:
             registry.get(version)
         head, d2t = load_head(registry.path(newest.draft_version))
         draft = head.config
-        self._board = Board()
         self._open_samples()
         states = LearnerStates(
             config.draft.registry,
@@ -136,6 +140,7 @@ class TrainerServer:
             members_of(publish.rollout_servers),
             Timeouts(publish.state_timeout_s, publish.stage_timeout_s, publish.commit_timeout_s),
             fleet_view.looked,
+            self._credentials,
         )
         self._watch = AcceptanceWatch(self._fleet, acceptance.grew)
         self._canary = canary = Canary(config.canary, publish.num_speculative_tokens, self._watch)
@@ -310,10 +315,12 @@ class TrainerServer:
         server = self._config.server
         self.refused_calls = RefusedCalls()
         admitting, threads = admission(server, self.refused_calls)
+        access = self._access
+        guards = [] if access.anonymous else [AccessInterceptor(access)]
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
         self._grpc = grpc.server(
             self._pool,
-            interceptors=(admitting,),
+            interceptors=(*guards, admitting),
             options=server_options(server.max_message_bytes, server.keepalive_s),
             maximum_concurrent_rpcs=MAX_CALLS,
         )
@@ -326,7 +333,12 @@ class TrainerServer:
         try:
             host = f"[{server.host}]" if ":" in server.host else server.host
             try:
-                port = self._grpc.add_insecure_port(f"{host}:{server.port}")
+                at = f"{host}:{server.port}"
+                port = (
+                    self._grpc.add_insecure_port(at)
+                    if access.tls is None
+                    else self._grpc.add_secure_port(at, access.tls.grpc_credentials())
+                )
             except RuntimeError as error:
                 raise RefusedError(
                     "server.port",
@@ -338,7 +350,9 @@ class TrainerServer:
             metrics = TrainerCollector(
                 *(self._board, self._status, self._rings, self._canary, self.refused_calls)
             )
-            self._web = serve_console(self._status, metrics, server.host, server.metrics_port)
+            self._web = serve_console(
+                self._status, metrics, access, server.host, server.metrics_port
+            )
         except RefusedError:
             self._grpc.stop(grace=None)
             self._pool.shutdown(wait=False)

@@ -6,20 +6,25 @@ from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.registry import Collector
 
 from draft_trainer.sidecar.status import Status
+from draft_trainer.web.access import observed
 from draft_trainer.web.app import Route, WebApp
 from draft_trainer.web.document import Asset, Facts
 from draft_trainer.web.server import WebServer
+from slipstream.access import Access
 from slipstream.v1 import console_pb2
 
 EVENTS_SHOWN = 200
 
 
-def serve_console(status: Status, metrics: Collector, host: str, port: int) -> WebServer:
+def serve_console(
+    status: Status, metrics: Collector, access: Access, host: str, port: int
+) -> WebServer:
     """``/metrics``, the page, and ``/api/status``, ``/api/history``, ``/api/events``.
 
     Args:
         status: the facts.
         metrics: what is scraped.
+        access: who may look.
         host: address to listen on.
         port: 0 for a free one.
 
@@ -41,4 +46,5 @@ def serve_console(status: Status, metrics: Collector, host: str, port: int) -> W
             lambda: console_pb2.Events(events=status.events.after(0, EVENTS_SHOWN))
         ),
     }
-    return WebServer(WebApp(routes, make_wsgi_app(registry)), host, port)
+    app = observed(WebApp(routes, make_wsgi_app(registry)), access)
+    return WebServer(app, access, host, port)

@@ -12,7 +12,9 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from draft_trainer.web.access import connection_environ, secured, shaken
 from draft_trainer.web.app import Wsgi
+from slipstream.access import Access
 from slipstream.refusal import RefusedError
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,10 @@ class _Handler(WSGIRequestHandler):
     server_version = "draft-trainer"
     sys_version = ""
 
+    def get_environ(self) -> dict[str, Any]:
+        """With what the connection says of its client."""
+        return super().get_environ() | connection_environ(self.connection, self.client_address)
+
     def address_string(self) -> str:
         """Without a name service: a look-up could take seconds."""
         return str(self.client_address[0])
@@ -45,7 +51,8 @@ class _Server(ThreadingMixIn, WSGIServer):
     block_on_close = False
     request_queue_size = MAX_CONNECTIONS
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, access: Access, host: str, port: int) -> None:
+        self._access = access
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._lock = threading.Lock()
         self._open: dict[socket.socket, float] = {}
@@ -69,6 +76,24 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
         else:
             super().process_request(request, client_address)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer, behind the certificate of this instant if there is one."""
+        tls = self._access.tls
+        if tls is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(SILENCE_SECONDS)
+        with secured(request, tls) as connection:
+            with self._lock:
+                # It took the socket over; the bound on its time goes with it.
+                self._open[connection] = self._open.pop(request, time.monotonic())
+            try:
+                if shaken(connection, client_address, self._access):
+                    super().finish_request(connection, client_address)
+            finally:
+                with self._lock:
+                    self._open.pop(connection, None)
 
     def shutdown_request(self, request: Any) -> None:
         """Ends every connection, however it went."""
@@ -96,6 +121,7 @@ class WebServer:
 
     Args:
         app: answers.
+        access: the certificate.
         host: address to listen on.
         port: 0 for a free one.
 
@@ -103,9 +129,9 @@ class WebServer:
         RefusedError: the port cannot be had.
     """
 
-    def __init__(self, app: Wsgi, host: str, port: int) -> None:
+    def __init__(self, app: Wsgi, access: Access, host: str, port: int) -> None:
         try:
-            self._server = _Server(host, port)
+            self._server = _Server(access, host, port)
         except OSError as error:
             raise RefusedError(
                 "server.metrics_port",
@@ -115,7 +141,8 @@ class WebServer:
             ) from error
         self._server.set_app(app)
         name = f"[{host}]" if ":" in host else host
-        self.url = f"http://{name}:{self._server.server_port}"
+        scheme = "http" if access.tls is None else "https"
+        self.url = f"{scheme}://{name}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="web", daemon=True)
         self._thread.start()
 
@@ -131,4 +158,5 @@ class WebServer:
 def _cut(request: Any) -> None:
     # It may have ended meanwhile.
     with contextlib.suppress(OSError):
-        request.shutdown(socket.SHUT_RDWR)
+        # Not TLS's own: its thread is in the middle of it.
+        socket.socket.shutdown(request, socket.SHUT_RDWR)

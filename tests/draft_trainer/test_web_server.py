@@ -11,6 +11,7 @@ import pytest
 
 from draft_trainer.web import server
 from draft_trainer.web.server import WebServer
+from slipstream.access import open_to_all
 from slipstream.refusal import RefusedError
 
 DEADLINE = 60.0
@@ -23,7 +24,7 @@ def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
 
 @pytest.fixture
 def web() -> Iterator[WebServer]:
-    found = WebServer(answer, "127.0.0.1", 0)
+    found = WebServer(answer, open_to_all(), "127.0.0.1", 0)
     yield found
     found.close(10.0)
 
@@ -65,4 +66,4 @@ def test_whoever_is_beyond_the_places_is_turned_away_and_the_others_are_served(
 def test_a_port_that_is_taken_is_refused_by_name(web: WebServer) -> None:
     port = int(web.url.rpartition(":")[2])
     with pytest.raises(RefusedError, match=f"server.metrics_port: found 127.0.0.1:{port}"):
-        WebServer(answer, "127.0.0.1", port)
+        WebServer(answer, open_to_all(), "127.0.0.1", port)

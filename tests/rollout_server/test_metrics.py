@@ -17,6 +17,7 @@ from rollout_server.metrics import RolloutCollector, negotiate
 from rollout_server.metrics_catalogue import CATALOGUE
 from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, Accepted, StepCosts, StepSum
 from rollout_server.weights import DRAFT, POLICY
+from slipstream.access import AccessRefusals
 from slipstream.limits import RefusedCalls
 from slipstream.refusal import StatusCode
 from tests.rollout_server.test_control import FakeEngine, weights
@@ -45,6 +46,7 @@ class Server:
         )
         self.collector = RolloutCollector(
             *(self.tracker, self.control, self.store, self.commits, self.costs, self.refused),
+            AccessRefusals(),
             draft_length=3,
             vllm="0.32.0",
         )
