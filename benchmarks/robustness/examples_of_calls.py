@@ -18,6 +18,8 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
 from slipstream.v1 import tensor_pb2
 
+_STREAMS = 64
+
 Make = Callable[[], Sequence[Message]]
 
 
@@ -41,6 +43,8 @@ class Calls:
     def __init__(self, session_id: str = "", version: int = 1) -> None:
         self._session_id = session_id
         self._version = version
+        self._streams: list[Sequence[Message]] = []
+        self._turn = 0
         draft = traffic.draft()
         self._stage = traffic.stage("fuzz", draft)
         _foreign(self._stage[0].header.tensors)
@@ -77,9 +81,15 @@ class Calls:
         return made() if made else [filled(method.request(), rng)]
 
     def _stream(self) -> Sequence[Message]:
-        # Ids of before: a duplicate is told from a new one, and both are looked at.
-        return [
-            traffic.header(self._session_id),
-            traffic.batch([traffic.sample(self._version) for _ in range(3)]),
-            traffic.plain_sample(self._version),
-        ]
+        # Made once: later ones are duplicates, whose states the trainer looks at all the same.
+        if len(self._streams) < _STREAMS:
+            self._streams.append(
+                [
+                    traffic.header(self._session_id),
+                    traffic.batch([traffic.sample(self._version) for _ in range(3)]),
+                    traffic.plain_sample(self._version),
+                ]
+            )
+            return self._streams[-1]
+        self._turn += 1
+        return self._streams[self._turn % _STREAMS]

@@ -16,6 +16,8 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     # A peer that was SIGSTOPped or unplugged is noticed within half a minute.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # gRPC's own patience with a ping is a minute, whatever the timeout above says.
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     # A restarted peer is found again within about two seconds.
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -49,6 +51,7 @@ def server_options(max_message_bytes: int, keepalive_s: float) -> tuple[tuple[st
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", round(1000 * keepalive_s)),
         ("grpc.keepalive_timeout_ms", round(500 * keepalive_s)),
+        ("grpc.http2.ping_timeout_ms", round(500 * keepalive_s)),
     )
 
 
