@@ -18,6 +18,7 @@ FORBIDDEN = {
 }
 # A benchmark imports the rooms that it times, and no other.
 TIMED = {
+    "alerts": {"policy_bridge"},
     # Its half of vLLM's own path is imported by vLLM's worker alone.
     "hot_swap": {"vllm"},
     "metrics_overhead": {"rollout_server"},
