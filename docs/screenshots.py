@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             demo.send_signal(signal.SIGCONT)
             demo.send_signal(signal.SIGINT)
-            demo.wait(60)
+            demo.wait(120)
     return 0
 
 
