@@ -153,7 +153,7 @@ def test_the_fleets_changes_are_events_once(tmp_path: Path) -> None:
     for answer in (down, down, up, up, ill, ill, up, down, down):
         view.looked({"a:1": answer})
     (server,) = view.messages()
-    assert not server.reachable and server.error == down.text
+    assert not server.reachable and server.error == "UNAVAILABLE"
     assert server.state.draft_version == 2
     view.looked({})
     assert view.messages() == []
