@@ -91,7 +91,7 @@ def frame(seen: Seen, width: int, height: int | None, now: float) -> list[Text]:
 def _title(seen: Seen, width: int, now: float) -> Text:
     status = seen.status
     left = Text.assemble(
-        (" draft-trainer ", "bold reverse"),
+        (" draft-trainer ", "bold black on cyan"),
         f" {plain(seen.address)}",
         ("  run ", "dim"),
         plain(status.run_id) or DASH,
