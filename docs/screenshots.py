@@ -1,7 +1,7 @@
 """Takes the pictures in docs/ from real services: ``python -m docs.screenshots``.
 
-Runs the demo (a real trainer, a real vLLM server, a policy that learns), stops its loop once it has
-come far enough, and takes ``docs/web.png`` from the page in Chromium and ``docs/top.png`` from
+Runs the demo (a real trainer, a real vLLM server, a policy that learns) and, once it has come far
+enough, takes ``docs/web.png`` from the page in Chromium and ``docs/top.png`` from
 ``draft-trainer top`` in tmux. Needs ``apt-get install chromium tmux fonts-dejavu-core``.
 """
 
@@ -21,9 +21,9 @@ import tomllib
 from pathlib import Path
 
 import grpc
+from rich.ansi import AnsiDecoder
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
-from rich.text import Text
 
 from slipstream.channel import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -72,16 +72,12 @@ def main(argv: list[str] | None = None) -> int:
         )
         try:
             server = _wait(demo, run, options)
-            # The services go on; the loop stands still while the pictures are taken.
-            demo.send_signal(signal.SIGSTOP)
-            time.sleep(6)  # the trainer reads its counters every 5 s
             take_top(f"127.0.0.1:{server['port']}", options.out / "top.png", Path(folder))
             url = f"http://127.0.0.1:{server['metrics_port']}/"
             take_page(url, options.out / "web.png", Path(folder), 1400, 1480)
         finally:
-            demo.send_signal(signal.SIGCONT)
             demo.send_signal(signal.SIGINT)
-            demo.wait(60)
+            demo.wait(120)
     return 0
 
 
@@ -135,8 +131,9 @@ def take_top(address: str, picture: Path, scratch: Path) -> None:
     finally:
         subprocess.run([*tmux, "kill-server"], check=False)
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
-    for line in screen.splitlines():
-        console.print(Text.from_ansi(line), no_wrap=True, overflow="crop")
+    # One decoder for all lines: tmux says only what changes from one to the next.
+    for line in AnsiDecoder().decode(screen):
+        console.print(line, no_wrap=True, overflow="crop")
     page = scratch / "top.html"
     html = console.export_html(
         theme=THEME, inline_styles=True, code_format=PAGE.replace("{ ", "{{ ").replace(" }", " }}")

@@ -18,6 +18,7 @@ from draft_trainer.cli.past import (
     losses,
     number,
     per_position,
+    rate,
     rates,
     share,
 )
@@ -27,8 +28,11 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 
 SPARK, NARROW_SPARK, NARROW = 24, 14, 96
 FEWEST_EVENTS = 3
-_BAD = ("failed", "rolled_back", "not_committed", "unreachable", "not_ready", "not_written", "off")
-_GOOD = ("committed", "passed", "promoted", "healed", "ready", "back", "_on")
+_BAD = (
+    *("stage_failed", "training_failed", "rolled_back", "not_committed", "unreachable"),
+    *("not_ready", "not_written"),
+)
+_GOOD = ("committed", "passed", "promoted", "healed", "ready", "back")
 
 
 @dataclass
@@ -87,7 +91,7 @@ def frame(seen: Seen, width: int, height: int | None, now: float) -> list[Text]:
 def _title(seen: Seen, width: int, now: float) -> Text:
     status = seen.status
     left = Text.assemble(
-        (" draft-trainer ", "bold reverse"),
+        (" draft-trainer ", "bold black on cyan"),
         f" {plain(seen.address)}",
         ("  run ", "dim"),
         plain(status.run_id) or DASH,
@@ -148,11 +152,10 @@ def _acceptance(status: pb.TrainerStatus, history: console_pb2.History, spark: i
 
 
 def _ingest(status: pb.TrainerStatus, history: console_pb2.History, spark: int) -> list[Text]:
-    rate = rates(history.recent, lambda m: m.samples_accepted)
     first = _labelled("samples")
     first.append(f"{status.samples_accepted:,} accepted  ")
-    first.append(sparkline(rate, spark), style="blue")
-    first.append(f"  {number(rate[-1] if rate else None, '.1f')}/s", style="bold")
+    first.append(sparkline(rates(history.recent, _samples), spark), style="blue")
+    first.append(f"  {number(rate(history.recent, _samples), '.1f')}/s", style="bold")
     refused = f"   {status.samples_refused:,} refused"
     first.append(refused, style="bold yellow" if status.samples_refused else "dim")
     evicted = f"   {status.samples_evicted:,} given up"
@@ -179,8 +182,8 @@ def _training(
     first.append(f"  {status.train_steps:,} steps", style="bold")
     if status.train_steps_skipped:
         first.append(f"   {status.train_steps_skipped:,} skipped", style="bold yellow")
-    tokens = rates(history.recent, lambda m: m.tokens_trained)
-    first.append(f"   {number(tokens[-1] if tokens else None, ',.0f')} tokens/s", style="dim")
+    tokens = rate(history.recent, lambda m: m.tokens_trained)
+    first.append(f"   {number(tokens, ',.0f')} tokens/s", style="dim")
     second = _labelled("expected")
     expected = " ".join(share(value) for value in status.step_acceptance)
     second.append(expected or DASH)
@@ -206,6 +209,10 @@ def _event(event: console_pb2.Event) -> Text:
         style = "bold green"
     clock = time.strftime(" %H:%M:%S  ", time.localtime(event.time))
     return Text.assemble((clock, "dim"), (f"{name:20}", style), f" {described(event)}")
+
+
+def _samples(moment: console_pb2.Moment) -> int:
+    return moment.samples_accepted
 
 
 def _labelled(name: str) -> Text:

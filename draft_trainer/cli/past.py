@@ -40,6 +40,12 @@ def rates(moments: Sequence[pb.Moment], count: Callable[[pb.Moment], int]) -> li
     ]
 
 
+def rate(moments: Sequence[pb.Moment], count: Callable[[pb.Moment], int]) -> float | None:
+    """Growth of a counter per second over the last minute: training and ingest come in bursts."""
+    recent = [m for m in moments if m.time >= moments[-1].time - 60.0]
+    return rates([recent[0], recent[-1]], count)[0] if len(recent) > 1 else None
+
+
 def slot_lengths(past: pb.ServerPast, slot_s: float, now: float, count: int) -> list[float | None]:
     """Acceptance length of one server in its newest ``count`` whole slots, gaps included."""
     newest = int(now // slot_s)

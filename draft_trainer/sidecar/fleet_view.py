@@ -67,9 +67,10 @@ class FleetView:
     def _saw(self, address: str, state: rollout_pb.ServerState | Failure, now: float) -> None:
         server = self._servers[address]
         if isinstance(state, Failure):
+            error = state.text.removeprefix(f"{address}: ")
             if not server.error:
-                self._note(pb.EVENT_KIND_SERVER_UNREACHABLE, address, server, state.text)
-            server.error = state.text
+                self._note(pb.EVENT_KIND_SERVER_UNREACHABLE, address, server, error)
+            server.error = error
             return
         first, before = not server.seen_at, server.state
         if server.error:

@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from draft_trainer.cli.events import described
 from draft_trainer.cli.past import DASH, length, number, slot_lengths
 from draft_trainer.cli.sparkline import bar, sparkline
 from draft_trainer.releases.fleet import Failure
@@ -153,7 +154,7 @@ def test_the_fleets_changes_are_events_once(tmp_path: Path) -> None:
     for answer in (down, down, up, up, ill, ill, up, down, down):
         view.looked({"a:1": answer})
     (server,) = view.messages()
-    assert not server.reachable and server.error == down.text
+    assert not server.reachable and server.error == "UNAVAILABLE"
     assert server.state.draft_version == 2
     view.looked({})
     assert view.messages() == []
@@ -172,6 +173,11 @@ def test_no_drafts_are_a_dash() -> None:
         slots=[pb.AcceptanceSlot(time=90.0, drafts=10, accepted_per_position=[5, 5])]
     )
     assert slot_lengths(past, 5.0, 101.0, 4) == [None, None, 2.0, None]
+
+
+def test_what_others_wrote_steers_no_terminal() -> None:
+    event = pb.Event(kind=pb.EVENT_KIND_HEALED, server="a:1", reason="x\x1b[2J\ny\u202e")
+    assert described(event) == "a:1: x [2J y "
 
 
 def test_sparkline_and_bar() -> None:

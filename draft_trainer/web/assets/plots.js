@@ -52,7 +52,7 @@ function draw(where) {
   const ys = ticks(y0, y1, Math.max(2, height / 50), false);
   for (const y of ys.at) {
     root.append(svg("line", { x1: left, x2: width - right, y1: py(y), y2: py(y), class: zero && Math.abs(y) < 1e-9 ? "zero" : "grid" }));
-    root.append(svg("text", { x: left - 8, y: py(y) + 4, "text-anchor": "end" }, y.toFixed(ys.digits)));
+    root.append(svg("text", { x: left - 8, y: py(y) + 4, "text-anchor": "end" }, (Math.abs(y) < 1e-9 ? 0 : y).toFixed(ys.digits)));
   }
   const xs = ticks(x0, x1, Math.max(2, width / 110), xWhole);
   for (const x of xs.at) {
@@ -112,8 +112,9 @@ function sparkline(values, width, height) {
     if (value === null) { pen = "M"; return; }
     const x = 1 + (index / Math.max(1, values.length - 1)) * (width - 2);
     const y = high === low ? height / 2 : height - 2 - ((value - low) / (high - low)) * (height - 4);
-    path += `${pen}${x.toFixed(1)} ${y.toFixed(1)}${pen === "M" ? "h1" : ""}`;
+    path += `${pen}${x.toFixed(1)} ${y.toFixed(1)}`;
     pen = "L";
+    root.append(svg("circle", { cx: x, cy: y, r: 1.7 }));
   });
   root.append(svg("path", { d: path }));
   return root;
