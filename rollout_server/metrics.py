@@ -29,6 +29,8 @@ from slipstream.access import AccessRefusals
 from slipstream.limits import RefusedCalls
 from slipstream.metric_families import Scrape
 
+OPENMETRICS = "application/openmetrics-text"
+
 
 @dataclass(frozen=True)
 class RolloutCollector(Collector):
@@ -126,7 +128,12 @@ def negotiate(app: Any, registry: Any) -> None:
     """
 
     def metrics(request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        accept = request.headers.get("accept", "")
+        if OPENMETRICS in accept:
+            # Without this prometheus_client 0.26 calls "vllm:..." "vllm_...", and to Prometheus 2,
+            # which asks for OpenMetrics, every metric of vLLM had another name than before.
+            accept = f"{OPENMETRICS}; version=1.0.0; escaping=allow-utf-8"
+        encode, content_type = choose_encoder(accept)
         return Response(encode(registry), headers={"Content-Type": content_type})
 
     app.router.routes.insert(0, Route("/metrics", metrics, methods=["GET"]))

@@ -6,6 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
@@ -195,16 +197,20 @@ def test_only_the_last_minute_of_speculative_steps_counts() -> None:
 
 
 def test_openmetrics_for_who_asks(server: Server) -> None:
-    from prometheus_client import CollectorRegistry
-
     registry, app = CollectorRegistry(), Starlette()
     registry.register(server.collector)
+    Counter("vllm:generation_tokens", "As vLLM names its own.", registry=registry).inc(3)
     negotiate(app, registry)
     with TestClient(app) as client:
         plain = client.get("/metrics")
         assert plain.headers["content-type"].startswith("text/plain; version=")
         assert f"# TYPE {R}all_drafts_total counter" in plain.text
-        asked = client.get("/metrics", headers={"accept": "application/openmetrics-text"})
+        assert "\nvllm:generation_tokens_total 3.0\n" in plain.text
+        # What Prometheus 2 says.
+        accept = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3"
+        asked = client.get("/metrics", headers={"accept": accept})
+        assert "\nvllm:generation_tokens_total 3.0\n" in asked.text
+        assert list(parse_openmetrics(asked.text))
         assert asked.headers["content-type"].startswith("application/openmetrics-text")
         assert asked.text.endswith("# EOF\n")
         assert f"# TYPE {R}all_drafts counter" in asked.text
