@@ -212,6 +212,8 @@ class PolicyBridge:
             policy_version=self.policy_version,
             outbox_samples=len(self._outbox),
             outbox_bytes=self._outbox.nbytes,
+            outbox_capacity_bytes=self._config.outbox_bytes,
+            ring_bytes=self._shipper.ring_bytes if self._shipper is not None else None,
             last_sync=self._last_sync,
             capture_off_reason=self._gate.off_reason() or self._switch.reason(),
         )

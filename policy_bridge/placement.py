@@ -79,6 +79,11 @@ class Placement:
         """Bytes of states after which a message is full."""
         return _BATCH_BYTES if self._ring is not None else PIECE_BYTES
 
+    @property
+    def ring_bytes(self) -> tuple[int, int] | None:
+        """Used and whole bytes of the ring; None where there is none."""
+        return None if self._space is None else (self._space.used, self._space.capacity)
+
     def message_bytes(self, layout: Layout) -> int:
         """Most serialized bytes that describing a sample takes, its block included if inline."""
         nbytes = layout.nbytes

@@ -39,6 +39,15 @@ class RingSpace:
         """Largest part there can be, in bytes."""
         return (self._last - self._first) // ALIGNMENT * ALIGNMENT
 
+    @property
+    def used(self) -> int:
+        """Bytes that are handed out, gaps at the end of a round included."""
+        with self._changed:
+            if not self._parts:
+                return 0
+            span = self._next - self._parts[0].start
+            return span if span > 0 else self._last - self._first + span
+
     def take(self, nbytes: int, timeout: float) -> int | None:
         """Start of a free part, a multiple of 64; None if there was none in time."""
         size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)

@@ -65,6 +65,7 @@ class Shipper:
         self._counters = counters
         self._changed = threading.Condition()
         self._session: Session | None = None
+        self._placement: Placement | None = None
         self._connected = False
         self._attempted = False
         self._stop = threading.Event()
@@ -82,6 +83,12 @@ class Shipper:
         """Whether a run is open now."""
         with self._changed:
             return self._connected
+
+    @property
+    def ring_bytes(self) -> tuple[int, int] | None:
+        """See ``Placement.ring_bytes``; None while no stream is open."""
+        placement = self._placement
+        return None if placement is None else placement.ring_bytes
 
     def wait_connected(self, timeout: float) -> bool:
         """Wait for an open run."""
@@ -135,6 +142,7 @@ class Shipper:
         again = self._outbox.requeue_sent()
         session = self._require_session()
         placement = Placement(session, self._config, self._distrusted)
+        self._placement = placement
         self._counters.transport(placement.name, placement.reason)
         header = pb.StreamHeader(session_id=session.session_id, transport=placement.transport)
         stream = StateStream(self._channel, header, lambda acks: self._on_acks(placement, acks))
@@ -162,6 +170,7 @@ class Shipper:
             raise
         finally:
             stream.close(_JOIN_SECONDS)
+            self._placement = None
             placement.close()
         if stream.error is not None and not self._stop.is_set():
             refusal = refused_from(stream.error)

@@ -53,11 +53,14 @@ class ContentStore:
     Args:
         directory: private, exists; removed by ``close``.
         capacity: bound in bytes.
+
+    Attributes:
+        capacity: the bound.
     """
 
     def __init__(self, directory: Path, capacity: int) -> None:
         self._directory = directory
-        self._capacity = capacity
+        self.capacity = capacity
         self._kept: OrderedDict[Key, None] = OrderedDict()
         self._holders: Counter[Key] = Counter()
         self._reserved = 0
@@ -149,14 +152,14 @@ class ContentStore:
 
     def _make_room(self, size: int) -> None:
         for key in [key for key in self._kept if key not in self._holders]:
-            if self.bytes + size <= self._capacity:
+            if self.bytes + size <= self.capacity:
                 break
             self._remove(key)
-        if self.bytes + size > self._capacity:
+        if self.bytes + size > self.capacity:
             raise RefusedError(
                 "tensors",
                 f"{size} bytes beside {self.bytes} that are held",
-                f"at most {self._capacity} bytes",
+                f"at most {self.capacity} bytes",
                 "abort stages that are not needed, or raise --stage-bytes",
                 StatusCode.RESOURCE_EXHAUSTED,
             )

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import grpc
 
 from rollout_server.read_back import SAME
+from rollout_server.step_costs import StepSum, StepSums
 from rollout_server.weight_source import WeightSource
 from slipstream.refusal import RefusedError
 
@@ -136,6 +137,10 @@ class VllmEngine:
         answer = await self._call(CALL_SECONDS, "slipstream_read_back")
         wrong = [f"worker {n}: {w}" for n, w in enumerate(answer["workers"]) if w != SAME]
         return f"draft read back from memory: {', '.join(wrong)}" if wrong else ""
+
+    async def step_sums(self, measure: bool) -> StepSums:
+        answer = await self._call(CALL_SECONDS, "slipstream_step_sums", measure)
+        return {(str(kind), int(n)): StepSum(int(s), float(t)) for kind, n, s, t in answer}
 
     def is_alive(self) -> bool:
         return bool(self._client.is_running) and not self._client.errored

@@ -20,6 +20,7 @@ FORBIDDEN = {
 TIMED = {
     # Its half of vLLM's own path is imported by vLLM's worker alone.
     "hot_swap": {"vllm"},
+    "metrics_overhead": {"rollout_server"},
     "publish_faults": {"rollout_server"},
     "robustness": {"rollout_server"},
     "feed_faults": {"policy_bridge"},

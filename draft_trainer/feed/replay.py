@@ -75,6 +75,11 @@ class ReplayBuffer(Generic[T]):
         self._to_draw: list[tuple[tuple[int, bytes, int], int, str]] = []
         self._to_evict: list[tuple[tuple[int, int, int], int, str]] = []
 
+    @property
+    def held_out_samples(self) -> int:
+        """Those that never train."""
+        return sum(entry.held_out for entry in self._entries.values())
+
     def add(self, sample: T, times_drawn: int = 0) -> None:
         """Take a sample whose id is not here. ``times_drawn`` is below ``max_epochs``."""
         assert sample.sample_id not in self._entries and times_drawn < self.max_epochs

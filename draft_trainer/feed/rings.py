@@ -63,6 +63,17 @@ class Rings:
             timer.start()
         return pb.SharedMemory(name=ring.name, bytes=ring.nbytes, nonce=ring.nonce)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rings by state: offered to a session, or claimed by its stream."""
+        with self._lock:
+            return {"offered": len(self._offered), "claimed": len(self._claimed)}
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all of them."""
+        return self._nbytes * sum(self.counts.values())
+
     def claim(self, session_id: str, transport: int) -> RingFile | None:
         """The session's ring for a stream that has it open, its name removed; else None.
 

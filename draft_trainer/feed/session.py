@@ -179,6 +179,18 @@ class Runs:
         with self._lock:
             return self._run
 
+    @property
+    def streams(self) -> int:
+        """Open streams of samples."""
+        with self._lock:
+            return self._streaming.total()
+
+    @property
+    def sessions(self) -> int:
+        """Open sessions."""
+        with self._lock:
+            return len(self._sessions)
+
     def open(self, request: pb.OpenRunRequest) -> Session:
         """Continue the current run or begin another one.
 

@@ -284,6 +284,12 @@ class SampleStore:
             return self._held.replay.pending
 
     @property
+    def held_out_samples(self) -> int:
+        """Samples that never train and feed the gate."""
+        with self._lock:
+            return self._held.replay.held_out_samples
+
+    @property
     def unsaved(self) -> int:
         """Samples drawn for the last time that are kept until a state contains that."""
         with self._lock:

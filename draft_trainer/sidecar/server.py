@@ -143,7 +143,7 @@ class TrainerServer:
             self._credentials,
         )
         self._watch = AcceptanceWatch(self._fleet, acceptance.grew)
-        canary = Canary(config.canary, publish.num_speculative_tokens, self._watch)
+        self._canary = canary = Canary(config.canary, publish.num_speculative_tokens, self._watch)
         verdicts = VerdictLog(registry.root, events.judged)
         known = newest.HasField("trained_against_policy_version")
         self._status = Status(
@@ -347,7 +347,9 @@ class TrainerServer:
                     "stop what listens there, or set another server.port",
                 ) from error
             self.address = f"{host}:{port}"
-            metrics = TrainerCollector(self._board, self._status, self.refused_calls)
+            metrics = TrainerCollector(
+                *(self._board, self._status, self._rings, self._canary, self.refused_calls)
+            )
             self._web = serve_console(
                 self._status, metrics, access, server.host, server.metrics_port
             )

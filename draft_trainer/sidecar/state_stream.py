@@ -27,6 +27,9 @@ _MOST_WAITING = 1024
 _MOST_SAMPLES = 4096
 _MOST_PIECES = 1024
 
+_Arrived = tuple[Framed, float]
+"""A request, and when it came (monotonic seconds)."""
+
 
 class StateStream:
     """Answers the samples of one stream until the client or the server ends it.
@@ -58,7 +61,7 @@ class StateStream:
         self._ingest = ingest
         self._run = run
         self._ring = ring
-        self._waiting: queue.SimpleQueue[Framed | RefusedError | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Arrived | RefusedError | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(_MOST_WAITING)
         self._idle_seconds = idle_seconds
         self._ended = False
@@ -87,10 +90,31 @@ class StateStream:
                 continue
             heard = time.monotonic()
             samples = []
-            for framed in together:
+            for framed, _ in together:
                 memories = Memories((*framed.ahead, framed.payload), self._ring)
                 samples += [(message, memories) for message in _samples(framed.request)]
-            yield from self._answer(together, self._ingest.take(self._run, samples))
+            acks = self._ingest.take(self._run, samples)
+            self._count(together, [message for message, _ in samples], acks)
+            yield from self._answer([framed for framed, _ in together], acks)
+
+    def _count(
+        self,
+        together: Sequence[_Arrived],
+        messages: Sequence[pb.VerifierStates],
+        acks: Sequence[pb.Ack],
+    ) -> None:
+        nbytes = {"grpc": sum(framed.nbytes for framed, _ in together)}
+        if self._ring is not None:
+            # Of a refused one nobody knows whether the span that it names was ever written.
+            nbytes["shared_memory"] = sum(
+                message.packed.span.bytes
+                for message, ack in zip(messages, acks, strict=True)
+                if message.packed.span.memory == pb.MEMORY_RING
+                and ack.status != pb.ACK_STATUS_REFUSED
+            )
+        now = time.monotonic()
+        waited = [(now - at, len(_samples(framed.request))) for framed, at in together]
+        self._ingest.answered(nbytes, waited)
 
     def _answer(
         self, together: Sequence[Framed], acks: list[pb.Ack]
@@ -109,9 +133,9 @@ class StateStream:
         if batched:
             yield pb.StreamStatesResponse(acks=pb.AckBatch(acks=batched, credit_bytes=credit))
 
-    def _next(self) -> list[Framed]:
+    def _next(self) -> list[_Arrived]:
         """What waits, at least one message; none when a second passed or the stream ended."""
-        together: list[Framed] = []
+        together: list[_Arrived] = []
         samples = nbytes = 0
         while samples < _TOGETHER_SAMPLES and nbytes < _TOGETHER_BYTES:
             try:
@@ -125,15 +149,17 @@ class StateStream:
                 raise item
             self._room.release()
             together.append(item)
-            messages = _samples(item.request)
+            framed, _ = item
+            messages = _samples(framed.request)
             samples += len(messages)
-            nbytes += sum(message.packed.span.bytes for message in messages) or item.nbytes
+            nbytes += sum(message.packed.span.bytes for message in messages) or framed.nbytes
         return together
 
     def _read(self) -> None:
         ahead: list[Framed] = []
         try:
             for framed in self._requests:
+                arrived = time.monotonic()
                 kind = framed.request.WhichOneof("kind")
                 piece = kind is None and len(framed.payload) > 0
                 if not piece and kind not in ("sample", "batch"):
@@ -160,7 +186,7 @@ class StateStream:
                 while not self._room.acquire(timeout=_TICK):
                     if self._ended:
                         return
-                self._waiting.put(framed.behind(ahead))
+                self._waiting.put((framed.behind(ahead), arrived))
                 ahead = []
         except RefusedError as error:
             self._waiting.put(error)

@@ -17,6 +17,7 @@ from draft_trainer.sidecar.board import Board, Counts
 from draft_trainer.sidecar.events import EventLog
 from draft_trainer.sidecar.fleet_view import FleetView
 from draft_trainer.sidecar.moments import Moments
+from draft_trainer.sidecar.policy_clock import PolicyClock
 from slipstream.code_version import code_version
 from slipstream.refusal import RefusedError
 from slipstream.v1 import console_pb2
@@ -54,7 +55,7 @@ class Status:
         runs: the current run.
         promotions: the promoted release.
         newest_release: the newest release at start; ``released`` moves it on.
-        trained_against: policy version that it was trained against, if any.
+        trained_against: newest policy version that it was trained on, if any.
         store: the run's samples.
         live: the fleet and its releases.
     """
@@ -78,8 +79,10 @@ class Status:
         self._started_at = time.time()
         self._code_version = code_version()
         self._feeder: tuple[str, str] | None = None
-        self._against: tuple[int, int] | None = None
+        self._against: dict[int, int | None] = {}
         self.moments = Moments(self.moment)
+        run = runs.current
+        self.policy_clock = PolicyClock(None if run is None else run.latest_policy_version)
 
     @property
     def events(self) -> EventLog:
@@ -97,14 +100,31 @@ class Status:
         return self._newest[1]
 
     @property
-    def samples_unsaved(self) -> int:
-        """See ``SampleStore.unsaved``."""
-        return self._store.unsaved
+    def releases(self) -> dict[str, tuple[int, int | None]]:
+        """The newest, the promoted and the last good release, each with the newest policy version
+        that it was trained on; None for none, or where its manifest cannot be read."""
+        now = self._promotions.now
+        versions = {"newest": self._newest[0], "promoted": now.promoted, "served": now.last_good}
+        known = dict([self._newest])
+        for version in set(versions.values()) - {self._newest[0]}:
+            known[version] = self._trained_against(version)
+        self._against = known
+        return {which: (version, known[version]) for which, version in versions.items()}
 
     @property
-    def samples_folder(self) -> str:
-        """Where the samples are kept."""
-        return str(self._store.folder)
+    def served_at(self) -> float | None:
+        """See ``Promotions.served_at``."""
+        return self._promotions.served_at
+
+    @property
+    def runs(self) -> Runs:
+        """The current run, its sessions and streams."""
+        return self._runs
+
+    @property
+    def store(self) -> SampleStore:
+        """The run's samples."""
+        return self._store
 
     def released(self, version: int, trained_against: int | None) -> None:
         """A release was written."""
@@ -124,10 +144,10 @@ class Status:
 
     def policy_announced(self, run: Run) -> None:
         """A version became known; samples that are too old for it are gone."""
-        self.events.note(
-            console_pb2.EVENT_KIND_POLICY_ANNOUNCED, policy_version=run.latest_policy_version
-        )
-        self._board.touch()
+        latest = run.latest_policy_version
+        if latest is not None and self.policy_clock.announced(latest):
+            self._board.announced()
+            self.events.note(console_pb2.EVENT_KIND_POLICY_ANNOUNCED, policy_version=latest)
 
     def wait_beyond(self, revision: int, timeout: float) -> bool:
         """Block until something changed since ``revision``; False when ``timeout`` s passed."""
@@ -178,9 +198,7 @@ class Status:
             latest = run.latest_policy_version
             if latest is not None:
                 status.policy_version = latest
-                behind = self._staleness(promotion.promoted, latest)
-                if behind is not None:
-                    status.staleness = behind
+                status.staleness = max(0, latest - (self.releases["promoted"][1] or 0))
         for server in self._live.fleet.messages():
             for drafted in self._live.acceptance.last_minute(server.address):
                 if drafted.draft_version == server.state.draft_version:
@@ -221,17 +239,15 @@ class Status:
             slot_s=SLOT_SECONDS,
         )
 
-    def _staleness(self, version: int, policy_version: int) -> int | None:
-        """Policy versions that a release is behind; None while its manifest cannot be read."""
-        known = self._against
-        if known is None or known[0] != version:
-            try:
-                # Manifests never change: read once.
-                manifest = self._live.registry.get(version)
-            except RefusedError:
-                return None
-            known = self._against = (version, manifest.trained_against_policy_version)
-        return max(0, policy_version - known[1])
+    def _trained_against(self, version: int) -> int | None:
+        if version in self._against:
+            return self._against[version]
+        try:
+            manifest = self._live.registry.get(version)
+        except RefusedError:
+            return None
+        known = manifest.HasField("trained_against_policy_version")
+        return manifest.trained_against_policy_version if known else None
 
 
 def _trial(trial: Trial | None) -> console_pb2.TrialView | None:

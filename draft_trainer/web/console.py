@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.registry import Collector
 
 from draft_trainer.sidecar.status import Status
@@ -33,6 +33,7 @@ def serve_console(
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(metrics)
+    ProcessCollector(registry=registry)
     routes: dict[str, Route] = {
         "/": Asset("index.html", "text/html"),
         "/console.js": Asset("console.js", "text/javascript"),

@@ -24,6 +24,8 @@ _BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # A program that is not ours, and the test that runs it as the documentation does.
 ELSEWHERE = {
     "torchrun": "tests/adapters/test_ranks.py",
+    "grpcurl": "tests/deploy/test_prometheus.py",
+    "grpc_health_probe": "tests/rollout_server/test_readiness.py",
     "PEERS/modelopt/bin/python": "tests/draft_trainer/test_golden_modelopt.py",
     **dict.fromkeys(
         ("umask", "openssl", "printf", "for", "export"), "tests/security/test_processes.py"

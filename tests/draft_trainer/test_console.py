@@ -55,7 +55,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         publish={"rollout_servers": servers, "reconcile_s": 0.0},
     )
     with running(config, train=False) as (server, client):
-        client.open("<b>run</b>\x1b[31m")
+        client.open("<b>run</b>")
         client.announce(5)
         client.send(*rollouts(7, version=5))
         assert double.watched.wait(DEADLINE)
@@ -95,7 +95,7 @@ def test_top_once_shows_them_and_steers_no_terminal(
     assert code == 0 and "\x1b" not in text
     lines = text.splitlines()
     assert all(len(line) <= 120 for line in lines)
-    assert "<b>run</b> [31m" in lines[0]
+    assert "run <b>run</b>" in lines[0]
     assert lines[1].split()[:2] == ["policy", "5"] and "staleness 5 policy versions" in lines[1]
     (server,) = (line for line in lines if live.double.address in line and " ready" in line)
     assert server.split()[1:8] == ["ready", "0", "5", "3.100", ".90", ".70", ".50"]

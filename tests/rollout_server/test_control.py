@@ -195,3 +195,19 @@ def test_stages_are_bounded_and_ids_mean_one_content(tmp_path: Path) -> None:
         assert refusal.value.code == grpc.StatusCode.RESOURCE_EXHAUSTED
 
     run(scenario())
+
+
+def test_a_moment_without_speculation_ends_as_was_asked_for_last(tmp_path: Path) -> None:
+    plane = Plane(tmp_path / "store")
+
+    async def turn() -> list[bool]:
+        seen = []
+        async with plane.control.without_speculation():
+            seen.append(plane.control.speculation_enabled)
+        seen.append(plane.control.speculation_enabled)
+        async with plane.control.without_speculation():
+            # Somebody asks for no drafts meanwhile.
+            await plane.control.set_speculation(False)
+        return [*seen, plane.control.speculation_enabled]
+
+    assert asyncio.run(turn()) == [False, True, False]
