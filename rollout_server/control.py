@@ -113,6 +113,22 @@ class RolloutControl:
             self.staged[weights.stage_id] = weights
             self._tracker.wake()
 
+    async def prepare(self, weights: Weights) -> str:
+        """Have the workers lay a draft ready beside the live one, so that its commit is short.
+
+        Returns:
+            Why its commit will have to load it instead; empty if it lies ready.
+
+        Raises:
+            RefusedError: the engine did not answer.
+        """
+        if weights.kind != DRAFT:
+            return ""
+        previous = self.previous_draft
+        return await self._engine.prepare(
+            weights.source, None if previous is None else previous.source
+        )
+
     def abort(self, stage_ids: Sequence[str]) -> None:
         """Forget stages; unknown ids are ignored."""
         for stage_id in stage_ids:

@@ -91,6 +91,11 @@ def slipstream_apply(self: Any, plan: Mapping[str, Any], timeout: float) -> dict
     return {"outcomes": outcomes, "drafts_before": drafts_before}
 
 
+def slipstream_prepare(self: Any, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """How far every worker is with laying a draft ready (see ``worker_methods``)."""
+    return {"workers": self.collective_rpc("slipstream_prepare", None, (plan,))}
+
+
 def slipstream_set_speculation(self: Any, enabled: bool, timeout: float) -> dict[str, Any]:
     """Switch drafting off or on in scheduler and workers. Answers the workers' seconds."""
     hooks: EngineHooks = self.slipstream_hooks
@@ -110,6 +115,7 @@ def install(engine_core_class: type) -> None:
         slipstream_describe,
         slipstream_read_back,
         slipstream_apply,
+        slipstream_prepare,
         slipstream_set_speculation,
         slipstream_step_sums,
     ):

@@ -96,13 +96,18 @@ class RolloutService(pb_grpc.RolloutServerServicer):
                         await upload.feed(request.chunk)
                 self._control.add_stage(weights)
                 upload.keep()
+            staged = time.perf_counter()
+            not_prepared = await self._control.prepare(weights)
         except RefusedError as error:
             await _abort(context, error)
+        end = time.perf_counter()
         yield pb.StageResponse(
             staged=pb.StageResult(
                 stage_id=header.stage_id,
                 bytes_received=upload.bytes_received,
-                seconds=time.perf_counter() - start,
+                seconds=end - start,
+                prepare_seconds=end - staged,
+                not_prepared=not_prepared,
             )
         )
 

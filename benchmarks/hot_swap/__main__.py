@@ -5,26 +5,32 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.draft_training.report import Target, machine, target_table
+from benchmarks.hot_swap import size
 from benchmarks.hot_swap.figures import NONE, OURS, PEER, Outcome, Window, figures
 from benchmarks.hot_swap.load import Load, Seen, Work, complete_all
 from benchmarks.hot_swap.servers import Server, Servers
 from benchmarks.hot_swap.swaps import Ours, Swap, peer_files
+from draft_trainer.durable import written_whole
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.tokenizer import EOS_ID
 from tests.losslessness.joint import chi_square_p_value, exact_joint
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic_grpo"
 POLICY, DRAFT = EXAMPLE / "policy", EXAMPLE / "draft"
+# The distribution that torch computes here is then the servers' own.
+PRECISION = ("--dtype", "float32")
 SAMPLED_TOKENS = 4
 PROMPTS = 64
 
@@ -32,27 +38,37 @@ PROMPTS = 64
 def main(argv: list[str] | None = None) -> int:
     """Run it; the exit status is 0 only if every target was met."""
     options = _parse(argv)
+    # So that ``timeout`` and a terminal's Ctrl-C end the servers, and what was measured is told.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        outcome = _measure(options, folder)
-    found = figures(outcome, options.swaps)
-    print(_table(found))
+        if options.size:
+            found = size.measure(options, folder, EXAMPLE, _say)
+            print(size.table(found))
+        else:
+            outcome = _measure(options, folder)
+            found = figures(outcome, options.swaps) | {"complete": outcome.complete}
+            print(_table(found))
     print("\n" + target_table([Target(**target) for target in found["targets"]]))
+    _write(options, found)
+    return 0 if all(target["ok"] for target in found["targets"]) else 1
+
+
+def _write(options: argparse.Namespace, found: dict[str, Any]) -> None:
     if options.json is not None:
         settings = {name: value for name, value in vars(options).items() if name != "json"}
         everything = {"machine": machine(), "settings": settings} | found
-        options.json.write_text(json.dumps(everything, indent=1, default=str) + "\n")
-    return 0 if all(target["ok"] for target in found["targets"]) else 1
+        with written_whole(options.json) as path:
+            path.write_text(json.dumps(everything, indent=1, default=str) + "\n")
 
 
 def _measure(options: argparse.Namespace, folder: Path) -> Outcome:
     prompts = [prompt_ids(problem) for problem in held_out_problems(PROMPTS)]
     _say("starting two rollout servers")
     servers = [
-        # float32: the distribution that torch computes here is then the servers' own.
-        Server(POLICY, DRAFT, folder / f"rollout-server-{index}.log", ("--dtype", "float32"))
-        for index in range(2)
+        Server(POLICY, DRAFT, folder / f"rollout-server-{index}.log", PRECISION, core)
+        for index, core in enumerate(options.cores or (None, None))
     ]
     with Servers(servers) as pair:
         ours = Ours(DRAFT, folder / "registry", [server.control for server in servers])
@@ -79,11 +95,33 @@ def _under_load(
         raise RuntimeError("the two servers differ without speculation; nothing can be compared")
     files = peer_files(ours.registry, folder)
     http = tuple(server.http for server in servers)
+    exact = exact_joint(_policy(), prompts[0], SAMPLED_TOKENS, floor=1e-6, eos=EOS_ID)
     _say("load begins")
     load = Load(Work(http, prompts, plain[0], options.in_flight, SAMPLED_TOKENS))
     windows: list[Window] = []
     swaps: list[Swap] = []
     peer_swaps: list[float] = []
+    seen = [Seen() for _ in servers]
+
+    def so_far(more: Sequence[Seen], complete: bool) -> Outcome:
+        for one, new in zip(seen, more, strict=True):
+            one.add(new)
+        stalls = [server.stall() for server in servers]
+        samples = [sample for one in seen for sample in one.samples]
+        return Outcome(
+            windows,
+            swaps,
+            peer_swaps,
+            seen,
+            [server.control for server in servers],
+            chi_square_p_value(samples, exact),
+            len(samples),
+            [total / count for total, count in stalls],
+            _acceptance(servers),
+            complete,
+        )
+
+    complete = False
     try:
         time.sleep(options.warmup)
         # Staged once: from here on a swap moves no bytes, as in a fleet that goes back and forth.
@@ -92,28 +130,33 @@ def _under_load(
             arms = [NONE, OURS, PEER] if number % 2 == 0 else [PEER, OURS, NONE]
             for arm in arms:
                 windows.append(_window(options, pair, arm, ours, files, swaps, peer_swaps))
-            _say(f"round {number + 1}: " + ", ".join(f"{w.arm} {w.rate:.0f}" for w in windows[-3:]))
+            outcome = so_far(load.take(), complete=False)
+            _write(options, figures(outcome, options.swaps) | {"complete": False})
+            _say(_progress(number + 1, outcome))
         left = options.swaps - len(swaps)
         _say(f"{max(0, left)} swaps more, one every {options.rest} s")
         while len(swaps) < options.swaps:
             swaps.append(ours.swap())
             time.sleep(options.rest)
+        complete = True
+    except KeyboardInterrupt:
+        _say("cut short; what was measured follows")
+        if len(windows) < 3:
+            raise
     finally:
-        seen = load.stop()
+        last = load.stop()
     for server in servers:
         server.service.check()
-    stalls = [server.stall() for server in servers]
-    p_value, samples = _distribution(seen, prompts[0])
-    return Outcome(
-        windows,
-        swaps,
-        peer_swaps,
-        seen,
-        [server.control for server in servers],
-        p_value,
-        samples,
-        [total / count for total, count in stalls],
-        _acceptance(servers),
+    return so_far(last, complete)
+
+
+def _progress(number: int, outcome: Outcome) -> str:
+    rates = ", ".join(f"{w.arm} {w.rate:.0f} tokens/s" for w in outcome.windows[-3:])
+    return (
+        f"round {number}: {rates}; {len(outcome.swaps)} swaps, "
+        f"{sum(len(s.failed) for s in outcome.seen)} failed, "
+        f"{sum(s.different for s in outcome.seen)} differ, p = {outcome.p_value:.2g}, stall "
+        + " and ".join(f"{1e3 * seconds:.1f} ms" for seconds in outcome.stall)
     )
 
 
@@ -148,12 +191,9 @@ def _window(
     return Window(arm, began, ended, tokens, 0 if arm == NONE else count)
 
 
-def _distribution(seen: list[Seen], prompt: list[int]) -> tuple[float, int]:
-    """P-value of the first tokens at temperature 1 under the policy's exact joint."""
-    model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
-    exact = exact_joint(model, prompt, SAMPLED_TOKENS, floor=1e-6, eos=EOS_ID)
-    samples = [sample for one in seen for sample in one.samples]
-    return chi_square_p_value(samples, exact), len(samples)
+def _policy() -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    return model.eval()
 
 
 def _acceptance(servers: tuple[Server, ...]) -> dict[int, float]:
@@ -221,12 +261,30 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--rest", type=float, default=0.25, help="seconds between the swaps after the windows")
     add("--warmup", type=float, default=5.0, help="seconds of load before the first window")
     add("--in-flight", type=int, default=32, help="requests in flight on each server")
+    add("--size", action="store_true", help="instead: a head of an 8B policy's size, one server")
+    add("--size-vocabulary", type=int, default=16000, help="of that head")
+    add("--size-releases", type=int, default=3, help="staged on an idle server, and as many on "
+        "one that generates")  # fmt: skip
+    add("--cores", type=_cores, metavar="A,B", default=_two_cores(),
+        help="one for all processes of each server; empty leaves them to the kernel")  # fmt: skip
     add("--keep", type=Path, metavar="DIR", help="folder for registry and logs")
     add("--json", type=Path, help="write figures and targets there")
     options = parser.parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
     return options
+
+
+def _cores(text: str) -> tuple[int, int] | None:
+    if not text:
+        return None
+    first, second = (int(core) for core in text.split(","))
+    return first, second
+
+
+def _two_cores() -> tuple[int, int] | None:
+    cores = sorted(os.sched_getaffinity(0))
+    return (cores[0], cores[1]) if len(cores) > 1 else None
 
 
 if __name__ == "__main__":

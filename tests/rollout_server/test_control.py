@@ -22,9 +22,14 @@ from slipstream.refusal import RefusedError
 class FakeEngine:
     def __init__(self) -> None:
         self.live = {DRAFT: "draft-0", POLICY: "policy-0"}
+        self.prepared: list[tuple[str, str]] = []
         self.failure: Exception | None = None
         self.damage = ""
         self.gate: asyncio.Event | None = None
+
+    async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
+        self.prepared.append((source.directory, "" if keep is None else keep.directory))
+        return ""
 
     async def apply(self, changes: Sequence[Change]) -> Applied:
         if self.gate is not None:
@@ -160,6 +165,23 @@ def test_roll_back_restores_the_previous_draft_once(tmp_path: Path) -> None:
         assert plane.engine.live[DRAFT] == "draft-1"
         with pytest.raises(RefusedError):
             await plane.control.roll_back()
+
+    run(scenario())
+
+
+def test_a_draft_is_prepared_and_what_it_replaced_stays_ready(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        plane = Plane(tmp_path)
+        for version in (1, 2):
+            await plane.control.prepare(weights(DRAFT, version))
+            await plane.control.commit([plane.stage(DRAFT, version)])
+        await plane.control.prepare(weights(POLICY, 5))
+        await plane.control.prepare(weights(DRAFT, 3))
+        assert plane.engine.prepared == [
+            ("draft-1", ""),
+            ("draft-2", "draft-0"),
+            ("draft-3", "draft-1"),
+        ]
 
     run(scenario())
 

@@ -245,18 +245,19 @@ def test_a_commit_that_fails_half_way_is_undone(
     draft: dict[str, torch.Tensor],
     plain: list[Completion],
 ) -> None:
-    """The policy loads, the draft's last tensor is gone: both must be as before."""
-    live.stage("policy", "good-policy", 41, perturbed(policy, scale=0.2, seed=8))
+    """The draft is exchanged, a tensor of the policy is gone: both must be as before."""
     release = perturbed(draft, scale=0.2, seed=next(_VERSIONS))
-    live.stage("draft", "torn", 42, release)
-    gone = digest(release["midlayer.self_attn.v_proj.weight"]).hex()
+    live.stage("draft", "good-draft", 42, release)
+    pushed = perturbed(policy, scale=0.2, seed=8)
+    live.stage("policy", "torn", 41, pushed)
+    gone = digest(pushed["model.layers.3.self_attn.v_proj.weight"]).hex()
     roots = (Path("/dev/shm"), Path(tempfile.gettempdir()))
     files = [path for root in roots for path in root.glob(f"slipstream-rollout-*/{gone}.*")]
     assert len(files) == 1
     files[0].unlink()
     state = live.state()
     with pytest.raises(RefusedError) as refusal:
-        live.commit("good-policy", "torn")
+        live.commit("good-draft", "torn")
     assert refusal.value.code == grpc.StatusCode.ABORTED
     after = live.state()
     assert (after.draft_version, after.policy_commits) == (
