@@ -15,6 +15,7 @@ from typing import Annotated, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
+from draft_trainer.releases.membership import FILE, members_of
 from slipstream.channel import MAX_MESSAGE_BYTES
 from slipstream.refusal import RefusedError
 
@@ -120,12 +121,10 @@ class PublishConfig(Section):
     @field_validator("rollout_servers")
     @classmethod
     def _addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        for address in addresses:
-            host, _, port = address.removeprefix("dns:").rpartition(":")
-            if not host or not port.isdigit() or not 0 < int(port) < 65536:
-                raise ValueError(
-                    f"an address of the form host:port or dns:name:port, not {address!r}"
-                )
+        try:
+            members_of(addresses)
+        except ValueError as error:
+            raise ValueError(f"host:port, dns:name:port or file:path ({error})") from None
         if len(set(addresses)) != len(addresses):
             raise ValueError("every address once")
         return addresses
@@ -198,7 +197,17 @@ def load_config(path: Path) -> TrainerConfig:
     replay = config.replay
     if replay.directory is not None:
         replay = replay.model_copy(update={"directory": base / replay.directory})
-    return config.model_copy(update={"draft": draft, "recording": recording, "replay": replay})
+    publish = config.publish.model_copy(
+        update={
+            "rollout_servers": tuple(
+                f"{FILE}{base / entry.removeprefix(FILE)}" if entry.startswith(FILE) else entry
+                for entry in config.publish.rollout_servers
+            )
+        }
+    )
+    return config.model_copy(
+        update={"draft": draft, "recording": recording, "replay": replay, "publish": publish}
+    )
 
 
 def read_toml(path: Path) -> dict[str, object]:
