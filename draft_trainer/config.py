@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
+from draft_trainer.access_config import AccessConfig, CredentialsConfig, beneath
+from draft_trainer.config_section import ConfigPath, Section
 from draft_trainer.releases.membership import FILE, members_of
 from slipstream.channel import MAX_MESSAGE_BYTES
 from slipstream.refusal import RefusedError
@@ -23,15 +25,7 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0.0, le=3600.0, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-ConfigPath = Annotated[Path, Field(strict=False)]
 S = TypeVar("S", bound=BaseModel)
-
-
-class Section(BaseModel):
-    """Keys of one [section], each with its type and range."""
-
-    # strict: "5" is not 5. A config that is coerced hides the typo that made it.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class ServerConfig(Section):
@@ -46,6 +40,8 @@ class ServerConfig(Section):
     shared_memory: str = "/dev/shm"
     ring_bytes: Annotated[int, Field(ge=1 << 16)] = 64 << 20
     shutdown_timeout_s: Seconds = 10.0
+    allow_plaintext: bool = False
+    allow_anonymous: bool = False
 
 
 class DraftConfig(Section):
@@ -155,6 +151,8 @@ class TrainerConfig(Section):
     """The whole file."""
 
     server: ServerConfig = ServerConfig()
+    access: AccessConfig = AccessConfig()
+    credentials: CredentialsConfig = CredentialsConfig()
     draft: DraftConfig
     replay: ReplayConfig = ReplayConfig()
     training: TrainingConfig = TrainingConfig()
@@ -186,27 +184,15 @@ def load_config(path: Path) -> TrainerConfig:
     """
     config = parse_config(read_toml(path))
     base = path.resolve().parent
-    given = config.draft
-    paths = {"initial": base / given.initial, "registry": base / given.registry}
-    if given.policy is not None:
-        paths["policy"] = base / given.policy
-    draft = given.model_copy(update=paths)
-    recording = config.recording
-    if recording.directory is not None:
-        recording = recording.model_copy(update={"directory": base / recording.directory})
-    replay = config.replay
-    if replay.directory is not None:
-        replay = replay.model_copy(update={"directory": base / replay.directory})
-    publish = config.publish.model_copy(
-        update={
-            "rollout_servers": tuple(
-                f"{FILE}{base / entry.removeprefix(FILE)}" if entry.startswith(FILE) else entry
-                for entry in config.publish.rollout_servers
-            )
-        }
+    servers = tuple(
+        f"{FILE}{base / entry.removeprefix(FILE)}" if entry.startswith(FILE) else entry
+        for entry in config.publish.rollout_servers
     )
+    publish = config.publish.model_copy(update={"rollout_servers": servers})
+    sections = ("access", "credentials", "draft", "recording", "replay")
     return config.model_copy(
-        update={"draft": draft, "recording": recording, "replay": replay, "publish": publish}
+        update={name: beneath(base, getattr(config, name)) for name in sections}
+        | {"publish": publish}
     )
 
 

@@ -69,11 +69,14 @@ class PolicyBridge:
         self._selector = selector or UniformRandom(config.seed)
         self._counters = Counters()
         self._outbox, self._runner = sample_memory(config, self._modules, self._counters)
-        self._channel = open_channel(config.trainer)
+        shown = config.trainer_credentials
+        self._channel = open_channel(config.trainer, credentials=shown)
         # Weight syncs must not wait behind states that a slow trainer has not read yet.
-        self._sync_channel = open_channel(config.trainer, own_connection=True)
+        self._sync_channel = open_channel(config.trainer, credentials=shown, own_connection=True)
         self._trainer = pb_grpc.DraftTrainerStub(self._sync_channel)
-        self._fleet = RolloutFleet(config.policy_seconds, config.rpc_seconds)
+        self._fleet = RolloutFleet(
+            config.policy_seconds, config.rpc_seconds, config.rollout_credentials
+        )
         # Unique over processes and restarts that continue one run.
         prefix, numbers = uuid.uuid4().hex[:12], itertools.count()
         self._next_id = lambda: f"{prefix}-{next(numbers)}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 
+from slipstream.credentials import NONE, ClientCredentials
 from slipstream.refusal import RefusedError
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -39,6 +41,9 @@ class BridgeConfig:
         run_id: names the run; the same id continues it.
         rollout_servers: host:port of each rollout server's control plane; empty
             takes the list that the trainer publishes to.
+        trainer_credentials: what is shown to the trainer; the role feed.
+        rollout_credentials: what is shown to the rollout servers, those that the trainer names
+            included; the role operate.
         bytes_per_step: most bytes one ``capture`` may ship; 0 turns capture off.
         outbox_bytes: bound on states that wait in host memory, unacknowledged ones included.
         states_dtype: cast hidden states to this before shipping; empty keeps the policy's.
@@ -73,6 +78,8 @@ class BridgeConfig:
     trainer: str
     run_id: str
     rollout_servers: tuple[str, ...] = ()
+    trainer_credentials: ClientCredentials = NONE
+    rollout_credentials: ClientCredentials = NONE
     bytes_per_step: int = 64 << 20
     outbox_bytes: int = 256 << 20
     states_dtype: str = ""
@@ -105,6 +112,11 @@ class BridgeConfig:
             raise RefusedError(
                 "rollout_servers", self.rollout_servers, "each server once", "drop the double"
             )
+        self.trainer_credentials.check("trainer_credentials.")
+        self.trainer_credentials.check_address(self.trainer, "trainer")
+        self.rollout_credentials.check("rollout_credentials.")
+        for address in self.rollout_servers:
+            self.rollout_credentials.check_address(address, "rollout_servers")
         if not self.run_id:
             raise RefusedError("run_id", "an empty text", "a name", "name the run")
         if not isinstance(self.strict, bool):
@@ -150,7 +162,23 @@ class BridgeConfig:
         if isinstance(modules, Mapping):
             _check_keys("modules.", modules, {field.name for field in fields(ModulePaths)})
             known["modules"] = ModulePaths(**modules)
+        for name in ("trainer_credentials", "rollout_credentials"):
+            if isinstance(given := known.get(name), Mapping):
+                known[name] = _credentials(name, given)
         return cls(**known)  # type: ignore[arg-type]
+
+
+def _credentials(name: str, given: Mapping[str, object]) -> ClientCredentials:
+    kinds = {field.name: field.type for field in fields(ClientCredentials)}
+    _check_keys(f"{name}.", given, set(kinds))
+    values: dict[str, object] = {}
+    for key, value in given.items():
+        wanted = bool if kinds[key] == "bool" else str
+        if not isinstance(value, wanted):
+            expected = "true or false" if wanted is bool else "a text"
+            raise RefusedError(f"{name}.{key}", type(value).__name__, expected, "fix the value")
+        values[key] = Path(str(value)) if kinds[key] == "Path | None" else value
+    return ClientCredentials(**values)  # type: ignore[arg-type]
 
 
 def _check_keys(prefix: str, values: Mapping[str, object], allowed: set[str]) -> None:

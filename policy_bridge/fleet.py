@@ -11,6 +11,8 @@ import torch
 
 from policy_bridge.errors import describe
 from slipstream.channel import open_channel
+from slipstream.credentials import NONE, ClientCredentials
+from slipstream.refusal import RefusedError
 from slipstream.staging import stage
 from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -25,9 +27,13 @@ class RolloutFleet:
     Args:
         policy_seconds: deadline of a stage and of a commit.
         rpc_seconds: deadline of everything else.
+        credentials: shown to every server.
     """
 
-    def __init__(self, policy_seconds: float, rpc_seconds: float) -> None:
+    def __init__(
+        self, policy_seconds: float, rpc_seconds: float, credentials: ClientCredentials = NONE
+    ) -> None:
+        self._credentials = credentials
         self._policy_seconds = policy_seconds
         self._rpc_seconds = rpc_seconds
         self._channels: dict[str, grpc.Channel] = {}
@@ -99,16 +105,23 @@ class RolloutFleet:
     def _each(
         self, addresses: Sequence[str], call: Callable[[pb_grpc.RolloutServerStub], T]
     ) -> tuple[dict[str, T], dict[str, str]]:
+        failed: dict[str, str] = {}
         for address in addresses:
             if address not in self._channels:
-                self._channels[address] = open_channel(address)
+                try:
+                    channel = open_channel(address, credentials=self._credentials)
+                except RefusedError as refusal:
+                    # The trainer named it, and the token must not go there.
+                    failed[address] = str(refusal)
+                    continue
+                self._channels[address] = channel
         with ThreadPoolExecutor(max(1, len(addresses)), "slipstream-fleet") as pool:
             futures = {
                 address: pool.submit(call, pb_grpc.RolloutServerStub(self._channels[address]))
                 for address in addresses
+                if address not in failed
             }
         done: dict[str, T] = {}
-        failed: dict[str, str] = {}
         for address, future in futures.items():
             error = future.exception()
             if error is None:

@@ -79,10 +79,24 @@ def read_config(directory: Path, option: str) -> dict[str, Any]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those its index names, else all of them."""
+    """The safetensors files of a checkpoint: those its index names, else all of them.
+
+    Raises:
+        RefusedError: the index is broken, or names a file that is not beside it.
+    """
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise RefusedError(
+                str(index), repr(error), "an object with a weight_map", "write the file again"
+            ) from error
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise RefusedError(
+                    str(index), repr(name), "names of files beside it", "write the file again"
+                )
         return [directory / name for name in names]
     return sorted(directory.glob("*.safetensors"))
 

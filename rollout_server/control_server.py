@@ -16,7 +16,9 @@ from rollout_server.control import RolloutControl
 from rollout_server.engine import Engine
 from rollout_server.readiness import ACCEPTANCE, AcceptanceGuard
 from rollout_server.weights import DRAFT
+from slipstream.access import Access
 from slipstream.channel import SERVER_OPTIONS
+from slipstream.interceptors import AioAccessInterceptor
 from slipstream.refusal import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
@@ -46,6 +48,7 @@ class ControlServer:
         guard: watches acceptance.
         http_started: whether the OpenAI API accepts requests.
         announce: called once when everything is ready.
+        access: who may call.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class ControlServer:
         guard: AcceptanceGuard,
         http_started: Callable[[], bool],
         announce: Callable[[], None],
+        access: Access,
     ) -> None:
         self._control = control
         self._engine = engine
@@ -63,7 +67,9 @@ class ControlServer:
         self._http_started = http_started
         self._announce = announce
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._access = access
+        guards = [] if access.anonymous else [AioAccessInterceptor(access)]
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=guards)
         pb_grpc.add_RolloutServerServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -75,7 +81,12 @@ class ControlServer:
         """Listen. Raises RefusedError: the port was taken meanwhile."""
         await self._set_health(serving=False)
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{port}")
+            at, tls = f"{host}:{port}", self._access.tls
+            self.port = (
+                self._server.add_insecure_port(at)
+                if tls is None
+                else self._server.add_secure_port(at, tls.grpc_credentials())
+            )
         except RuntimeError as error:
             raise RefusedError(
                 "--control-port", f"{host}:{port} in use", "a free port", "choose another port"

@@ -61,7 +61,7 @@ async def _build(settings: Settings, engine_client: Any, state: Any, args: Any) 
         draft,
         Weights(POLICY, None, WeightSource(directory=str(settings.model_dir))),
     )
-    REGISTRY.register(StateCollector(API.tracker, control, store))
+    REGISTRY.register(StateCollector(API.tracker, control, store, settings.access.refusals))
     message = StateMessage(
         control,
         settings.draft_length,
@@ -101,6 +101,7 @@ async def _build(settings: Settings, engine_client: Any, state: Any, args: Any) 
         AcceptanceGuard(API.tracker, settings.guard_drafts),
         http_started,
         announce,
+        settings.access,
     )
     await server.start(settings.control_host, settings.control_port)
     return server

@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from rollout_server import early_stop
+from rollout_server import access_options, early_stop
 from rollout_server.preflight import check_draft_fits, check_port_free
 from rollout_server.process import API, Settings
 from slipstream.refusal import RefusedError
@@ -114,9 +114,9 @@ def build_parser() -> Any:
     group.add_argument(
         "--control-host",
         default=_LOOPBACK,
-        help="Address of the control plane. It is not authenticated: whoever reaches it can "
-        "replace the weights.",
+        help="Address of the control plane. Other than loopback needs a certificate and tokens.",
     )
+    access_options.add_to(group)
     group.add_argument(
         "--stage-bytes",
         type=int,
@@ -144,6 +144,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     model = args.model_tag
     if model is None:
         raise RefusedError("MODEL", "nothing", "a checkpoint directory", "name it after serve")
+    access = access_options.access_of(args)
     check_draft_fits(Path(model), args.draft)
     args.host = args.host or _LOOPBACK
     check_port_free("--port", args.host, args.port)
@@ -169,6 +170,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         draft_sample_method=args.draft_sample_method,
         stage_bytes=args.stage_bytes,
         guard_drafts=args.guard_drafts,
+        access=access,
     )
 
 

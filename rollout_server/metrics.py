@@ -16,6 +16,7 @@ from rollout_server.acceptance_tracker import AcceptanceTracker
 from rollout_server.content_store import ContentStore
 from rollout_server.control import Committed, RolloutControl
 from rollout_server.weights import DRAFT, POLICY
+from slipstream.access import AccessRefusals
 
 _PREFIX = "slipstream_rollout_"
 _BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -57,8 +58,13 @@ class StateCollector(Collector):
     """Acceptance per draft version, and what is live, read at scrape time."""
 
     def __init__(
-        self, tracker: AcceptanceTracker, control: RolloutControl, store: ContentStore
+        self,
+        tracker: AcceptanceTracker,
+        control: RolloutControl,
+        store: ContentStore,
+        refusals: AccessRefusals,
     ) -> None:
+        self._refusals = refusals
         self._tracker = tracker
         self._control = control
         self._store = store
@@ -82,6 +88,12 @@ class StateCollector(Collector):
         yield _gauge(
             "ready", "1 while requests may be sent here", int(not self._control.readiness.reason)
         )
+        refused = CounterMetricFamily(
+            _PREFIX + "access_refused", "Calls refused for missing rights", labels=["reason"]
+        )
+        for reason, count in sorted(self._refusals.counts().items()):
+            refused.add_metric([reason], count)
+        yield refused
         yield _gauge("staged_bytes", "Bytes of weights held on the host", self._store.bytes)
 
     def _acceptance(self) -> Iterable[Metric]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout_server.acceptance_tracker import AcceptanceTracker
+from slipstream.access import Access
 
 if TYPE_CHECKING:
     from rollout_server.control_server import ControlServer
@@ -29,6 +30,7 @@ class Settings:
         draft_sample_method: "probabilistic" or "greedy".
         stage_bytes: bound of the content store.
         guard_drafts: drafts after which acceptance is judged.
+        access: who may use the control plane.
     """
 
     model_dir: Path
@@ -39,6 +41,7 @@ class Settings:
     draft_sample_method: str
     stage_bytes: int
     guard_drafts: int
+    access: Access
 
 
 @dataclass

@@ -7,6 +7,7 @@ into a file, read once.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 
 import grpc
 
+from rollout_server import access_options
 from rollout_server.acceptance_tracker import AcceptanceTracker
 from rollout_server.content_store import ContentStore, Key
 from rollout_server.control import Committed, RolloutControl
@@ -30,6 +32,7 @@ from rollout_server.service import RolloutService
 from rollout_server.state_message import StateMessage
 from rollout_server.weight_source import WeightSource
 from rollout_server.weights import DRAFT, POLICY, Weights
+from slipstream.access import Access
 from slipstream.refusal import RefusedError
 from slipstream.tensors import digest
 
@@ -123,19 +126,32 @@ class _Nobody:
     def committed(self, kind: str, outcome: str, took: Committed | None) -> None: ...
 
 
-def serve(draft: str, port: int, fault_file: str) -> None:
-    """Run until SIGTERM or a fault. The process's whole life."""
+def serve(draft: str, port: int, fault_file: str, options: Sequence[str] = ()) -> None:
+    """Run until SIGTERM or a fault. The process's whole life.
+
+    Args:
+        draft: folder of the draft that it is started with.
+        port: of the control plane.
+        fault_file: see ``Fault``.
+        options: of rollout-server's own that say who may use the control plane.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(_serve(Path(draft), port, Fault(Path(fault_file))))
+    parser = argparse.ArgumentParser()
+    access_options.add_to(parser)
+    parser.set_defaults(control_host="127.0.0.1")
+    access = access_options.access_of(parser.parse_args(options))
+    asyncio.run(_serve(Path(draft), port, Fault(Path(fault_file)), access))
 
 
-async def _serve(draft_dir: Path, port: int, fault: Fault) -> None:
+async def _serve(draft_dir: Path, port: int, fault: Fault, access: Access) -> None:
     engine = MemoryEngine(fault)
     description = await engine.start()
     capacity = int(STAGES * (draft_dir / "model.safetensors").stat().st_size)
     # Beside the fault file, where the harness clears it away after a kill.
     store = _Store(Path(tempfile.mkdtemp(dir=fault.folder)), capacity, fault)
-    settings = Settings(draft_dir, draft_dir, "127.0.0.1", port, 3, "probabilistic", capacity, 512)
+    settings = Settings(
+        *(draft_dir, draft_dir, "127.0.0.1", port, 3, "probabilistic", capacity, 512, access)
+    )
     draft, specs = _ingest_draft(settings, store)
     tracker = AcceptanceTracker()
     tracker.start(draft.version or 0)
@@ -150,9 +166,12 @@ async def _serve(draft_dir: Path, port: int, fault: Fault) -> None:
         {DRAFT: expected, POLICY: Expected(POLICY, expected.layout, "bfloat16")},
         StateMessage(control, 3, "probabilistic", "policy", 1),
     )
-    server = ControlServer(
-        service, control, engine, AcceptanceGuard(tracker, 512), lambda: True, lambda: None
-    )
+
+    def control_server() -> ControlServer:
+        guard = AcceptanceGuard(tracker, 512)
+        return ControlServer(service, control, engine, guard, lambda: True, lambda: None, access)
+
+    server = control_server()
     await server.start("127.0.0.1", port)
     over = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
@@ -162,14 +181,7 @@ async def _serve(draft_dir: Path, port: int, fault: Fault) -> None:
             if cut():
                 # The connection goes, the process and what it serves stay.
                 await server.stop()
-                server = ControlServer(
-                    service,
-                    control,
-                    engine,
-                    AcceptanceGuard(tracker, 512),
-                    lambda: True,
-                    lambda: None,
-                )
+                server = control_server()
                 await server.start("127.0.0.1", port)
             await asyncio.sleep(0.02)
     finally:

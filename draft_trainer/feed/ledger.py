@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -66,6 +67,8 @@ class Ledger:
     def __init__(self, path: Path, entries: int) -> None:
         self._path = path
         self._entries = entries
+        # SQLite's own mode would let others read it in a folder that they may enter.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
             for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=OFF"):

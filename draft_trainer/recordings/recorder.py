@@ -67,7 +67,7 @@ class Recorder:
         self._writer: RecordingWriter | None = None
         self._counted = 0
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._older_bytes = sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())
         except OSError as error:
             raise RefusedError(

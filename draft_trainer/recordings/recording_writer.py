@@ -50,7 +50,8 @@ class RecordingWriter:
     def __init__(
         self, directory: Path, facts: RecordingFacts, shard_bytes: int = DEFAULT_SHARD_BYTES
     ) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        # States tell what was in the prompts.
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if any(directory.iterdir()):
             raise RefusedError(
                 str(directory), "files in it", "a new or empty folder", "record into another folder"

@@ -18,6 +18,7 @@ import torch
 
 from draft_trainer.releases.membership import Members, StaticMembers
 from slipstream.channel import open_channel
+from slipstream.credentials import NONE, ClientCredentials
 from slipstream.refusal import RefusedError, refused_from
 from slipstream.release_digest import digest_of_specs
 from slipstream.staging import stage
@@ -91,10 +92,12 @@ class DraftPayload:
 class RolloutClient:
     """One rollout server's control plane."""
 
-    def __init__(self, address: str, timeouts: Timeouts) -> None:
+    def __init__(
+        self, address: str, timeouts: Timeouts, credentials: ClientCredentials = NONE
+    ) -> None:
         self.address = address
         self.timeouts = timeouts
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, credentials=credentials)
         self._stub = pb_grpc.RolloutServerStub(self._channel)
 
     def state(self, read_back: bool = False) -> pb.ServerState | Failure:
@@ -174,14 +177,21 @@ class Fleet:
     Args:
         members: their addresses, or who knows them.
         timeouts: of every call.
+        credentials: checked; shown to every server.
     """
 
     MAX_CALLS = 256
     """At a time; threads exist as calls do."""
 
-    def __init__(self, members: Members | Sequence[str], timeouts: Timeouts) -> None:
+    def __init__(
+        self,
+        members: Members | Sequence[str],
+        timeouts: Timeouts,
+        credentials: ClientCredentials = NONE,
+    ) -> None:
         self._members = StaticMembers(members) if isinstance(members, Sequence) else members
         self.timeouts = timeouts
+        self._credentials = credentials
         self._lock = threading.Lock()
         self._clients: dict[str, RolloutClient] = {}
         self._pool = ThreadPoolExecutor(self.MAX_CALLS, thread_name_prefix="fleet")
@@ -200,7 +210,7 @@ class Fleet:
             gone = [self._clients.pop(a) for a in list(self._clients) if a not in wanted]
             for address in wanted:
                 if address not in self._clients:
-                    self._clients[address] = RolloutClient(address, self.timeouts)
+                    self._clients[address] = self._connected(address)
         for client in gone:
             client.close()
         return wanted
@@ -210,9 +220,12 @@ class Fleet:
         with self._lock:
             client = self._clients.get(address)
         if client is None:
-            client = RolloutClient(address, self.timeouts)
+            client = self._connected(address)
             client.close()
         return client
+
+    def _connected(self, address: str) -> RolloutClient:
+        return RolloutClient(address, self.timeouts, self._credentials)
 
     def each(
         self, ask: Callable[[RolloutClient], T], addresses: Iterable[str] | None = None

@@ -63,6 +63,7 @@ class Counts:
     gate_verdicts: Counter[str] = field(default_factory=Counter)
     publishes: Counter[str] = field(default_factory=Counter)
     recording_shed: Counter[str] = field(default_factory=Counter)
+    access_refused: Counter[str] = field(default_factory=Counter)
     stage_seconds: Durations = Durations()
     commit_seconds: Durations = Durations()
     revision: int = 0
@@ -91,6 +92,7 @@ class Board:
                 gate_verdicts=Counter(now.gate_verdicts),
                 publishes=Counter(now.publishes),
                 recording_shed=Counter(now.recording_shed),
+                access_refused=Counter(now.access_refused),
             )
 
     def wait_beyond(self, revision: int, timeout: float) -> bool:
@@ -135,6 +137,12 @@ class Board:
         with self._changed:
             self._counts.recording_shed[reason] += samples
             self._change()
+
+    def access_refused(self, reason: str) -> None:
+        """A call was refused for what its caller showed (``slipstream.access.REASONS``)."""
+        with self._changed:
+            # Nobody is woken: a flood of refusals must not become a flood of status messages.
+            self._counts.access_refused[reason] += 1
 
     def idle(self, idle: bool) -> None:
         """Whether there is nothing to train on."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -16,8 +14,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from draft_trainer.sidecar.board import SECONDS_BUCKETS, Board, Counts, Durations
+from draft_trainer.sidecar.http_server import HttpServer
 from draft_trainer.sidecar.status import Status
-from slipstream.refusal import RefusedError
+from slipstream.access import Access
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 PREFIX = "slipstream_trainer_"
@@ -103,6 +102,9 @@ def _counters(counts: Counts) -> Iterator[Metric]:
     yield _counted(
         "recording_shed", "Samples not written to disk, by reason.", "reason", counts.recording_shed
     )
+    yield _counted(
+        "access_refused", "Calls refused for missing rights.", "reason", counts.access_refused
+    )
     yield _counter("tokens_trained", "Step-0 anchors trained on.", counts.tokens_trained)
     yield _counter("train_steps", "Optimizer steps.", counts.train_steps)
     yield _counter(
@@ -181,39 +183,25 @@ def _histogram(name: str, text: str, durations: Durations) -> HistogramMetricFam
 
 
 class MetricsServer:
-    """Serves ``/metrics`` over HTTP from its own registry. Owns one thread.
+    """Serves ``/metrics`` over HTTP from its own registry.
 
     Args:
         collector: what is served.
         host: address to listen on.
         port: 0 for a free one.
+        access: who may read it.
 
     Raises:
         RefusedError: the port cannot be had.
     """
 
-    def __init__(self, collector: Collector, host: str, port: int) -> None:
+    def __init__(self, collector: Collector, host: str, port: int, access: Access) -> None:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(collector)
-        try:
-            # Some Pythons let HTTP servers share a port silently; a plain socket does not.
-            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((host, port))
-            self._server, self._thread = start_http_server(port, host, registry)
-        except OSError as error:
-            raise RefusedError(
-                "server.metrics_port",
-                f"{host}:{port} ({error.strerror or error})",
-                "a free port of this machine, or 0",
-                "stop what listens there, or set another server.metrics_port",
-            ) from error
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
+        app = make_wsgi_app(registry)
+        self._server = HttpServer(app, host, port, access, "server.metrics_port")
+        self.url = f"{self._server.url}/metrics"
 
     def close(self, timeout: float) -> None:
         """Stop serving and free the port."""
-        stopper = threading.Thread(target=self._server.shutdown, daemon=True)
-        stopper.start()
-        stopper.join(timeout)
-        self._server.server_close()
-        self._thread.join(timeout)
+        self._server.close(timeout)

@@ -15,6 +15,7 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from draft_trainer.access_config import access_of, credentials_of
 from draft_trainer.checkpoints.checkpoint import load_head, target_ids
 from draft_trainer.config import TrainerConfig
 from draft_trainer.eagle3.head import Eagle3Head
@@ -55,6 +56,7 @@ from draft_trainer.training.loop import TrainingLoop
 from draft_trainer.training.ranks import Ranks
 from draft_trainer.training.training_state import head_facts
 from slipstream.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from slipstream.interceptors import AccessInterceptor
 from slipstream.refusal import RefusedError
 from slipstream.v1 import draft_trainer_pb2
 
@@ -81,6 +83,9 @@ class TrainerServer:
         ranks = ranks or Ranks()
         self.died = threading.Event()
         """Set when the training thread ended by itself."""
+        self._board = Board()
+        self._access = access_of(config, self._board.access_refused)
+        self._credentials = credentials_of(config)
         self._registry = registry = open_registry(config.draft)
         self._close_samples: Callable[[], None] = lambda: None
         try:
@@ -98,7 +103,6 @@ class TrainerServer:
             registry.get(version)
         head, d2t = load_head(registry.path(newest.draft_version))
         draft = head.config
-        self._board = Board()
         self._open_samples()
         states = LearnerStates(
             config.draft.registry,
@@ -130,6 +134,7 @@ class TrainerServer:
         self._fleet = Fleet(
             members_of(publish.rollout_servers),
             Timeouts(publish.state_timeout_s, publish.stage_timeout_s, publish.commit_timeout_s),
+            self._credentials,
         )
         self._watch = AcceptanceWatch(self._fleet)
         canary = Canary(config.canary, publish.num_speculative_tokens, self._watch)
@@ -275,7 +280,9 @@ class TrainerServer:
         self._pool = ThreadPoolExecutor(
             server.max_streams + MAX_WATCHERS + UNARY_CALLS, thread_name_prefix="grpc"
         )
-        self._grpc = grpc.server(self._pool, options=SERVER_OPTIONS)
+        access = self._access
+        guards = [] if access.anonymous else [AccessInterceptor(access)]
+        self._grpc = grpc.server(self._pool, options=SERVER_OPTIONS, interceptors=guards)
         self._health = health.HealthServicer(experimental_non_blocking=True)
         add_draft_trainer(self._service, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -285,7 +292,12 @@ class TrainerServer:
         try:
             host = f"[{server.host}]" if ":" in server.host else server.host
             try:
-                port = self._grpc.add_insecure_port(f"{host}:{server.port}")
+                at = f"{host}:{server.port}"
+                port = (
+                    self._grpc.add_insecure_port(at)
+                    if access.tls is None
+                    else self._grpc.add_secure_port(at, access.tls.grpc_credentials())
+                )
             except RuntimeError as error:
                 raise RefusedError(
                     "server.port",
@@ -295,7 +307,8 @@ class TrainerServer:
                 ) from error
             self.address = f"{host}:{port}"
             self._metrics = MetricsServer(
-                TrainerCollector(self._board, self._status), server.host, server.metrics_port
+                *(TrainerCollector(self._board, self._status), server.host, server.metrics_port),
+                access,
             )
         except RefusedError:
             self._grpc.stop(grace=None)

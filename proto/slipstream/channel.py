@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import grpc
 
+from slipstream.credentialed_channel import CredentialedChannel
+from slipstream.credentials import NONE, ClientCredentials, Shown
+
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message either side takes: one sample of 2048 tokens at 32 KiB each."""
 
@@ -30,13 +33,32 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def open_channel(address: str, *, own_connection: bool = False) -> grpc.Channel:
-    """A lazy insecure channel to ``host:port``; connects on the first call.
+def open_channel(
+    address: str, *, credentials: ClientCredentials = NONE, own_connection: bool = False
+) -> grpc.Channel:
+    """A lazy channel to ``host:port``; connects on the first call.
 
     Args:
         address: of the server.
+        credentials: to show, and to know the server by.
         own_connection: share no connection with other channels to it. A small call then
             does not wait behind what a slow reader has not read of a large one.
+
+    Raises:
+        RefusedError: a file of ``credentials`` cannot be used, or its token would cross a network
+            without TLS.
     """
     own = (("grpc.use_local_subchannel_pool", 1),) if own_connection else ()
-    return grpc.insecure_channel(address, options=(*OPTIONS, *own))
+    options: tuple[tuple[str, int | str], ...] = (*OPTIONS, *own)
+    if credentials.empty:
+        return grpc.insecure_channel(address, options=options)
+    credentials.check_address(address, "address")
+    if credentials.server_name:
+        options = (*options, ("grpc.ssl_target_name_override", credentials.server_name))
+
+    def connect(tls: grpc.ChannelCredentials | None) -> grpc.Channel:
+        if tls is None:
+            return grpc.insecure_channel(address, options=options)
+        return grpc.secure_channel(address, tls, options=options)
+
+    return CredentialedChannel(Shown(credentials), connect)

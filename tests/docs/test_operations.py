@@ -15,8 +15,10 @@ OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 
 
 def documented_defaults() -> dict[str, str]:
-    rows = re.findall(r"^\| `(\w+\.\w+)` \|(.*?)\|", OPERATIONS, re.MULTILINE)
-    return {key: text.strip().strip("`") for key, text in rows}
+    rows = re.findall(r"^\| ((?:`\w+\.\w+`(?:, )?)+) \|(.*?)\|", OPERATIONS, re.MULTILINE)
+    return {
+        key: text.strip().strip("`") for keys, text in rows for key in re.findall(r"`(\S+)`", keys)
+    }
 
 
 def actual_defaults() -> dict[str, object]:
@@ -37,10 +39,12 @@ def test_every_key_is_documented_with_its_default() -> None:
     for key, text in documented.items():
         default = actual[key]
         if text in ("", "none"):
-            assert default in ((), None) or "Undefined" in repr(default), key
+            assert default in ((), None, "") or "Undefined" in repr(default), key
         elif text.split()[-1] in units:
             number, unit = text.split()
             assert int(number) * units[unit] == default, key
+        elif isinstance(default, bool):
+            assert text == str(default).lower(), key
         elif isinstance(default, str):
             assert text == default, key
         else:
@@ -63,8 +67,10 @@ def test_every_metric_is_documented() -> None:
 
 
 def test_every_option_of_the_rollout_server_is_documented() -> None:
-    text = (ROOT / "rollout_server" / "launch.py").read_text()
+    room = ROOT / "rollout_server"
+    text = (room / "launch.py").read_text() + (room / "access_options.py").read_text()
     options = re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", text)
+    options += re.findall(r"\(\"(--[\w-]+)\", \"PEM", text)
     assert len(options) >= 6
     for option in options:
         assert f"`{option}" in OPERATIONS, option

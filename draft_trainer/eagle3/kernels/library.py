@@ -103,6 +103,14 @@ def _built() -> _Built:
     return _Built(functions, said)
 
 
+def _check_own(library: Path) -> None:
+    """Raise OSError where somebody else could have written the code that is about to run."""
+    for path in (library.parent, library):
+        found = path.lstat()
+        if found.st_uid != os.geteuid() or found.st_mode & 0o002 or path.is_symlink():
+            raise PermissionError(1, "not this user's alone: remove it", str(path))
+
+
 def _compiled(compiler: str) -> tuple[Path, str]:
     """The library, from this user's cache or new, and where it comes from."""
     here = Path(__file__).parent
@@ -118,6 +126,7 @@ def _compiled(compiler: str) -> tuple[Path, str]:
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     library = Path(cache_home) / "slipstream" / f"kernels-{named.hexdigest()[:32]}.so"
     if library.exists():
+        _check_own(library)
         return library, f"compiled before by {compiler}"
     began = time.perf_counter()
     library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,0 +1,1 @@
+"""Certificates, tokens, roles, and what must not be in any output."""
