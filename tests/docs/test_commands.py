@@ -24,6 +24,9 @@ _BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # A program that is not ours, and the test that runs it as the documentation does.
 ELSEWHERE = {
     "torchrun": "tests/adapters/test_ranks.py",
+    "docker": "tests/deploy/test_documentation.py",
+    "kubectl": "tests/deploy/test_documentation.py",
+    "ray": "tests/deploy/test_documentation.py",
     "PEERS/modelopt/bin/python": "tests/draft_trainer/test_golden_modelopt.py",
 }
 
@@ -59,8 +62,8 @@ def test_a_command_is_understood(
     elif program == "draft-trainer":
         parser().parse_args(arguments)
     elif program == "rollout-server":
-        text = (ROOT / "rollout_server" / "launch.py").read_text()
-        assert arguments[0] == "serve"
+        files = {"serve": ["launch.py"], "fleet": ["fleet_cli.py", "launch.py"]}[arguments[0]]
+        text = "".join((ROOT / "rollout_server" / file).read_text() for file in files)
         for option in options_of(arguments):
             assert f'"{option}"' in text, option
     elif program == "python":
