@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from draft_trainer.access_config import AccessConfig, CredentialsConfig, beneath
 from draft_trainer.config_section import ConfigPath, Section
+from draft_trainer.releases.membership import FILE, members_of
 from slipstream.channel import MAX_MESSAGE_BYTES
 from slipstream.refusal import RefusedError
 
@@ -123,12 +124,10 @@ class PublishConfig(Section):
     @field_validator("rollout_servers")
     @classmethod
     def _addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        for address in addresses:
-            host, _, port = address.removeprefix("dns:").rpartition(":")
-            if not host or not port.isdigit() or not 0 < int(port) < 65536:
-                raise ValueError(
-                    f"an address of the form host:port or dns:name:port, not {address!r}"
-                )
+        try:
+            members_of(addresses)
+        except ValueError as error:
+            raise ValueError(f"host:port, dns:name:port or file:path ({error})") from None
         if len(set(addresses)) != len(addresses):
             raise ValueError("every address once")
         return addresses
@@ -192,9 +191,15 @@ def load_config(path: Path) -> TrainerConfig:
     """
     config = parse_config(read_toml(path))
     base = path.resolve().parent
+    servers = tuple(
+        f"{FILE}{base / entry.removeprefix(FILE)}" if entry.startswith(FILE) else entry
+        for entry in config.publish.rollout_servers
+    )
+    publish = config.publish.model_copy(update={"rollout_servers": servers})
     sections = ("access", "credentials", "draft", "recording", "replay")
     return config.model_copy(
         update={name: beneath(base, getattr(config, name)) for name in sections}
+        | {"publish": publish}
     )
 
 

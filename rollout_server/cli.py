@@ -22,6 +22,8 @@ examples:
   rollout-server serve ./policy --draft ./draft --port 8000 --control-port 50061 \\
       --draft-length 3 --dtype float32 --max-model-len 512
   rollout-server serve --help=all      every option, vLLM's included
+  rollout-server fleet --replicas 2 --members fleet ./policy --draft ./draft
+                                       two servers that Ray places and keeps
 """
 
 
@@ -35,14 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("command", choices=["serve"], help="serve a model (see serve --help)")
+    parser.add_argument("command", choices=["serve", "fleet"], help="see serve --help")
     # Only the first word is parsed here: the rest is vLLM's parser's, whose import
     # takes seconds.
-    parser.parse_args(arguments[:1])
-    mark_process()
-    from rollout_server.launch import serve
-
+    command = parser.parse_args(arguments[:1]).command
     try:
+        if command == "fleet":
+            from rollout_server.fleet_cli import fleet
+
+            return fleet(arguments[1:])
+        mark_process()
+        from rollout_server.launch import serve
+
         return serve(arguments[1:])
     except RefusedError as error:
         print(f"rollout-server: {error}", file=sys.stderr)

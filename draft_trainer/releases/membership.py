@@ -1,4 +1,4 @@
-"""Who belongs to the fleet: a list, a DNS name, or somebody else who knows.
+"""Who belongs to the fleet: a list, a DNS name, a file that somebody keeps, or others who know.
 
 A name service that does not answer says nothing about the fleet, so the last
 answer stands until there is another.
@@ -9,11 +9,20 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-DNS = "dns:"
+DNS, FILE = "dns:", "file:"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port``. Raises ValueError: it is none."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"not an address of the form host:port: {address!r}")
+    return host, int(port)
 
 
 class Members(Protocol):
@@ -36,13 +45,12 @@ class StaticMembers:
 
 
 class LookedUpMembers:
-    """Whoever a look-up names now: a DNS name's addresses, a Ray actor's list.
+    """Whoever a look-up names now: a DNS name's addresses, a file's lines.
 
     Args:
         name: for the log.
         look_up: answers ``host:port`` strings; OSError (``socket.gaierror`` too) or
-            LookupError where it cannot. Ray goes in here: a function that asks the
-            actor of that name.
+            ValueError where it cannot.
     """
 
     def __init__(self, name: str, look_up: Callable[[], Sequence[str]]) -> None:
@@ -56,7 +64,7 @@ class LookedUpMembers:
         try:
             self._known = tuple(dict.fromkeys(self._look_up()))
             self._failed = False
-        except (OSError, LookupError) as error:
+        except (OSError, ValueError) as error:
             if not self._failed:
                 logger.warning("%s: %s; keeping %s", self._name, error, list(self._known))
             self._failed = True
@@ -75,13 +83,21 @@ class UnionMembers:
 
 
 def members_of(entries: Sequence[str]) -> Members:
-    """Members as ``publish.rollout_servers`` names them: ``host:port`` or ``dns:name:port``."""
+    """Members as ``publish.rollout_servers`` names them.
+
+    ``host:port``, ``dns:name:port`` or ``file:path``. Raises ValueError: none of these.
+    """
     parts: list[Members] = []
     for entry in entries:
         if entry.startswith(DNS):
-            name, _, port = entry.removeprefix(DNS).rpartition(":")
-            parts.append(LookedUpMembers(entry, _dns(name, int(port))))
+            name, port = split_address(entry.removeprefix(DNS))
+            parts.append(LookedUpMembers(entry, _dns(name, port)))
+        elif entry.startswith(FILE):
+            if entry == FILE:
+                raise ValueError("file: without a path")
+            parts.append(LookedUpMembers(entry, _file(Path(entry.removeprefix(FILE)))))
         else:
+            split_address(entry)
             parts.append(StaticMembers([entry]))
     return UnionMembers(parts)
 
@@ -93,5 +109,20 @@ def _dns(name: str, port: int) -> Callable[[], Sequence[str]]:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
         hosts = sorted({str(entry[4][0]) for entry in found})
         return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
+
+    return look_up
+
+
+def _file(path: Path) -> Callable[[], Sequence[str]]:
+    """A ``host:port`` a line, as ``rollout-server fleet`` keeps them; an empty file is nobody.
+
+    Whoever writes it replaces it as a whole: half a file would be half a fleet.
+    """
+
+    def look_up() -> list[str]:
+        addresses = path.read_text(encoding="utf-8").split()
+        for address in addresses:
+            split_address(address)
+        return addresses
 
     return look_up

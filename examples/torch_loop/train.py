@@ -3,13 +3,13 @@
     python -m examples.torch_loop.train --steps 5
     torchrun --nproc-per-node 2 -m examples.torch_loop.train --steps 5
 
+``--trainer`` and ``--servers`` join services that run already (deploy/compose, deploy/kubernetes).
 Every rank has a bridge and feeds its own sequences; all ranks call ``bridge.sync``;
 rank 0 alone pushes the policy.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
@@ -41,6 +41,7 @@ from examples.arithmetic_grpo.task import (
 )
 from examples.arithmetic_grpo.tokenizer import PAD_ID
 from examples.local_services import ARITHMETIC, READY_TIMEOUT, draft_trainer, rollout_server
+from examples.torch_loop.options import build_parser
 from policy_bridge import BridgeConfig, DisabledBridge, PolicyBridge
 from policy_bridge.adapters.completions import CompletionsClient, Rollouts
 
@@ -115,17 +116,15 @@ def rank() -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the example: rank 0 starts the services, every rank trains."""
-    parser = argparse.ArgumentParser(prog="python -m examples.torch_loop.train")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("runs/torch-loop"))
-    options = parser.parse_args(argv)
+    """Run the example: rank 0 starts the services unless they run, every rank trains."""
+    options = build_parser().parse_args(argv)
     with ExitStack() as stack:
         if "RANK" in os.environ:
             dist.init_process_group("gloo")
             stack.callback(dist.destroy_process_group)
-        addresses = [""] * 3
-        if rank() == 0:
+        # Without control addresses the bridge asks the trainer for its fleet.
+        addresses = [options.trainer, "", options.servers]
+        if rank() == 0 and not options.trainer:
             options.out.mkdir(parents=True, exist_ok=True)
             server, url = rollout_server(options.out)
             trainer = draft_trainer(options.out, server.health)
@@ -136,9 +135,15 @@ def main(argv: list[str] | None = None) -> int:
         if dist.is_initialized():
             dist.broadcast_object_list(addresses)
         model = load(ARITHMETIC / "policy")
-        config = BridgeConfig(addresses[0], "torch-loop", (addresses[1],), states_dtype="bfloat16")
+        config = BridgeConfig(
+            addresses[0],
+            "torch-loop",
+            tuple(filter(None, addresses[1:2])),
+            states_dtype="bfloat16",
+            shared_memory=options.shared_memory,
+        )
         bridge = stack.enter_context(PolicyBridge(model, config))
-        client = stack.enter_context(CompletionsClient([addresses[2]], "policy"))
+        client = stack.enter_context(CompletionsClient(addresses[2].split(","), "policy"))
         losses = train(model, bridge, client, options.steps)
         bridge.flush(30.0)
         print(f"rank {rank()}: losses {losses}\n{bridge.stats()}")

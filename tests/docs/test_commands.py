@@ -26,6 +26,9 @@ ELSEWHERE = {
     "torchrun": "tests/adapters/test_ranks.py",
     "grpcurl": "tests/deploy/test_prometheus.py",
     "grpc_health_probe": "tests/rollout_server/test_readiness.py",
+    "docker": "tests/deploy/test_documentation.py",
+    "kubectl": "tests/deploy/test_documentation.py",
+    "ray": "tests/deploy/test_documentation.py",
     "PEERS/modelopt/bin/python": "tests/draft_trainer/test_golden_modelopt.py",
     **dict.fromkeys(
         ("umask", "openssl", "printf", "for", "export"), "tests/security/test_processes.py"
@@ -64,9 +67,10 @@ def test_a_command_is_understood(
     elif program == "draft-trainer":
         build_parser().parse_args(arguments)
     elif program == "rollout-server":
-        room = ROOT / "rollout_server"
-        text = (room / "launch.py").read_text() + (room / "access_options.py").read_text()
-        assert arguments[0] == "serve"
+        assert arguments[0] in ("serve", "fleet")
+        files = ["launch.py", "access_options.py"]
+        files += ["fleet_cli.py"] if arguments[0] == "fleet" else []
+        text = "".join((ROOT / "rollout_server" / file).read_text() for file in files)
         for option in options_of(arguments):
             assert f'"{option}"' in text, option
     elif program == "python":

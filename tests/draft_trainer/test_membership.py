@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
-from draft_trainer.config import parse_config
+from draft_trainer.config import load_config, parse_config
 from draft_trainer.releases.membership import LookedUpMembers, members_of
 from slipstream.refusal import RefusedError
 
@@ -38,7 +39,27 @@ def test_list_and_dns_names_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert members.addresses() == ("h:1", "10.0.0.1:50061", "10.0.0.2:50061", "[fd00::1]:50061")
 
 
-@pytest.mark.parametrize("address", ["dns:rollouts", "dns::5", "host:0", "host"])
+def test_a_file_is_read_again_and_what_it_said_outlives_it(tmp_path: Path) -> None:
+    config = tmp_path / "trainer.toml"
+    config.write_text(
+        '[draft]\ninitial = "d"\nregistry = "r"\n[publish]\nrollout_servers = ["file:fleet"]\n'
+    )
+    entries = load_config(config).publish.rollout_servers
+    assert entries == (f"file:{tmp_path / 'fleet'}",)
+    members, fleet = members_of(entries), tmp_path / "fleet"
+    assert members.addresses() == ()
+    for text, expected in (
+        ("10.0.0.1:50061\n10.0.0.2:50061\n", ("10.0.0.1:50061", "10.0.0.2:50061")),
+        # What is no list of addresses says nothing about the fleet.
+        ("10.0.0.1:50061\n10.0.0", ("10.0.0.1:50061", "10.0.0.2:50061")),
+        ("10.0.0.2:50061\n", ("10.0.0.2:50061",)),
+        ("", ()),
+    ):
+        fleet.write_text(text)
+        assert members.addresses() == expected
+
+
+@pytest.mark.parametrize("address", ["dns:rollouts", "dns::5", "host:0", "host", "file:"])
 def test_bad_addresses_are_refused(address: str) -> None:
     with pytest.raises(RefusedError) as caught:
         parse_config(

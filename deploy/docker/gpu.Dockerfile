@@ -1,0 +1,58 @@
+# Both services on NVIDIA GPUs, on top of vLLM's own image: it has torch, CUDA and vLLM built to
+# fit each other, and lies on every rollout node anyway.
+#
+#   docker build -f deploy/docker/gpu.Dockerfile --target draft-trainer -t slipstream/draft-trainer:gpu .
+#   docker build -f deploy/docker/gpu.Dockerfile --target rollout-server -t slipstream/rollout-server:gpu .
+#   docker build -f deploy/docker/gpu.Dockerfile --target ray -t slipstream/ray:gpu .
+ARG VLLM=vllm/vllm-openai:v0.32.0
+ARG PYTHON=python:3.11.14-slim-bookworm
+
+FROM ${PYTHON} AS build
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /build
+COPY deploy/requirements/cpu.lock ./
+# The wheel's generated code and the protobuf that runs it must be of one version.
+RUN grep -E '^(hatchling|editables|grpcio|grpcio-tools|protobuf|packaging|pathspec|pluggy|trove-classifiers|setuptools|typing-extensions)==' cpu.lock >build.lock \
+    && grep -E '^(grpcio|grpcio-health-checking|grpcio-reflection|protobuf|xxhash)==' cpu.lock >run.lock \
+    && python -m pip install --quiet --no-deps -r build.lock
+COPY pyproject.toml README.md LICENSE ./
+COPY proto proto
+COPY draft_trainer draft_trainer
+COPY policy_bridge policy_bridge
+COPY rollout_server rollout_server
+RUN python -m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir wheels .
+
+FROM ${VLLM} AS base
+USER 0
+# Not the whole lock: what vLLM's image has was chosen for its CUDA.
+RUN --mount=type=bind,from=build,source=/build,target=/build \
+    python3 -m pip install --no-cache-dir --quiet --no-deps -r /build/run.lock /build/wheels/*.whl \
+    && python3 -c "import draft_trainer.cli.main, rollout_server.cli, slipstream.health, vllm" \
+    && useradd --uid 10001 slipstream \
+    && install --directory --owner=10001 --group=10001 /var/lib/slipstream
+# /tmp is what a read-only root leaves for caches.
+ENV HOME=/tmp PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+USER 10001:10001
+WORKDIR /var/lib/slipstream
+
+FROM base AS draft-trainer
+EXPOSE 50051 9464
+HEALTHCHECK --interval=15s --timeout=6s --start-period=60s --retries=3 \
+    CMD ["python3", "-m", "slipstream.health", "127.0.0.1:50051"]
+ENTRYPOINT ["draft-trainer"]
+CMD ["serve", "--config", "/etc/slipstream/trainer.toml"]
+
+FROM base AS rollout-server
+EXPOSE 8000 50061
+HEALTHCHECK --interval=15s --timeout=6s --start-period=600s --retries=3 \
+    CMD ["python3", "-m", "slipstream.health", "127.0.0.1:50061"]
+ENTRYPOINT ["rollout-server"]
+CMD ["--help"]
+
+# Ray's head and workers, which start rollout servers (deploy/ray).
+FROM base AS ray
+USER 0
+RUN python3 -m pip install --no-cache-dir --quiet "ray[default]==2.60.0"
+USER 10001:10001
+HEALTHCHECK NONE
+CMD ["ray", "--help"]

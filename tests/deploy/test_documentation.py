@@ -1,0 +1,107 @@
+"""What docs/deployment.md has people type, where the program is not ours to run here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+
+import yaml
+
+from rollout_server.fleet_cli import build_parser
+from tests.deploy.manifests import DEPLOY, ROOT, overlay, pods
+from tests.deploy.test_docker import stages
+
+PAGE = (ROOT / "docs" / "deployment.md").read_text()
+
+
+def commands(program: str) -> Iterator[list[str]]:
+    for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            if line.startswith(f"{program} "):
+                yield shlex.split(line)
+
+
+def test_images_are_built_from_what_there_is_and_are_those_that_run() -> None:
+    built = set()
+    for words in commands("docker"):
+        if words[1] == "build":
+            file, target, tag = (words[words.index(o) + 1] for o in ("-f", "--target", "-t"))
+            assert target in stages(ROOT / file)
+            built.add(tag)
+            assert " ".join(words) in (ROOT / file).read_text()
+        else:
+            assert words[1] == "compose"
+            compose = yaml.safe_load((ROOT / words[words.index("-f") + 1]).read_text())
+            profile = words[words.index("--profile") + 1]
+            assert [profile] in [s.get("profiles") for s in compose["services"].values()]
+            assert f"`{words[words.index('-p') + 1]}_ring`" in PAGE
+    texts = [path.read_text() for path in (DEPLOY / "ray").glob("*.yaml")]
+    texts.append((DEPLOY / "compose" / "compose.yml").read_text())
+    used = {i for text in texts for i in re.findall(r"image: (slipstream/\S+)", text)}
+    assert used and used <= built
+
+
+def test_kubectl_is_given_what_there_is() -> None:
+    for words in commands("kubectl"):
+        for option in ("-k", "-f"):
+            if option in words:
+                assert (ROOT / words[words.index(option) + 1]).exists()
+        for word in words:
+            source = word.partition("=")[2].partition("=")[2] or word.partition("=")[2]
+            if word.startswith("--from-file=deploy/"):
+                assert (ROOT / source).exists()
+
+
+def test_the_secrets_are_those_that_the_overlay_mounts() -> None:
+    made: dict[str, set[str]] = {}
+    for words in commands("kubectl"):
+        if "secret" in words:
+            name = words[words.index("generic") + 1]
+            files = [w.removeprefix("--from-file=") for w in words if w.startswith("--from-file=")]
+            made[name] = {file.partition("=")[0] for file in files}
+    needed: dict[str, set[str]] = {}
+    for _, pod in pods(overlay("secure")):
+        for volume in pod["volumes"]:
+            sources = volume.get("projected", {}).get("sources", [])
+            for secret in [s["secret"] for s in sources] + [volume.get("secret")]:
+                if secret:
+                    name = secret.get("secretName") or secret["name"]
+                    items = secret.get("items") or [{"key": k} for k in ("tls.crt", "tls.key")]
+                    needed.setdefault(name, set()).update(item["key"] for item in items)
+    assert made.keys() == needed.keys()
+    for name, keys in needed.items():
+        assert keys <= made[name], name
+    assert made["slipstream-tokens"] == needed["slipstream-tokens"]
+
+
+def test_the_fleets_options_are_documented_with_their_defaults() -> None:
+    rows = dict(re.findall(r"^\| `(--[^|]*?)` \|([^|]*)\|", PAGE, re.MULTILINE))
+    documented = {}
+    for options, default in rows.items():
+        names = [name.split()[0] for name in re.split("`, `", options)]
+        values = [v.strip(" `") for v in default.split(",")]
+        documented |= dict(zip(names, values * len(names), strict=False))
+    for action in build_parser()._actions:
+        for name in action.option_strings:
+            if name not in ("-h", "--help"):
+                default = documented[name]
+                if action.default is None:
+                    assert default == ""
+                elif isinstance(action.default, str):
+                    assert default == action.default
+                else:
+                    assert float(default) == action.default
+
+
+def test_ray_is_given_a_fleet() -> None:
+    jobs = [words for words in commands("ray") if words[1] == "job"]
+    assert jobs
+    for words in jobs:
+        program, command, *arguments = words[words.index("--") + 1 :]
+        assert (program, command) == ("rollout-server", "fleet")
+        options, serve = build_parser().parse_known_args(arguments)
+        assert options.replicas == 2 and "--draft" in serve
+    for words in commands("ray"):
+        if words[1] == "up":
+            assert (ROOT / words[2]).exists()

@@ -1,0 +1,74 @@
+"""The probe of the images: says yes only where somebody serves."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from examples.arithmetic_grpo.processes import free_port
+from slipstream.health import main
+
+STATUS = health_pb2.HealthCheckResponse
+
+
+@pytest.fixture
+def servicer() -> health.HealthServicer:
+    servicer = health.HealthServicer(experimental_non_blocking=True)
+    servicer.set("", STATUS.SERVING)
+    servicer.set("one/ready", STATUS.NOT_SERVING)
+    return servicer
+
+
+@pytest.fixture
+def server(servicer: health.HealthServicer) -> Iterator[grpc.Server]:
+    server = grpc.server(ThreadPoolExecutor(2))
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    yield server
+    server.stop(grace=None).wait(5)
+
+
+def test_it_says_yes_only_where_somebody_serves(
+    server: grpc.Server, servicer: health.HealthServicer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    assert main([address]) == 0
+    assert main([address, "one/ready"]) == 1
+    assert capsys.readouterr().err == "not serving\n"
+    assert main([address, "nobody"]) == 1
+    assert capsys.readouterr().err.startswith("NOT_FOUND")
+    servicer.set("one/ready", STATUS.SERVING)
+    assert main([address, "one/ready"]) == 0
+    assert main([f"127.0.0.1:{free_port()}"]) == 1
+    assert capsys.readouterr().err.startswith("UNAVAILABLE")
+
+
+def test_over_tls_it_wants_the_servers_certificate(
+    server: grpc.Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed: apt-get install openssl")
+    pems = []
+    for name in ("server", "other"):
+        key, pem = tmp_path / f"{name}.key", tmp_path / f"{name}.pem"
+        command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+        command += f" -days 2 -subj /CN={name} -addext subjectAltName=DNS:localhost"
+        argv = [*command.split(), "-keyout", str(key), "-out", str(pem)]
+        subprocess.run(argv, capture_output=True, check=True, timeout=30)
+        pems.append((key.read_bytes(), pem.read_bytes()))
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials(pems[:1]))
+    server.start()
+    assert main([f"localhost:{port}", "--ca", str(tmp_path / "server.pem")]) == 0
+    assert main([f"localhost:{port}", "--ca", str(tmp_path / "other.pem")]) == 1
+    assert main([f"localhost:{port}"]) == 1
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([f"localhost:{port}", "--ca", str(tmp_path / "none.pem")])
+    assert "none.pem" in capsys.readouterr().err

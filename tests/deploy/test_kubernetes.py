@@ -1,0 +1,215 @@
+"""The Kubernetes manifests: sound by Kubernetes' own schemas, and of one mind with the programs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from draft_trainer.cli.main import parser
+from examples.torch_loop.options import build_parser
+from tests.deploy.manifests import (
+    OVERLAYS,
+    ROOT,
+    Manifest,
+    container,
+    containers,
+    only,
+    overlay,
+    pods,
+    port_of,
+    size,
+    trainer_config,
+)
+
+kubernetes_validate = pytest.importorskip(
+    "kubernetes_validate", reason="no schemas of Kubernetes: pip install kubernetes-validate"
+)
+
+# Not Kubernetes' own: whose schema is the operator's.
+CUSTOM = {"ServiceMonitor"}
+OLDEST = "1.30"
+NEWEST = kubernetes_validate.latest_version()
+# As the server has it, without loading torch for it.
+READY = re.findall(
+    r'^READY_SERVICE = "(.*)"', (ROOT / "rollout_server" / "control_server.py").read_text(), re.M
+)
+
+
+@pytest.fixture(params=OVERLAYS)
+def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
+    return overlay(request.param)
+
+
+def test_every_manifest_is_sound(manifests: list[Manifest]) -> None:
+    for manifest in manifests:
+        if manifest["kind"] not in CUSTOM:
+            for version in (OLDEST, NEWEST):
+                kubernetes_validate.validate(manifest, version, strict=True)
+        if manifest["kind"] != "Namespace":
+            assert manifest["metadata"]["namespace"] == "slipstream"
+            assert manifest["metadata"]["labels"]["app.kubernetes.io/part-of"] == "slipstream"
+
+
+def test_the_trainer_publishes_to_the_servers_that_there_are(manifests: list[Manifest]) -> None:
+    fleet = only(manifests, "StatefulSet", "slipstream-rollout")
+    service = only(manifests, "Service", fleet["spec"]["serviceName"])
+    server = container(manifests, "rollout-server")
+    port = next(p["containerPort"] for p in server["ports"] if p["name"] == "control")
+    assert trainer_config(manifests).publish.rollout_servers == tuple(
+        f"slipstream-rollout-{index}.slipstream-rollout:{port}"
+        for index in range(fleet["spec"]["replicas"])
+    )
+    # Else a server that is not ready could not be mended.
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
+    assert service["spec"]["selector"].items() <= labels(fleet).items()
+    lengths = [argument.partition("=")[2] for argument in server["args"] if "-length" in argument]
+    assert lengths == [str(trainer_config(manifests).publish.num_speculative_tokens)]
+
+
+def test_the_ring_is_memory_of_both_containers(manifests: list[Manifest]) -> None:
+    server = trainer_config(manifests).server
+    pod = dict(pods(manifests))["policy"]
+    (volume,) = [v for v in pod["volumes"] if v["name"] == "ring"]
+    assert volume["emptyDir"]["medium"] == "Memory"
+    room = size(volume["emptyDir"]["sizeLimit"])
+    assert room >= server.max_streams * server.ring_bytes
+    for name in ("policy", "draft-trainer"):
+        mounted = {m["name"]: m["mountPath"] for m in container(manifests, name)["volumeMounts"]}
+        assert mounted["ring"] == server.shared_memory
+        # What lies there counts as memory of whoever wrote it.
+        assert size(container(manifests, name)["resources"]["limits"]["memory"]) > room
+
+
+def test_the_programs_take_their_arguments(manifests: list[Manifest]) -> None:
+    trainer = container(manifests, "draft-trainer")
+    arguments = parser().parse_args(trainer["args"])
+    mounted = {m["mountPath"] for m in trainer["volumeMounts"]}
+    assert str(arguments.config.parent) in mounted
+    config = trainer_config(manifests)
+    assert str(config.draft.registry.parent) in mounted
+    policy = container(manifests, "policy")
+    if "examples.torch_loop.train" in policy["command"]:
+        options = build_parser().parse_args(policy["args"])
+        assert port_of(options.trainer) == config.server.port
+        assert options.shared_memory == config.server.shared_memory
+        hosts = [
+            url.removeprefix("http://").partition(":")[0] for url in options.servers.split(",")
+        ]
+        assert hosts == [address.partition(":")[0] for address in config.publish.rollout_servers]
+
+
+def test_probes_ask_the_ports_that_are_served(manifests: list[Manifest]) -> None:
+    config = trainer_config(manifests)
+    ports = {"draft-trainer": config.server.port, "rollout-server": 50061}
+    for name, port in ports.items():
+        asked = container(manifests, name)
+        assert port in {p["containerPort"] for p in asked["ports"]}
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            probe = asked[kind]
+            if "grpc" in probe:
+                found, service = probe["grpc"]["port"], probe["grpc"].get("service", "")
+            else:
+                words = probe["exec"]["command"]
+                assert words[1:3] == ["-m", "slipstream.health"]
+                (address,) = [w for w in words if w.startswith("localhost:")]
+                found, service = port_of(address), words[-1] if words[-1] != address else ""
+                # A Python has to start first, beside an engine that is busy.
+                assert probe["timeoutSeconds"] >= 5
+            assert found == port
+            ready = kind == "readinessProbe" and name == "rollout-server"
+            assert service == (READY[0] if ready else "")
+    # Nothing is killed for a moment's silence, and a model may take minutes to load.
+    server = container(manifests, "rollout-server")
+    assert product(server["livenessProbe"]) >= 60 and product(server["startupProbe"]) >= 600
+    assert product(container(manifests, "draft-trainer")["startupProbe"]) >= 300
+
+
+def product(probe: Manifest) -> int:
+    return int(probe["periodSeconds"]) * int(probe["failureThreshold"])
+
+
+def test_nothing_runs_with_more_rights_than_it_needs(manifests: list[Manifest]) -> None:
+    for _, pod in pods(manifests):
+        # Of one user, or the policy could not open the trainer's ring.
+        assert pod["securityContext"]["runAsUser"] == 10001
+        assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for one in containers(pod):
+            rights = one["securityContext"]
+            assert rights["readOnlyRootFilesystem"] and not rights["allowPrivilegeEscalation"]
+            assert rights["capabilities"] == {"drop": ["ALL"]}
+            assert {"cpu", "memory"} <= one["resources"]["limits"].keys()
+            assert {"cpu", "memory"} <= one["resources"]["requests"].keys()
+            assert ":" in one["image"] and not one["image"].endswith(":latest")
+            assert "/tmp" in {m["mountPath"] for m in one["volumeMounts"]}
+        for volume in pod["volumes"]:
+            assert "emptyDir" not in volume or "sizeLimit" in volume["emptyDir"]
+            if "secret" in volume:
+                assert volume["secret"]["defaultMode"] == 0o440
+                assert pod["securityContext"]["fsGroup"] == 10001
+
+
+def test_the_control_planes_are_reached_by_the_policys_pod_alone(manifests: list[Manifest]) -> None:
+    policies = {
+        m["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"]: m["spec"]
+        for m in manifests
+        if m["kind"] == "NetworkPolicy"
+    }
+    assert policies.keys() == {"rollout-server", "policy"}
+    for rule in policies["rollout-server"]["ingress"]:
+        if 50061 in {port["port"] for port in rule["ports"]}:
+            (whom,) = rule["from"]
+            assert whom["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "policy"
+    opened = {p["port"] for rule in policies["policy"]["ingress"] for p in rule["ports"]}
+    assert opened == {trainer_config(manifests).server.metrics_port}
+    assert policies["rollout-server"].get("egress", []) == []
+    assert "Egress" in policies["rollout-server"]["policyTypes"]
+
+
+def test_prometheus_finds_both_services(manifests: list[Manifest]) -> None:
+    services = [m for m in manifests if m["kind"] == "Service"]
+    exported = {"draft-trainer": trainer_config(manifests).server.metrics_port}
+    exported["rollout-server"] = 8000
+    monitors = {
+        m["metadata"]["name"]: m["spec"] for m in manifests if m["kind"] == "ServiceMonitor"
+    }
+    assert monitors.keys() == exported.keys()
+    for job, monitor in monitors.items():
+        selected = [
+            service
+            for service in services
+            if monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        ]
+        (service,) = selected
+        # The alerts know the jobs by these names.
+        assert service["metadata"]["labels"][monitor["jobLabel"]] == job
+        (endpoint,) = monitor["endpoints"]
+        (port,) = [p for p in service["spec"]["ports"] if p["name"] == endpoint["port"]]
+        assert port["port"] == exported[job]
+        backed = [m for m in manifests if service["spec"]["selector"].items() <= labels(m).items()]
+        assert len(backed) == 1
+
+
+def test_a_drain_takes_one_server_at_a_time(manifests: list[Manifest]) -> None:
+    budget = only(manifests, "PodDisruptionBudget", "slipstream-rollout")["spec"]
+    fleet = only(manifests, "StatefulSet", "slipstream-rollout")
+    assert budget["maxUnavailable"] == 1 < fleet["spec"]["replicas"]
+    assert budget["selector"]["matchLabels"].items() <= labels(fleet).items()
+    # The trainer has time for what its own deadline allows.
+    grace = dict(pods(manifests))["policy"]["terminationGracePeriodSeconds"]
+    assert grace > trainer_config(manifests).server.shutdown_timeout_s
+
+
+def test_no_secret_is_in_a_manifest(manifests: list[Manifest]) -> None:
+    assert not [m for m in manifests if m["kind"] == "Secret"]
+    for _, pod in pods(manifests):
+        for one in containers(pod):
+            for variable in one.get("env", []):
+                assert not re.search("TOKEN$|PASSWORD|SECRET|KEY$", variable["name"])
+
+
+def labels(manifest: Manifest) -> dict[str, str]:
+    """Of the pods that it makes; none for others."""
+    template = manifest.get("spec", {}).get("template", {})
+    return dict(template.get("metadata", {}).get("labels", {}))

@@ -1,0 +1,89 @@
+"""deploy/ray: what Ray and Kubernetes can check of it, and that it agrees with the programs."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from typing import Any
+
+import pytest
+import yaml
+
+from draft_trainer.config import parse_config
+from rollout_server.fleet_cli import build_parser
+from tests.deploy.manifests import DEPLOY, containers, port_of
+
+kubernetes_validate = pytest.importorskip(
+    "kubernetes_validate", reason="no schemas of Kubernetes: pip install kubernetes-validate"
+)
+
+FOLDER = DEPLOY / "ray"
+JOB, POLICY = yaml.safe_load_all((FOLDER / "kuberay.yaml").read_text())
+CLUSTER = JOB["spec"]["rayClusterSpec"]
+TRAINER = parse_config(tomllib.loads((FOLDER / "trainer.toml").read_text()))
+# Of KubeRay's ray.io/v1 as its API reference has it; the pods are checked with Kubernetes' schemas.
+JOB_KEYS = {"entrypoint", "submissionMode", "shutdownAfterJobFinishes", "rayClusterSpec"}
+GROUP_KEYS = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+
+
+def groups() -> dict[str, dict[str, Any]]:
+    return {"head": CLUSTER["headGroupSpec"]} | {
+        group["groupName"]: group for group in CLUSTER["workerGroupSpecs"]
+    }
+
+
+def test_the_job_is_of_the_form_that_kuberay_knows() -> None:
+    assert (JOB["apiVersion"], JOB["kind"]) == ("ray.io/v1", "RayJob")
+    assert JOB["spec"].keys() == JOB_KEYS
+    assert CLUSTER.keys() == {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
+    for name, group in groups().items():
+        assert group.keys() <= GROUP_KEYS
+        # Numbers too are texts here, or the operator refuses them.
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values()), name
+        pod = {"apiVersion": "v1", "kind": "Pod"} | group["template"]
+        pod["metadata"] = {"name": name} | pod["metadata"]
+        for version in ("1.30", kubernetes_validate.latest_version()):
+            kubernetes_validate.validate(pod, version, strict=True)
+        chosen = POLICY["spec"]["podSelector"]["matchLabels"]
+        assert chosen.items() <= pod["metadata"]["labels"].items()
+    kubernetes_validate.validate(POLICY, "1.30", strict=True)
+    image = (DEPLOY / "docker" / "gpu.Dockerfile").read_text()
+    assert f"ray[default]=={CLUSTER['rayVersion']}" in image
+
+
+def test_the_fleet_fits_the_cluster_and_the_trainer_finds_it() -> None:
+    program, command, *arguments = shlex.split(JOB["spec"]["entrypoint"])
+    assert (program, command) == ("rollout-server", "fleet")
+    options, serve = build_parser().parse_known_args(arguments)
+    workers = groups()["rollouts"]
+    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert options.replicas == workers["replicas"]
+    assert options.gpus == int(limits["nvidia.com/gpu"])
+    assert TRAINER.publish.rollout_servers == (f"file:{options.members}",)
+    assert f"--draft-length {TRAINER.publish.num_speculative_tokens}" in " ".join(serve)
+    head = groups()["head"]["template"]["spec"]
+    for one in containers(head):
+        mounted = {m["mountPath"] for m in one["volumeMounts"]}
+        # Who writes the file and who reads it see the same folder.
+        assert str(options.members.parent) in mounted
+        assert str(TRAINER.draft.registry.parent) in mounted
+        assert TRAINER.server.shared_memory in mounted
+    (trainer,) = head["initContainers"]
+    for probe in ("startupProbe", "livenessProbe"):
+        assert port_of(trainer[probe]["exec"]["command"][-1]) == TRAINER.server.port
+    # Ray would place a replica on the head's node otherwise.
+    assert groups()["head"]["rayStartParams"]["num-gpus"] == "0"
+
+
+def test_ray_itself_takes_the_description_of_the_machines() -> None:
+    util = pytest.importorskip(
+        "ray.autoscaler._private.util", reason="Ray is not installed: pip install 'slipstream[ray]'"
+    )
+    config = yaml.safe_load((FOLDER / "cluster.yaml").read_text())
+    prepared = util.prepare_config(dict(config))
+    util.validate_config(prepared)
+    assert prepared["docker"]["image"] == "slipstream/ray:gpu"
+    workers = prepared["available_node_types"]["local.cluster.node"]
+    assert workers["max_workers"] == config["max_workers"] == len(config["provider"]["worker_ips"])
+    (served,) = [c for c in config["head_start_ray_commands"] if "draft-trainer" in c]
+    assert "serve --config /var/lib/slipstream/trainer.toml" in served

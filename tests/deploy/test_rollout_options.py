@@ -1,0 +1,33 @@
+"""Every command line of a rollout server in deploy/ is one that vLLM's parser and ours take."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import yaml
+
+from rollout_server.fleet_cli import build_parser as fleet_parser
+from rollout_server.launch import build_parser
+from tests.deploy.manifests import DEPLOY, OVERLAYS, container, overlay
+
+
+def test_the_rollout_servers_take_their_arguments() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose" / "compose.yml").read_text())
+    job, _ = yaml.safe_load_all((DEPLOY / "ray" / "kuberay.yaml").read_text())
+    words = shlex.split(job["spec"]["entrypoint"])[2:]
+    found: dict[str, list[str]] = {
+        "compose": compose["services"]["rollout-0"]["command"],
+        "kuberay": ["serve", *fleet_parser().parse_known_args(words)[1]],
+    }
+    for name in OVERLAYS:
+        found[name] = container(overlay(name), "rollout-server")["args"]
+    parser: Any = build_parser()
+    for name, (command, *arguments) in found.items():
+        assert command == "serve"
+        args = parser.parse_args(arguments)
+        assert args.draft_length == 3 and args.logprobs_mode == "processed_logprobs", name
+        assert args.served_model_name == ["policy"]
+        if name != "kuberay":  # whose addresses the fleet gives
+            assert (args.host, args.port) == ("0.0.0.0", 8000)
+            assert (args.control_host, args.control_port) == ("0.0.0.0", 50061)
