@@ -222,6 +222,8 @@ class RolloutControl:
                     "stage and commit the release that you want",
                     StatusCode.FAILED_PRECONDITION,
                 )
+            # It usually is; what has to be prepared anew is so before the engine stands still.
+            await self._engine.prepare(previous.source, None)
             took = await self._apply([previous], "rollback", arrival)
             self._store.release(self.live[DRAFT].keys)
             self.live[DRAFT] = previous

@@ -93,7 +93,11 @@ class Shadow:
                 method.process_weights_after_loading(shadow)
         if not any(_loaded(shadow) for _, shadow in self.modules):
             raise ShadowError("no tensor of the checkpoint is a parameter of the draft")
-        self.fingerprint = {
+        self.fingerprint = self.hashes()
+
+    def hashes(self) -> dict[str, int]:
+        """Of every parameter that packing leaves, by the draft's names; one pass over them."""
+        return {
             name: element_hash(parameter)
             for name, parameter in self._root.named_parameters()
             if parameter.numel()

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from rollout_server.shadow import Shadow, ShadowError
 from rollout_server.weight_source import WeightSource
 
 READY, WORKING = "ready", "working"
+_FOREIGN = "what was live was not what had been committed"
 _MOST = 2
 _LOG = logging.getLogger(__name__)
 
@@ -31,7 +32,20 @@ _LOG = logging.getLogger(__name__)
 class _Spare:
     shadow: Shadow
     state: str = WORKING
-    thread: threading.Thread | None = field(default=None, repr=False)
+
+    def begin(self, work: Callable[..., None], gone: list[_Spare], *arguments: object) -> None:
+        """Do it in a thread, which leaves a state behind.
+
+        Args:
+            work: called with this, ``gone`` and the arguments.
+            gone: what it forgets first. A gigabyte takes longer to give back to the kernel than
+                there is between two engine steps.
+            arguments: more of them.
+        """
+        self.state = WORKING
+        threading.Thread(
+            target=work, args=(self, gone, *arguments), name="slipstream-prepare", daemon=True
+        ).start()
 
 
 class Spares:
@@ -63,24 +77,18 @@ class Spares:
             ``READY``, ``WORKING``, or why the commit will have to load them instead.
         """
         spare = self._spares.get(source)
-        if spare is not None:
+        if spare is not None and spare.state != _FOREIGN:
             return spare.state
         if any(other.state == WORKING for other in self._spares.values()):
             return WORKING
-        for other in [s for s in self._spares if s != keep][
-            : max(0, len(self._spares) + 1 - _MOST)
-        ]:
-            del self._spares[other]
+        room = max(0, len(self._spares) + 1 - _MOST)
+        evicted = [self._spares.pop(s) for s in [s for s in self._spares if s != keep][:room]]
         try:
             shadow = Shadow(self._policy(), self._draft())
         except ShadowError as error:
             return str(error)
-        spare = _Spare(shadow)
-        spare.thread = threading.Thread(
-            target=_fill, args=(spare, source), name="slipstream-prepare", daemon=True
-        )
-        self._spares[source] = spare
-        spare.thread.start()
+        spare = self._spares[source] = _Spare(shadow)
+        spare.begin(_fill, evicted, source)
         return WORKING
 
     def put(self, new: WeightSource, old: WeightSource) -> bool:
@@ -98,6 +106,7 @@ class Spares:
             spare.state = str(error)
             _LOG.warning("draft cannot be exchanged: %s", error)
             return False
+        dropped = [other for other in self._spares.values() if other is not spare]
         self._spares = {}
         before = self._read_back.hashes
         # What is damaged, or lost in a sleep, is not worth keeping.
@@ -108,6 +117,8 @@ class Spares:
             names = spare.shadow.fingerprint
             spare.shadow.fingerprint = {name: before[name] for name in names}
             self._spares = {old: spare}
+            # Nobody else has written into it? A look takes too long for the time between steps.
+            spare.begin(_check, dropped)
         return True
 
     def drop(self) -> None:
@@ -119,7 +130,8 @@ class Spares:
         self._read_back.committed()
 
 
-def _fill(spare: _Spare, source: WeightSource) -> None:
+def _fill(spare: _Spare, gone: list[_Spare], source: WeightSource) -> None:
+    gone.clear()
     began = time.perf_counter()
     state = "the preparation ended; see the worker's log"
     try:
@@ -134,6 +146,13 @@ def _fill(spare: _Spare, source: WeightSource) -> None:
         state = READY
     finally:
         spare.state = state
+
+
+def _check(spare: _Spare, gone: list[_Spare]) -> None:
+    gone.clear()
+    with _aside(spare.shadow.device):
+        same = spare.shadow.hashes() == spare.shadow.fingerprint
+    spare.state = READY if same else _FOREIGN
 
 
 @contextlib.contextmanager

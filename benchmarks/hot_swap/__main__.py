@@ -20,6 +20,7 @@ from benchmarks.draft_training.report import Target, machine, target_table
 from benchmarks.hot_swap import size
 from benchmarks.hot_swap.figures import NONE, OURS, PEER, Outcome, Window, figures
 from benchmarks.hot_swap.load import Load, Seen, Work, complete_all
+from benchmarks.hot_swap.report import progress, table
 from benchmarks.hot_swap.servers import Server, Servers
 from benchmarks.hot_swap.swaps import Ours, Swap, peer_files
 from draft_trainer.durable import written_whole
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             outcome = _measure(options, folder)
             found = figures(outcome, options.swaps) | {"complete": outcome.complete}
-            print(_table(found))
+            print(table(found))
     print("\n" + target_table([Target(**target) for target in found["targets"]]))
     _write(options, found)
     return 0 if all(target["ok"] for target in found["targets"]) else 1
@@ -129,10 +130,10 @@ def _under_load(
         for number in range(options.rounds):
             arms = [NONE, OURS, PEER] if number % 2 == 0 else [PEER, OURS, NONE]
             for arm in arms:
-                windows.append(_window(options, pair, arm, ours, files, swaps, peer_swaps))
+                windows += _windows(options, pair, arm, ours, files, swaps, peer_swaps)
             outcome = so_far(load.take(), complete=False)
             _write(options, figures(outcome, options.swaps) | {"complete": False})
-            _say(_progress(number + 1, outcome))
+            _say(progress(number + 1, outcome))
         left = options.swaps - len(swaps)
         _say(f"{max(0, left)} swaps more, one every {options.rest} s")
         while len(swaps) < options.swaps:
@@ -141,7 +142,7 @@ def _under_load(
         complete = True
     except KeyboardInterrupt:
         _say("cut short; what was measured follows")
-        if len(windows) < 3:
+        if len(windows) < 4:
             raise
     finally:
         last = load.stop()
@@ -150,18 +151,28 @@ def _under_load(
     return so_far(last, complete)
 
 
-def _progress(number: int, outcome: Outcome) -> str:
-    rates = ", ".join(f"{w.arm} {w.rate:.0f} tokens/s" for w in outcome.windows[-3:])
-    return (
-        f"round {number}: {rates}; {len(outcome.swaps)} swaps, "
-        f"{sum(len(s.failed) for s in outcome.seen)} failed, "
-        f"{sum(s.different for s in outcome.seen)} differ, p = {outcome.p_value:.2g}, stall "
-        + " and ".join(f"{1e3 * seconds:.1f} ms" for seconds in outcome.stall)
-    )
+def _windows(
+    options: argparse.Namespace,
+    pair: Servers,
+    arm: str,
+    ours: Ours,
+    files: list[Path],
+    swaps: list[Swap],
+    peer_swaps: list[float],
+) -> list[Window]:
+    """One window of ``seconds``; without swaps two halves of it, one with each release.
+
+    A worse draft makes fewer tokens a step, so both must be live for the same time in all.
+    """
+    if arm != NONE:
+        return [_window(options.seconds, pair, arm, ours, files, swaps, peer_swaps)]
+    first = _window(options.seconds / 2, pair, arm, ours, files, swaps, peer_swaps)
+    swaps.append(ours.swap())
+    return [first, _window(options.seconds / 2, pair, arm, ours, files, swaps, peer_swaps)]
 
 
 def _window(
-    options: argparse.Namespace,
+    seconds: float,
     pair: Servers,
     arm: str,
     ours: Ours,
@@ -172,23 +183,21 @@ def _window(
     before = sum(server.generated() for server in pair.all)
     began = time.monotonic()
     count = 0
-    while True:
-        # In the middle of each second, so that a window begins and ends between swaps.
-        due = began + count + 0.5
-        if due >= began + options.seconds:
-            break
-        time.sleep(max(0.0, due - time.monotonic()))
+    # In the middle of each second, so that a window begins and ends between swaps. An even number
+    # of them: at the end the peer has put back what we believe to be live.
+    while arm != NONE and began + count + 0.5 < began + seconds:
+        time.sleep(max(0.0, began + count + 0.5 - time.monotonic()))
         if arm == OURS:
             swaps.append(ours.swap())
-        elif arm == PEER:
+        else:
             start = time.monotonic()
-            pair.three_calls(files[count % 2])
+            pair.three_calls(files[(ours.live + 1 + count) % 2])
             peer_swaps.append(time.monotonic() - start)
         count += 1
-    time.sleep(max(0.0, began + options.seconds - time.monotonic()))
+    time.sleep(max(0.0, began + seconds - time.monotonic()))
     ended = time.monotonic()
     tokens = sum(server.generated() for server in pair.all) - before
-    return Window(arm, began, ended, tokens, 0 if arm == NONE else count)
+    return Window(arm, began, ended, tokens, count)
 
 
 def _policy() -> PreTrainedModel:
@@ -203,42 +212,6 @@ def _acceptance(servers: tuple[Server, ...]) -> dict[int, float]:
             sums = total.get(version, (0, 0))
             total[version] = (sums[0] + drafts, sums[1] + accepted)
     return {v: 1 + accepted / drafts for v, (drafts, accepted) in sorted(total.items())}
-
-
-def _table(found: dict[str, Any]) -> str:
-    lines = [
-        f"{found['swaps']} fleet-wide swaps of ours, {found['peer_swaps']} of vLLM's, "
-        f"{found['requests']} requests, {len(found['failed'])} failed, "
-        f"{found['different']} of {found['greedy']} greedy outputs differ, "
-        f"p = {found['p_value']:.3g} over {found['samples']} samples at T = 1",
-        "acceptance length: "
-        + ", ".join(f"draft {v} {length:.2f}" for v, length in found["acceptance_length"].items()),
-        f"\n{'server':<8}{'step ms':>9}{'commit ms':>11}{'p99':>8}{'steps':>8}{'p99':>7}"
-        f"{'stall ms':>10}{'gap p99 ms: none':>18}{'swapping':>10}{'across':>8}{'peer':>8}",
-    ]
-    for index, s in enumerate(found["servers"]):
-        gap = s["gap_p99"]
-        across = 1e3 * gap["across_a_swap"] if gap["across_a_swap"] is not None else float("nan")
-        lines.append(
-            f"{index:<8}{1e3 * s['step_seconds']:>9.1f}"
-            f"{1e3 * s['commit_seconds']['median']:>11.1f}{1e3 * s['commit_seconds']['p99']:>8.1f}"
-            f"{s['commit_steps']['median']:>8.2f}{s['commit_steps']['p99']:>7.2f}"
-            f"{1e3 * s['stall_seconds']:>10.1f}{1e3 * gap['no_swaps']:>18.1f}"
-            f"{1e3 * gap['windows_with_swaps']:>10.1f}{across:>8.1f}"
-            f"{1e3 * gap['peer_windows']:>8.1f}"
-        )
-    lines.append(f"\n{'swap every second':<22}{'tokens/s':>10}{'(min .. max)':>18}{'of none':>9}")
-    for arm, rate in found["throughput"].items():
-        ratio = found["throughput_ratio"].get(arm)
-        text = f"({rate['min']:.0f} .. {rate['max']:.0f})"
-        share = "" if ratio is None else f"{ratio['median']:>9.3f}"
-        lines.append(f"{arm:<22}{rate['median']:>10.0f}{text:>18}{share}")
-    swap, peer = found["swap_seconds"], found["peer_swap_seconds"]
-    lines.append(
-        f"a fleet-wide swap: ours {1e3 * swap['median']:.0f} ms"
-        + ("" if peer is None else f", vLLM's three calls {1e3 * peer['median']:.0f} ms")
-    )
-    return "\n".join(lines)
 
 
 def _say(line: str) -> None:
@@ -256,13 +229,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--swaps", type=int, default=200, help="fleet-wide swaps of ours in all")
-    add("--seconds", type=float, default=8.0, help="of a window; a swap in each")
+    add("--seconds", type=int, default=8, help="of a window, an even number; a swap in each")
     add("--rounds", type=int, default=8, help="of three windows")
     add("--rest", type=float, default=0.25, help="seconds between the swaps after the windows")
     add("--warmup", type=float, default=5.0, help="seconds of load before the first window")
     add("--in-flight", type=int, default=32, help="requests in flight on each server")
     add("--size", action="store_true", help="instead: a head of an 8B policy's size, one server")
-    add("--size-vocabulary", type=int, default=16000, help="of that head")
+    add("--size-vocabulary", type=int, default=8000, help="of that head")
     add("--size-releases", type=int, default=3, help="staged on an idle server, and as many on "
         "one that generates")  # fmt: skip
     add("--cores", type=_cores, metavar="A,B", default=_two_cores(),
@@ -270,6 +243,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--keep", type=Path, metavar="DIR", help="folder for registry and logs")
     add("--json", type=Path, help="write figures and targets there")
     options = parser.parse_args(argv)
+    if options.seconds < 2 or options.seconds % 2:
+        parser.error(f"--seconds {options.seconds}: an even number from 2 on")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
     return options

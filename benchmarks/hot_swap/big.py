@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 32, 8, 128, 12288
@@ -45,8 +46,8 @@ def write_policy(directory: Path, vocabulary: int, tokenizer: Path) -> Path:
     return directory
 
 
-def write_draft(directory: Path, vocabulary: int) -> Tensors:
-    """The head; its tensors. The draft vocabulary is the policy's."""
+def write_draft(directory: Path, vocabulary: int) -> Path:
+    """The head. The draft vocabulary is the policy's."""
     generator = torch.Generator().manual_seed(1)
     one = torch.ones(HIDDEN, dtype=torch.bfloat16)
     tensors = {
@@ -64,13 +65,18 @@ def write_draft(directory: Path, vocabulary: int) -> Tensors:
         "tie_word_embeddings": False,
     }
     _write(directory, config, tensors)
-    return tensors
+    return directory
 
 
-def another(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
-    """A release that shares no matrix with the others."""
+def another(directory: Path, number: int) -> Tensors:
+    """A release that shares no matrix with the others; the first one is never held as well."""
     factor = 1.0 + number / 64
-    return {n: t.mul(factor) if t.ndim > 1 else t for n, t in tensors.items()}
+    tensors = {}
+    with safe_open(directory / "model.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict: it has no __iter__)
+            tensor = file.get_tensor(name)
+            tensors[name] = tensor.mul(factor) if tensor.ndim > 1 else tensor
+    return tensors
 
 
 def size_of(tensors: Mapping[str, torch.Tensor]) -> int:

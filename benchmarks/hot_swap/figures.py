@@ -77,8 +77,15 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def throughput_ratios(windows: Sequence[Window], arm: str) -> list[float]:
-    """Throughput of an arm over that without swaps, round by round."""
-    plain = [w.rate for w in windows if w.arm == NONE]
+    """Throughput of an arm over that without swaps, round by round.
+
+    Without swaps, a round has a window with each release.
+    """
+    halves = [w for w in windows if w.arm == NONE]
+    plain = [
+        (one.tokens + other.tokens) / (one.ended - one.began + other.ended - other.began)
+        for one, other in zip(halves[::2], halves[1::2], strict=False)
+    ]
     return [
         w.rate / base for w, base in zip((w for w in windows if w.arm == arm), plain, strict=False)
     ]

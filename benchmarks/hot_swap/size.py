@@ -43,14 +43,14 @@ def measure(
     """
     say("writing the checkpoints")
     policy = big.write_policy(folder / "policy", options.size_vocabulary, example / "policy")
-    tensors = big.write_draft(folder / "draft", options.size_vocabulary)
-    size = big.size_of(tensors)
+    draft = big.write_draft(folder / "draft", options.size_vocabulary)
+    size = big.size_of(big.another(draft, 0))
     say(f"{size / 1e9:.2f} GB; limits of this machine")
     limits = limits_of(size)
     say("starting a rollout server")
     server = Server(
         policy,
-        folder / "draft",
+        draft,
         folder / "rollout-server.log",
         (
             *("--dtype", "bfloat16", "--max-num-seqs", "4", "--num-gpu-blocks-override", "64"),
@@ -62,8 +62,10 @@ def measure(
     with Servers([server]):
         for number in range(1, 1 + 2 * options.size_releases):
             loaded = number > options.size_releases
+            tensors = big.another(draft, number)
             with _load(server.http, STREAMS if loaded else 0) as seen:
-                releases.append(_release(server, big.another(tensors, number), number, loaded))
+                releases.append(_release(server, tensors, number, loaded))
+            del tensors
             releases[-1] |= {"failed": seen.failed, "steps": seen.gaps}
             say(_line(releases[-1]))
         server.service.check()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.hot_swap import big, size
 from benchmarks.hot_swap.figures import NONE, OURS, PEER, Outcome, Window, figures
@@ -29,7 +31,9 @@ def outcome(commit: float, gap: float, ours: float = 990.0) -> Outcome:
     """Three windows of ten seconds, ten swaps in the second."""
     times = tuple(10.5 + second for second in range(9))
     windows = [
-        Window(NONE, 0.0, 10.0, 10_000.0, 0),
+        # The better release and the worse one.
+        Window(NONE, 0.0, 5.0, 7_000.0, 0),
+        Window(NONE, 5.0, 10.0, 3_000.0, 0),
         Window(OURS, 10.0, 20.0, 10 * ours, 9),
         Window(PEER, 20.0, 30.0, 5000.0, 9),
     ]
@@ -73,8 +77,9 @@ def test_what_is_taken_from_the_load_adds_up() -> None:
     assert source.take() == Seen()
 
 
-def test_another_release_shares_no_matrix() -> None:
-    other = big.another({"w": torch.ones(2, 2), "norm": torch.ones(2)}, 3)
+def test_another_release_shares_no_matrix(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2, 2), "norm": torch.ones(2)}, tmp_path / "model.safetensors")
+    other = big.another(tmp_path, 3)
     assert torch.equal(other["norm"], torch.ones(2)) and float(other["w"][0, 0]) != 1.0
 
 

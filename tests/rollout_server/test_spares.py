@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rollout_server.exchange import pairs_of
-from rollout_server.read_back import SAME, ReadBack
+from rollout_server.read_back import DIFFERS, SAME, ReadBack
 from rollout_server.reload import Change, apply_all, load
 from rollout_server.shadow import Shadow, ShadowError
 from rollout_server.spares import READY, WORKING, Spares
@@ -151,11 +151,13 @@ def test_an_exchange_is_a_reload(drafts: Drafts) -> None:
     assert spares.put(one, zero)
     assert not different(drafts.outputs(), expected[1])
     assert drafts.read_back.check() == SAME, "the hashes taken before are those of what arrived"
+    ready(spares, zero)
     # What was live lies ready, whatever is prepared meanwhile.
     ready(spares, two, keep=zero)
     assert spares.put(zero, one)
     assert not different(drafts.outputs(), expected[0])
     assert drafts.read_back.check() == SAME
+    ready(spares, one)
     ready(spares, two, keep=one)
     assert spares.put(two, zero)
     assert not different(drafts.outputs(), expected[2])
@@ -175,12 +177,27 @@ def test_what_lies_ready_is_bounded(drafts: Drafts) -> None:
         ready(spares, source, keep=one)
     assert [spares.put(two, zero), spares.put(one, zero)] == [False, True]
     assert not spares.put(two, one)
+    ready(spares, zero)
     assert spares.put(zero, one)
     # The same once more heals: what it replaces is not kept.
     ready(spares, zero)
     spares.drop()
     ready(spares, zero)
     assert spares.put(zero, zero) and not spares.put(zero, zero)
+
+
+def test_what_somebody_else_wrote_does_not_come_back(drafts: Drafts) -> None:
+    drafts.reload(1)
+    first = drafts.outputs()
+    spares = drafts.spares()
+    zero, one, _ = drafts.sources
+    ready(spares, zero)
+    drafts.reload(2)  # as a framework does that updates the draft by itself
+    assert drafts.read_back.check() == DIFFERS
+    assert spares.put(zero, one) and drafts.read_back.check() == SAME
+    ready(spares, one)
+    assert spares.put(one, zero)
+    assert not different(drafts.outputs(), first)
 
 
 def test_a_commit_of_both_that_fails_gives_the_draft_back(drafts: Drafts) -> None:
