@@ -2,6 +2,7 @@
 # only what is missing on a used one: a second run needs no network.
 #
 #   make demo            the whole loop on real vLLM, about ten minutes on two cores
+#   make watch           the demo with Prometheus beside it, and the addresses to look at
 #   make test            linters, type checker and tests
 #
 # PYTHON chooses the interpreter (3.11 to 3.13); ARGS is passed on to the demo.
@@ -12,7 +13,7 @@ BIN    := $(VENV)/bin
 LOCK   := deploy/requirements/cpu.lock
 PROTOS := $(wildcard proto/slipstream/v1/*.proto)
 
-.PHONY: demo test lint setup lock clean
+.PHONY: demo watch test lint setup lock clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -36,6 +37,9 @@ $(VENV)/.installed: $(VENV)/.packages pyproject.toml $(PROTOS) proto/hatch_build
 
 demo: setup
 	$(BIN)/python -m examples.arithmetic_grpo.demo $(ARGS)
+
+watch: setup
+	$(BIN)/python -m examples.arithmetic_grpo.demo --watch $(ARGS)
 
 # Two workers, one of them for all that starts vLLM (tests/conftest.py). One thread each, so
 # that two cores are not fought over.

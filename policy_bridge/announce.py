@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,8 +25,12 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
 
 _METHOD = pb.DESCRIPTOR.services_by_name["DraftTrainer"].methods_by_name["AnnouncePolicy"]
-# Of the deadline: for the pauses of hashing, and for those of sending.
-_PAUSES = 0.25
+# For the pauses of hashing, and again for those of sending: of the deadline, and of the time from
+# one sync to the next. A version must be known before the one after the next is there: samples
+# were shed for want of it when syncs came faster than announcements.
+_OF_DEADLINE, _OF_INTERVAL = 0.25, 0.125
+# Before the second sync.
+_FIRST_INTERVAL = 8.0
 
 LM_HEAD = "lm_head.weight"
 EMBED_TOKENS = "embed_tokens.weight"
@@ -62,13 +67,19 @@ class Announcer:
         self._lock = threading.Lock()
         self._snapshots: OrderedDict[int, PolicySnapshot] = OrderedDict()
         self._specs: dict[int, list[tensor_pb2.TensorSpec]] = {}
+        self._offered_at: float | None = None
+        self._interval = _FIRST_INTERVAL
         self._session: Session | None = None
         self._known: int | None = None
         self._held_hashes: set[bytes] = set()
 
     def offer(self, snapshot: PolicySnapshot) -> list[int]:
         """Take the newest snapshot; the versions that were dropped without being announced."""
+        now = time.monotonic()
         with self._lock:
+            if self._offered_at is not None:
+                self._interval = now - self._offered_at
+            self._offered_at = now
             self._snapshots[snapshot.policy_version] = snapshot
             dropped = []
             while len(self._snapshots) > self._keep:
@@ -114,21 +125,22 @@ class Announcer:
         with self._lock:
             session, snapshot = self._session, self._snapshots.get(version)
             specs = self._specs.get(version)
+            pauses = min(timeout * _OF_DEADLINE, self._interval * _OF_INTERVAL)
         if session is None or snapshot is None:
             raise RefusedError("policy_version", version, "a version that is due", "call due()")
         if specs is None:
-            specs = _specs_of(snapshot.tensors, timeout * _PAUSES)
+            specs = _specs_of(snapshot.tensors, pauses)
         header = pb.AnnouncePolicyHeader(
             session_id=session.session_id, policy_version=version, tensors=specs
         )
         names = {spec.name for spec in specs if spec.sha256 not in self._held_hashes}
         try:
-            self._send(header, snapshot, names, timeout)
+            self._send(header, snapshot, names, timeout, pauses)
         except grpc.RpcError as error:
             if refused_from(error) is None or len(names) == len(specs):
                 raise
             # The trainer may have let go of a tensor that it had: send all of them.
-            self._send(header, snapshot, set(snapshot.tensors), timeout)
+            self._send(header, snapshot, set(snapshot.tensors), timeout, pauses)
         with self._lock:
             self._held_hashes.update(spec.sha256 for spec in specs)
             self._known = version
@@ -141,13 +153,14 @@ class Announcer:
         snapshot: PolicySnapshot,
         names: set[str],
         timeout: float,
+        pauses: float,
     ) -> None:
         sent = {name: bytes_of(snapshot.tensors[name]) for name in names}
 
         def requests() -> Iterator[bytes]:
             yield pb.AnnouncePolicyRequest(header=header).SerializeToString()
             # Of gRPC's thread, which does its own work on a request before it asks for the next.
-            pace = Pace(sum(map(len, sent.values())), timeout * _PAUSES)
+            pace = Pace(sum(map(len, sent.values())), pauses)
             for name, data in sent.items():
                 for offset in range(0, len(data), BLOCK_BYTES):
                     yield frame_chunk(name, offset, data[offset : offset + BLOCK_BYTES])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -70,21 +71,26 @@ def spans_of(
     Raises:
         RefusedError: a row with gaps, or positions that neither go on nor begin again.
     """
+    if attention_mask is None and position_ids is None:
+        return [Span(row, 0, shape[1]) for row in range(shape[0]) if shape[1]]
+    # With numpy: these are many operations on few numbers.
     if attention_mask is None:
-        real = torch.ones(shape, dtype=torch.bool)
+        real = np.ones(shape, dtype=np.bool_)
     else:
-        real = attention_mask.detach().to("cpu").bool()
-    before = F.pad(real, (1, 0))[:, :-1]
-    begins = real & ~before
+        real = attention_mask.detach().bool().cpu().numpy()
+    begins = real.copy()
+    begins[:, 1:] &= ~real[:, :-1]
     if position_ids is None:
-        if bool((begins.sum(1) > 1).any()):
+        if (begins.sum(1) > 1).any():
             raise RefusedError(
                 "attention_mask", "a row with gaps", "left or right padding", "pad at one end"
             )
     else:
-        positions = position_ids.detach().to("cpu").long()
-        begins |= real & (positions != F.pad(positions, (1, 0))[:, :-1] + 1)
-        if bool(positions[begins].any()):
+        positions = position_ids.detach().long().cpu().numpy()
+        goes_on = np.zeros(shape, dtype=np.bool_)
+        goes_on[:, 1:] = positions[:, 1:] == positions[:, :-1] + 1
+        begins |= real & ~goes_on
+        if positions[begins].any():
             raise RefusedError(
                 "position_ids",
                 f"a sequence that begins at {int(positions[begins].max())}",
@@ -92,9 +98,10 @@ def spans_of(
                 "pass the positions that the forward pass was given",
             )
     # A sequence ends where the next token is padding or begins another one.
-    ends = real & F.pad(begins | ~real, (0, 1), value=True)[:, 1:]
-    starts = begins.nonzero().tolist()
-    stops = ends.nonzero()[:, 1].tolist()
+    ends = real.copy()
+    ends[:, :-1] &= (begins | ~real)[:, 1:]
+    starts = np.argwhere(begins).tolist()
+    stops = np.nonzero(ends)[1].tolist()
     return [Span(row, start, stop + 1) for (row, start), stop in zip(starts, stops, strict=True)]
 
 

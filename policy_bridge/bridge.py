@@ -18,7 +18,7 @@ from policy_bridge.fleet import RolloutFleet
 from policy_bridge.gate import CaptureGate
 from policy_bridge.matrices import PolicyMatrices
 from policy_bridge.memory import sample_memory
-from policy_bridge.modules import PolicyModules, find_modules
+from policy_bridge.modules import PolicyModules, find_modules, stamp_of
 from policy_bridge.null import DisabledBridge, NullCapture
 from policy_bridge.probe import TrainerProbe
 from policy_bridge.selection import Selector, UniformRandom
@@ -81,6 +81,7 @@ class PolicyBridge:
         prefix, numbers = uuid.uuid4().hex[:12], itertools.count()
         self._next_id = lambda: f"{prefix}-{next(numbers)}"
         self._stamp = 0
+        self._weights: list[torch.Tensor] = []
         self._last_sync: SyncResult | None = None
         self._window_open = False
         self._closed = False
@@ -211,6 +212,8 @@ class PolicyBridge:
             policy_version=self.policy_version,
             outbox_samples=len(self._outbox),
             outbox_bytes=self._outbox.nbytes,
+            outbox_capacity_bytes=self._config.outbox_bytes,
+            ring_bytes=self._shipper.ring_bytes if self._shipper is not None else None,
             last_sync=self._last_sync,
             capture_off_reason=self._gate.off_reason() or self._switch.reason(),
         )
@@ -262,7 +265,8 @@ class PolicyBridge:
         self._gate.synced(result.policy_version, session if snapshot is not None else None)
         if self._modules is not None:
             # Taken now: merging adapters inside the window is part of the sync.
-            self._stamp = self._modules.stamp()
+            self._weights = self._modules.weights()
+            self._stamp = stamp_of(self._weights)
         if snapshot is not None and self._shipper is not None:
             self._shipper.offer_policy(snapshot)
 
@@ -277,6 +281,7 @@ class PolicyBridge:
             session=session,
             policy_version=version,
             weights_stamp=self._stamp,
+            weights=self._weights,
             temperature=temperature,
             budget_bytes=config.bytes_per_step,
             forwards=forwards,

@@ -12,9 +12,16 @@ from types import TracebackType
 
 import torch
 
-from policy_bridge.batch import aligned, check_shape, spans_of
-from policy_bridge.capture_plan import CapturePlan, Record
-from policy_bridge.extraction import candidates_of, cleared, extract, without_logits
+from policy_bridge.batch import aligned, check_shape
+from policy_bridge.capture_plan import CapturePlan, HostRecord, Record
+from policy_bridge.extraction import (
+    candidates_of,
+    extract,
+    numbers_of,
+    with_logits,
+    without_logits,
+)
+from policy_bridge.modules import stamp_of
 from policy_bridge.outbox import PRIORITIES
 from policy_bridge.selection import choose
 from policy_bridge.stats import Counters
@@ -43,7 +50,7 @@ class Capture:
         # side stream gets to them, cannot be read later. Its logits hold what is needed.
         head = plan.modules.head_weight
         self._at_once = bool(plan.modules.shards) or head.device.type != "cpu"
-        self._tap = ForwardTap(plan.modules, plan.session.aux_layers, keep_logits=self._at_once)
+        self._tap = ForwardTap(plan.modules, plan.session.aux_layers, keep_logits=True)
         self._records: list[Record] = []
         self._recorded = 0
         self._budget = plan.budget_bytes
@@ -150,7 +157,7 @@ class Capture:
                     f"the final one's {list(states.final.shape)}",
                     "run lm_head on every position (no logits_to_keep)",
                 )
-        if self._plan.modules.stamp() != self._plan.weights_stamp:
+        if stamp_of(self._plan.weights or self._plan.modules.weights()) != self._plan.weights_stamp:
             # An optimizer step since the sync: these states belong to no announced version.
             self._counters.shed("policy_moved", len(input_ids), 0)
             return
@@ -164,8 +171,7 @@ class Capture:
             logits=aligned("sampled_logits", logits, shape),
             acceptance=acceptance,
         )
-        if self._at_once:
-            record = without_logits(self._plan, record)
+        record = without_logits(self._plan, record) if self._at_once else with_logits(record)
         self._records.append(record)
         self._recorded += 1
         if self._plan.forwards is not None:
@@ -202,10 +208,7 @@ class Capture:
     def _choose_and_offer(self, records: list[Record], budget_bytes: int) -> int:
         """Returns the bytes that were chosen."""
         plan = self._plan
-        records = [
-            replace(r, spans=spans_of(r.attention_mask, r.position_ids, r.states.final.shape[:2]))
-            for r in records
-        ]
+        records = [replace(record, host=HostRecord.of(record)) for record in records]
         candidates = [
             candidate
             for index, record in enumerate(records)
@@ -213,7 +216,9 @@ class Capture:
         ]
         chosen = choose(plan.selector, candidates, budget_bytes)
         self._counters.add(
-            captured_tokens=sum(s.end - s.start for record in records for s in record.spans),
+            captured_tokens=sum(
+                span.end - span.start for r in records if r.host for span in r.host.spans
+            ),
             chosen_samples=len(chosen),
             chosen_tokens=sum(candidate.tokens for candidate in chosen),
             not_chosen_samples=len(candidates) - len(chosen),
@@ -221,16 +226,19 @@ class Capture:
         filled = []
         for rank, candidate in enumerate(chosen):
             record = records[candidate.forward]
-            record.states.check_unwritten()
+            numbers = numbers_of(plan, record, candidate)
+            if numbers is None:
+                self._counters.shed("non_finite", 1, candidate.nbytes)
+                continue
             priority = PRIORITIES - 1 - rank * PRIORITIES // len(chosen)
-            sample = extract(plan, record, candidate, priority)
+            sample = extract(plan, record, candidate, numbers, priority)
             if sample is not None:
-                filled.append((sample, candidate, priority))
+                filled.append((sample, priority))
+        for record in records:
+            record.states.check_unwritten()
         plan.runner.settle()
-        for sample, candidate, priority in filled:
-            cleared(sample, candidate)
-            if bool(sample.sampled_logprobs.isfinite().all()):
-                plan.offer(sample, priority)
-            else:
-                self._counters.shed("non_finite", 1, sample.nbytes)
+        # Only when all are filled: the first one wakes the shipper, which takes the interpreter's
+        # lock whenever an operation here lets go of it.
+        for sample, priority in filled:
+            plan.offer(sample, priority)
         return sum(candidate.nbytes for candidate in chosen)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from policy_bridge.batch import Span
+from policy_bridge.batch import Span, spans_of
 from policy_bridge.modules import PolicyModules
 from policy_bridge.sample import Sample
 from policy_bridge.selection import Selector
@@ -48,6 +50,8 @@ class CapturePlan:
         runner: where choosing and copying is done.
         refuse: told of a call that cannot be served; raises it if it should.
         done: told that a window ended well.
+        weights: ``PolicyModules.weights`` when that version was synced; empty: they are found
+            again.
     """
 
     modules: PolicyModules
@@ -65,6 +69,7 @@ class CapturePlan:
     runner: Runner = field(default_factory=Inline)
     refuse: Callable[[RefusedError], None] = raise_error
     done: Callable[[], None] = lambda: None
+    weights: Sequence[torch.Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Record:
         token_ids, loss_mask, attention_mask, position_ids, logprobs, logits: [B, S], see
             ``Capture.ship``.
         acceptance: one number a sequence.
-        spans: the sequences, once they are known on the host.
+        host: of all that and of the sequences what is needed to choose, once it is on the host.
     """
 
     states: ForwardStates
@@ -87,4 +92,42 @@ class Record:
     logprobs: torch.Tensor | None
     logits: torch.Tensor | None
     acceptance: torch.Tensor | Sequence[float] | None
-    spans: Sequence[Span] = ()
+    host: HostRecord | None = None
+
+
+@dataclass(frozen=True)
+class HostRecord:
+    """The numbers of a pass on the host, where the choice is made and samples are written.
+
+    With numpy and once for the pass: torch operations on each short sequence were most of what
+    a capture cost the policy's thread.
+
+    Attributes:
+        spans: the sequences.
+        token_ids: int32 [B, S].
+        loss_mask: bool [B, S].
+        logprobs, logits: float32 [B, S]; None where they are to be computed for what is chosen.
+    """
+
+    spans: Sequence[Span]
+    token_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32] | None
+    logits: NDArray[np.float32] | None
+
+    @classmethod
+    def of(cls, record: Record) -> HostRecord:
+        """Of a pass. Raises RefusedError for masks or positions that are not of whole sequences."""
+        shape = record.states.final.shape[:2]
+        spans = spans_of(record.attention_mask, record.position_ids, (shape[0], shape[1]))
+        return cls(
+            spans=spans,
+            token_ids=record.token_ids.cpu().numpy().astype(np.int32, copy=False),
+            loss_mask=record.loss_mask.cpu().numpy(),
+            logprobs=_floats(record.logprobs),
+            logits=_floats(record.logits),
+        )
+
+
+def _floats(values: torch.Tensor | None) -> NDArray[np.float32] | None:
+    return None if values is None else values.float().cpu().numpy()

@@ -67,7 +67,8 @@ class BridgeConfig:
         sync_seconds: deadline of PrepareSync and of CompleteSync, each.
         policy_seconds: deadline of staging the policy, and of committing it, per server.
         offer_seconds: longest that handing one sample to the outbox may take.
-        stall_seconds: a stream with unacknowledged samples and no news for this long is reopened.
+        stall_seconds: a stream whose first credit, or whose acknowledgements, are due and which has
+            no news for this long is opened again.
         drain_seconds: how long ``close`` waits for acknowledgements.
         max_backoff_seconds: longest pause between two attempts to reach the trainer.
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from policy_bridge.batch import scores_of
-from policy_bridge.capture_plan import CapturePlan, Record
-from policy_bridge.gather import gather_into, sample_pieces
+from policy_bridge.capture_plan import CapturePlan, HostRecord, Record
+from policy_bridge.gather import gather_into
 from policy_bridge.logprobs import (
     picked_logits,
     picked_logprobs,
     sampled_logits,
     sampled_logprobs,
 )
-from policy_bridge.pool import carve, carved_bytes
 from policy_bridge.sample import Sample
 from policy_bridge.selection import Candidate, bytes_per_token, windows
+from slipstream.packed import Numbers, layout_of, states_in, write_numbers
 from slipstream.refusal import RefusedError
 
 STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,83 +31,100 @@ def candidates_of(plan: CapturePlan, index: int, record: Record) -> list[Candida
     Args:
         plan: of the window.
         index: the pass's place among those that are chosen from.
-        record: the pass.
+        record: the pass, with its numbers on the host.
 
     Raises:
-        RefusedError: masks, positions or numbers that do not fit the pass.
+        RefusedError: numbers that do not fit the pass, or states of a dtype that is not shipped.
     """
-    final = record.states.final
-    scores = scores_of("acceptance", record.acceptance, len(record.spans))
+    final, host = record.states.final, _host(record)
+    scores = scores_of("acceptance", record.acceptance, len(host.spans))
     layers = len(record.states.aux)
     token_bytes = bytes_per_token(layers, final.shape[-1], _dtype_of(plan, final).itemsize)
-    mask: Sequence[Sequence[bool]] = record.loss_mask.tolist()
+    max_tokens = plan.session.max_sample_tokens(token_bytes)
     return [
         candidate
-        for span, acceptance in zip(record.spans, scores, strict=True)
+        for span, acceptance in zip(host.spans, scores, strict=True)
         for candidate in windows(
             forward=index,
             row=span.row,
             start=span.start,
-            loss_mask=mask[span.row][span.start : span.end],
+            loss_mask=host.loss_mask[span.row, span.start : span.end],
             token_bytes=token_bytes,
-            max_tokens=plan.session.max_sample_tokens(token_bytes),
+            max_tokens=max_tokens,
             acceptance=acceptance,
         )
     ]
 
 
-def extract(plan: CapturePlan, record: Record, chosen: Candidate, priority: int) -> Sample | None:
-    """The chosen tokens in memory of their own, to be read after ``settle`` and ``cleared``.
+def numbers_of(plan: CapturePlan, record: Record, chosen: Candidate) -> Numbers | None:
+    """What the chosen tokens have beside states; None where a log-prob to be read is not finite.
+
+    The context is out of the loss mask, and what nobody reads is 0: the first token's log-prob
+    and logit, and where they are not finite those outside the loss mask.
+    """
+    host = _host(record)
+    row, columns = chosen.row, slice(chosen.start, chosen.end)
+    mask = host.loss_mask[row, columns].copy()
+    mask[: max(1, chosen.fresh - chosen.start)] = False
+    logprobs, logits = _sampled_on_host(plan, record, row, columns)
+    for values in (logprobs, logits):
+        values[0] = 0.0
+        # Hardly ever: squares that overflow are looked at again.
+        if not np.isfinite(np.dot(values, values)):
+            values[~mask & ~np.isfinite(values)] = 0.0
+            if values is logprobs and not np.isfinite(values).all():
+                return None
+    return Numbers(
+        token_ids=host.token_ids[row, columns],
+        positions=np.arange(chosen.offset, chosen.offset + chosen.tokens, dtype=np.int32),
+        segment_ids=0,
+        sampled_logprobs=logprobs,
+        sampled_logits=logits,
+        loss_mask=mask,
+    )
+
+
+def extract(
+    plan: CapturePlan, record: Record, chosen: Candidate, numbers: Numbers, priority: int
+) -> Sample | None:
+    """The chosen tokens in memory of their own, to be read after the runner's ``settle``.
 
     Returns:
         None where there is no memory for a sample of this priority.
     """
     states = record.states
     dtype = _dtype_of(plan, states.final)
-    pieces = sample_pieces(chosen.tokens, len(states.aux), states.final.shape[-1], dtype)
-    loan = plan.reserve(carved_bytes(pieces), priority)
+    layout = layout_of(chosen.tokens, len(states.aux), states.final.shape[-1], dtype)
+    loan = plan.reserve(layout.nbytes, priority)
     if loan is None:
         return None
-    aux, final, token_ids, positions, logprobs, logits, mask = carve(loan, pieces)
-    columns = slice(chosen.start, chosen.end)
-    gather_into(aux, [layer[chosen.row, columns] for layer in states.aux])
-    gather_into(final, [states.final[chosen.row, columns]])
-    token_ids.copy_(record.token_ids[chosen.row, columns], non_blocking=True)
-    torch.arange(chosen.offset, chosen.offset + chosen.tokens, out=positions)
-    mask.copy_(record.loss_mask[chosen.row, columns], non_blocking=True)
-    own_logprobs, own_logits = _sampled(plan, record, chosen.row, columns)
-    logprobs.copy_(own_logprobs, non_blocking=True)
-    logits.copy_(own_logits, non_blocking=True)
+    write_numbers(numbers, layout, loan.numpy())
+    aux, final = states_in(loan, layout)
+    row, start, tokens = chosen.row, chosen.start, chosen.tokens
+    gather_into(aux, [layer[row].narrow(0, start, tokens) for layer in states.aux])
+    gather_into(final, [states.final[row].narrow(0, start, tokens)])
     return Sample(
-        sample_id=plan.next_id(),
-        policy_version=plan.policy_version,
-        temperature=plan.temperature,
-        aux_layers=plan.session.aux_layers,
-        token_ids=token_ids,
-        positions=positions,
-        loss_mask=mask,
-        aux_hidden_states=aux,
-        final_hidden_state=final,
-        sampled_logprobs=logprobs,
-        sampled_logits=logits,
+        plan.next_id(),
+        plan.policy_version,
+        plan.temperature,
+        plan.session.aux_layers,
+        layout,
+        loan,
     )
 
 
-def cleared(sample: Sample, chosen: Candidate) -> Sample:
-    """The sample with its context out of the loss mask and 0 for what nobody reads.
+def with_logits(record: Record) -> Record:
+    """The record with the logits of the sampled tokens picked out of the pass's, if they are there.
 
-    That is the first token's log-prob and logit, and where they are not finite those
-    outside the loss mask. In place.
+    Without the pass's own, which are large. Those that the loop wrote into since, by a temperature
+    for one, are no logits any more: then the chosen tokens' are computed from the weights.
     """
-    mask = sample.loss_mask
-    mask[: max(1, chosen.fresh - chosen.start)] = False
-    for values in (sample.sampled_logprobs, sample.sampled_logits):
-        values[0] = 0.0
-        finite = values.isfinite()
-        # Hardly ever: and every operation here is one of the policy's thread, for each sample.
-        if not bool(finite.all()):
-            values.masked_fill_(~mask & ~finite, 0.0)
-    return sample
+    states, logits = record.states, record.logits
+    if states.logits is None:
+        return record
+    if logits is None and states.logits_unwritten:
+        logits = picked_logits(states.logits, record.token_ids)
+    return replace(record, states=replace(states, logits=None), logits=logits)
 
 
 @torch.no_grad()
@@ -144,6 +162,11 @@ def without_logits(plan: CapturePlan, record: Record) -> Record:
     return replace(record, states=replace(states, logits=None), logits=logits, logprobs=logprobs)
 
 
+def _host(record: Record) -> HostRecord:
+    assert record.host is not None, "its numbers are not on the host"
+    return record.host
+
+
 def _dtype_of(plan: CapturePlan, state: torch.Tensor) -> torch.dtype:
     dtype = plan.states_dtype or state.dtype
     if dtype not in STATE_DTYPES:
@@ -151,6 +174,18 @@ def _dtype_of(plan: CapturePlan, state: torch.Tensor) -> torch.dtype:
             "hidden_states.dtype", dtype, f"one of {STATE_DTYPES}", "set states_dtype"
         )
     return dtype
+
+
+def _sampled_on_host(
+    plan: CapturePlan, record: Record, row: int, columns: slice
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Copies of a row's log-probs and logits, float32."""
+    host = _host(record)
+    if host.logprobs is not None and host.logits is not None:
+        return host.logprobs[row, columns].copy(), host.logits[row, columns].copy()
+    found = _sampled(plan, record, row, columns)
+    logprobs, logits = (values.float().cpu().numpy().copy() for values in found)
+    return logprobs, logits
 
 
 def _sampled(

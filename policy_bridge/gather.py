@@ -6,23 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-Pieces = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
-
-
-def sample_pieces(tokens: int, layers: int, hidden: int, dtype: torch.dtype) -> Pieces:
-    """Dtype and shape of a sample's tensors, widest items first: auxiliary states, final
-    state, token ids, positions, log-probs, logits, loss mask."""
-    per_token = (tokens,)
-    return (
-        (dtype, (tokens, layers * hidden)),
-        (dtype, (tokens, hidden)),
-        (torch.int32, per_token),
-        (torch.int32, per_token),
-        (torch.float32, per_token),
-        (torch.float32, per_token),
-        (torch.bool, per_token),
-    )
-
 
 def gather_into(host: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """Fill ``host`` with ``parts`` side by side, cast to its dtype.
@@ -36,9 +19,8 @@ def gather_into(host: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         parts: [T, width] each, on one device.
     """
     if parts[0].device.type == "cpu":
-        column = 0
-        for part in parts:
-            host[:, column : column + part.shape[-1]].copy_(part)
-            column += part.shape[-1]
+        columns = host.split([part.shape[-1] for part in parts], dim=1)
+        for column, part in zip(columns, parts, strict=True):
+            column.copy_(part)
     else:
         host.copy_(torch.cat([part.to(host.dtype) for part in parts], -1), non_blocking=True)

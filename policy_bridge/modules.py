@@ -6,7 +6,7 @@ never imports transformers: a training image's version of it is not our business
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -100,21 +100,18 @@ class PolicyModules:
 
         Sum of the parameters' version counters. Writes through ``.data`` escape it.
         """
+        return stamp_of(self.weights())
+
+    def weights(self) -> list[torch.Tensor]:
+        """Every parameter that counts how often it was written to, or shard of one."""
         # FSDP2 puts gathered parameters into the places of the shards during a step.
-        weights = self.shards or _parameters(self.root)
-        return sum(0 if p.is_inference() else p._version for p in weights)
+        found = self.shards or self.root.parameters()
+        return [p for p in found if not p.is_inference()]
 
 
-def _parameters(root: nn.Module) -> Iterator[nn.Parameter]:
-    """Every parameter, shared ones more than once.
-
-    ``root.parameters()`` puts names together on the way: a millisecond of each step.
-    """
-    left = [root]
-    while left:
-        module = left.pop()
-        yield from (p for p in module._parameters.values() if p is not None)
-        left.extend(child for child in module._modules.values() if child is not None)
+def stamp_of(weights: Sequence[torch.Tensor]) -> int:
+    """``PolicyModules.stamp`` of ``weights``, which take a millisecond to find: not in a step."""
+    return sum([p._version for p in weights])
 
 
 def find_modules(model: nn.Module, paths: ModulePaths) -> PolicyModules:

@@ -17,6 +17,7 @@ import threading
 import time
 from bisect import insort
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -146,14 +147,51 @@ class Outbox:
             self._sent[sample.sample_id] = None
             return True
 
-    def settle(self, sample_id: str) -> bool:
-        """Forget an acknowledged sample. False if it is not held as sent."""
+    def take(self, wanted: Callable[[Sample], bool], most: int) -> list[Sample]:
+        """Move samples from the front to "sent", at once: a lock for each is dear for small ones.
+
+        Args:
+            wanted: asked of one after the other, until it says no.
+            most: samples.
+        """
+        taken: list[Sample] = []
         with self._changed:
-            if sample_id not in self._sent:
-                return False
-            self._drop(sample_id)
-            self._changed.notify_all()
-            return True
+            for sample_id in self._waiting:
+                sample = self._held[sample_id][0]
+                if len(taken) == most or not wanted(sample):
+                    break
+                taken.append(sample)
+            for sample in taken:
+                del self._waiting[sample.sample_id]
+                self._sent[sample.sample_id] = None
+        return taken
+
+    def put_back(self, samples: Sequence[Sample]) -> None:
+        """To the front again, in order: they were taken and not sent."""
+        if samples:
+            with self._changed:
+                for sample in reversed(samples):
+                    if self._sent.pop(sample.sample_id, self) is None:
+                        self._waiting[sample.sample_id] = None
+                        self._waiting.move_to_end(sample.sample_id, last=False)
+                self._changed.notify_all()
+
+    def holds(self, sample: Sample) -> bool:
+        """Whether it was neither acknowledged nor shed."""
+        with self._changed:
+            return sample.sample_id in self._held
+
+    def settle(self, *sample_ids: str) -> int:
+        """Forget acknowledged samples; how many of them were held as sent."""
+        with self._changed:
+            settled = 0
+            for sample_id in sample_ids:
+                if sample_id in self._sent:
+                    self._drop(sample_id)
+                    settled += 1
+            if settled:
+                self._changed.notify_all()
+            return settled
 
     def requeue_sent(self) -> set[str]:
         """Put every unacknowledged sample back to the front, in order; their ids."""
@@ -208,6 +246,8 @@ class Outbox:
             reason = "closed"
         elif nbytes > self._capacity:
             reason = "too_large"
+        elif self._capacity - self._bytes >= nbytes:
+            return True
         elif self._capacity - self._bytes + self._displaceable(version, priority) < nbytes:
             reason = "outbox_full"
         else:

@@ -10,8 +10,9 @@ from policy_bridge.ring_space import RingSpace
 from policy_bridge.sample import Sample
 from policy_bridge.session import Session
 from slipstream.checksums import KINDS, Bytes, CheckedCopy, checksum_of
+from slipstream.framing import PIECE_BYTES
 from slipstream.layers import encode_layers
-from slipstream.packed import Layout, PackedTensors, is_small, pieces_of, write_block
+from slipstream.packed import Layout
 from slipstream.refusal import RefusedError
 from slipstream.ring import HEADER_BYTES, RingFile
 from slipstream.tensors import dtype_to_wire
@@ -19,6 +20,11 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 
 DESCRIPTION_BYTES = 512
 """More than a sample's message takes without its block."""
+
+# More than a piece of a payload takes beside its bytes.
+_FIELD_BYTES = 16
+# Small samples share a message, large ones do not wait.
+_BATCH_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,22 @@ class Placement:
         """The same, as it is configured."""
         return "grpc" if self._ring is None else "shared_memory"
 
-    def message_bytes(self, sample: Sample) -> int:
-        """Most serialized bytes that describing the sample takes, its block included if inline."""
-        nbytes = sample.layout.nbytes
-        return DESCRIPTION_BYTES + (0 if self._fits_ring(nbytes) else nbytes)
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of states after which a message is full."""
+        return _BATCH_BYTES if self._ring is not None else PIECE_BYTES
+
+    @property
+    def ring_bytes(self) -> tuple[int, int] | None:
+        """Used and whole bytes of the ring; None where there is none."""
+        return None if self._space is None else (self._space.used, self._space.capacity)
+
+    def message_bytes(self, layout: Layout) -> int:
+        """Most serialized bytes that describing a sample takes, its block included if inline."""
+        nbytes = layout.nbytes
+        if self._fits_ring(nbytes):
+            return DESCRIPTION_BYTES
+        return DESCRIPTION_BYTES + nbytes + (nbytes // PIECE_BYTES + 1) * _FIELD_BYTES
 
     def place(self, sample: Sample, payload_at: int, timeout: float) -> Placed | None:
         """Copy a sample into the ring, or prepare it for a payload; with its checksum.
@@ -95,10 +113,12 @@ class Placement:
             self._placed[sample.sample_id] = offset
             self._ring.check()
             block = self._ring.span(offset, layout.nbytes)
-            memory, checksum = pb.MEMORY_RING, self._write(sample.tensors(), layout, block)
+            copy = CheckedCopy(block, self._kind)
+            copy.put(sample.block.numpy())
+            memory, checksum = pb.MEMORY_RING, copy.checksum
         else:
             memory, offset = pb.MEMORY_PAYLOAD, payload_at
-            payload = pieces_of(sample.tensors(), layout)
+            payload = [sample.block.numpy()]
             checksum = checksum_of(payload, self._kind)
         message = pb.VerifierStates(
             sample_id=sample.sample_id,
@@ -115,20 +135,11 @@ class Placement:
         )
         return Placed(message, payload, 0 if payload else layout.nbytes)
 
-    def _write(self, tensors: PackedTensors, layout: Layout, block: Bytes) -> int:
-        if is_small(layout):
-            write_block(tensors, layout, block)
-            return checksum_of([block], self._kind)
-        copy = CheckedCopy(block, self._kind)
-        for piece in pieces_of(tensors, layout):
-            copy.put(piece)
-        return copy.checksum
-
-    def settled(self, sample_id: str) -> None:
-        """The trainer has answered, or the sample was not sent: its part of the ring is free."""
-        offset = self._placed.pop(sample_id, None)
-        if offset is not None and self._space is not None:
-            self._space.give_back(offset)
+    def settled(self, *sample_ids: str) -> None:
+        """The trainer has answered: their parts of the ring are free."""
+        if self._space is not None:
+            offsets = [self._placed.pop(sample_id, None) for sample_id in sample_ids]
+            self._space.give_back(*[offset for offset in offsets if offset is not None])
 
     def close(self) -> None:
         """Let go of the ring."""

@@ -39,18 +39,29 @@ class RingSpace:
         """Largest part there can be, in bytes."""
         return (self._last - self._first) // ALIGNMENT * ALIGNMENT
 
+    @property
+    def used(self) -> int:
+        """Bytes that are handed out, gaps at the end of a round included."""
+        with self._changed:
+            if not self._parts:
+                return 0
+            span = self._next - self._parts[0].start
+            return span if span > 0 else self._last - self._first + span
+
     def take(self, nbytes: int, timeout: float) -> int | None:
         """Start of a free part, a multiple of 64; None if there was none in time."""
         size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
         with self._changed:
-            start: int | None = None
+            start = self._find(size)
+            if start is None and timeout > 0:
 
-            def found() -> bool:
-                nonlocal start
-                start = self._find(size)
-                return start is not None
+                def found() -> bool:
+                    nonlocal start
+                    start = self._find(size)
+                    return start is not None
 
-            if not self._changed.wait_for(found, timeout) or start is None:
+                self._changed.wait_for(found, timeout)
+            if start is None:
                 return None
             part = _Part(start, start + size)
             self._parts.append(part)
@@ -58,10 +69,11 @@ class RingSpace:
             self._next = part.end
             return start
 
-    def give_back(self, start: int) -> None:
-        """The part that begins here is free."""
+    def give_back(self, *starts: int) -> None:
+        """The parts that begin here are free."""
         with self._changed:
-            self._by_start.pop(start).free = True
+            for start in starts:
+                self._by_start.pop(start).free = True
             while self._parts and self._parts[0].free:
                 self._parts.popleft()
             self._changed.notify_all()

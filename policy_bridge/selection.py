@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from slipstream.refusal import RefusedError
 
 CONTEXT_TOKENS = 64
@@ -150,7 +153,8 @@ def choose(
 
 def bytes_per_token(layers: int, hidden_size: int, itemsize: int) -> int:
     """Bytes of one token on the wire: states of ``layers`` auxiliary layers and the final one,
-    five 4-byte numbers (id, position, segment, log-prob, logit) and a mask byte."""
+    five 4-byte numbers (id, position, segment, log-prob, logit) and a mask byte; a block's few
+    bytes of padding are not counted."""
     return (layers + 1) * hidden_size * itemsize + 5 * 4 + 1
 
 
@@ -159,7 +163,7 @@ def windows(
     forward: int,
     row: int,
     start: int,
-    loss_mask: Sequence[bool],
+    loss_mask: Sequence[bool] | NDArray[np.bool_],
     token_bytes: int,
     max_tokens: int,
     acceptance: float | None = None,
@@ -185,7 +189,7 @@ def windows(
         begin = max(0, fresh - context)
         end = min(length, begin + max_tokens)
         # A draft's first anchor is token 0 and predicts token 2: none sooner is a target.
-        targets = sum(loss_mask[max(fresh, begin + 2) : end])
+        targets = int(np.count_nonzero(loss_mask[max(fresh, begin + 2) : end]))
         if targets:
             found.append(
                 Candidate(

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 from collections.abc import Sequence
 
 import grpc
 
 from policy_bridge.announce import Announcer, PolicySnapshot
-from policy_bridge.config import FLOAT8, BridgeConfig
+from policy_bridge.batches import Batches
+from policy_bridge.config import BridgeConfig
 from policy_bridge.errors import describe
 from policy_bridge.modules import PolicyModules
 from policy_bridge.outbox import Outbox
-from policy_bridge.placement import Placed, Placement
+from policy_bridge.placement import Placement
 from policy_bridge.sample import Sample
 from policy_bridge.session import Session, decode_session
 from policy_bridge.stats import Counters
@@ -30,9 +30,6 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE = 0.05
 _TICK = 0.2
 _JOIN_SECONDS = 5.0
-# A batch holds what waits, within these: small samples share a message, large ones do not wait.
-_BATCH_SAMPLES = 128
-_BATCH_BYTES = 4 << 20
 
 
 class Shipper:
@@ -68,6 +65,7 @@ class Shipper:
         self._counters = counters
         self._changed = threading.Condition()
         self._session: Session | None = None
+        self._placement: Placement | None = None
         self._connected = False
         self._attempted = False
         self._stop = threading.Event()
@@ -85,6 +83,12 @@ class Shipper:
         """Whether a run is open now."""
         with self._changed:
             return self._connected
+
+    @property
+    def ring_bytes(self) -> tuple[int, int] | None:
+        """See ``Placement.ring_bytes``; None while no stream is open."""
+        placement = self._placement
+        return None if placement is None else placement.ring_bytes
 
     def wait_connected(self, timeout: float) -> bool:
         """Wait for an open run."""
@@ -138,13 +142,19 @@ class Shipper:
         again = self._outbox.requeue_sent()
         session = self._require_session()
         placement = Placement(session, self._config, self._distrusted)
+        self._placement = placement
         self._counters.transport(placement.name, placement.reason)
         header = pb.StreamHeader(session_id=session.session_id, transport=placement.transport)
         stream = StateStream(self._channel, header, lambda acks: self._on_acks(placement, acks))
+        batches = Batches(
+            *(stream, placement, self._outbox, self._config, self._counters),
+            known=self._announcer.knows,
+            stop=self._stop,
+        )
         try:
             while stream.is_open and not self._stop.is_set():
                 if stream.silent_seconds() > self._config.stall_seconds:
-                    self._note(TimeoutError("the trainer holds samples and does not answer"))
+                    self._note(TimeoutError("the trainer does not answer on its stream of samples"))
                     break
                 sample = self._outbox.peek(0.0)
                 if self._announce_due(sample):
@@ -153,13 +163,14 @@ class Shipper:
                     # Round again with what comes: its version may have to be announced first.
                     self._outbox.peek(_TICK)
                 else:
-                    sent = self._ship(stream, placement, sample)
+                    sent = batches.send(sample)
                     self._counters.add(resent_samples=len(again.intersection(sent)))
         except RefusedError as error:
             self._distrust(error)
             raise
         finally:
             stream.close(_JOIN_SECONDS)
+            self._placement = None
             placement.close()
         if stream.error is not None and not self._stop.is_set():
             refusal = refused_from(stream.error)
@@ -207,8 +218,11 @@ class Shipper:
             self._announcer.announce(version, self._config.announce_seconds)
         except grpc.RpcError as error:
             refusal = refused_from(error)
-            # A trainer that restarted does not know the session: a new run mends that.
+            # A trainer that restarted does not know the session: a new run mends that. One that
+            # has too much to do just now ("server.max_calls") is asked again.
             if refusal is None or refusal.field.endswith("session_id"):
+                raise
+            if refusal.field.startswith("server."):
                 raise
             self._note(refusal)
             self._announcer.give_up(version)
@@ -216,65 +230,6 @@ class Shipper:
         else:
             self._counters.add(announced=1)
         return True
-
-    def _ship(self, stream: StateStream, placement: Placement, first: Sample) -> list[str]:
-        """Send ``first`` and what waits behind it, within a batch's bounds; their ids."""
-        batch: list[Placed] = []
-        size = payload = 0
-        sample: Sample | None = first
-        while sample is not None:
-            if self._config.states_dtype == FLOAT8:
-                sample = sample.in_float8()
-            most = placement.message_bytes(sample)
-            if batch and not (size + most <= _BATCH_BYTES and stream.wait_credit(size + most, 0.0)):
-                break
-            if not batch and not self._wait_credit(stream, sample, most):
-                break
-            placed = self._place(stream, placement, sample, payload, wait=not batch)
-            if placed is None:
-                break
-            if not self._outbox.mark_sent(sample):
-                placement.settled(sample.sample_id)
-                break
-            batch.append(placed)
-            payload += sum(len(piece) for piece in placed.payload)
-            size += most + placed.ring_bytes
-            if len(batch) == _BATCH_SAMPLES or size >= _BATCH_BYTES:
-                break
-            sample = self._outbox.peek(0.0)
-            if sample is not None and not self._announcer.knows(sample.policy_version):
-                break
-        if batch:
-            sent = stream.send(batch) + sum(placed.ring_bytes for placed in batch)
-            self._counters.add(sent_samples=len(batch), sent_bytes=sent)
-        return [placed.message.sample_id for placed in batch]
-
-    def _wait_credit(self, stream: StateStream, sample: Sample, size: int) -> bool:
-        started = time.monotonic()
-        while not stream.wait_credit(size, _TICK):
-            if not self._worth_waiting(stream, sample):
-                return False
-            late = time.monotonic() - started > self._config.stall_seconds
-            if late and stream.nothing_due():
-                # Larger than the trainer's whole window: it would block those behind it for ever.
-                self._outbox.give_up(sample, "no_credit")
-                return False
-        return True
-
-    def _place(
-        self, stream: StateStream, placement: Placement, sample: Sample, payload: int, wait: bool
-    ) -> Placed | None:
-        while True:
-            placed = placement.place(sample, payload, _TICK if wait else 0.0)
-            if placed is not None or not wait or not self._worth_waiting(stream, sample):
-                return placed
-
-    def _worth_waiting(self, stream: StateStream, sample: Sample) -> bool:
-        if stream.silent_seconds() > self._config.stall_seconds or self._stop.is_set():
-            return False
-        waiting = self._outbox.peek(0.0)
-        same = waiting is not None and waiting.sample_id == sample.sample_id
-        return same and stream.is_open
 
     def _on_acks(self, placement: Placement, acks: Sequence[pb.Ack]) -> None:
         accepted = duplicate = 0
@@ -292,9 +247,9 @@ class Shipper:
                     logger.error("the trainer refuses samples: %s", refusal)
         self._counters.add(accepted=accepted, duplicate=duplicate)
         # Counted first: who waits for an empty outbox then reads the counters.
-        for ack in acks:
-            placement.settled(ack.sample_id)
-            self._outbox.settle(ack.sample_id)
+        names = [ack.sample_id for ack in acks]
+        placement.settled(*names)
+        self._outbox.settle(*names)
 
     def _require_session(self) -> Session:
         session = self.session

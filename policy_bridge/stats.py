@@ -61,6 +61,8 @@ class BridgeStats:
         shed: samples given up, by reason.
         shed_bytes: bytes of them.
         outbox_samples, outbox_bytes: waiting now, unacknowledged ones included.
+        outbox_capacity_bytes: bound of these.
+        ring_bytes: used and whole bytes of the shared-memory ring; None where there is none.
         announced: policy versions the trainer was told of.
         connects: runs opened, the first included.
         syncs: windows that ended well.
@@ -91,6 +93,8 @@ class BridgeStats:
     shed_bytes: int
     outbox_samples: int
     outbox_bytes: int
+    outbox_capacity_bytes: int
+    ring_bytes: tuple[int, int] | None
     announced: int
     connects: int
     syncs: int
@@ -120,7 +124,9 @@ class Counters:
     def add(self, **deltas: int) -> None:
         """Add to counters of ``BridgeStats`` by name."""
         with self._lock:
-            self._counts.update(deltas)
+            # Not Counter.update, which takes longer than the rest: the policy's thread counts too.
+            for name, delta in deltas.items():
+                self._counts[name] += delta
             if deltas.get("accepted") or deltas.get("duplicate"):
                 self._refused_in_a_row = 0
             if deltas.get("connects"):
@@ -180,6 +186,8 @@ class Counters:
         outbox_bytes: int,
         last_sync: SyncResult | None,
         capture_off_reason: str = "",
+        outbox_capacity_bytes: int = 0,
+        ring_bytes: tuple[int, int] | None = None,
     ) -> BridgeStats:
         """Every counter and the given gauges, at one moment."""
         with self._lock:
@@ -208,6 +216,8 @@ class Counters:
                 shed_bytes=counts["shed_bytes"],
                 outbox_samples=outbox_samples,
                 outbox_bytes=outbox_bytes,
+                outbox_capacity_bytes=outbox_capacity_bytes,
+                ring_bytes=ring_bytes,
                 announced=counts["announced"],
                 connects=counts["connects"],
                 syncs=counts["syncs"],

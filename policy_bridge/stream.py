@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from policy_bridge.placement import Placed
-from slipstream.framing import frame
+from slipstream.framing import frame, frames
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 _METHOD = pb.DESCRIPTOR.services_by_name["DraftTrainer"].methods_by_name["StreamStates"]
@@ -65,24 +65,34 @@ class StateStream:
             self._changed.wait_for(lambda: self._credit >= size or not self._open, timeout)
             return self._open and self._credit >= size
 
+    @property
+    def credit(self) -> int:
+        """Bytes that may be sent now."""
+        with self._changed:
+            return self._credit
+
     def send(self, batch: Sequence[Placed]) -> int:
-        """Send samples for which there is credit; the bytes of their message."""
+        """Send samples for which there is credit; the bytes of their messages."""
         request = pb.StreamStatesRequest(
             batch=pb.SampleBatch(samples=[placed.message for placed in batch])
         )
-        data = frame(request, [piece for placed in batch for piece in placed.payload])
         with self._changed:
             if not self._waiting:
                 self._news = time.monotonic()
-            self._credit -= len(data)
-            self._waiting.update(placed.message.sample_id for placed in batch)
-        self._requests.put(data)
-        return len(data)
+            self._waiting.update([placed.message.sample_id for placed in batch])
+        sent = 0
+        for data in frames(request, [piece for placed in batch for piece in placed.payload]):
+            with self._changed:
+                self._credit -= len(data)
+            self._requests.put(data)
+            sent += len(data)
+        return sent
 
     def silent_seconds(self) -> float:
-        """Seconds without news while acknowledgements are due; 0 when none is."""
+        """Seconds without news while the first credit, or an acknowledgement, is due; else 0."""
         with self._changed:
-            return time.monotonic() - self._news if self._waiting else 0.0
+            due = self._waiting or not self.answered
+            return time.monotonic() - self._news if due else 0.0
 
     def nothing_due(self) -> bool:
         """Whether every sample sent here was answered: no credit will come back by itself."""
@@ -107,7 +117,7 @@ class StateStream:
                     self.answered = True
                     self._news = time.monotonic()
                     self._credit += credit
-                    self._waiting.difference_update(ack.sample_id for ack in acks)
+                    self._waiting.difference_update([ack.sample_id for ack in acks])
                     self._changed.notify_all()
         except grpc.RpcError as error:
             if not self._closing:

@@ -51,6 +51,11 @@ class ForwardStates:
                 "disable in-place activations in the policy",
             )
 
+    @property
+    def logits_unwritten(self) -> bool:
+        """Whether logits were kept and the loop has left them alone since the pass."""
+        return self.logits is not None and version_of(self.logits) == self.logits_version
+
     def unwritten_logits(self) -> torch.Tensor:
         """The kept logits. Raises RefusedError if the loop wrote into them since the pass.
 
@@ -58,7 +63,7 @@ class ForwardStates:
         """
         if self.logits is None:
             raise RefusedError("logits", "none", "a pass whose logits were kept", "keep_logits")
-        if version_of(self.logits) != self.logits_version:
+        if not self.logits_unwritten:
             raise RefusedError(
                 "logits",
                 "written in place between the forward pass and ship",

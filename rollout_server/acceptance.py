@@ -32,14 +32,15 @@ class AcceptanceStatLogger(StatLoggerBase):  # type: ignore[misc]
         if self._tracker is None or scheduler_stats is None:
             return
         stats = scheduler_stats.spec_decoding_stats
-        if stats is None:
-            return
-        self._tracker.record(
-            stats.num_drafts,
-            stats.num_draft_tokens,
-            stats.num_accepted_tokens,
-            stats.num_accepted_tokens_per_pos,
-        )
+        if stats is not None:
+            self._tracker.record(
+                stats.num_drafts,
+                stats.num_draft_tokens,
+                stats.num_accepted_tokens,
+                stats.num_accepted_tokens_per_pos,
+            )
+        if iteration_stats is not None:
+            self._tracker.generated(iteration_stats.num_generation_tokens)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""

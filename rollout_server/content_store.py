@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -52,11 +53,14 @@ class ContentStore:
     Args:
         directory: private, exists; removed by ``close``.
         capacity: bound in bytes.
+
+    Attributes:
+        capacity: the bound.
     """
 
     def __init__(self, directory: Path, capacity: int) -> None:
         self._directory = directory
-        self._capacity = capacity
+        self.capacity = capacity
         self._kept: OrderedDict[Key, None] = OrderedDict()
         self._holders: Counter[Key] = Counter()
         self._reserved = 0
@@ -104,10 +108,28 @@ class ContentStore:
             self._reserved -= room.left
 
     def write(self, key: Key, tensor: torch.Tensor) -> None:
-        """Write a tensor's bytes; may run in a thread. ``add`` makes them count."""
-        partial = self.path(key).with_suffix(".partial")
-        partial.write_bytes(bytes_of(tensor))
-        partial.rename(self.path(key))
+        """Write a tensor's bytes; may run in several threads. ``add`` makes them count.
+
+        Raises:
+            RefusedError: the directory is full, or cannot be written (RESOURCE_EXHAUSTED).
+        """
+        # A name of its own: two stages of one content would cut each other's file short.
+        partial = self.path(key).with_suffix(f".{uuid.uuid4().hex}")
+        try:
+            try:
+                partial.write_bytes(bytes_of(tensor))
+                partial.rename(self.path(key))
+            except OSError:
+                partial.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise RefusedError(
+                "tensors",
+                f"{self._directory} ({error.strerror})",
+                f"a directory with room for {key.size} bytes",
+                "free some memory or disk space on the rollout server, or lower --stage-bytes",
+                StatusCode.RESOURCE_EXHAUSTED,
+            ) from error
 
     def add(self, key: Key, room: Room) -> None:
         """Know a tensor whose bytes were written into ``room``."""
@@ -130,14 +152,14 @@ class ContentStore:
 
     def _make_room(self, size: int) -> None:
         for key in [key for key in self._kept if key not in self._holders]:
-            if self.bytes + size <= self._capacity:
+            if self.bytes + size <= self.capacity:
                 break
             self._remove(key)
-        if self.bytes + size > self._capacity:
+        if self.bytes + size > self.capacity:
             raise RefusedError(
                 "tensors",
                 f"{size} bytes beside {self.bytes} that are held",
-                f"at most {self._capacity} bytes",
+                f"at most {self.capacity} bytes",
                 "abort stages that are not needed, or raise --stage-bytes",
                 StatusCode.RESOURCE_EXHAUSTED,
             )

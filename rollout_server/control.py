@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -67,10 +68,13 @@ class RolloutControl:
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.live = {DRAFT: draft, POLICY: policy}
+        # Unix seconds; of a policy only once one was pushed.
+        self.live_since = {DRAFT: time.time()}
         self.previous_draft: Weights | None = None
         self.staged: dict[str, Weights] = {}
         self.commits = {DRAFT: 0, POLICY: 0}
         self.speculation_enabled = True
+        self._speculation_wanted = True
         self.untrusted = asyncio.Event()
         self.readiness = Readiness()
         store.hold(draft.keys)
@@ -109,6 +113,22 @@ class RolloutControl:
             self.staged[weights.stage_id] = weights
             self._tracker.wake()
 
+    async def prepare(self, weights: Weights) -> str:
+        """Have the workers lay a draft ready beside the live one, so that its commit is short.
+
+        Returns:
+            Why its commit will have to load it instead; empty if it lies ready.
+
+        Raises:
+            RefusedError: the engine did not answer.
+        """
+        if weights.kind != DRAFT:
+            return ""
+        previous = self.previous_draft
+        return await self._engine.prepare(
+            weights.source, None if previous is None else previous.source
+        )
+
     def abort(self, stage_ids: Sequence[str]) -> None:
         """Forget stages; unknown ids are ignored."""
         for stage_id in stage_ids:
@@ -137,7 +157,22 @@ class RolloutControl:
     async def set_speculation(self, enabled: bool) -> Committed:
         """Turn drafting on or off between two engine steps."""
         arrival = time.perf_counter()
+        self._speculation_wanted = enabled
         return await self._to_the_end(self._set_speculation(enabled, arrival))
+
+    @asynccontextmanager
+    async def without_speculation(self) -> AsyncIterator[None]:
+        """Off inside, then as was asked for last, also if that was meanwhile.
+
+        Raises:
+            RefusedError: the engine did not answer.
+        """
+        await self._to_the_end(self._set_speculation(False, time.perf_counter()))
+        try:
+            yield
+        finally:
+            wanted = self._speculation_wanted
+            await self._to_the_end(self._set_speculation(wanted, time.perf_counter()))
 
     async def read_back(self) -> None:
         """Have the workers look at the draft in their memory; the finding goes to ``readiness``.
@@ -187,9 +222,12 @@ class RolloutControl:
                     "stage and commit the release that you want",
                     StatusCode.FAILED_PRECONDITION,
                 )
+            # It usually is; what has to be prepared anew is so before the engine stands still.
+            await self._engine.prepare(previous.source, None)
             took = await self._apply([previous], "rollback", arrival)
             self._store.release(self.live[DRAFT].keys)
             self.live[DRAFT] = previous
+            self.live_since[DRAFT] = time.time()
             # Not the draft that was just rolled back: nobody wants that one again.
             self.previous_draft = None
             return took
@@ -237,12 +275,14 @@ class RolloutControl:
         """The stage's hold becomes the live weights'; what it replaces moves on."""
         replaced, self.live[weights.kind] = self.live[weights.kind], weights
         if weights.kind == POLICY:
+            self.live_since[POLICY] = time.time()
             self._store.release(replaced.keys)
             return
         if replaced.same_content(weights):
             # Healed: the same release once more. What RollBack goes to stays.
             self._store.release(replaced.keys)
             return
+        self.live_since[DRAFT] = time.time()
         if self.previous_draft is not None:
             self._store.release(self.previous_draft.keys)
         self.previous_draft = replaced

@@ -12,6 +12,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from rollout_server.admission import SERVICE, Admission
 from rollout_server.control import RolloutControl
 from rollout_server.engine import Engine
 from rollout_server.readiness import ACCEPTANCE, AcceptanceGuard
@@ -19,14 +20,17 @@ from rollout_server.weights import DRAFT
 from slipstream.access import Access
 from slipstream.channel import SERVER_OPTIONS
 from slipstream.interceptors import AioAccessInterceptor
+from slipstream.limits import RefusedCalls
 from slipstream.refusal import RefusedError
-from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 
 READY_SERVICE = "slipstream.v1.RolloutServer/ready"
 """Health of this name says whether requests should be sent here (``readiness``)."""
 
-SERVICE = pb.DESCRIPTOR.services_by_name["RolloutServer"].full_name
+
+MAX_CALLS = 4096
+"""Calls in progress at a time, those included that sent nothing yet."""
+
 _POLL_SECONDS = 0.05
 _HEALTH_SECONDS = 0.5
 _GRACE_SECONDS = 2.0
@@ -68,8 +72,13 @@ class ControlServer:
         self._announce = announce
         self._health = health.aio.HealthServicer()
         self._access = access
+        self.refused_calls = RefusedCalls()
         guards = [] if access.anonymous else [AioAccessInterceptor(access)]
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=guards)
+        self._server = grpc.aio.server(
+            interceptors=(*guards, Admission(self.refused_calls)),
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
         pb_grpc.add_RolloutServerServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)

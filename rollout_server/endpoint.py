@@ -10,17 +10,20 @@ from safetensors.torch import load_file
 
 from rollout_server.aliasing import EMBEDDING
 from rollout_server.checkpoint import read_layout, read_manifest, weight_files
+from rollout_server.commit_counts import CommitCounts
 from rollout_server.content_store import ContentStore
 from rollout_server.control import RolloutControl
 from rollout_server.control_server import ControlServer
+from rollout_server.cost_watch import CostWatch
 from rollout_server.engine import Description, VllmEngine
 from rollout_server.layout_check import VOCABULARY_MAPS, Expected
-from rollout_server.metrics import CommitMetrics, StateCollector
+from rollout_server.metrics import RolloutCollector, negotiate
 from rollout_server.process import API, Settings
 from rollout_server.readiness import AcceptanceGuard
 from rollout_server.service import RolloutService
 from rollout_server.staging import ingest, layout_of, refuse_shared, weights_of
 from rollout_server.state_message import StateMessage
+from rollout_server.step_costs import StepCosts
 from rollout_server.store_directory import make_directory
 from rollout_server.weight_source import WeightSource
 from rollout_server.weights import DRAFT, POLICY, Weights
@@ -29,13 +32,14 @@ from slipstream.v1 import tensor_pb2
 
 
 class ControlPlaneEndpoint:
-    """vLLM's ``EndpointPlugin``: no HTTP routes, a gRPC server beside them."""
+    """vLLM's ``EndpointPlugin``: a gRPC server beside vLLM's HTTP routes."""
 
     name = "slipstream"
     required_tasks: Any = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """No routes: the control plane has its own port."""
+        """Only ``/metrics``: the control plane has its own port."""
+        negotiate(app, REGISTRY)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Start the control plane. An exception here ends the server."""
@@ -45,6 +49,8 @@ class ControlPlaneEndpoint:
 
 
 async def _build(settings: Settings, engine_client: Any, state: Any, args: Any) -> ControlServer:
+    from vllm.version import __version__ as vllm_version
+
     engine = VllmEngine(engine_client)
     description = await engine.start()
     refuse_shared(description.shared)
@@ -52,7 +58,7 @@ async def _build(settings: Settings, engine_client: Any, state: Any, args: Any) 
     API.closers.append(store.close)
     draft, specs = _ingest_draft(settings, store)
     API.tracker.start(draft.version or 0)
-    commits = CommitMetrics()
+    commits, costs = CommitCounts(), StepCosts()
     control = RolloutControl(
         engine,
         store,
@@ -61,7 +67,6 @@ async def _build(settings: Settings, engine_client: Any, state: Any, args: Any) 
         draft,
         Weights(POLICY, None, WeightSource(directory=str(settings.model_dir))),
     )
-    REGISTRY.register(StateCollector(API.tracker, control, store, settings.access.refusals))
     message = StateMessage(
         control,
         settings.draft_length,
@@ -103,7 +108,18 @@ async def _build(settings: Settings, engine_client: Any, state: Any, args: Any) 
         announce,
         settings.access,
     )
+    REGISTRY.register(
+        RolloutCollector(
+            *(API.tracker, control, store, commits, costs, server.refused_calls),
+            settings.access.refusals,
+            settings.draft_length,
+            vllm_version,
+        )
+    )
     await server.start(settings.control_host, settings.control_port)
+    probe = control.without_speculation if settings.time_plain_steps else None
+    API.cost_watch = CostWatch(engine, API.tracker, costs, probe)
+    API.cost_watch.start()
     return server
 
 

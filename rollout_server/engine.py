@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,11 +11,16 @@ from typing import Any, Protocol
 import grpc
 
 from rollout_server.read_back import SAME
+from rollout_server.spares import READY, WORKING
+from rollout_server.step_costs import StepSum, StepSums
 from rollout_server.weight_source import WeightSource
 from slipstream.refusal import RefusedError
 
 APPLY_SECONDS = 120.0
 """Deadline of a weight swap in the workers; far above what the largest model needs."""
+
+PREPARE_SECONDS = 300.0
+"""Longest wait for a draft to lie ready in the workers; its commit loads it otherwise."""
 
 CALL_SECONDS = 30.0
 """Deadline of every other worker call."""
@@ -66,6 +72,21 @@ class Engine(Protocol):
 
     async def describe(self) -> Description: ...
 
+    async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
+        """Lay a draft ready beside the live one, while the engine generates.
+
+        Args:
+            source: the draft.
+            keep: another that must stay ready.
+
+        Returns:
+            Empty, or why the commit will have to load it.
+
+        Raises:
+            RefusedError: the engine did not answer.
+        """
+        ...
+
     async def apply(self, changes: Sequence[Change]) -> Applied:
         """Apply all or none.
 
@@ -99,6 +120,22 @@ class VllmEngine:
 
     async def describe(self) -> Description:
         return _described(await self._call(CALL_SECONDS, "slipstream_describe"))
+
+    async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
+        plan = {
+            "source": source.to_message(),
+            "keep": None if keep is None else keep.to_message(),
+        }
+        began, pause = time.monotonic(), 0.002
+        while time.monotonic() - began < PREPARE_SECONDS:
+            answer = await self._call(CALL_SECONDS, "slipstream_prepare", plan)
+            states = set(answer["workers"])
+            if WORKING not in states:
+                return "; ".join(sorted(states - {READY}))
+            await asyncio.sleep(pause)
+            # Each question is a call between two engine steps.
+            pause = min(2 * pause, 0.1)
+        return f"not ready in {PREPARE_SECONDS:.0f} s"
 
     async def apply(self, changes: Sequence[Change]) -> Applied:
         plan = {
@@ -136,6 +173,10 @@ class VllmEngine:
         answer = await self._call(CALL_SECONDS, "slipstream_read_back")
         wrong = [f"worker {n}: {w}" for n, w in enumerate(answer["workers"]) if w != SAME]
         return f"draft read back from memory: {', '.join(wrong)}" if wrong else ""
+
+    async def step_sums(self, measure: bool) -> StepSums:
+        answer = await self._call(CALL_SECONDS, "slipstream_step_sums", measure)
+        return {(str(kind), int(n)): StepSum(int(s), float(t)) for kind, n, s, t in answer}
 
     def is_alive(self) -> bool:
         return bool(self._client.is_running) and not self._client.errored

@@ -12,6 +12,7 @@ from typing import Any
 from rollout_server.draft_count import DraftCount
 from rollout_server.prefix_epoch import PrefixEpoch
 from rollout_server.speculation_switch import SchedulerSwitch
+from rollout_server.step_clock import StepClock
 
 
 class EngineHooks:
@@ -21,6 +22,8 @@ class EngineHooks:
         self.epoch = PrefixEpoch(engine_core)
         self.drafts = DraftCount(engine_core)
         self.switch = SchedulerSwitch(engine_core)
+        self.clock = StepClock(engine_core, self.switch)
+        self.clock.measure(True)
 
 
 def slipstream_start(self: Any) -> dict[str, Any]:
@@ -38,7 +41,21 @@ def slipstream_describe(self: Any) -> dict[str, Any]:
 
 def slipstream_read_back(self: Any) -> dict[str, Any]:
     """What every worker finds when it reads its draft back (see ``read_back``)."""
-    return {"workers": self.collective_rpc("slipstream_read_back")}
+    found = self.collective_rpc("slipstream_read_back")
+    self.slipstream_hooks.clock.interrupted()
+    return {"workers": found}
+
+
+def slipstream_step_sums(self: Any, measure: bool) -> list[list[Any]]:
+    """What steps took so far, [kind, requests, steps, seconds] each; measured from now on if told.
+
+    Args:
+        self: vLLM's ``EngineCore``.
+        measure: goes on to be measured.
+    """
+    hooks: EngineHooks = self.slipstream_hooks
+    hooks.clock.measure(measure)
+    return hooks.clock.sums()
 
 
 def slipstream_apply(self: Any, plan: Mapping[str, Any], timeout: float) -> dict[str, Any]:
@@ -70,7 +87,13 @@ def slipstream_apply(self: Any, plan: Mapping[str, Any], timeout: float) -> dict
                 outcomes = [dict(o, restored=False) for o in outcomes]
     if not failed and any(change["kind"] == "policy" for change in plan["changes"]):
         hooks.epoch.advance()
+    hooks.clock.interrupted()
     return {"outcomes": outcomes, "drafts_before": drafts_before}
+
+
+def slipstream_prepare(self: Any, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """How far every worker is with laying a draft ready (see ``worker_methods``)."""
+    return {"workers": self.collective_rpc("slipstream_prepare", None, (plan,))}
 
 
 def slipstream_set_speculation(self: Any, enabled: bool, timeout: float) -> dict[str, Any]:
@@ -81,6 +104,7 @@ def slipstream_set_speculation(self: Any, enabled: bool, timeout: float) -> dict
     if enabled:
         # Blocks that were filled meanwhile have no keys and values of the draft.
         hooks.epoch.advance()
+    hooks.clock.interrupted()
     return {"seconds": seconds}
 
 
@@ -91,6 +115,8 @@ def install(engine_core_class: type) -> None:
         slipstream_describe,
         slipstream_read_back,
         slipstream_apply,
+        slipstream_prepare,
         slipstream_set_speculation,
+        slipstream_step_sums,
     ):
         setattr(engine_core_class, method.__name__, method)

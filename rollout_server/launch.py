@@ -131,6 +131,12 @@ def build_parser() -> Any:
         help="Drafts of which not one token was accepted after which the server says that it is "
         "not ready.",
     )
+    group.add_argument(
+        "--time-plain-steps",
+        action="store_true",
+        help="Turn drafting off for at most a second, once for each number of requests in flight, "
+        "to measure whether speculation pays.",
+    )
     return make_arg_parser(parser)
 
 
@@ -170,6 +176,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         draft_sample_method=args.draft_sample_method,
         stage_bytes=args.stage_bytes,
         guard_drafts=args.guard_drafts,
+        time_plain_steps=args.time_plain_steps,
         access=access,
     )
 
@@ -220,6 +227,8 @@ async def _serve(args: argparse.Namespace) -> None:
         listen_address, sock = setup_server(args, reuse_port=False)
         await run_server_worker(listen_address, sock, args)
     finally:
+        if API.cost_watch is not None:
+            await API.cost_watch.stop()
         if API.control_server is not None:
             await API.control_server.stop()
         for close in API.closers:

@@ -119,7 +119,9 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
     """Refuse NaN and infinities. Raises RefusedError naming the tensor and how many."""
     if not tensor.is_floating_point():
         return
-    finite = torch.isfinite(tensor)
+    # torch has no isfinite for the 8-bit floats, and all of them are float16s.
+    narrow = tensor.dtype.itemsize == 1
+    finite = torch.isfinite(tensor.half() if narrow else tensor)
     if not bool(finite.all()):
         raise RefusedError(
             f"tensors[{name}]",

@@ -15,6 +15,7 @@ from slipstream.access import Access
 
 if TYPE_CHECKING:
     from rollout_server.control_server import ControlServer
+    from rollout_server.cost_watch import CostWatch
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Settings:
         draft_sample_method: "probabilistic" or "greedy".
         stage_bytes: bound of the content store.
         guard_drafts: drafts after which acceptance is judged.
+        time_plain_steps: turn drafting off for a moment where a plain step's cost is unknown.
         access: who may use the control plane.
     """
 
@@ -42,6 +44,7 @@ class Settings:
     stage_bytes: int
     guard_drafts: int
     access: Access
+    time_plain_steps: bool = False
 
 
 @dataclass
@@ -51,6 +54,7 @@ class ApiProcess:
     settings: Settings | None = None
     tracker: AcceptanceTracker = field(default_factory=AcceptanceTracker)
     control_server: ControlServer | None = None
+    cost_watch: CostWatch | None = None
     closers: list[Callable[[], None]] = field(default_factory=list)
 
 

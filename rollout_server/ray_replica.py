@@ -97,8 +97,8 @@ class Replica:
     def _run(self) -> None:
         self._wait_for_ports()
         launch, host = self._launch, self._host
-        addresses = ["--host", host, "--port", str(launch.port)]
-        addresses += ["--control-host", host, "--control-port", str(launch.control_port)]
+        addresses: tuple[str, ...] = ("--host", host, "--port", str(launch.port))
+        addresses += ("--control-host", host, "--control-port", str(launch.control_port))
         self._server = server = subprocess.Popen(
             [sys.executable, "-m", "rollout_server.keeper", *launch.command, *addresses],
             stdin=subprocess.PIPE,

@@ -12,6 +12,7 @@ those that a CPU build packs away at load (their parameters are empty).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,11 +31,16 @@ def fingerprint(policy: nn.Module, draft: nn.Module) -> tuple[tuple[str, int], .
     }
     return tuple(
         sorted(
-            (name, int(torch.hash_tensor(parameter.detach()).item()))
+            (name, element_hash(parameter))
             for name, parameter in draft.named_parameters()
             if parameter.numel() and parameter.untyped_storage().data_ptr() not in theirs
         )
     )
+
+
+def element_hash(parameter: torch.Tensor) -> int:
+    """XOR of a tensor's raw elements."""
+    return int(torch.hash_tensor(parameter.detach()).item())
 
 
 class ReadBack:
@@ -54,6 +60,20 @@ class ReadBack:
         """The draft was just replaced; what is there now is right."""
         self._committed = self._now()
         self.lost = False
+
+    def exchanged(self, hashes: Mapping[str, int]) -> None:
+        """These parameters were just replaced by others, whose hashes were taken before.
+
+        Nothing is read now: a pass over the draft would hold up the engine. The next
+        ``check`` tells whether they arrived.
+        """
+        self._committed = tuple(sorted((dict(self._committed) | dict(hashes)).items()))
+        self.lost = False
+
+    @property
+    def hashes(self) -> dict[str, int]:
+        """Of every parameter, as it was committed."""
+        return dict(self._committed)
 
     def check(self) -> str:
         """``SAME``, ``DIFFERS``, or ``ASLEEP`` while the memory must not be touched."""
@@ -76,6 +96,9 @@ def watch_sleep(worker_class: type) -> None:
         if read_back is not None:
             read_back.asleep = True
             read_back.lost = read_back.lost or level >= 2
+            # Sleep is there to free memory.
+            if hasattr(self, "slipstream_spares"):
+                self.slipstream_spares.drop()
         sleep(self, level)
 
     def noted_wake_up(self: Any, tags: list[str] | None = None) -> None:

@@ -1,8 +1,9 @@
 """Applies weights to live vLLM modules: all of them, or none.
 
-Runs inside one worker call, between two engine steps. vLLM's layer-wise reload
-is used because plain in-place loading fails on CPUs, where linear layers are
-pre-packed at load and their parameters left empty; it also copies into the old
+Runs inside one worker call, between two engine steps. A draft that lies ready beside the
+live one (``spares``) is exchanged with it. Everything else, policies above all, goes through
+vLLM's layer-wise reload, because plain in-place loading fails on CPUs, where linear layers
+are pre-packed at load and their parameters left empty; it also copies into the old
 storages, which CUDA graphs point at, and its weight loaders shard for tensor
 parallelism.
 
@@ -18,7 +19,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +28,22 @@ from rollout_server.weight_source import WeightSource
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
+
+
+class Ready(Protocol):
+    """Weights that lie ready beside a live model (``spares.Spares``)."""
+
+    def put(self, new: WeightSource, old: WeightSource) -> bool:
+        """Exchange them with the live ones; False if these do not lie ready."""
+        ...
+
+    def drop(self) -> None:
+        """The live weights are about to be written in another way."""
+        ...
+
+    def loaded(self) -> None:
+        """They were."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -39,6 +56,7 @@ class Change:
         config: vLLM's configuration of it.
         new: weights to apply.
         old: weights that it has now, for when something fails.
+        ready: what may lie ready beside the model.
     """
 
     kind: str
@@ -46,6 +64,7 @@ class Change:
     config: ModelConfig
     new: WeightSource
     old: WeightSource
+    ready: Ready | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +89,7 @@ class Outcome:
 
 # What a reload can raise on weights that passed every check before it: a file
 # that vanished, a shape that only the sharded layer knows, memory.
-_FAILURES = (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, AssertionError)
+FAILURES = (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, AssertionError)
 
 
 def apply_all(changes: Sequence[Change]) -> Outcome:
@@ -80,14 +99,16 @@ def apply_all(changes: Sequence[Change]) -> Outcome:
     try:
         for change in changes:
             touched.append(change)
-            load(change.model, change.config, change.new.weights())
-    except _FAILURES as error:
+            _put(change, change.new, change.old)
+    except FAILURES as error:
         failed = f"{touched[-1].kind}: {type(error).__name__}: {error}"
         try:
+            if touched[-1].ready is not None:
+                touched[-1].ready.drop()
             for change in touched:
                 _abandon(change.model)
-                load(change.model, change.config, change.old.weights())
-        except _FAILURES as second:
+                _put(change, change.old, change.new)
+        except FAILURES as second:
             return Outcome(
                 time.perf_counter() - start,
                 f"{failed}; and then the old weights: {type(second).__name__}: {second}",
@@ -95,6 +116,16 @@ def apply_all(changes: Sequence[Change]) -> Outcome:
             )
         return Outcome(time.perf_counter() - start, failed)
     return Outcome(time.perf_counter() - start)
+
+
+def _put(change: Change, new: WeightSource, old: WeightSource) -> None:
+    if change.ready is not None:
+        if change.ready.put(new, old):
+            return
+        change.ready.drop()
+    load(change.model, change.config, new.weights())
+    if change.ready is not None:
+        change.ready.loaded()
 
 
 @torch.no_grad()

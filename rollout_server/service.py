@@ -24,6 +24,10 @@ from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 CHUNK_SECONDS = 60.0
 """Longest wait for a client's next message while it stages."""
 
+STAGE_BYTES_PER_SECOND = 8 << 20
+"""A stage takes ``CHUNK_SECONDS`` and what its bytes take at this rate, at most: it has room in the
+store from its start on, and a byte a minute would keep it there for ever."""
+
 _IDLE_SECONDS = 5.0
 _T = TypeVar("_T")
 
@@ -77,10 +81,11 @@ class RolloutService(pb_grpc.RolloutServerServicer):
             upload = Upload(header.tensors, self._expected[kind], self._store)
             if not held:
                 refuse_shared((await self._engine.describe()).shared)
+            end = start + CHUNK_SECONDS + upload.needed_bytes / STAGE_BYTES_PER_SECOND
             with upload.opened():
                 yield pb.StageResponse(needed=pb.StageNeeded(names=upload.needed))
                 while not upload.complete:
-                    request = await _next(request_iterator)
+                    request = await _next(request_iterator, end - time.perf_counter())
                     if request is None:
                         await upload.finish()
                     elif request.WhichOneof("kind") != "chunk":
@@ -91,13 +96,18 @@ class RolloutService(pb_grpc.RolloutServerServicer):
                         await upload.feed(request.chunk)
                 self._control.add_stage(weights)
                 upload.keep()
+            staged = time.perf_counter()
+            not_prepared = await self._control.prepare(weights)
         except RefusedError as error:
             await _abort(context, error)
+        end = time.perf_counter()
         yield pb.StageResponse(
             staged=pb.StageResult(
                 stage_id=header.stage_id,
                 bytes_received=upload.bytes_received,
-                seconds=time.perf_counter() - start,
+                seconds=end - start,
+                prepare_seconds=end - staged,
+                not_prepared=not_prepared,
             )
         )
 
@@ -182,18 +192,24 @@ async def _header(requests: AsyncIterator[pb.StageRequest]) -> pb.StageHeader:
     return first.header
 
 
-async def _next(requests: AsyncIterator[_T]) -> _T | None:
+async def _next(requests: AsyncIterator[_T], left: float = CHUNK_SECONDS) -> _T | None:
     """The client's next message; None at its end.
 
+    Args:
+        left: seconds that the whole stage may still take.
+
     Raises:
-        RefusedError: it sent nothing for ``CHUNK_SECONDS``.
+        RefusedError: it sent nothing for ``CHUNK_SECONDS``, or too little until now.
     """
     try:
-        return await asyncio.wait_for(anext(requests, None), CHUNK_SECONDS)
+        return await asyncio.wait_for(anext(requests, None), max(min(left, CHUNK_SECONDS), 0.0))
     except TimeoutError as error:
+        slow = left < CHUNK_SECONDS
         raise RefusedError(
             "stream",
-            f"nothing for {CHUNK_SECONDS:.0f} s",
+            f"less than {STAGE_BYTES_PER_SECOND} bytes a second"
+            if slow
+            else f"nothing for {CHUNK_SECONDS:.0f} s",
             "the next chunk",
             "stage again",
             grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -201,5 +217,5 @@ async def _next(requests: AsyncIterator[_T]) -> _T | None:
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: RefusedError) -> NoReturn:
-    await context.abort(error.code, str(error), trailing_metadata_of(error))
+    await context.abort(error.code, error.for_wire(), trailing_metadata_of(error))
     raise AssertionError("abort returned")

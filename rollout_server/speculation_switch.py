@@ -32,9 +32,11 @@ class SchedulerSwitch:
         self._core = engine_core
         self._scheduler = engine_core.scheduler
         self._when_on = self._scheduler.dynamic_sd_lookup
+        self.enabled = True
 
     def set(self, enabled: bool) -> None:
         """Plan drafts as configured, or none."""
+        self.enabled = enabled
         self._core.check_for_draft_tokens = enabled
         if enabled:
             self._scheduler.dynamic_sd_lookup = self._when_on

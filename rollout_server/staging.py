@@ -23,6 +23,8 @@ from slipstream.tensors import ChunkAssembler, dtype_from_wire
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import tensor_pb2
 
+MAX_ID_CHARACTERS = 256
+
 _KINDS = {pb.STAGE_KIND_DRAFT: DRAFT, pb.STAGE_KIND_POLICY: POLICY}
 
 
@@ -34,6 +36,14 @@ def kind_of(header: pb.StageHeader) -> str:
         )
     if not header.stage_id:
         raise RefusedError("stage_id", "empty", "a name such as draft-7", "choose one")
+    if len(header.stage_id) > MAX_ID_CHARACTERS:
+        # It is in every ServerState: sixteen long ones made that too large for anybody to read.
+        raise RefusedError(
+            "stage_id",
+            f"{len(header.stage_id)} characters",
+            f"at most {MAX_ID_CHARACTERS}",
+            "choose a name such as draft-7",
+        )
     return _KINDS[header.kind]
 
 
@@ -120,13 +130,18 @@ class Upload:
         keys = list(self._keys.values())
         self._store.hold(keys)
         try:
-            with self._store.room(sum(self._keys[name].size for name in self.needed)) as room:
+            with self._store.room(self.needed_bytes) as room:
                 self._room = room
                 yield
         finally:
             self._store.release(keys)
             if not self._keep:
                 self._store.drop(self._arrived)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of all that was missing at first."""
+        return sum(self._keys[name].size for name in self.needed)
 
     @property
     def complete(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from rollout_server.aliasing import shared_parameters, shares_embedding
 from rollout_server.read_back import SAME, ReadBack, watch_sleep
 from rollout_server.reload import Change, apply_all
+from rollout_server.spares import READY, Spares
 from rollout_server.speculation_switch import DrafterSwitch
 from rollout_server.weight_source import WeightSource
 
@@ -47,9 +48,23 @@ def slipstream_apply(self: Any, plan: Mapping[str, Any]) -> dict[str, Any]:
         outcome = apply_all(changes)
     if any(change.kind == "policy" for change in changes) and self.vllm_config.lora_config:
         self.model_runner.reset_lora_state()
-    if not outcome.error and any(change.kind == "draft" for change in changes):
-        _read_back(self).committed()
     return outcome.to_message()
+
+
+def slipstream_prepare(self: Any, plan: Mapping[str, Any]) -> str:
+    """Lay a draft ready beside the live one: begins it, or says how far it is.
+
+    Args:
+        self: vLLM's ``Worker``.
+        plan: {"source": the draft, "keep": what stays ready if it is, or None}.
+
+    Returns:
+        As ``Spares.prepare``.
+    """
+    if self.get_draft_model() is None:
+        return READY
+    keep = None if plan["keep"] is None else WeightSource.from_message(plan["keep"])
+    return _spares(self).prepare(WeightSource.from_message(plan["source"]), keep)
 
 
 def slipstream_set_speculation(self: Any, enabled: bool) -> float:
@@ -77,6 +92,13 @@ def _read_back(self: Any) -> ReadBack:
     return state
 
 
+def _spares(self: Any) -> Spares:
+    if not hasattr(self, "slipstream_spares"):
+        self.slipstream_spares = Spares(self.get_model, self.get_draft_model, _read_back(self))
+    spares: Spares = self.slipstream_spares
+    return spares
+
+
 def _change(self: Any, change: Mapping[str, Any]) -> Change:
     draft = change["kind"] == "draft"
     return Change(
@@ -89,6 +111,7 @@ def _change(self: Any, change: Mapping[str, Any]) -> Change:
         ),
         new=WeightSource.from_message(change["new"]),
         old=WeightSource.from_message(change["old"]),
+        ready=_spares(self) if draft else None,
     )
 
 
@@ -97,6 +120,7 @@ def install(worker_class: type) -> None:
     for method in (
         slipstream_describe,
         slipstream_apply,
+        slipstream_prepare,
         slipstream_set_speculation,
         slipstream_read_back,
     ):

@@ -18,9 +18,12 @@ FORBIDDEN = {
 }
 # A benchmark imports the rooms that it times, and no other.
 TIMED = {
+    "alerts": {"policy_bridge"},
     # Its half of vLLM's own path is imported by vLLM's worker alone.
     "hot_swap": {"vllm"},
+    "metrics_overhead": {"rollout_server"},
     "publish_faults": {"rollout_server"},
+    "robustness": {"rollout_server"},
     "feed_faults": {"policy_bridge"},
     "policy_stall": {"policy_bridge"},
     "transport": {"policy_bridge"},

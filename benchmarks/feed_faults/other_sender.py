@@ -16,6 +16,7 @@ from policy_bridge.sample import Sample
 from policy_bridge.session import Session, decode_session
 from policy_bridge.stream import StateStream
 from slipstream.channel import open_channel
+from slipstream.packed import PackedTensors
 from slipstream.schema import SCHEMA_VERSION
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
@@ -53,7 +54,7 @@ class OtherSender:
             sample: of the run.
             damage: flip a bit of its states after its checksum was taken.
         """
-        size = self._placement.message_bytes(sample)
+        size = self._placement.message_bytes(sample.layout)
         assert self._stream.wait_credit(size, self._patience), "no credit"
         placed = self._placement.place(sample, 0, self._patience)
         assert placed is not None
@@ -95,10 +96,6 @@ class OtherSender:
 
 def _read(path: Path, session: Session) -> Sample:
     assert session.latest_policy_version is not None
-    return Sample(
-        sample_id="recorded",
-        policy_version=session.latest_policy_version,
-        temperature=1.0,
-        aux_layers=session.aux_layers,
-        **load_file(path),  # type: ignore[arg-type]
-    )
+    tensors = PackedTensors(**load_file(path))
+    version = session.latest_policy_version
+    return Sample.of("recorded", version, 1.0, session.aux_layers, tensors)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 
@@ -25,6 +25,7 @@ from draft_trainer.durable import written_whole
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.placement import Placement
 from policy_bridge.sample import Sample
+from slipstream.packed import PackedTensors
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 ROWS, PROMPT, SHORTEST, LONGEST = 2, 4, 8, 20
@@ -112,7 +113,7 @@ class _Witness:
 
     def offer(self, sample: Sample, deadline_seconds: float, priority: int = 0) -> bool:
         # Its anchors: see valid_targets in draft_trainer/eagle3/objective.py.
-        anchors = int(sample.loss_mask.sum()) - 1
+        anchors = int(sample.tensors.loss_mask.sum()) - 1
         self._captured.write(f"{sample.sample_id} {anchors}")
         if not self._recorded:
             self._record(sample)
@@ -134,9 +135,8 @@ class _Witness:
     def _record(self, sample: Sample) -> None:
         self._recorded = True
         tensors = {
-            name: value.contiguous()
-            for name, value in vars(sample).items()
-            if isinstance(value, torch.Tensor)
+            field.name: getattr(sample.tensors, field.name).clone()
+            for field in fields(PackedTensors)
         }
         with written_whole(self._folder / RECORDED) as temporary:
             temporary.write_bytes(save(tensors))

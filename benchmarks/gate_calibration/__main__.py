@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -21,6 +25,7 @@ from benchmarks.draft_training.report import machine, target_table
 from benchmarks.gate_calibration.points import Point, table, targets
 from benchmarks.gate_calibration.releases import make_releases
 from draft_trainer.checkpoints.checkpoint import load_head
+from draft_trainer.durable import written_whole
 from draft_trainer.eagle3.acceptance import AcceptanceEstimate, Method, expected_acceptance
 from draft_trainer.eagle3.head import Eagle3Head
 from draft_trainer.recordings.recording import Recording
@@ -38,71 +43,86 @@ def main(argv: list[str] | None = None) -> int:
     """Run it; the exit status is 0 only if every prediction is within 2 %."""
     options = _parse(argv)
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as temporary:
-        points = _measure(options, Path(temporary))
+    # So that ``timeout`` ends the server too; what was measured is in the JSON by then.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    points: list[Point] = []
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        contextlib.closing(_measure(options, Path(temporary))) as measured,
+    ):
+        for point in measured:
+            points.append(point)
+            _say(table([point]).splitlines()[1])
+            _write(options, points, time.perf_counter() - began, complete=False)
     found = targets(points)
     print(f"{table(points)}\n\n{target_table(found)}")
-    if options.json is not None:
-        figures = {
-            "machine": machine(),
-            "settings": {
-                "policy": "examples/arithmetic_grpo/policy",
-                "draft": "examples/arithmetic_grpo/draft",
-                "draft_length": options.draft_length,
-                "draft_sample_method": options.method,
-                "temperature": 1.0,
-                "problems": options.problems,
-                "samples": options.samples,
-            },
-            "seconds": time.perf_counter() - began,
-            "points": [point.to_dict() for point in points],
-            "targets": [dataclasses.asdict(target) for target in found],
-        }
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    _write(options, points, time.perf_counter() - began, complete=True)
     return 0 if all(target.ok for target in found) else 1
 
 
-def _measure(options: argparse.Namespace, folder: Path) -> list[Point]:
+def _write(
+    options: argparse.Namespace, points: Sequence[Point], seconds: float, complete: bool
+) -> None:
+    if options.json is None:
+        return
+    figures = {
+        "machine": machine(),
+        "settings": {
+            "policy": "examples/arithmetic_grpo/policy",
+            "draft": "examples/arithmetic_grpo/draft",
+            "draft_length": options.draft_length,
+            "draft_sample_method": options.method,
+            "temperature": 1.0,
+            "problems": options.problems,
+            "samples": options.samples,
+        },
+        "complete": complete,
+        "seconds": seconds,
+        "points": [point.to_dict() for point in points],
+        "targets": [dataclasses.asdict(target) for target in targets(points)],
+    }
+    with written_whole(options.json) as path:
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _measure(options: argparse.Namespace, folder: Path) -> Generator[Point]:
+    """One release after the other; while the server answers for one, the last is predicted."""
     registry = Registry(folder / "releases")
     versions = make_releases(EXAMPLE / "draft", registry, NOISE, SEED)
     prompts = [prompt_ids(problem) for problem in held_out_problems(options.problems)]
-    states = _States(folder, prompts)
-    points = []
+    predictor = _Predictor(registry, folder, prompts, options)
+    predictions: collections.deque[Future[Point]] = collections.deque()
     _say("starting rollout-server (real vLLM)")
-    with Server(
-        EXAMPLE / "policy",
-        registry.path(0),
-        folder / "rollout-server.log",
-        options.draft_length,
-        options.method,
-    ) as server:
+    with (
+        Server(
+            EXAMPLE / "policy",
+            registry.path(0),
+            folder / "rollout-server.log",
+            options.draft_length,
+            options.method,
+        ) as server,
+        # One thread: its work is done in the order in which it was given.
+        ThreadPoolExecutor(1) as pool,
+    ):
         # Rollouts of a draft that is measured nowhere else: what a gate would hold out.
         server.swap(len(versions), registry.path(0))
         _, before = _rollouts(server, len(versions), prompts, options.samples)
-        held_out = states.record(before, options.samples)
-        for version, noise in zip(versions, [0.0, *NOISE], strict=True):
-            # Version 0 has drafted while the server warmed up.
-            number = len(versions) + 1 + version
-            server.swap(number, registry.path(version))
-            measured, completions = _rollouts(server, number, prompts, options.samples)
-            head, _ = load_head(registry.path(version))
-            clock = time.perf_counter()
-            own = _expected(head, states.record(completions, options.samples), options)
-            other = _expected(head, held_out, options)
-            points.append(
-                Point(
-                    version,
-                    noise,
-                    own.acceptance_length,
-                    other.acceptance_length,
-                    float(other.per_sequence.std()) / other.sequences**0.5,
-                    own.accepted_per_position,
-                    measured,
-                    time.perf_counter() - clock,
+        held_out = pool.submit(predictor.states, before)
+        try:
+            for version, noise in zip(versions, [0.0, *NOISE], strict=True):
+                # Version 0 has drafted while the server warmed up.
+                number = len(versions) + 1 + version
+                server.swap(number, registry.path(version))
+                measured, completions = _rollouts(server, number, prompts, options.samples)
+                predictions.append(
+                    pool.submit(predictor.point, version, noise, measured, completions, held_out)
                 )
-            )
-            _say(table(points[-1:]).splitlines()[1])
-    return points
+                while predictions and predictions[0].done():
+                    yield predictions.popleft().result()
+            while predictions:
+                yield predictions.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _rollouts(
@@ -118,39 +138,68 @@ def _rollouts(
     return acceptance, completions
 
 
-class _States:
-    """Has the policy's own forward pass record rollouts, as a running loop would.
+class _Predictor:
+    """Has the policy's own forward pass record rollouts, as a running loop would, and predicts.
 
     Args:
-        folder: recordings go there.
+        registry: the releases.
+        folder: recordings go there, one at a time.
         prompts: token ids of each.
+        options: as they were given.
     """
 
-    def __init__(self, folder: Path, prompts: Sequence[list[int]]) -> None:
-        self._folder = folder
-        self._prompts = prompts
+    def __init__(
+        self,
+        registry: Registry,
+        folder: Path,
+        prompts: Sequence[list[int]],
+        options: argparse.Namespace,
+    ) -> None:
+        self._registry, self._folder = registry, folder
+        self._prompts, self._options = prompts, options
         self._model = AutoModelForCausalLM.from_pretrained(EXAMPLE / "policy").eval()
         self._number = 0
 
-    def record(self, completions: Sequence[list[int]], samples: int) -> Recording:
-        """States of ``samples`` completions of each prompt."""
+    def states(self, completions: Sequence[list[int]]) -> Recording:
+        """Of ``samples`` completions of each prompt."""
         self._number += 1
         folder = self._folder / f"states-{self._number}"
-        rows = [self._prompts[i // samples] for i in range(len(completions))]
+        rows = [self._prompts[i // self._options.samples] for i in range(len(completions))]
         with Recorder(self._model, folder) as recorder:
             recorder.add(list(zip(rows, completions, strict=True)))
         return Recording(folder)
 
+    def point(
+        self,
+        version: int,
+        noise: float,
+        measured: Acceptance,
+        completions: Sequence[list[int]],
+        held_out: Future[Recording],
+    ) -> Point:
+        """Both predictions of a release beside its measurement."""
+        clock = time.perf_counter()
+        head, _ = load_head(self._registry.path(version))
+        own = self._expected(head, self.states(completions))
+        other = self._expected(head, held_out.result())
+        return Point(
+            version,
+            noise,
+            own.acceptance_length,
+            other.acceptance_length,
+            float(other.per_sequence.std()) / other.sequences**0.5,
+            own.accepted_per_position,
+            measured,
+            time.perf_counter() - clock,
+        )
 
-def _expected(
-    head: Eagle3Head, recording: Recording, options: argparse.Namespace
-) -> AcceptanceEstimate:
-    recording.fit_to(head.config)
-    samples = [recording[i] for i in range(len(recording))]
-    assert head.draft_vocab_ids is not None
-    heads = recording.policy_heads(head.draft_vocab_ids)
-    method: Method = options.method
-    return expected_acceptance(head, samples, heads, options.draft_length, method)
+    def _expected(self, head: Eagle3Head, recording: Recording) -> AcceptanceEstimate:
+        recording.fit_to(head.config)
+        samples = [recording[i] for i in range(len(recording))]
+        assert head.draft_vocab_ids is not None
+        heads = recording.policy_heads(head.draft_vocab_ids)
+        method: Method = self._options.method
+        return expected_acceptance(head, samples, heads, self._options.draft_length, method)
 
 
 def _say(line: str) -> None:

@@ -55,6 +55,7 @@ class Outcome:
         samples: how many there were.
         stall: mean seconds that an engine stood still for a commit of ours, by server.
         acceptance: length by draft version, of both servers.
+        complete: whether the run went to its end.
     """
 
     windows: Sequence[Window]
@@ -66,6 +67,7 @@ class Outcome:
     samples: int
     stall: Sequence[float]
     acceptance: dict[int, float]
+    complete: bool
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -75,8 +77,15 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def throughput_ratios(windows: Sequence[Window], arm: str) -> list[float]:
-    """Throughput of an arm over that without swaps, round by round."""
-    plain = [w.rate for w in windows if w.arm == NONE]
+    """Throughput of an arm over that without swaps, round by round.
+
+    Without swaps, a round has a window with each release.
+    """
+    halves = [w for w in windows if w.arm == NONE]
+    plain = [
+        (one.tokens + other.tokens) / (one.ended - one.began + other.ended - other.began)
+        for one, other in zip(halves[::2], halves[1::2], strict=False)
+    ]
     return [
         w.rate / base for w, base in zip((w for w in windows if w.arm == arm), plain, strict=False)
     ]
@@ -190,12 +199,11 @@ def _across(
     """Gaps that overlap one of the intervals."""
     found: list[float] = []
     for began, ended in intervals:
-        for end, gap in chunks[bisect.bisect_left(ends, began) :]:
-            if end - gap > ended:
-                if end > ended + 5.0:
-                    break
-                continue
-            found.append(gap)
+        # No request pauses for longer than this without having failed.
+        last = bisect.bisect_right(ends, ended + 5.0)
+        for end, gap in chunks[bisect.bisect_left(ends, began) : last]:
+            if end - gap <= ended:
+                found.append(gap)
     return found
 
 

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import json
 import multiprocessing as mp
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,21 @@ class Seen:
     samples: list[tuple[int, ...]] = field(default_factory=list)
     chunks: list[tuple[float, float]] = field(default_factory=list)
 
+    def add(self, more: Seen) -> None:
+        """What came after it."""
+        self.greedy += more.greedy
+        self.different += more.different
+        self.failed += more.failed
+        self.samples += more.samples
+        self.chunks += more.chunks
+
+    def take(self) -> Seen:
+        """What is in it; it is empty then."""
+        taken = Seen(self.greedy, self.different, self.failed, self.samples, self.chunks)
+        self.greedy = self.different = 0
+        self.failed, self.samples, self.chunks = [], [], []
+        return taken
+
 
 @dataclass(frozen=True)
 class Work:
@@ -73,25 +89,33 @@ class Load:
         self._process = context.Process(target=_main, args=(work, theirs), daemon=True)
         self._process.start()
 
-    def stop(self, timeout: float = 120.0) -> list[Seen]:
-        """Let what is in flight end; one entry per server.
+    def take(self) -> list[Seen]:
+        """What was seen since the last time, one entry per server. Raises RuntimeError."""
+        return self._ask("take")
 
-        Raises:
-            RuntimeError: it did not answer in time, or died.
-        """
-        self._pipe.send("stop")
+    def stop(self) -> list[Seen]:
+        """As ``take``, once what is in flight has ended; the process ends too."""
         try:
-            if not self._pipe.poll(timeout):
-                raise RuntimeError(f"the load did not end within {timeout:.0f} s")
-            seen: list[Seen] = self._pipe.recv()
-            return seen
-        except EOFError as error:
-            raise RuntimeError("the load's process died") from error
+            return self._ask("stop")
         finally:
             self._process.join(5)
-            if self._process.is_alive():
-                self._process.kill()
-                self._process.join(5)
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process as it is."""
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(5)
+
+    def _ask(self, word: str, timeout: float = 120.0) -> list[Seen]:
+        try:
+            self._pipe.send(word)
+            if not self._pipe.poll(timeout):
+                raise RuntimeError(f"the load did not answer within {timeout:.0f} s")
+            seen: list[Seen] = self._pipe.recv()
+            return seen
+        except (EOFError, BrokenPipeError) as error:
+            raise RuntimeError("the load's process died") from error
 
 
 def complete_all(
@@ -113,13 +137,27 @@ def complete_all(
 
 
 def _main(work: Work, pipe: Connection) -> None:
-    pipe.send(asyncio.run(_run(work, pipe)))
+    # The benchmark decides when it ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asyncio.run(_run(work, pipe))
 
 
-async def _run(work: Work, pipe: Connection) -> list[Seen]:
+async def _run(work: Work, pipe: Connection) -> None:
     over = asyncio.Event()
     seen = [Seen() for _ in work.http]
-    asyncio.get_running_loop().add_reader(pipe.fileno(), over.set)
+
+    def asked() -> None:
+        try:
+            if pipe.recv() == "take":
+                pipe.send([one.take() for one in seen])
+                return
+        except EOFError:
+            pass  # the benchmark is gone
+        over.set()
+        loop.remove_reader(pipe.fileno())
+
+    loop = asyncio.get_running_loop()
+    loop.add_reader(pipe.fileno(), asked)
     clients = [_client(http) for http in work.http]
     tasks = [
         asyncio.create_task(_slot(client, work, slot, one, over))
@@ -129,8 +167,7 @@ async def _run(work: Work, pipe: Connection) -> list[Seen]:
     await asyncio.gather(*tasks)
     for client in clients:
         await client.aclose()
-    pipe.recv()
-    return seen
+    pipe.send([one.take() for one in seen])
 
 
 async def _slot(
@@ -146,7 +183,7 @@ async def _slot(
                 continue
             index = next(turns)
             if slot < 2 * STREAMED:
-                tokens = await _stream(client, work.prompts[index], seen.chunks)
+                tokens = await _stream(client, work.prompts[index], seen)
             else:
                 tokens = await _complete(client, work.prompts[index], 0.0)
             seen.greedy += 1
@@ -179,9 +216,7 @@ async def _complete(
     return tuple(answer.json()["choices"][0]["token_ids"])
 
 
-async def _stream(
-    client: httpx.AsyncClient, prompt: Sequence[int], chunks: list[tuple[float, float]]
-) -> tuple[int, ...]:
+async def _stream(client: httpx.AsyncClient, prompt: Sequence[int], seen: Seen) -> tuple[int, ...]:
     body = {**_body(prompt, 0.0), "stream": True}
     tokens: list[int] = []
     last = 0.0
@@ -193,7 +228,7 @@ async def _stream(
             new = json.loads(line[6:])["choices"][0].get("token_ids") or []
             now = time.monotonic()
             if new and last:
-                chunks.append((now, now - last))
+                seen.chunks.append((now, now - last))
             if new:
                 last = now
             tokens.extend(new)

@@ -33,11 +33,24 @@ class Server:
         draft: checkpoint directory, draft version 0.
         log: output goes there.
         extra: more options.
+        core: that all of its processes run on; None leaves them to the kernel. vLLM's own
+            choice would be the same core for the workers of both servers, and its engine
+            processes spin while they wait.
+        control: port of the control plane; a free one if None.
     """
 
-    def __init__(self, policy: Path, draft: Path, log: Path, extra: Sequence[str] = ()) -> None:
-        port, control = free_port(), free_port()
+    def __init__(
+        self,
+        policy: Path,
+        draft: Path,
+        log: Path,
+        extra: Sequence[str] = (),
+        core: int | None = None,
+        control: int | None = None,
+    ) -> None:
+        port, control = free_port(), control or free_port()
         argv = [
+            *(() if core is None else ("taskset", "-c", str(core))),
             *(str(Path(sys.executable).parent / "rollout-server"), "serve", str(policy)),
             *("--draft", str(draft), "--draft-length", str(DRAFT_LENGTH)),
             *("--host", "127.0.0.1", "--port", str(port), "--control-port", str(control)),
@@ -50,6 +63,7 @@ class Server:
         paths = [str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")]
         env = {
             "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind" if core is None else str(core),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
             # For the peer's routes alone; a server that serves has none of them.

@@ -75,6 +75,11 @@ class Ours:
         self._publisher = Publisher(self._fleet, self.registry, promotions, Board())
         self._next = 1
 
+    @property
+    def live(self) -> int:
+        """The release that is served."""
+        return 1 - self._next
+
     def swap(self) -> Swap:
         """To the other release, on every server. Raises SwapError."""
         version, self._next = self._next, 1 - self._next

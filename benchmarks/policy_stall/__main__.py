@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.draft_training.report import machine
 from benchmarks.policy_stall.policy import CASES, TINY, Case, Policy
+from benchmarks.policy_stall.progress import Progress
 from benchmarks.policy_stall.report import Target, table, target_table, targets
 from benchmarks.policy_stall.rounds import ABSENT, CHECKS, Rounds, Row, growth, measure
 from benchmarks.policy_stall.trainers import Trainer, write_draft
@@ -40,7 +41,8 @@ CONNECT_SECONDS = 60.0
 
 def run_case(case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All rows of one policy."""
-    say = print if options.verbose else _quiet
+    steps = options.steps or case.steps
+    progress = Progress(case.name, WARMUP + 1 + steps + CHECKS, options.verbose)
     cores = sorted(os.sched_getaffinity(0))
     policy_core = cores[0] if options.policy_core is None else options.policy_core
     others = [core for core in cores if core != policy_core]
@@ -56,6 +58,7 @@ def run_case(case: Case, options: argparse.Namespace, folder: Path) -> dict[str,
         # Before any of the bridge's threads exist: they inherit it.
         os.sched_setaffinity(0, {policy_core})
     names = [name for name in ROWS if name in options.rows or name in ABSENT]
+    progress.say(f"starting {len(names) - len(ABSENT)} trainers")
     with ExitStack() as stack:
         trainers = {
             name: stack.enter_context(
@@ -93,9 +96,9 @@ def run_case(case: Case, options: argparse.Namespace, folder: Path) -> dict[str,
             Rounds(policy, rows, background),
             rows,
             warmup=WARMUP,
-            steps=options.steps,
+            steps=steps,
             before_counting=break_trainers,
-            say=say,
+            progress=progress,
         )
         absent = [row for row in rows if row.name in ABSENT]
         figures = {row.name: row.figures(absent) for row in rows}
@@ -105,7 +108,7 @@ def run_case(case: Case, options: argparse.Namespace, folder: Path) -> dict[str,
         "parameters": policy.parameters,
         "tokens_per_step": case.rows * case.tokens,
         "cores": options.cores,
-        "steps_per_row": options.steps,
+        "steps_per_row": steps,
         "steps_checked_per_row": CHECKS,
         "rows": figures,
         "resident_bytes": resident,
@@ -133,10 +136,6 @@ def _bridge(name: str, policy: Policy, case: Case, trainer: Trainer) -> PolicyBr
     return bridge
 
 
-def _quiet(_: str) -> None:
-    pass
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry; the exit status is 0 only if every target was met."""
     parser = argparse.ArgumentParser(
@@ -144,7 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="The policy's step with the bridge absent, idle, shipping, and in trouble.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=40, help="counted steps of every row")
+    parser.add_argument(
+        "--steps", type=int, help="counted steps of every row; by default as many as its case has"
+    )
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument(
@@ -168,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         label = f"{name} policy"
         print(
             f"\n{label}: {result['parameters'] / 1e6:.1f} M parameters, "
-            f"{result['tokens_per_step']} tokens a step, {options.steps} steps a row, "
+            f"{result['tokens_per_step']} tokens a step, {result['steps_per_row']} steps a row, "
             f"{options.cores} core"
         )
         print(table(result["rows"]))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.policy_stall.policy import Policy
+from benchmarks.policy_stall.progress import Progress
 from policy_bridge import PolicyBridge, null_bridge
 
 ABSENT = ("absent", "absent again")
@@ -172,22 +173,24 @@ def measure(
     warmup: int,
     steps: int,
     before_counting: Callable[[], None],
-    say: Callable[[str], None],
+    progress: Progress,
 ) -> list[int]:
     """Warm up, break what is to be broken, take the rounds; resident bytes after each."""
     for _ in range(warmup):
         rounds.time(counted=False)
+        progress.round("warm-up")
     before_counting()
     # What breaking a trainer sets off once, a first deadline for one, is not a step's.
     rounds.time(counted=False)
+    progress.round("warm-up")
     resident = []
-    for number in range(steps):
+    for _ in range(steps):
         rounds.time(counted=True)
         resident.append(resident_bytes())
-        last = ", ".join(f"{row.name} {row.wall[-1]:.3f}" for row in rows)
-        say(f"round {number + 1} of {steps}: {last}")
+        progress.round(", ".join(f"{row.name} {row.wall[-1]:.3f}" for row in rows))
     for _ in range(CHECKS):
         rounds.check()
+        progress.round("gradients compared")
     return resident
 
 

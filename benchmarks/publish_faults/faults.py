@@ -44,6 +44,7 @@ def run(rig: Rig, fault: Fault, turn: int) -> None:
     """
     rig.start()
     before = rig.settled()
+    rig.watch(turn % len(rig.addresses))
     version = _after(before)
     fault.inflict(rig, version, turn)
     rig.start()
@@ -60,6 +61,7 @@ def run(rig: Rig, fault: Fault, turn: int) -> None:
         answer = rig.ask("promote", following)
     assert answer.get("version") == following and not answer["errors"], f"{fault.name}: {answer}"
     assert rig.settled() == following
+    rig.check()
 
 
 def _after(version: int) -> int:

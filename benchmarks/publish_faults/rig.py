@@ -65,6 +65,12 @@ class Rig:
         if self._trainer is None or not self._trainer.is_alive():
             self.start_trainer()
 
+    def watch(self, index: int) -> None:
+        """What a run of the table counts, from here on; ``index`` is the server it will hit."""
+
+    def check(self) -> None:
+        """Raise AssertionError where requests went wrong since ``watch``."""
+
     def start_server(self, index: int) -> None:
         """Start one server with the draft that it was first started with."""
         process = self._context.Process(

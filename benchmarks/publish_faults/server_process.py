@@ -79,6 +79,9 @@ class MemoryEngine:
     async def describe(self) -> Description:
         return await self.start()
 
+    async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
+        return ""
+
     async def apply(self, changes: Sequence[Change]) -> Applied:
         word = self._fault.take("die-before", "die-after", "refuse", "worker")
         if word == "die-before":

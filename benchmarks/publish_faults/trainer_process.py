@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -94,8 +95,8 @@ def _wanted(publisher: Publisher) -> dict[str, Any]:
     return {"wanted": publisher._promotions.now.last_good}
 
 
-def _arm(publisher: Publisher, fault: str) -> dict[str, Any]:
-    _ARMS[fault]()
+def _arm(publisher: Publisher, fault: str, *arguments: Any) -> dict[str, Any]:
+    _ARMS[fault](*arguments)
     return {"armed": fault}
 
 
@@ -179,9 +180,69 @@ def _full() -> None:
 def _clock(seconds: float) -> Callable[[], None]:
     def arm() -> None:
         real = time.time
-        time.time = lambda: real() + seconds  # type: ignore[assignment]
+
+        def jumped() -> float:
+            # gRPC turns this clock into deadlines for its core, whose own clock did not jump: to
+            # it a day back means that every deadline has passed.
+            caller = sys._getframe(1).f_globals["__name__"]
+            return real() + (0.0 if caller.startswith("grpc") else seconds)
+
+        time.time = jumped
 
     return arm
+
+
+def _strike(when: str, address: str, pids: Sequence[int]) -> None:
+    """Kill processes of the server at ``address`` at one instant of its next publish.
+
+    Args:
+        when: "before stage", "during stage", "before commit", "during commit", "after commit".
+        address: of its control plane.
+        pids: what dies.
+    """
+    left = list(pids)
+
+    def signalled(number: int) -> None:
+        for pid in left:
+            os.kill(pid, number)
+
+    def kill() -> None:
+        signalled(signal.SIGKILL)
+        left.clear()
+
+    moment, phase = when.split()
+    real = getattr(RolloutClient, phase)
+
+    def struck(self: RolloutClient, *arguments: Any, **named: Any) -> Any:
+        if self.address != address or not left:
+            return real(self, *arguments, **named)
+        if moment == "before":
+            kill()
+        elif when == "during stage":
+            _after_first_chunk(kill)
+        elif when == "during commit":
+            # It has the call and does not answer it; then it is gone.
+            signalled(signal.SIGSTOP)
+            threading.Timer(0.5, kill).start()
+        answer = real(self, *arguments, **named)
+        if moment == "after":
+            kill()
+        return answer
+
+    setattr(RolloutClient, phase, struck)
+
+
+def _after_first_chunk(then: Callable[[], None]) -> None:
+    real = slipstream.staging.chunks_of
+
+    def chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[tensor_pb2.TensorChunk]:
+        for number, chunk in enumerate(real(tensors)):
+            if number == 1:
+                slipstream.staging.chunks_of = real
+                then()
+            yield chunk
+
+    slipstream.staging.chunks_of = chunks
 
 
 _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -191,7 +252,8 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "wanted": _wanted,
 }
 
-_ARMS: dict[str, Callable[[], None]] = {
+_ARMS: dict[str, Callable[..., None]] = {
+    "strike": _strike,
     "die-before-stage": lambda: _patched(RolloutClient, "stage", None, before=True),
     "die-during-stage": lambda: _patched(RolloutClient, "stage", _die),
     "die-before-commit": lambda: _patched(Promotions, "intends", _die),

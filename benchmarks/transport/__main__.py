@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import os
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -57,8 +58,13 @@ def one_round(
     measured.add("rates", "plain", 1.0 / (1.0 / copied + 1.0 / plain))
     fewer = max(4, case.count // 8) if case.sample_bytes >= 1 << 20 else case.count
     size = samples[0].layout.nbytes
+    receiver_cpu, own_cpu = receiver.cpu_seconds(), time.process_time()
     seconds = bare_seconds(receiver.bare, size, fewer, MAX_MESSAGE_BYTES)
+    own_cpu = time.process_time() - own_cpu
+    receiver_cpu = receiver.cpu_seconds() - receiver_cpu
     measured.add("rates", "bare", fewer * size / seconds)
+    measured.add("cpu", "bare sender", own_cpu / (fewer * size / 1e9))
+    measured.add("cpu", "bare receiver", receiver_cpu / (fewer * size / 1e9))
     for name, sender in senders.items():
         count = fewer if name == "inline" else case.count
         seconds, own, others = sender.send(samples, count)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from policy_bridge.sample import Sample
+from slipstream.packed import PackedTensors
 
 RUN = "benchmark"
 POLICY_VERSION = 1
@@ -54,20 +55,16 @@ def make_samples(case: Case, memory_bytes: int) -> list[Sample]:
     # One random sequence, copied: making random numbers takes longer than the benchmark.
     aux = torch.randn(tokens, 3 * hidden, generator=generator).to(torch.bfloat16)
     final = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16)
-    first = Sample(
-        sample_id="",
-        policy_version=POLICY_VERSION,
-        temperature=1.0,
-        aux_layers=AUX_LAYERS,
+    tensors = PackedTensors(
         token_ids=torch.arange(tokens, dtype=torch.int32) % VOCAB,
         positions=torch.arange(tokens, dtype=torch.int32),
-        loss_mask=torch.ones(tokens, dtype=torch.bool),
-        aux_hidden_states=aux,
-        final_hidden_state=final,
+        segment_ids=torch.zeros(tokens, dtype=torch.int32),
         sampled_logprobs=torch.full((tokens,), -1.0),
         sampled_logits=torch.zeros(tokens),
+        loss_mask=torch.ones(tokens, dtype=torch.bool),
+        aux=aux,
+        final=final,
+        scales=torch.empty(0),
     )
-    return [
-        replace(first, aux_hidden_states=aux.clone(), final_hidden_state=final.clone())
-        for _ in range(count)
-    ]
+    first = Sample.of("", POLICY_VERSION, 1.0, AUX_LAYERS, tensors)
+    return [replace(first, block=first.block.clone()) for _ in range(count)]

@@ -17,7 +17,7 @@ from slipstream.checksums import BLOCK_BYTES, KINDS, Bytes, all_finite, hasher
 
 def states_of(samples: Sequence[Sample]) -> list[Bytes]:
     """The bytes of every sample's auxiliary states."""
-    return [s.aux_hidden_states.view(torch.uint8).numpy().reshape(-1) for s in samples]
+    return [s.tensors.aux.view(torch.uint8).numpy().reshape(-1) for s in samples]
 
 
 def copy_rate(sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> float:

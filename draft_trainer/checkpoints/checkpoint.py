@@ -56,6 +56,7 @@ CONFIG_FILE = "config.json"
 # In this order: the first that recognises a config.json has it.
 LAYOUTS = (SPECULATORS, MODELOPT, PLAIN)
 _LAYER, _EMBEDDINGS = "midlayer.", "embed_tokens.weight"
+_WRONG_TYPES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -231,7 +232,7 @@ def _read_config(
     path = directory / CONFIG_FILE
     try:
         document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _refused(path, str(error), "a JSON object") from error
     if not isinstance(document, dict):
         raise _refused(path, type(document).__name__, "a JSON object")
@@ -240,7 +241,10 @@ def _read_config(
         raise _refused(
             path, "neither architectures nor speculators_model_type", "a draft's config.json"
         )
-    config, served = layout.read(document, policy)
+    try:
+        config, served = layout.read(document, policy)
+    except _WRONG_TYPES as error:
+        raise _refused(path, repr(error), "fields of the types that vLLM reads") from error
     return config, layout, document, served
 
 

@@ -37,6 +37,11 @@ def print_table(rows: Sequence[Sequence[object]]) -> None:
         print("  ".join(cells).rstrip())
 
 
+def plain(text: str) -> str:
+    """One line without control characters: what others wrote must not steer a terminal."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
 def mebibytes(size: int) -> str:
     """Bytes in MiB, in at least three digits."""
     mib = size / 2**20

@@ -129,7 +129,8 @@ def explain(error: grpc.RpcError, address: str) -> str:
             "--address",
             f"{address} ({code.name}: {details})",
             "a running draft-trainer",
-            "start it with draft-trainer serve, or give its address; --ca where it has a "
-            "certificate, --certificate and --key where it has access.client_ca",
+            "start it with draft-trainer serve, or give the address that it printed when it was "
+            "ready; --ca where it has a certificate, --certificate and --key where it has "
+            "access.client_ca",
         )
     )

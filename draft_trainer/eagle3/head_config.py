@@ -53,6 +53,10 @@ _SIZES = (
     "max_position_embeddings",
 )
 
+# Far above any model's, and far below what overflows when sizes are multiplied.
+_BEYOND = 1 << 24
+_MOST_LAYERS = 64
+
 
 @dataclass(frozen=True)
 class HeadConfig:
@@ -111,8 +115,8 @@ class HeadConfig:
     def __post_init__(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                _refuse(name, value, "a whole number above 0")
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _BEYOND:
+                _refuse(name, value, f"a whole number above 0 and below {_BEYOND}")
         if self.num_attention_heads % self.num_key_value_heads:
             _refuse("num_key_value_heads", self.num_key_value_heads, "a divisor of the query heads")
         if not self.qk_norm and self.hidden_size % self.num_attention_heads:
@@ -130,6 +134,8 @@ class HeadConfig:
         if not ids or ids[0] < 0 or any(a >= b for a, b in pairwise(ids)):
             # vLLM sorts them and drops repetitions, whatever the order in fc.
             _refuse(LAYER_IDS, list(ids), "at least one layer, ascending, each once")
+        if len(ids) > _MOST_LAYERS:
+            _refuse(LAYER_IDS, f"{len(ids)} layers", f"at most {_MOST_LAYERS}")
         if self.qk_norm and self.mlp_bias:
             _refuse("mlp_bias", True, "false: vLLM's Qwen3 drafts have no MLP bias")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from draft_trainer.eagle3.head_config import HeadConfig
 from draft_trainer.eagle3.policy_head import PolicyHead
 from draft_trainer.feed.session import Run
+from draft_trainer.feed.validate import STATE_DTYPES
 from slipstream.refusal import RefusedError, StatusCode
 from slipstream.tensors import ChunkAssembler, dtype_from_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -16,6 +17,9 @@ from slipstream.v1 import tensor_pb2
 
 LM_HEAD = "lm_head.weight"
 EMBED_TOKENS = "embed_tokens.weight"
+
+# SQLite's integers.
+_MOST_VERSION = (1 << 63) - 1
 
 
 def announce(
@@ -33,6 +37,10 @@ def announce(
         RefusedError: wrong names, shapes, dtypes or hashes, values that are not finite, a
             tensor that is neither sent nor held, or a version that is not new.
     """
+    if header.policy_version > _MOST_VERSION:
+        raise RefusedError(
+            "policy_version", header.policy_version, f"at most {_MOST_VERSION}", "count up from 0"
+        )
     specs = _checked(header.tensors, draft)
     latest, version = run.latest_policy_version, header.policy_version
     if _is_known(run, version, specs):
@@ -64,19 +72,22 @@ def announce(
 
 
 def _checked(
-    specs: Iterable[tensor_pb2.TensorSpec], draft: HeadConfig
+    specs: Sequence[tensor_pb2.TensorSpec], draft: HeadConfig
 ) -> dict[str, tensor_pb2.TensorSpec]:
     shapes = {
         LM_HEAD: [draft.draft_vocab_size, draft.target_hidden_size],
         EMBED_TOKENS: [draft.vocab_size, draft.target_hidden_size],
     }
-    named = list(specs)
-    names = [spec.name for spec in named]
+    # Not all of them: a header of a few megabytes has millions.
+    names = [spec.name for spec in specs[:8]]
     if sorted(names) != sorted(shapes):
         raise RefusedError(
-            "tensors", names, sorted(shapes), "announce both matrices, each of them once"
+            "tensors",
+            names,
+            sorted(shapes),
+            "announce both matrices, each of them once",
         )
-    for spec in named:
+    for spec in specs:
         if list(spec.shape) != shapes[spec.name]:
             raise RefusedError(
                 f"{spec.name}.shape",
@@ -85,11 +96,14 @@ def _checked(
                 "send the lm_head rows of OpenRunResponse.draft_vocab_ids and all embeddings",
             )
         dtype = dtype_from_wire(spec.dtype, spec.name)
-        if not dtype.is_floating_point:
+        if dtype not in STATE_DTYPES:
             raise RefusedError(
-                f"{spec.name}.dtype", dtype, "a floating-point dtype", "send the policy's weights"
+                f"{spec.name}.dtype",
+                dtype,
+                f"one of {', '.join(map(str, STATE_DTYPES))}",
+                "send the policy's weights",
             )
-    return {spec.name: spec for spec in named}
+    return {spec.name: spec for spec in specs}
 
 
 def _receive(

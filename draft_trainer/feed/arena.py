@@ -138,7 +138,9 @@ class Arena:
             try:
                 os.ftruncate(number, size)
                 os.posix_fallocate(number, 0, size)
-                self._map = mmap.mmap(number, size)
+                # Its pages at once: a fault costs more than copying a page, and every sample of the
+                # first pass over the arena would pay for its own.
+                self._map = mmap.mmap(number, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
             finally:
                 os.close(number)
         except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +94,15 @@ class Ingest:
         if taken:
             self._accept(run, acks, taken)
         return acks
+
+    def answered(self, nbytes: Mapping[str, int], waited: Sequence[tuple[float, int]]) -> None:
+        """Samples are acknowledged now.
+
+        Args:
+            nbytes: that they took, by transport.
+            waited: seconds since they arrived, and how many of them, by message.
+        """
+        self._board.received(nbytes, waited)
 
     def _wanted(
         self,

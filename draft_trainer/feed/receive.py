@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,11 +25,11 @@ class Memories:
     """What the spans of one request may point into.
 
     Attributes:
-        payload: the request's, uint8 [n].
+        payload: the request's, uint8 [n]: pieces one after the other.
         ring: the stream's, if it has one.
     """
 
-    payload: Bytes
+    payload: Sequence[Bytes]
     ring: RingFile | None = None
 
 
@@ -65,7 +66,7 @@ def receive(
         _copy(message.packed, source, block, arriving)
 
 
-def _copy(packed: pb.PackedStates, source: Bytes, block: Bytes, layout: Layout) -> None:
+def _copy(packed: pb.PackedStates, source: Sequence[Bytes], block: Bytes, layout: Layout) -> None:
     checksum, finite = copy_checked(
         source, block, packed.checksum_kind, layout.dtype, layout.aux_at
     )
@@ -79,12 +80,13 @@ def _copy(packed: pb.PackedStates, source: Bytes, block: Bytes, layout: Layout) 
     _refuse_not_finite(finite, block, layout)
 
 
-def _source(span: pb.Span, memories: Memories) -> Bytes:
+def _source(span: pb.Span, memories: Memories) -> Sequence[Bytes]:
     start, end = span.offset, span.offset + span.bytes
     if span.memory == pb.MEMORY_PAYLOAD:
-        if end > len(memories.payload):
-            raise _outside(span, f"within the payload's {len(memories.payload)} bytes")
-        return memories.payload[start:end]
+        size = sum(map(len, memories.payload))
+        if end > size:
+            raise _outside(span, f"within the payload's {size} bytes")
+        return _cut(memories.payload, start, end)
     if span.memory != pb.MEMORY_RING:
         raise RefusedError(
             "packed.span.memory",
@@ -104,7 +106,20 @@ def _source(span: pb.Span, memories: Memories) -> Bytes:
         raise _outside(
             span, f"within [{HEADER_BYTES}, {ring.nbytes}), from a multiple of {ALIGNMENT} on"
         )
-    return ring.span(start, span.bytes)
+    return [ring.span(start, span.bytes)]
+
+
+def _cut(pieces: Sequence[Bytes], start: int, end: int) -> Sequence[Bytes]:
+    """The bytes from ``start`` to ``end``, in pieces of whole floats."""
+    found, at = [], 0
+    for piece in pieces:
+        part = piece[max(start - at, 0) : max(end - at, 0)]
+        if len(part):
+            found.append(part)
+        at += len(piece)
+    if any(len(part) % ALIGNMENT for part in found[:-1]):
+        return [np.concatenate(found)]
+    return found
 
 
 def _outside(span: pb.Span, expected: str) -> RefusedError:

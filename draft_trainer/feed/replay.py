@@ -30,7 +30,7 @@ class Replayable(Protocol):
 T = TypeVar("T", bound=Replayable)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry(Generic[T]):
     sample: T
     arrival: int
@@ -74,6 +74,11 @@ class ReplayBuffer(Generic[T]):
         self._pushes = 0
         self._to_draw: list[tuple[tuple[int, bytes, int], int, str]] = []
         self._to_evict: list[tuple[tuple[int, int, int], int, str]] = []
+
+    @property
+    def held_out_samples(self) -> int:
+        """Those that never train."""
+        return sum(entry.held_out for entry in self._entries.values())
 
     def add(self, sample: T, times_drawn: int = 0) -> None:
         """Take a sample whose id is not here. ``times_drawn`` is below ``max_epochs``."""

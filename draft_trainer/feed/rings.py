@@ -21,13 +21,19 @@ class Rings:
         directory: in memory, mounted by trainer and bridge alike; None: no rings.
         nbytes: of each.
         limit: offered ones that no stream claimed give way, oldest first.
+        offer_seconds: after which an offered one that no stream claimed is removed: its client
+            went away, and the memory is taken.
     """
 
-    def __init__(self, directory: Path | None, nbytes: int, limit: int) -> None:
+    def __init__(
+        self, directory: Path | None, nbytes: int, limit: int, offer_seconds: float = 30.0
+    ) -> None:
         self._directory = directory
         self._nbytes = max(nbytes // HEADER_BYTES, 1) * HEADER_BYTES + HEADER_BYTES
         self._limit = limit
         self._lock = threading.Lock()
+        self._offer_seconds = offer_seconds
+        self._timers: dict[str, threading.Timer] = {}
         self._offered: OrderedDict[str, RingFile] = OrderedDict()
         self._claimed: dict[str, RingFile] = {}
         if directory is not None:
@@ -40,8 +46,7 @@ class Rings:
             return pb.SharedMemory(absent_because="the trainer's server.shared_memory is off")
         with self._lock:
             while self._offered and len(self._offered) + len(self._claimed) >= self._limit:
-                _, unclaimed = self._offered.popitem(last=False)
-                _discard(unclaimed)
+                self._withdraw(next(iter(self._offered)))
             if len(self._claimed) >= self._limit:
                 return pb.SharedMemory(
                     absent_because=f"{self._limit} rings are in use (server.max_streams)"
@@ -52,7 +57,22 @@ class Rings:
                 logger.warning("no shared memory for a session: %s", error)
                 return pb.SharedMemory(absent_because=str(error))
             self._offered[session_id] = ring
+            timer = threading.Timer(self._offer_seconds, self._expire, (session_id,))
+            timer.daemon = True
+            self._timers[session_id] = timer
+            timer.start()
         return pb.SharedMemory(name=ring.name, bytes=ring.nbytes, nonce=ring.nonce)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rings by state: offered to a session, or claimed by its stream."""
+        with self._lock:
+            return {"offered": len(self._offered), "claimed": len(self._claimed)}
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all of them."""
+        return self._nbytes * sum(self.counts.values())
 
     def claim(self, session_id: str, transport: int) -> RingFile | None:
         """The session's ring for a stream that has it open, its name removed; else None.
@@ -62,7 +82,7 @@ class Rings:
                 (FAILED_PRECONDITION).
         """
         with self._lock:
-            ring = self._offered.pop(session_id, None)
+            ring = self._take_offered(session_id)
             if transport != pb.TRANSPORT_SHARED_MEMORY:
                 if ring is not None:
                     _discard(ring)
@@ -89,10 +109,26 @@ class Rings:
     def close(self) -> None:
         """Remove all of them."""
         with self._lock:
-            for ring in (*self._offered.values(), *self._claimed.values()):
+            for session_id in list(self._offered):
+                self._withdraw(session_id)
+            for ring in self._claimed.values():
                 _discard(ring)
-            self._offered.clear()
             self._claimed.clear()
+
+    def _expire(self, session_id: str) -> None:
+        with self._lock:
+            self._withdraw(session_id)
+
+    def _withdraw(self, session_id: str) -> None:
+        ring = self._take_offered(session_id)
+        if ring is not None:
+            _discard(ring)
+
+    def _take_offered(self, session_id: str) -> RingFile | None:
+        timer = self._timers.pop(session_id, None)
+        if timer is not None:
+            timer.cancel()
+        return self._offered.pop(session_id, None)
 
 
 def _discard(ring: RingFile) -> None:

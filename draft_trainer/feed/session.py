@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import asdict, dataclass
+from itertools import islice
 
 from draft_trainer.eagle3.head_config import HeadConfig
 from draft_trainer.eagle3.policy_head import PolicyHead, PolicyHeads
@@ -145,6 +146,8 @@ class Runs:
         draft: the draft head's configuration; a policy must fit it.
         store: keeps the run's samples; a run that it knows is current from the start.
         max_policy_lag: see ``Run``.
+        max_sessions: beyond, the one that was used longest ago is forgotten; never one whose stream
+            is open.
 
     Raises:
         RefusedError: what the store holds of a run cannot be read.
@@ -155,13 +158,15 @@ class Runs:
         draft: HeadConfig,
         store: SampleStore,
         max_policy_lag: int,
+        max_sessions: int = MAX_SESSIONS,
     ) -> None:
         self._draft = draft
         self._store = store
         self._max_policy_lag = max_policy_lag
         self._lock = threading.Lock()
         self._sessions: OrderedDict[str, Session] = OrderedDict()
-        self._streams = 0
+        self._max_sessions = max_sessions
+        self._streaming: Counter[str] = Counter()
         found = store.run
         self._run: Run | None = None
         if found is not None:
@@ -173,6 +178,18 @@ class Runs:
         """The run that is being fed; None before the first."""
         with self._lock:
             return self._run
+
+    @property
+    def streams(self) -> int:
+        """Open streams of samples."""
+        with self._lock:
+            return self._streaming.total()
+
+    @property
+    def sessions(self) -> int:
+        """Open sessions."""
+        with self._lock:
+            return len(self._sessions)
 
     def open(self, request: pb.OpenRunRequest) -> Session:
         """Continue the current run or begin another one.
@@ -204,8 +221,10 @@ class Runs:
                 )
             session = Session(uuid.uuid4().hex, run, request.client)
             self._sessions[session.session_id] = session
-            while len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
+            # Not the oldest first: a flood of new ones would end those that feed the run.
+            idle = (each for each in self._sessions if not self._streaming[each])
+            for each in list(islice(idle, max(len(self._sessions) - self._max_sessions, 0))):
+                del self._sessions[each]
             return session
 
     def session(self, session_id: str) -> Session:
@@ -219,6 +238,7 @@ class Runs:
                     "call OpenRun again: the trainer restarted or another run began",
                     StatusCode.FAILED_PRECONDITION,
                 )
+            self._sessions.move_to_end(session_id)
             return self._sessions[session_id]
 
     def enter_stream(self, session_id: str, limit: int) -> Session:
@@ -229,28 +249,31 @@ class Runs:
         """
         session = self.session(session_id)
         with self._lock:
-            if self._streams >= limit:
+            streams = self._streaming.total()
+            if streams >= limit:
                 raise RefusedError(
                     "StreamStates",
-                    f"{self._streams} open streams",
+                    f"{streams} open streams",
                     f"at most {limit} (server.max_streams)",
                     "send from fewer processes, or raise server.max_streams",
                     StatusCode.RESOURCE_EXHAUSTED,
                 )
-            self._streams += 1
+            self._streaming[session_id] += 1
         return session
 
-    def leave_stream(self) -> None:
-        """A stream ended."""
+    def leave_stream(self, session_id: str) -> None:
+        """A session's stream ended."""
         with self._lock:
-            self._streams -= 1
+            self._streaming[session_id] -= 1
+            self._streaming = +self._streaming
 
     def _begin(self, run_id: str, sizes: PolicySizes) -> Run:
-        if self._run is not None and self._streams:
+        streams = self._streaming.total()
+        if self._run is not None and streams:
             raise RefusedError(
                 "run_id",
                 run_id,
-                f"{self._run.run_id!r}, which {self._streams} stream(s) feed now",
+                f"{self._run.run_id!r}, which {streams} stream(s) feed now",
                 "end that run first, or start another draft-trainer for this one",
                 StatusCode.FAILED_PRECONDITION,
             )

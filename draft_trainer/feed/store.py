@@ -167,7 +167,7 @@ class SampleStore:
             self._batch = []
             self._run_id = run_id
             self._policies.forget_others(set())
-        logger.info("run %s begins; %d samples of the one before are gone", run_id, gone)
+        logger.info("run %r begins; %d samples of the one before are gone", run_id, gone)
 
     def keep_policy(
         self, run_id: str, head: PolicyHead, digests: tuple[bytes, bytes]
@@ -282,6 +282,12 @@ class SampleStore:
         """Training samples that were never drawn."""
         with self._lock:
             return self._held.replay.pending
+
+    @property
+    def held_out_samples(self) -> int:
+        """Samples that never train and feed the gate."""
+        with self._lock:
+            return self._held.replay.held_out_samples
 
     @property
     def unsaved(self) -> int:

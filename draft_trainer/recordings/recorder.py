@@ -176,7 +176,7 @@ class Recorder:
         folder = self._directory / f"run-{number:06d}"
         self._writer = RecordingWriter(folder, facts, self._config.shard_bytes)
         self._run = run
-        logger.info("recording run %s in %s", run.run_id, folder)
+        logger.info("recording run %r in %s", run.run_id, folder)
 
     @property
     def _waiting(self) -> int:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from draft_trainer.releases.fleet import Fleet
@@ -40,10 +40,19 @@ class AcceptanceWatch:
 
     Args:
         fleet: asked for each server's stream.
+        on_growth: told what each report added: address, the state that came with it, draft
+            version, drafts, accepted per position.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        on_growth: Callable[
+            [str, pb.ServerState, int, int, Sequence[int]], None
+        ] = lambda *growth: None,
+    ) -> None:
         self._fleet = fleet
+        self._on_growth = on_growth
         self._changed = threading.Condition()
         self._revision = 0
         self._seen: dict[str, deque[Seen]] = {}
@@ -67,6 +76,10 @@ class AcceptanceWatch:
                 self._threads[address] = (thread, over)
                 self._seen[address] = deque(maxlen=KEPT)
                 thread.start()
+
+    def look(self) -> None:
+        """Ask every server what it serves, for the fleet's own ``on_states``; changes nothing."""
+        self._fleet.states()
 
     def since(self, version: int, addresses: Iterable[str], begin: float) -> list[Batch]:
         """What a draft version did on these servers after ``begin``, oldest first."""
@@ -133,6 +146,7 @@ class AcceptanceWatch:
                 if grown[0] < 0:
                     grown = counts
                 if grown[0] > 0 and address in self._seen:
+                    self._on_growth(address, report.state, version, grown[0], grown[1:])
                     seen = Seen(time.monotonic(), version, batch_of(grown[0], grown[1:]))
                     self._seen[address].append(seen)
             self._revision += 1

@@ -177,6 +177,7 @@ class Fleet:
     Args:
         members: their addresses, or who knows them.
         timeouts: of every call.
+        on_states: told what every server answered, after each look at all of them.
         credentials: checked; shown to every server.
     """
 
@@ -187,8 +188,10 @@ class Fleet:
         self,
         members: Members | Sequence[str],
         timeouts: Timeouts,
+        on_states: Callable[[Mapping[str, pb.ServerState | Failure]], None] = lambda states: None,
         credentials: ClientCredentials = NONE,
     ) -> None:
+        self._on_states = on_states
         self._members = StaticMembers(members) if isinstance(members, Sequence) else members
         self.timeouts = timeouts
         self._credentials = credentials
@@ -237,7 +240,9 @@ class Fleet:
 
     def states(self, read_back: bool = False) -> dict[str, pb.ServerState | Failure]:
         """What every server serves now."""
-        return self.each(lambda client: client.state(read_back))
+        states = self.each(lambda client: client.state(read_back))
+        self._on_states(states)
+        return states
 
     def abort_strays(
         self, states: Mapping[str, pb.ServerState | Failure], staged: Collection[str] = ()

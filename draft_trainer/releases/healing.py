@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from draft_trainer.releases.commits import Payloads, restore_on, stage_on
 from draft_trainer.releases.draft_lag import DraftLag
 from draft_trainer.releases.fleet import Failure, Fleet, RolloutClient
+from draft_trainer.releases.fleet_look import look
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.sidecar.board import Board
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -37,6 +39,13 @@ class _Patient:
 
     attempts: int = 0
     not_before: float = 0.0
+
+
+class _Fault(NamedTuple):
+    """What is wrong with a server: for the metrics, and for people."""
+
+    reason: str
+    text: str
 
 
 class Healing:
@@ -85,10 +94,10 @@ class Healing:
             self._read_back_at = now + READ_BACK_SECONDS
         states = self._fleet.states(read_back)
         self._fleet.abort_strays(states, staged)
-        wrong: dict[str, str] = {}
+        wrong: dict[str, _Fault] = {}
         for address, state in states.items():
-            why = "" if isinstance(state, Failure) else self._wrong_with(address, state)
-            if not why:
+            why = None if isinstance(state, Failure) else self._wrong_with(address, state)
+            if why is None:
                 # One that cannot be reached has not been healed, but was not tried either.
                 if not isinstance(state, Failure):
                     self._patients.pop(address, None)
@@ -96,28 +105,29 @@ class Healing:
                 wrong[address] = why
         self._patients = {a: p for a, p in self._patients.items() if a in states}
         if wrong:
-            answers = self._fleet.each(
-                lambda c: self._heal(c, wrong[c.address], committed_alone), wrong
-            )
+            answers = self._fleet.each(lambda c: self._heal(c, committed_alone), wrong)
             for address, answer in answers.items():
                 self._note(address, wrong[address], answer)
                 if not isinstance(answer, Failure):
                     states[address] = answer
+        self._board.looked(look(states, self._promotions.now, self._payloads))
         if self._lag.max_lag:
             known = {a: s for a, s in states.items() if not isinstance(s, Failure)}
             self._fleet.each(lambda c: self._lag.apply(c, known[c.address]), known)
 
-    def _wrong_with(self, address: str, state: pb.ServerState) -> str:
+    def _wrong_with(self, address: str, state: pb.ServerState) -> _Fault | None:
         wanted = self._promotions.now.wanted_on(address)
         if not self._payloads.is_served(state, wanted):
             same = state.draft_version == wanted
-            return f"serves {'another ' if same else ''}draft {state.draft_version}, not {wanted}"
-        return state.not_ready
+            return _Fault(
+                "other_content" if same else "other_version",
+                f"serves {'another ' if same else ''}draft {state.draft_version}, not {wanted}",
+            )
+        return _Fault("not_ready", state.not_ready) if state.not_ready else None
 
     def _heal(
         self,
         client: RolloutClient,
-        why: str,
         committed_alone: Callable[[], AbstractContextManager[None]],
     ) -> pb.ServerState | Failure:
         wanted = self._promotions.now.wanted_on(client.address)
@@ -140,12 +150,13 @@ class Healing:
             return answer
         return answer if isinstance(answer, pb.ServerState) else answer.value.state
 
-    def _note(self, address: str, why: str, answer: pb.ServerState | Failure) -> None:
+    def _note(self, address: str, fault: _Fault, answer: pb.ServerState | Failure) -> None:
         patient = self._patients[address]
         wait = min(LONGEST_WAIT, FIRST_WAIT * 2**patient.attempts)
         patient.attempts += 1
         patient.not_before = time.monotonic() + wait
-        wanted = self._promotions.now.wanted_on(address)
+        wanted, why = self._promotions.now.wanted_on(address), fault.text
+        self._board.healed(fault.reason, not isinstance(answer, Failure))
         if isinstance(answer, Failure):
             self._board.published("not_healed")
             logger.warning("%s %s; next try in %.0f s: %s", address, why, wait, answer.text)

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 MAX_CONFIG_CHARACTERS = 1 << 20
 MAX_ORIGIN_CHARACTERS = 4096
 MAX_TENSORS = 256
+MAX_DIMENSIONS = 8
 _BYTES_PER_ELEMENT = 8  # of the widest type that may cross
 _NAME = re.compile(r"[A-Za-z][\w.]{0,255}", re.ASCII)
 
@@ -130,6 +131,15 @@ class Imports:
         ):
             if size > most:
                 raise RefusedError(name, size, f"at most {most}", "send a draft's checkpoint")
+        for spec in header.tensors:
+            # An empty tensor of absurd sizes has no bytes, and torch cannot make it.
+            if len(spec.shape) > MAX_DIMENSIONS or any(size < 1 for size in spec.shape):
+                raise RefusedError(
+                    f"tensors[{spec.name[:64]}].shape",
+                    list(spec.shape)[:16],
+                    f"at most {MAX_DIMENSIONS} sizes, each at least 1",
+                    "send a draft's checkpoint",
+                )
         names = [spec.name for spec in header.tensors]
         wrong = [name for name in names if not _NAME.fullmatch(name)]
         if wrong or len(set(names)) < len(names):
@@ -156,7 +166,7 @@ class Imports:
         head = foreign_head(checkpoint, self._config, self._d2t)
         if run is None:
             manifest = release_foreign(self._registry, checkpoint, head, origin)
-            logger.info("draft %d imported from %s, not gated", manifest.draft_version, origin)
+            logger.info("draft %d imported from %r, not gated", manifest.draft_version, origin)
             self._retention.apply()
             return pb.ImportReleaseResponse(manifest=manifest)
         judgement = self._judge.judge(head, run, None)
@@ -166,7 +176,7 @@ class Imports:
         version = manifest.draft_version
         promoted = judgement.verdict.passed and self._promotions.offer(version)
         verdict = self._judge.record(judgement, version)
-        logger.info("draft %d imported from %s: %s", version, origin, judgement.verdict.reason)
+        logger.info("draft %d imported from %r: %s", version, origin, judgement.verdict.reason)
         if promoted:
             self._on_promoted(version)
         self._retention.apply()

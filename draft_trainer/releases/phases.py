@@ -23,6 +23,7 @@ from draft_trainer.releases.commits import (
     with_state,
 )
 from draft_trainer.releases.fleet import Failure, Fleet
+from draft_trainer.releases.fleet_look import look
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.sidecar.board import Board
 from slipstream.refusal import RefusedError
@@ -53,6 +54,7 @@ class Phases:
         """Stage on every reachable server that serves another release, or on none of them."""
         self._fleet.refresh()
         states = self._fleet.states()
+        self._board.looked(look(states, self._promotions.now, self._payloads))
         outcomes = {a: with_state(Outcome(), state) for a, state in states.items()}
         behind = [
             a

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -68,15 +69,22 @@ class Promotions:
     Args:
         root: the registry's folder.
         initial: what is promoted and served where there is no file yet.
+        on_note: see ``PublishLog``.
 
     Raises:
         RefusedError: the file is not what this class writes, or cannot be written.
     """
 
-    def __init__(self, root: Path, initial: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        initial: int,
+        on_note: Callable[[str, int, str], None] = lambda *event: None,
+    ) -> None:
         self._path = root / FILE_NAME
-        self.log = PublishLog(root)
+        self.log = PublishLog(root, on_note)
         self._lock = threading.Lock()
+        self._served_at: float | None = None
         if self._path.exists():
             self._now = _read(self._path)
         else:
@@ -88,6 +96,12 @@ class Promotions:
         """The current pointer."""
         with self._lock:
             return self._now
+
+    @property
+    def served_at(self) -> float | None:
+        """Unix time at which this process put the fleet on ``last_good``; None before."""
+        with self._lock:
+            return self._served_at
 
     def offer(self, version: int) -> bool:
         """Promote a release that passed the gate, unless one is pinned. True when promoted."""
@@ -163,6 +177,8 @@ class Promotions:
 
     def _set(self, promotion: Promotion) -> None:
         self._write(promotion)
+        if promotion.last_good != self._now.last_good:
+            self._served_at = time.time()
         self._now = promotion
 
     def _write(self, promotion: Promotion) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -20,10 +21,14 @@ class PublishLog:
 
     Args:
         root: the registry's folder.
+        on_note: told of every event too, with the arguments of ``note``.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(
+        self, root: Path, on_note: Callable[[str, int, str], None] = lambda *event: None
+    ) -> None:
         self._path = root / FILE_NAME
+        self._on_note = on_note
         self._lock = threading.Lock()
 
     def note(self, event: str, version: int, reason: str) -> None:
@@ -37,6 +42,7 @@ class PublishLog:
             version: the release that it is about.
             reason: for people.
         """
+        self._on_note(event, version, reason)
         line = {"time": time.time(), "event": event, "draft_version": version, "reason": reason}
         try:
             with self._lock, self._path.open("a", encoding="utf-8") as file:

@@ -69,6 +69,8 @@ class Reconciler:
                     self._watch.follow(self._publisher.addresses)
                     if self._seconds:
                         self._publisher.heal()
+                    else:
+                        self._watch.look()
                     due = time.monotonic() + (self._seconds or LOOK_SECONDS)
                 if self._publisher.settle():
                     self._on_settled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from google.protobuf import json_format
@@ -21,18 +22,25 @@ class VerdictLog:
 
     Args:
         root: the registry's folder.
+        on_add: told of every verdict.
 
     Raises:
         RefusedError: the file is not what this class writes.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(
+        self,
+        root: Path,
+        on_add: Callable[[release_pb2.Verdict], None] = lambda verdict: None,
+    ) -> None:
+        self._on_add = on_add
         self._path = root / VERDICTS_FILE
         self._lock = threading.Lock()
         self._verdicts = deque(read_verdicts(root), maxlen=KEPT)
 
     def add(self, verdict: release_pb2.Verdict) -> None:
         """Keep one more. Raises OSError: it is kept until the process ends, but not on disk."""
+        self._on_add(verdict)
         with self._lock:
             self._verdicts.append(verdict)
             with written_whole(self._path) as temporary, temporary.open("w") as file:

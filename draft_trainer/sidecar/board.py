@@ -6,26 +6,15 @@ Plain numbers behind one lock; nothing here knows of gRPC or Prometheus.
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from slipstream.durations import Durations
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-
-@dataclass(frozen=True)
-class Durations:
-    """A histogram of seconds: counts per bucket (the last is +Inf), and their sum."""
-
-    counts: tuple[int, ...] = (0,) * (len(SECONDS_BUCKETS) + 1)
-    total: float = 0.0
-
-    def observe(self, seconds: float) -> Durations:
-        """This histogram with one more value."""
-        counts = list(self.counts)
-        counts[bisect_left(SECONDS_BUCKETS, seconds)] += 1
-        return Durations(tuple(counts), self.total + seconds)
+_NONE = Durations(SECONDS_BUCKETS)
+_NONE_ACKNOWLEDGED = Durations((0.0005, 0.001, 0.0025, *SECONDS_BUCKETS[:-2]))
 
 
 @dataclass(frozen=True)
@@ -38,6 +27,17 @@ class GateResult:
     half_width: float | None
     anchors: int
     text: str
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Rollout servers at a look: known, reachable of them, and of these ready ones and those on
+    the release that they should serve."""
+
+    known: int
+    reachable: int
+    ready: int
+    current: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Counts:
     tokens_trained: int = 0
     train_seconds: float = 0.0
     loss: float | None = None
+    loss_total: float = 0.0
     step_acceptance: tuple[float, ...] = ()
     idle: bool = True
     gate: GateResult | None = None
@@ -63,9 +64,15 @@ class Counts:
     gate_verdicts: Counter[str] = field(default_factory=Counter)
     publishes: Counter[str] = field(default_factory=Counter)
     recording_shed: Counter[str] = field(default_factory=Counter)
+    received_bytes: Counter[str] = field(default_factory=Counter)
     access_refused: Counter[str] = field(default_factory=Counter)
-    stage_seconds: Durations = Durations()
-    commit_seconds: Durations = Durations()
+    heals: Counter[str] = field(default_factory=Counter)
+    heals_failed: Counter[str] = field(default_factory=Counter)
+    policy_announcements: int = 0
+    servers: Servers | None = None
+    acknowledgement_seconds: Durations = _NONE_ACKNOWLEDGED
+    stage_seconds: Durations = _NONE
+    commit_seconds: Durations = _NONE
     revision: int = 0
 
     @property
@@ -85,15 +92,9 @@ class Board:
         """The numbers now. The counters inside are copies."""
         with self._changed:
             now = self._counts
-            return replace(
-                now,
-                refused_by_field=Counter(now.refused_by_field),
-                evicted_by_reason=Counter(now.evicted_by_reason),
-                gate_verdicts=Counter(now.gate_verdicts),
-                publishes=Counter(now.publishes),
-                recording_shed=Counter(now.recording_shed),
-                access_refused=Counter(now.access_refused),
-            )
+            values = {f.name: getattr(now, f.name) for f in fields(now)}
+            copies = {n: Counter(v) for n, v in values.items() if isinstance(v, Counter)}
+            return replace(now, **copies)  # type: ignore[arg-type]
 
     def wait_beyond(self, revision: int, timeout: float) -> bool:
         """Block until something changed since ``revision``; False when ``timeout`` s passed."""
@@ -108,6 +109,25 @@ class Board:
         """Samples were taken."""
         with self._changed:
             self._change(samples_accepted=self._counts.samples_accepted + samples)
+
+    def received(self, nbytes: Mapping[str, int], waited: Sequence[tuple[float, int]]) -> None:
+        """Samples were answered.
+
+        Args:
+            nbytes: that they took, by transport.
+            waited: seconds from arrival to acknowledgement, and of how many samples.
+        """
+        with self._changed:
+            self._counts.received_bytes.update(nbytes)
+            total = self._counts.acknowledgement_seconds
+            for seconds, samples in waited:
+                total = total.observe(seconds, samples)
+            self._change(acknowledgement_seconds=total)
+
+    def announced(self) -> None:
+        """A policy version became known."""
+        with self._changed:
+            self._change(policy_announcements=self._counts.policy_announcements + 1)
 
     def duplicate(self) -> None:
         """A sample came that had been taken before."""
@@ -170,6 +190,7 @@ class Board:
                 tokens_trained=now.tokens_trained + (0 if skipped else tokens),
                 train_seconds=now.train_seconds + seconds,
                 loss=now.loss if skipped else loss,
+                loss_total=now.loss_total + (0.0 if skipped or loss is None else loss),
                 step_acceptance=now.step_acceptance if skipped else tuple(step_acceptance),
             )
 
@@ -190,10 +211,28 @@ class Board:
             self._change(commit_seconds=self._counts.commit_seconds.observe(seconds))
 
     def published(self, outcome: str) -> None:
-        """One attempt to publish ended: committed, stage_failed, rolled_back, unreachable."""
+        """Something was done to the fleet: an event of ``PublishLog``, policy_only or
+        policy_failed."""
         with self._changed:
             self._counts.publishes[outcome] += 1
             self._change()
+
+    def healed(self, reason: str, done: bool) -> None:
+        """A server was put on the release that it should serve, or an attempt at it failed.
+
+        Args:
+            reason: other_version, other_content or not_ready.
+            done: whether it is.
+        """
+        with self._changed:
+            (self._counts.heals if done else self._counts.heals_failed)[reason] += 1
+            self._change()
+
+    def looked(self, servers: Servers) -> None:
+        """Every server was asked what it serves."""
+        with self._changed:
+            if servers != self._counts.servers:
+                self._change(servers=servers)
 
     def training_failed(self, text: str) -> None:
         """The training thread ended with an error; the service goes on without it."""

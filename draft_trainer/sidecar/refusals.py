@@ -21,6 +21,19 @@ def refusals(context: grpc.ServicerContext) -> Iterator[None]:
         abort_with(error, context)
 
 
+def check_text(field: str, text: str, most: int) -> None:
+    """Raise RefusedError for a text of the client's that is longer than ``most`` characters, or
+    that would forge a line of a log."""
+    if not text.isprintable():
+        raise RefusedError(
+            field, repr(text[:64]), "one line of printable characters", "send it without the others"
+        )
+    if len(text) > most:
+        raise RefusedError(
+            field, f"{len(text)} characters", f"at most {most} characters", "send a shorter one"
+        )
+
+
 def first(requests: Iterator[Any], kind: str) -> Any:
     """The first request of a stream. Raises RefusedError: it is not of ``kind``, or missing."""
     request = next(requests, None)

@@ -11,19 +11,20 @@ from dataclasses import dataclass
 import grpc
 
 from draft_trainer.releases.commits import Outcome, Published
-from draft_trainer.releases.imports import Imports
+from draft_trainer.releases.imports import MAX_ORIGIN_CHARACTERS, Imports
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.registry import Registry
 from draft_trainer.releases.retention import Retention
 from draft_trainer.releases.verdicts import VerdictLog
-from draft_trainer.sidecar.refusals import chunks_after, first, refusals
-from slipstream.refusal import RefusedError
+from draft_trainer.sidecar.refusals import check_text, chunks_after, first, refusals
+from slipstream.refusal import RefusedError, StatusCode
 from slipstream.tensors import chunks_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import release_pb2
 
 MAX_IMPORT_SECONDS = 3600.0
+MAX_REASON_CHARACTERS = 1024
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class ReleaseCalls(pb_grpc.DraftTrainerServicer):
     ) -> pb.PublishResult:
         """See the .proto."""
         with refusals(context):
+            check_text("reason", request.reason, MAX_REASON_CHARACTERS)
             return result_message(self._rooms.publisher.roll_back(request.reason))
 
     def PinRelease(
@@ -89,7 +91,16 @@ class ReleaseCalls(pb_grpc.DraftTrainerServicer):
         """See the .proto."""
         rooms, version = self._rooms, request.draft_version
         with refusals(context):
-            rooms.registry.pin(version, request.pinned)
+            try:
+                rooms.registry.pin(version, request.pinned)
+            except OSError as error:
+                raise RefusedError(
+                    "draft.registry",
+                    str(error),
+                    "a folder that can be written",
+                    "check its owner, its mode and the free space",
+                    StatusCode.RESOURCE_EXHAUSTED,
+                ) from error
             return next(use for use in rooms.retention.uses() if use.draft_version == version)
 
     def ImportRelease(
@@ -107,6 +118,7 @@ class ReleaseCalls(pb_grpc.DraftTrainerServicer):
                     "call with a deadline",
                 )
             header = first(request_iterator, "header").header
+            check_text("origin", header.origin, MAX_ORIGIN_CHARACTERS)
             return self._rooms.imports.take(header, chunks_after(request_iterator))
 
     def ListVerdicts(

@@ -42,12 +42,17 @@ from draft_trainer.releases.reconciler import Reconciler
 from draft_trainer.releases.registry import Registry
 from draft_trainer.releases.retention import Retention, uses_of
 from draft_trainer.releases.verdicts import VerdictLog
+from draft_trainer.sidecar.acceptance_history import AcceptanceHistory
 from draft_trainer.sidecar.board import Board
-from draft_trainer.sidecar.metrics import MetricsServer, TrainerCollector
+from draft_trainer.sidecar.call_limits import SERVICE, admission
+from draft_trainer.sidecar.events import EventLog
+from draft_trainer.sidecar.fleet_view import FleetView
+from draft_trainer.sidecar.health import Health
+from draft_trainer.sidecar.metrics import TrainerCollector
 from draft_trainer.sidecar.raw_states import add_draft_trainer
 from draft_trainer.sidecar.release_calls import ReleaseRooms
-from draft_trainer.sidecar.service import MAX_WATCHERS, DraftTrainerService
-from draft_trainer.sidecar.status import Status
+from draft_trainer.sidecar.service import DraftTrainerService
+from draft_trainer.sidecar.status import Live, Status
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.learner_config import learner_config
@@ -55,15 +60,19 @@ from draft_trainer.training.learner_states import LearnerStates
 from draft_trainer.training.loop import TrainingLoop
 from draft_trainer.training.ranks import Ranks
 from draft_trainer.training.training_state import head_facts
-from slipstream.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from draft_trainer.web.console import serve_console
+from slipstream.channel import server_options
+from slipstream.code_version import code_version
 from slipstream.interceptors import AccessInterceptor
+from slipstream.limits import RefusedCalls
 from slipstream.refusal import RefusedError
-from slipstream.v1 import draft_trainer_pb2
+from slipstream.v1 import console_pb2
 
 logger = logging.getLogger(__name__)
 
-SERVICE = draft_trainer_pb2.DESCRIPTOR.services_by_name["DraftTrainer"].full_name
-UNARY_CALLS = 16
+MAX_CALLS = 2048
+"""Calls that wait for a thread at a time; gRPC refuses the others itself."""
+
 _MESSAGE_OVERHEAD = 64 << 10
 
 
@@ -98,7 +107,8 @@ class TrainerServer:
     def _build(self, registry: Registry, ranks: Ranks) -> None:
         config = self._config
         newest = newest_own(registry)
-        self._promotions = Promotions(config.draft.registry, initial=0)
+        events = EventLog(registry.root)
+        self._promotions = Promotions(config.draft.registry, 0, events.published)
         for version in {self._promotions.now.promoted, self._promotions.now.last_good}:
             registry.get(version)
         head, d2t = load_head(registry.path(newest.draft_version))
@@ -120,7 +130,21 @@ class TrainerServer:
             aux_layer_ids=draft.aux_layer_ids,
             max_tokens=_max_tokens(config, head),
         )
-        self.runs = Runs(draft, self._store, config.replay.max_policy_lag)
+        self.runs = Runs(
+            draft, self._store, config.replay.max_policy_lag, config.server.max_sessions
+        )
+        publish = config.publish
+        fleet_view = FleetView(events, self._board.touch)
+        acceptance = AcceptanceHistory(self._policy_version, self._board.touch)
+        self._fleet = Fleet(
+            members_of(publish.rollout_servers),
+            Timeouts(publish.state_timeout_s, publish.stage_timeout_s, publish.commit_timeout_s),
+            fleet_view.looked,
+            self._credentials,
+        )
+        self._watch = AcceptanceWatch(self._fleet, acceptance.grew)
+        self._canary = canary = Canary(config.canary, publish.num_speculative_tokens, self._watch)
+        verdicts = VerdictLog(registry.root, events.judged)
         known = newest.HasField("trained_against_policy_version")
         self._status = Status(
             self._board,
@@ -129,15 +153,8 @@ class TrainerServer:
             newest.draft_version,
             newest.trained_against_policy_version if known else None,
             self._store,
+            Live(events, fleet_view, acceptance, registry, verdicts, lambda: canary.trial),
         )
-        publish = config.publish
-        self._fleet = Fleet(
-            members_of(publish.rollout_servers),
-            Timeouts(publish.state_timeout_s, publish.stage_timeout_s, publish.commit_timeout_s),
-            self._credentials,
-        )
-        self._watch = AcceptanceWatch(self._fleet)
-        canary = Canary(config.canary, publish.num_speculative_tokens, self._watch)
         self.publisher = Publisher(
             self._fleet,
             registry,
@@ -151,7 +168,6 @@ class TrainerServer:
             self.publisher, canary, self._watch, publish.reconcile_s, self._publish_again
         )
         on_release = self._auto.released if self._auto else lambda version: None
-        verdicts = VerdictLog(registry.root)
         judge = Judge(config, registry, self._promotions, verdicts, self._board)
         retention = Retention(
             registry,
@@ -171,7 +187,7 @@ class TrainerServer:
             self._board,
             arrived,
             on_release=on_release,
-            on_death=self.died.set,
+            on_death=self._training_died,
         )
         ids = torch.arange(draft.vocab_size) if d2t is None else target_ids(d2t)
         folder = config.recording.directory
@@ -183,6 +199,7 @@ class TrainerServer:
             Path(server.shared_memory) if server.shared_memory else None,
             min(server.ring_bytes, config.replay.capacity_bytes),
             server.max_streams,
+            server.message_timeout_s,
         )
         self._service = DraftTrainerService(
             config,
@@ -208,10 +225,17 @@ class TrainerServer:
     @property
     def ready_line(self) -> str:
         """What is printed once everything listens."""
-        return f"draft-trainer ready: grpc={self.address} metrics={self._metrics.url}"
+        web = self._web.url
+        return f"draft-trainer ready: grpc={self.address} metrics={web}/metrics web={web}/"
 
     def start(self) -> None:
         """Serve, train and publish until ``stop``."""
+        self._status.events.note(
+            console_pb2.EVENT_KIND_TRAINER_STARTED,
+            draft_version=self._promotions.now.promoted,
+            policy_version=self._policy_version(),
+            reason=f"version {code_version()}",
+        )
         self._grpc.start()
         for name in ("", SERVICE):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -220,6 +244,7 @@ class TrainerServer:
         self.loop.start()
         if self._auto:
             self._auto.start()
+        self._status.moments.start()
         self._reconciler.start()
         # What the last process could not finish.
         self._publish_again()
@@ -231,6 +256,7 @@ class TrainerServer:
             True when every part ended within ``server.shutdown_timeout_s``.
         """
         deadline = time.monotonic() + self._config.server.shutdown_timeout_s
+        self._status.events.note(console_pb2.EVENT_KIND_TRAINER_STOPPED)
         self._health.enter_graceful_shutdown()
         self._service.drain()
         # Calls in progress get half of the time; then they are cancelled.
@@ -246,10 +272,20 @@ class TrainerServer:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._fleet.close()
         clean = self._watch.stop(_left(deadline)) and clean
-        self._metrics.close(_left(deadline))
+        clean = self._status.moments.stop(_left(deadline)) and clean
+        self._web.close(_left(deadline))
         self._close_samples()
         self._registry.close()
         return clean
+
+    def _policy_version(self) -> int | None:
+        run = self.runs.current
+        return run.latest_policy_version if run is not None else None
+
+    def _training_died(self) -> None:
+        reason = self._board.read().training_error
+        self._status.events.note(console_pb2.EVENT_KIND_TRAINING_FAILED, reason=reason)
+        self.died.set()
 
     def _open_samples(self) -> None:
         replay = self._config.replay
@@ -277,13 +313,18 @@ class TrainerServer:
 
     def _listen(self) -> None:
         server = self._config.server
-        self._pool = ThreadPoolExecutor(
-            server.max_streams + MAX_WATCHERS + UNARY_CALLS, thread_name_prefix="grpc"
-        )
+        self.refused_calls = RefusedCalls()
+        admitting, threads = admission(server, self.refused_calls)
         access = self._access
         guards = [] if access.anonymous else [AccessInterceptor(access)]
-        self._grpc = grpc.server(self._pool, options=SERVER_OPTIONS, interceptors=guards)
-        self._health = health.HealthServicer(experimental_non_blocking=True)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
+        self._grpc = grpc.server(
+            self._pool,
+            interceptors=(*guards, admitting),
+            options=server_options(server.max_message_bytes, server.keepalive_s),
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
+        self._health = Health(("", SERVICE))
         add_draft_trainer(self._service, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection(
@@ -306,9 +347,11 @@ class TrainerServer:
                     "stop what listens there, or set another server.port",
                 ) from error
             self.address = f"{host}:{port}"
-            self._metrics = MetricsServer(
-                *(TrainerCollector(self._board, self._status), server.host, server.metrics_port),
-                access,
+            metrics = TrainerCollector(
+                *(self._board, self._status, self._rings, self._canary, self.refused_calls)
+            )
+            self._web = serve_console(
+                self._status, metrics, access, server.host, server.metrics_port
             )
         except RefusedError:
             self._grpc.stop(grace=None)
@@ -327,7 +370,8 @@ def states_belong_to(registry: Registry, draft: HeadConfig) -> dict[str, object]
 def _max_tokens(config: TrainerConfig, head: Eagle3Head) -> int:
     """Longest sample: as configured, but in bf16 it must fit one message and the windows."""
     per_token = 2 * (head.config.num_aux_layers + 1) * head.config.target_hidden_size + 21
-    largest = min(MAX_MESSAGE_BYTES, config.server.receive_window_bytes) - _MESSAGE_OVERHEAD
+    server = config.server
+    largest = min(server.max_message_bytes, server.receive_window_bytes) - _MESSAGE_OVERHEAD
     longest = min(config.server.max_tokens_per_sample, largest // per_token)
     if head.config.sliding_window is not None:
         longest = min(longest, head.config.sliding_window - config.training.ttt_steps + 1)

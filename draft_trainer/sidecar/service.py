@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 
 import grpc
@@ -24,7 +25,7 @@ from draft_trainer.feed.announce import announce
 from draft_trainer.feed.ingest import CreditWindow, Ingest
 from draft_trainer.feed.rings import Rings
 from draft_trainer.feed.session import Runs
-from draft_trainer.sidecar.refusals import chunks_after, first, refusals
+from draft_trainer.sidecar.refusals import check_text, chunks_after, first, refusals
 from draft_trainer.sidecar.release_calls import (
     ReleaseCalls,
     ReleaseRooms,
@@ -39,11 +40,15 @@ from slipstream.layers import encode_layers
 from slipstream.refusal import RefusedError
 from slipstream.schema import SCHEMA_VERSION, check_schema
 from slipstream.tensors import encode
+from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-MAX_WATCHERS = 16
+MAX_NAME_CHARACTERS = 256
+
+_LONGEST_INTERVAL = 3600.0
+_TICK = 1.0
 
 
 class DraftTrainerService(ReleaseCalls):
@@ -83,7 +88,6 @@ class DraftTrainerService(ReleaseCalls):
         self._draining = threading.Event()
         self._streams: set[grpc.ServicerContext] = set()
         self._streams_lock = threading.Lock()
-        self._watchers = threading.BoundedSemaphore(MAX_WATCHERS)
 
     def drain(self) -> None:
         """End every stream; the server is about to stop.
@@ -101,12 +105,19 @@ class DraftTrainerService(ReleaseCalls):
     ) -> pb.OpenRunResponse:
         """See the .proto."""
         with refusals(context):
+            for field, text in (
+                ("run_id", request.run_id),
+                ("client", request.client),
+                ("policy.model_name", request.policy.model_name),
+            ):
+                check_text(field, text, MAX_NAME_CHARACTERS)
             check_schema(
                 request.schema_version,
                 "the client's",
                 "install the same release of slipstream in the policy's image and in the trainer's",
             )
             session = self._runs.open(request)
+        self._status.run_opened(session)
         return pb.OpenRunResponse(
             session_id=session.session_id,
             aux_layers=encode_layers(self._draft.aux_layer_ids),
@@ -132,16 +143,19 @@ class DraftTrainerService(ReleaseCalls):
                 self._enter(context)
                 ring = self._rings.claim(session.session_id, header.transport)
                 logger.info(
-                    "%s streams states by %s",
+                    "%r streams states by %s",
                     *(session.client, "gRPC" if ring is None else "shared memory"),
                 )
                 window = CreditWindow(self._ingest.credit_bytes(limits.receive_window_bytes))
-                stream = StateStream(request_iterator, window, self._ingest, session.run, ring)
+                stream = StateStream(
+                    *(request_iterator, window, self._ingest, session.run, ring),
+                    idle_seconds=limits.stream_idle_s,
+                )
                 yield from stream.responses()
             finally:
                 self._leave(context)
                 self._rings.release(session.session_id)
-                self._runs.leave_stream()
+                self._runs.leave_stream(session.session_id)
 
     def AnnouncePolicy(
         self, request_iterator: Iterator[pb.AnnouncePolicyRequest], context: grpc.ServicerContext
@@ -171,8 +185,34 @@ class DraftTrainerService(ReleaseCalls):
     ) -> pb.CompleteSyncResponse:
         """See the .proto. A session that is not open does not keep the policy from its commit."""
         with refusals(context):
+            check_text("policy_stage_id", request.policy_stage_id, MAX_NAME_CHARACTERS)
             published = self._publisher.complete(request.policy_version, request.policy_stage_id)
         return pb.CompleteSyncResponse(result=result_message(published))
+
+    def GetHistory(
+        self, request: console_pb2.GetHistoryRequest, context: grpc.ServicerContext
+    ) -> console_pb2.History:
+        """See the .proto."""
+        return self._status.history()
+
+    def WatchEvents(
+        self, request: console_pb2.WatchEventsRequest, context: grpc.ServicerContext
+    ) -> Iterator[console_pb2.Event]:
+        """See the .proto."""
+        events = self._status.events
+        # Once only: a log that was begun anew numbers from 1 again.
+        seen, newest = request.after, request.newest
+        while True:
+            for event in events.after(seen, newest):
+                yield event
+                seen = event.number
+            newest = 0
+            if not request.follow:
+                return
+            # A deadline, so that a client that went away is noticed.
+            while not events.wait_beyond(seen, timeout=1.0):
+                if not context.is_active() or self._draining.is_set():
+                    return
 
     def GetStatus(
         self, request: pb.GetStatusRequest, context: grpc.ServicerContext
@@ -184,27 +224,20 @@ class DraftTrainerService(ReleaseCalls):
         self, request: pb.WatchStatusRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.TrainerStatus]:
         """See the .proto."""
-        interval = (request.min_interval_ms or 1000) / 1000.0
-        with refusals(context):
-            if not self._watchers.acquire(blocking=False):
-                raise RefusedError(
-                    "WatchStatus",
-                    f"{MAX_WATCHERS} watchers",
-                    f"at most {MAX_WATCHERS}",
-                    "watch from fewer places, or scrape the metrics",
-                    grpc.StatusCode.RESOURCE_EXHAUSTED,
-                )
-        try:
-            while context.is_active() and not self._draining.is_set():
-                status, revision = self._status.read()
-                yield status
-                self._draining.wait(interval)
-                # A deadline, so that a client that went away is noticed.
-                while context.is_active() and not self._draining.is_set():
-                    if self._status.wait_beyond(revision, timeout=1.0):
-                        break
-        finally:
-            self._watchers.release()
+        interval = min((request.min_interval_ms or 1000) / 1000.0, _LONGEST_INTERVAL)
+
+        def is_open() -> bool:
+            return bool(context.is_active()) and not self._draining.is_set()
+
+        while is_open():
+            status, revision = self._status.read()
+            yield status
+            # Both waits in ticks: a client that left during a long interval kept its place.
+            end = time.monotonic() + interval
+            while is_open() and (left := end - time.monotonic()) > 0:
+                self._draining.wait(min(left, _TICK))
+            while is_open() and not self._status.wait_beyond(revision, timeout=_TICK):
+                pass
 
     def _enter(self, context: grpc.ServicerContext) -> None:
         with self._streams_lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import grpc
@@ -21,6 +22,13 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 _TOGETHER_SAMPLES = 512
 _TOGETHER_BYTES = 16 << 20
 _TICK = 1.0
+# Messages that are read ahead. Credit counts bytes, and 64 MiB are 32 million empty samples.
+_MOST_WAITING = 1024
+_MOST_SAMPLES = 4096
+_MOST_PIECES = 1024
+
+_Arrived = tuple[Framed, float]
+"""A request, and when it came (monotonic seconds)."""
 
 
 class StateStream:
@@ -35,6 +43,8 @@ class StateStream:
         ingest: decides.
         run: that is fed.
         ring: the stream's, if its states are in shared memory.
+        idle_seconds: without a message, after which the stream ends; its client, if it lives,
+            opens another one.
     """
 
     def __init__(
@@ -44,13 +54,16 @@ class StateStream:
         ingest: Ingest,
         run: Run,
         ring: RingFile | None,
+        idle_seconds: float,
     ) -> None:
         self._requests = requests
         self._window = window
         self._ingest = ingest
         self._run = run
         self._ring = ring
-        self._waiting: queue.SimpleQueue[Framed | RefusedError | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Arrived | RefusedError | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_MOST_WAITING)
+        self._idle_seconds = idle_seconds
         self._ended = False
         threading.Thread(target=self._read, name="state-stream", daemon=True).start()
 
@@ -61,16 +74,47 @@ class StateStream:
             RefusedError: a message that may not come, more than was credited, or a truncated
                 ring: the stream ends.
         """
-        yield pb.StreamStatesResponse(credit=pb.Credit(bytes=self._window.left))
+        try:
+            yield pb.StreamStatesResponse(credit=pb.Credit(bytes=self._window.left))
+            yield from self._answers()
+        finally:
+            self._ended = True
+
+    def _answers(self) -> Iterator[pb.StreamStatesResponse]:
+        heard = time.monotonic()
         while not self._ended:
             together = self._next()
             if not together:
+                if time.monotonic() - heard > self._idle_seconds:
+                    return
                 continue
+            heard = time.monotonic()
             samples = []
-            for framed in together:
-                memories = Memories(framed.payload, self._ring)
+            for framed, _ in together:
+                memories = Memories((*framed.ahead, framed.payload), self._ring)
                 samples += [(message, memories) for message in _samples(framed.request)]
-            yield from self._answer(together, self._ingest.take(self._run, samples))
+            acks = self._ingest.take(self._run, samples)
+            self._count(together, [message for message, _ in samples], acks)
+            yield from self._answer([framed for framed, _ in together], acks)
+
+    def _count(
+        self,
+        together: Sequence[_Arrived],
+        messages: Sequence[pb.VerifierStates],
+        acks: Sequence[pb.Ack],
+    ) -> None:
+        nbytes = {"grpc": sum(framed.nbytes for framed, _ in together)}
+        if self._ring is not None:
+            # Of a refused one nobody knows whether the span that it names was ever written.
+            nbytes["shared_memory"] = sum(
+                message.packed.span.bytes
+                for message, ack in zip(messages, acks, strict=True)
+                if message.packed.span.memory == pb.MEMORY_RING
+                and ack.status != pb.ACK_STATUS_REFUSED
+            )
+        now = time.monotonic()
+        waited = [(now - at, len(_samples(framed.request))) for framed, at in together]
+        self._ingest.answered(nbytes, waited)
 
     def _answer(
         self, together: Sequence[Framed], acks: list[pb.Ack]
@@ -89,9 +133,9 @@ class StateStream:
         if batched:
             yield pb.StreamStatesResponse(acks=pb.AckBatch(acks=batched, credit_bytes=credit))
 
-    def _next(self) -> list[Framed]:
+    def _next(self) -> list[_Arrived]:
         """What waits, at least one message; none when a second passed or the stream ended."""
-        together: list[Framed] = []
+        together: list[_Arrived] = []
         samples = nbytes = 0
         while samples < _TOGETHER_SAMPLES and nbytes < _TOGETHER_BYTES:
             try:
@@ -103,20 +147,47 @@ class StateStream:
                 break
             if isinstance(item, RefusedError):
                 raise item
+            self._room.release()
             together.append(item)
-            messages = _samples(item.request)
+            framed, _ = item
+            messages = _samples(framed.request)
             samples += len(messages)
-            nbytes += sum(message.packed.span.bytes for message in messages) or item.nbytes
+            nbytes += sum(message.packed.span.bytes for message in messages) or framed.nbytes
         return together
 
     def _read(self) -> None:
+        ahead: list[Framed] = []
         try:
             for framed in self._requests:
+                arrived = time.monotonic()
                 kind = framed.request.WhichOneof("kind")
-                if kind not in ("sample", "batch"):
-                    raise wrong_kind("sample or batch", kind)
+                piece = kind is None and len(framed.payload) > 0
+                if not piece and kind not in ("sample", "batch"):
+                    raise wrong_kind("sample, batch or a piece of their payload", kind)
+                if len(framed.request.batch.samples) > _MOST_SAMPLES:
+                    raise RefusedError(
+                        "batch.samples",
+                        len(framed.request.batch.samples),
+                        f"at most {_MOST_SAMPLES}",
+                        "send smaller batches",
+                    )
                 self._window.spend(framed.nbytes)
-                self._waiting.put(framed)
+                if piece:
+                    # Of one byte each they would cost a hundred times what credits count.
+                    if len(ahead) == _MOST_PIECES:
+                        raise RefusedError(
+                            "payload",
+                            f"more than {_MOST_PIECES} pieces",
+                            "pieces of about a MiB",
+                            "send larger pieces",
+                        )
+                    ahead.append(framed)
+                    continue
+                while not self._room.acquire(timeout=_TICK):
+                    if self._ended:
+                        return
+                self._waiting.put((framed.behind(ahead), arrived))
+                ahead = []
         except RefusedError as error:
             self._waiting.put(error)
         except grpc.RpcError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from examples.arithmetic_grpo.rollouts import RolloutClient
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.speed import measure_speed
 from examples.arithmetic_grpo.summary import Target, write_summary
+from examples.arithmetic_grpo.watch import addresses, prometheus_beside, served
 from policy_bridge import BridgeConfig, PolicyBridge
 
 HERE = Path(__file__).resolve().parent
@@ -37,11 +39,16 @@ def main(argv: list[str] | None = None) -> int:
     directory = options.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     directory.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
+    # As Ctrl-C does: the services have sessions of their own and would outlive this process.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run = _run(options, directory, began)
     except ServiceError as error:
         print(f"\n{error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; everything was stopped, logs are in {directory}", file=sys.stderr)
+        return 130
     targets = write_summary(run, directory / "summary.json")
     write_report(run, targets, directory / "report.html")
     _print_targets(targets)
@@ -50,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, directory: Path, began: float) -> RunRecord:
-    ports = {name: free_port() for name in ("http", "control", "trainer", "metrics")}
+    ports = {name: free_port() for name in ("http", "control", "trainer", "metrics", "bridge")}
     config = directory / "draft-trainer.toml"
     config.write_text(_trainer_config(options, directory, ports))
     torch.manual_seed(options.seed)
@@ -83,13 +90,21 @@ def _run(options: argparse.Namespace, directory: Path, began: float) -> RunRecor
         f"127.0.0.1:{ports['control']}",
         {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
     )
-    with Services(trainer, server) as services:
+    prometheus = prometheus_beside(directory, ports) if options.watch else None
+    watching = [] if prometheus is None else [prometheus.service]
+    with Services(trainer, server, *watching) as services:
         print("starting draft-trainer and rollout-server (real vLLM; logs in", directory, end=") ")
         print("...", flush=True)
         trainer.wait_ready(READY_TIMEOUT)
         server.wait_ready(READY_TIMEOUT)
         run.start_seconds = time.perf_counter() - began
         print(f"ready after {run.start_seconds:.0f} s\n")
+        if options.watch:
+            if prometheus is not None:
+                prometheus.wait_ready(READY_TIMEOUT)
+            for what, address in addresses(trainer.log, prometheus).items():
+                print(f"{what:<12}{address}")
+            print(flush=True)
         rollouts = RolloutClient(
             http=f"http://127.0.0.1:{ports['http']}",
             control=server.health,
@@ -97,7 +112,7 @@ def _run(options: argparse.Namespace, directory: Path, began: float) -> RunRecor
             model="policy",
         )
         try:
-            _train(options, run, rollouts, services)
+            _train(options, run, rollouts, services, ports["bridge"] if options.watch else None)
         finally:
             rollouts.close()
     run.total_seconds = time.perf_counter() - began
@@ -105,7 +120,11 @@ def _run(options: argparse.Namespace, directory: Path, began: float) -> RunRecor
 
 
 def _train(
-    options: argparse.Namespace, run: RunRecord, rollouts: RolloutClient, services: Services
+    options: argparse.Namespace,
+    run: RunRecord,
+    rollouts: RolloutClient,
+    services: Services,
+    bridge_port: int | None,
 ) -> None:
     # Eager attention trains this small a policy 1.4 times as fast on a CPU as the fused kernel.
     model = AutoModelForCausalLM.from_pretrained(
@@ -128,7 +147,7 @@ def _train(
         steps=options.steps,
     )
     table = LiveTable(options.steps)
-    with bridge:
+    with bridge, served(bridge, bridge_port):
         loop = GrpoLoop(model, bridge, rollouts, settings, options.seed)
         loop.announce_initial_policy()
         for index in range(options.steps):
@@ -244,6 +263,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--record",
         action="store_true",
         help="keep the accepted states (about 1 GB), for draft-trainer fit",
+    )
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="Prometheus beside it, if it is installed, and the addresses to look at",
     )
     parser.add_argument("--policy", type=Path, default=HERE / "policy", help="checkpoint to train")
     parser.add_argument("--draft", type=Path, default=HERE / "draft", help="release 0")

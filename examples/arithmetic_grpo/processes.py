@@ -97,6 +97,19 @@ class Service:
             status = "not started" if self._process is None else self._process.returncode
             raise ServiceError(f"{self.name} ended (status {status}){self._log_tail()}")
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait_ended(self, timeout: float) -> None:
+        """Wait for a process that ends by itself. Raises ServiceError: it did not."""
+        try:
+            if self._process is not None:
+                self._process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise ServiceError(f"{self.name} goes on{self._log_tail()}") from error
+
     def stop(self, grace: float = 20.0) -> int | None:
         """SIGTERM, then SIGKILL to the whole session after ``grace`` seconds; the exit status."""
         process = self._process

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draft_trainer.feed.sample import Sample
+from draft_trainer.feed.received import packed_sample
 from draft_trainer.offline.progress import Progress
 from draft_trainer.recordings.recording_index import RecordingFacts
 from draft_trainer.recordings.recording_writer import RecordingWriter
@@ -142,21 +142,8 @@ class Recorder:
         )
 
     def _write(self, captured: CapturedSample, priority: int = 0) -> bool:
-        self._writer.add(
-            Sample(
-                sample_id=captured.sample_id,
-                policy_version=captured.policy_version,
-                temperature=captured.temperature,
-                token_ids=captured.token_ids,
-                positions=captured.positions,
-                segment_ids=torch.zeros_like(captured.positions),
-                loss_mask=captured.loss_mask,
-                aux=captured.aux_hidden_states,
-                final_hidden=captured.final_hidden_state,
-                sampled_logprobs=captured.sampled_logprobs,
-                sampled_logits=captured.sampled_logits,
-            )
-        )
+        facts = (captured.sample_id, captured.policy_version, captured.temperature)
+        self._writer.add(packed_sample(facts, captured.block, captured.layout))
         return True
 
 

@@ -16,6 +16,8 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     # A peer that was SIGSTOPped or unplugged is noticed within half a minute.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # gRPC's own patience with a ping is a minute, whatever the timeout above says.
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     # A restarted peer is found again within about two seconds.
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -23,6 +25,12 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *OPTIONS,
+    # Of one connection: the calls of a client that opens them in a loop wait on its own side.
+    ("grpc.max_concurrent_streams", 128),
+    # A connection that never speaks HTTP/2 is closed, and so is one that no call used for long;
+    # its client connects again when it has one.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 600_000),
     # A peer that was starved of its processor answers late and then finds several pings at once.
     # With the usual two strikes an idle stream was ended with "too many pings".
     ("grpc.keepalive_permit_without_calls", 1),
@@ -31,6 +39,20 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # Two processes on one port would share its connections at random.
     ("grpc.so_reuseport", 0),
 )
+
+
+def server_options(max_message_bytes: int, keepalive_s: float) -> tuple[tuple[str, int], ...]:
+    """``SERVER_OPTIONS`` with another largest message, and another pause between pings.
+
+    A client that is gone without a word is noticed after one and a half such pauses.
+    """
+    return (
+        *SERVER_OPTIONS,
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", round(1000 * keepalive_s)),
+        ("grpc.keepalive_timeout_ms", round(500 * keepalive_s)),
+        ("grpc.http2.ping_timeout_ms", round(500 * keepalive_s)),
+    )
 
 
 def open_channel(

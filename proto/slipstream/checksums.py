@@ -8,7 +8,7 @@ numpy, zlib and xxhash let go of the interpreter's lock while they work.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -108,18 +108,19 @@ def all_finite(data: Bytes, dtype: torch.dtype) -> bool:
 
 
 def copy_checked(
-    source: Bytes, destination: Bytes, kind: int, dtype: torch.dtype, states_at: int
+    pieces: Sequence[Bytes], destination: Bytes, kind: int, dtype: torch.dtype, states_at: int
 ) -> tuple[int, bool]:
-    """All of ``CheckedCopy`` for one source: the copy's checksum, and whether it is finite.
+    """All of ``CheckedCopy`` for some pieces: the copy's checksum, and whether it is finite.
 
     Raises:
         RefusedError: as ``CheckedCopy``.
     """
-    if len(source) <= _SMALL_BYTES:
-        np.copyto(destination, source)
+    if len(destination) <= _SMALL_BYTES and len(pieces) == 1:
+        np.copyto(destination, pieces[0])
         return checksum_of([destination], kind), all_finite(destination[states_at:], dtype)
     copy = CheckedCopy(destination, kind, dtype, states_at)
-    copy.put(source)
+    for piece in pieces:
+        copy.put(piece)
     return copy.checksum, copy.finite
 
 

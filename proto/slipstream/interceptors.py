@@ -1,18 +1,19 @@
 """Puts ``Access`` in front of every method of a gRPC server, synchronous or asyncio.
 
-A call that is refused costs no parsing: its request is not read as a message.
+A call that is refused costs little: its requests are not read. Every shape of method can be
+answered by a handler of streams, and only such a one need not wait for a request.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import grpc
 
-from slipstream.access import Access, Refused
-from slipstream.refusal import abort_with, trailing_metadata_of
+from slipstream.access import Access
+from slipstream.refusal import RefusedError, abort_with, trailing_metadata_of
 from slipstream.roles import METHODS
 
 _AUTHORIZATION = "authorization"
@@ -20,7 +21,7 @@ _Handler: TypeAlias = grpc.RpcMethodHandler
 
 
 class AccessInterceptor(grpc.ServerInterceptor):
-    """For ``grpc.server``. Install it unless ``access.anonymous``.
+    """For ``grpc.server``, before every other. Install it unless ``access.anonymous``.
 
     Args:
         access: decides.
@@ -35,36 +36,35 @@ class AccessInterceptor(grpc.ServerInterceptor):
         details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
         """gRPC's hook."""
-        handler = continuation(details)
-        if handler is None or _is_open(details.method):
+        handler, call = continuation(details), _Call(self._access, details)
+        if handler is None or call.admitted():
             return handler
-        authorization = _authorization_of(details)
-        if _judged(self._access, details.method, authorization) is None:
-            return handler
-        judge = functools.partial(_judged, self._access, details.method, authorization)
-        return _guarded(handler, self._access, lambda inner: self._behind(inner, judge, handler))
 
-    def _behind(
-        self, inner: Callable[..., Any], judge: Callable[[Collection[str]], Any], handler: _Handler
-    ) -> Callable[..., Any]:
         def admit(context: grpc.ServicerContext) -> None:
-            refused = judge(certificate_names(context.auth_context()))
-            if refused is not None:
-                self._access.refusals.add(refused.reason, context.peer(), str(refused.error))
-                abort_with(refused.error, context)
+            error = call.refusal(context)
+            if error is not None:
+                abort_with(error, context)
+
+        def refuse(requests: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            admit(context)
+            yield from ()
+
+        if not self._access.by_certificate:
+            return grpc.stream_stream_rpc_method_handler(refuse)
+        behavior = _behavior(handler)
 
         def answer(request: Any, context: grpc.ServicerContext) -> Any:
             admit(context)
-            return inner(request, context)
+            return behavior(request, context)
 
         def stream(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             admit(context)
-            yield from inner(request, context)
+            yield from behavior(request, context)
 
-        return stream if handler.response_streaming else answer
+        return _with_behavior(handler, stream if handler.response_streaming else answer)
 
 
-class AioAccessInterceptor(grpc.aio.ServerInterceptor):
+class AioAccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """The same for ``grpc.aio.server``.
 
     Args:
@@ -80,38 +80,62 @@ class AioAccessInterceptor(grpc.aio.ServerInterceptor):
         details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
         """gRPC's hook."""
-        handler = await continuation(details)
-        if handler is None or _is_open(details.method):
+        handler, call = await continuation(details), _Call(self._access, details)
+        if handler is None or call.admitted():
             return handler
-        authorization = _authorization_of(details)
-        if _judged(self._access, details.method, authorization) is None:
-            return handler
-        judge = functools.partial(_judged, self._access, details.method, authorization)
-        return _guarded(handler, self._access, lambda inner: self._behind(inner, judge, handler))
 
-    def _behind(
-        self, inner: Callable[..., Any], judge: Callable[[Collection[str]], Any], handler: _Handler
-    ) -> Callable[..., Any]:
-        async def admit(context: grpc.aio.ServicerContext) -> None:
-            refused = judge(certificate_names(context.auth_context()))
-            if refused is not None:
-                self._access.refusals.add(refused.reason, context.peer(), str(refused.error))
-                error = refused.error
-                await context.abort(error.code, str(error), trailing_metadata_of(error))
+        async def admit(context: Any) -> None:
+            error = call.refusal(context)
+            if error is not None:
+                await context.abort(error.code, error.for_wire(), trailing_metadata_of(error))
 
-        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        async def refuse(requests: Any, context: Any) -> None:
             await admit(context)
-            return await inner(request, context)
 
-        async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        if not self._access.by_certificate:
+            return grpc.stream_stream_rpc_method_handler(refuse)
+        behavior = _behavior(handler)
+
+        async def answer(request: Any, context: Any) -> Any:
             await admit(context)
-            async for response in inner(request, context):
+            return await behavior(request, context)
+
+        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            await admit(context)
+            async for response in behavior(request, context):
                 yield response
 
-        return stream if handler.response_streaming else answer
+        # Some handlers of streams write their answers themselves.
+        yields = inspect.isasyncgenfunction(behavior)
+        return _with_behavior(handler, stream if yields else answer)
 
 
-def certificate_names(auth_context: Any) -> frozenset[str]:
+class _Call:
+    """One call, judged by its token first and by its caller's certificate when it begins."""
+
+    def __init__(self, access: Access, details: grpc.HandlerCallDetails) -> None:
+        self._access = access
+        self._open = details.method in METHODS and METHODS[details.method] is None
+        self._role = METHODS.get(details.method)
+        found = [value for key, value in details.invocation_metadata or () if key == _AUTHORIZATION]
+        # Of several, whoever added the second is not to be trusted with the first.
+        self._authorization = found[0] if len(found) == 1 else (" " if found else None)
+
+    def admitted(self) -> bool:
+        """Whether no certificate is needed."""
+        return self._open or self._access.judge(self._role, self._authorization) is None
+
+    def refusal(self, context: Any) -> RefusedError | None:
+        """Why the call may not be made, counted and logged; None where a certificate opens it."""
+        names = certificate_names(context.auth_context())
+        refused = self._access.judge(self._role, self._authorization, names)
+        if refused is None:
+            return None
+        self._access.refusals.add(refused.reason, context.peer(), str(refused.error))
+        return refused.error
+
+
+def certificate_names(auth_context: Mapping[str, Sequence[bytes]]) -> frozenset[str]:
     """The names in a verified client certificate: its alternative names, else its common name."""
     for key in ("x509_subject_alternative_name", "x509_common_name"):
         found = frozenset(value.decode("utf-8", "replace") for value in auth_context.get(key, ()))
@@ -120,51 +144,18 @@ def certificate_names(auth_context: Any) -> frozenset[str]:
     return frozenset()
 
 
-def _is_open(method: str) -> bool:
-    return method in METHODS and METHODS[method] is None
-
-
-def _judged(
-    access: Access, method: str, authorization: str | None, names: Collection[str] = ()
-) -> Refused | None:
-    return access.judge(METHODS.get(method), authorization, names)
-
-
-def _authorization_of(details: grpc.HandlerCallDetails) -> str | None:
-    found = [value for key, value in details.invocation_metadata or () if key == _AUTHORIZATION]
-    # Of several, whoever added the second is not to be trusted with the first.
-    return found[0] if len(found) == 1 else (" " if found else None)
-
-
-def _guarded(
-    handler: _Handler, access: Access, behind: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> _Handler:
-    """``handler`` behind a check at the call, where the caller's certificate is known.
-
-    Without certificates that open anything the check can only refuse, and the bytes of a request
-    are left as they are.
-    """
-    kind = _KINDS[handler.request_streaming, handler.response_streaming]
-    return kind.make(
-        behind(kind.behaviour(handler)),
-        request_deserializer=handler.request_deserializer if access.by_certificate else None,
-        response_serializer=handler.response_serializer,
+def _behavior(handler: _Handler) -> Callable[..., Any]:
+    found: Callable[..., Any] = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     )
+    return found
 
 
-class _Kind:
-    def __init__(self, make: Callable[..., _Handler], name: str) -> None:
-        self.make = make
-        self._name = name
-
-    def behaviour(self, handler: _Handler) -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(handler, self._name)
-        return found
-
-
-_KINDS = {
-    (False, False): _Kind(grpc.unary_unary_rpc_method_handler, "unary_unary"),
-    (False, True): _Kind(grpc.unary_stream_rpc_method_handler, "unary_stream"),
-    (True, False): _Kind(grpc.stream_unary_rpc_method_handler, "stream_unary"),
-    (True, True): _Kind(grpc.stream_stream_rpc_method_handler, "stream_stream"),
-}
+def _with_behavior(handler: _Handler, behavior: Callable[..., Any]) -> _Handler:
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    return make(behavior, handler.request_deserializer, handler.response_serializer)

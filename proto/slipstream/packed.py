@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slipstream.checksums import Bytes
 
 ALIGNMENT = 64
-_SMALL_BYTES = 64 << 10
 FLOAT8 = torch.float8_e4m3fn
 
 
@@ -102,6 +103,24 @@ class PackedTensors:
     scales: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """What a block holds beside states: numpy arrays [T], or one number for all tokens.
+
+    Attributes:
+        token_ids, positions, segment_ids: whole numbers.
+        sampled_logprobs, sampled_logits: floats.
+        loss_mask: bool.
+    """
+
+    token_ids: NDArray[np.integer[Any]]
+    positions: NDArray[np.integer[Any]]
+    segment_ids: NDArray[np.integer[Any]] | int
+    sampled_logprobs: NDArray[np.float32]
+    sampled_logits: NDArray[np.float32]
+    loss_mask: NDArray[np.bool_]
+
+
 def tensors_in(block: torch.Tensor, layout: Layout) -> PackedTensors:
     """The tensors of a block as views of it.
 
@@ -113,8 +132,7 @@ def tensors_in(block: torch.Tensor, layout: Layout) -> PackedTensors:
     ids = block[: 12 * tokens].view(torch.int32).view(3, tokens).unbind()
     floats = block[12 * tokens : layout.mask_at].view(torch.float32).view(-1, tokens)
     logprobs, logits = floats[:2].unbind()
-    aux_bytes = tokens * layout.aux_layers * layout.hidden_size * layout.dtype.itemsize
-    final_bytes = tokens * layout.hidden_size * layout.dtype.itemsize
+    aux, final = states_in(block[: layout.nbytes], layout)
     return PackedTensors(
         token_ids=ids[0],
         positions=ids[1],
@@ -122,17 +140,20 @@ def tensors_in(block: torch.Tensor, layout: Layout) -> PackedTensors:
         sampled_logprobs=logprobs,
         sampled_logits=logits,
         loss_mask=block[layout.mask_at : layout.mask_at + tokens].view(torch.bool),
-        aux=block[layout.aux_at : layout.aux_at + aux_bytes].view(layout.dtype).view(tokens, -1),
-        final=block[layout.final_at : layout.final_at + final_bytes]
-        .view(layout.dtype)
-        .view(tokens, -1),
+        aux=aux,
+        final=final,
         scales=floats[2:],
     )
 
 
-def is_small(layout: Layout) -> bool:
-    """Whether a block is best written as one piece, by ``write_block``."""
-    return layout.nbytes <= _SMALL_BYTES
+def states_in(block: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """A block's auxiliary states [T, A * H] and final states [T, H] as views of it."""
+    values = block.view(layout.dtype)
+    tokens, hidden, itemsize = layout.tokens, layout.hidden_size, layout.dtype.itemsize
+    width, first = layout.aux_layers * hidden, values.storage_offset()
+    aux = values.as_strided((tokens, width), (width, 1), first + layout.aux_at // itemsize)
+    final = values.as_strided((tokens, hidden), (hidden, 1), first + layout.final_at // itemsize)
+    return aux, final
 
 
 def write_block(tensors: PackedTensors, layout: Layout, block: Bytes) -> None:
@@ -143,58 +164,44 @@ def write_block(tensors: PackedTensors, layout: Layout, block: Bytes) -> None:
         layout: of the block.
         block: uint8 [layout.nbytes].
     """
-    _write_head(tensors, layout, block)
-    for states, start, end in (
-        (tensors.aux, layout.aux_at, layout.final_at),
-        (tensors.final, layout.final_at, layout.nbytes),
-    ):
+    tokens = layout.tokens
+    if layout.scales:
+        floats = block[12 * tokens : layout.mask_at].view(np.float32).reshape(-1, tokens)
+        floats[2:] = tensors.scales.numpy()
+    numbers = Numbers(
+        token_ids=tensors.token_ids.numpy(),
+        positions=tensors.positions.numpy(),
+        segment_ids=tensors.segment_ids.numpy() if tensors.segment_ids.numel() else 0,
+        sampled_logprobs=tensors.sampled_logprobs.numpy(),
+        sampled_logits=tensors.sampled_logits.numpy(),
+        loss_mask=tensors.loss_mask.numpy(),
+    )
+    write_numbers(numbers, layout, block)
+    for states, start in ((tensors.aux, layout.aux_at), (tensors.final, layout.final_at)):
         data = states.view(torch.uint8).numpy()
-        at = start + data.size
-        block[start:at].reshape(data.shape)[:] = data
-        if at < end:
-            block[at:end] = 0
+        block[start : start + data.size].reshape(data.shape)[:] = data
 
 
-def pieces_of(tensors: PackedTensors, layout: Layout) -> list[Bytes]:
-    """The block in pieces that need only be put one behind the other.
+def write_numbers(numbers: Numbers, layout: Layout, block: Bytes) -> None:
+    """Write everything but the states and their scales, and zeros where nothing belongs.
 
-    States are not copied, but in a small block, which is one piece.
+    With numpy: on a short sequence a torch operation takes longer than what it does.
 
     Args:
-        tensors: on the CPU, of the layout's shapes and dtypes.
+        numbers: of the layout's shapes.
         layout: of the block.
+        block: uint8 [layout.nbytes].
     """
-    if is_small(layout):
-        block = np.empty(layout.nbytes, dtype=np.uint8)
-        write_block(tensors, layout, block)
-        return [block]
-    head = np.empty(layout.aux_at, dtype=np.uint8)
-    _write_head(tensors, layout, head)
-    pieces, at = [head], layout.aux_at
-    for states, end in ((tensors.aux, layout.final_at), (tensors.final, layout.nbytes)):
-        data = states.contiguous().view(torch.uint8).numpy().reshape(-1)
-        pieces.append(data)
-        at += len(data)
-        if at < end:
-            pieces.append(np.zeros(end - at, dtype=np.uint8))
-            at = end
-    return pieces
-
-
-def _write_head(tensors: PackedTensors, layout: Layout, head: Bytes) -> None:
-    """Everything up to the states."""
-    tokens = layout.tokens
-    ids = head[: 12 * tokens].view(np.int32).reshape(3, tokens)
-    ids[0], ids[1] = tensors.token_ids.numpy(), tensors.positions.numpy()
-    ids[2] = tensors.segment_ids.numpy() if tensors.segment_ids.numel() else 0
-    floats = head[12 * tokens : layout.mask_at].view(np.float32).reshape(-1, tokens)
-    floats[0], floats[1] = tensors.sampled_logprobs.numpy(), tensors.sampled_logits.numpy()
-    if layout.scales:
-        floats[2:] = tensors.scales.numpy()
-    mask_end = layout.mask_at + tokens
-    head[layout.mask_at : mask_end] = tensors.loss_mask.numpy()
-    if mask_end < layout.aux_at:
-        head[mask_end : layout.aux_at] = 0
+    tokens, mask_end = layout.tokens, layout.mask_at + layout.tokens
+    ids = block[: 12 * tokens].view(np.int32).reshape(3, tokens)
+    ids[0], ids[1], ids[2] = numbers.token_ids, numbers.positions, numbers.segment_ids
+    floats = block[12 * tokens : 20 * tokens].view(np.float32).reshape(2, tokens)
+    floats[0], floats[1] = numbers.sampled_logprobs, numbers.sampled_logits
+    block[layout.mask_at : mask_end] = numbers.loss_mask
+    block[mask_end : layout.aux_at] = 0
+    width = layout.hidden_size * layout.dtype.itemsize * tokens
+    block[layout.aux_at + layout.aux_layers * width : layout.final_at] = 0
+    block[layout.final_at + width :] = 0
 
 
 def _up(nbytes: int) -> int:

@@ -13,6 +13,10 @@ from slipstream.v1 import release_pb2
 
 METADATA_KEY = "slipstream-refusal-bin"
 
+_MOST_BYTES = 448
+"""Of one text on the wire. gRPC takes 8 KiB of trailers, the texts twice in them and escaped: a
+refusal that quoted a long name of the client's arrived as RESOURCE_EXHAUSTED without a word."""
+
 StatusCode = grpc.StatusCode
 """Re-exported for the rooms' cores, which name a code and know nothing else of gRPC."""
 
@@ -51,9 +55,19 @@ class RefusedError(Exception):
 
     def to_proto(self) -> release_pb2.Refusal:
         """The four texts as a message."""
+        short = self._short()
         return release_pb2.Refusal(
-            field=self.field, found=self.found, expected=self.expected, next_step=self.next_step
+            field=short.field, found=short.found, expected=short.expected, next_step=short.next_step
         )
+
+    def for_wire(self) -> str:
+        """The whole text, short enough for a status."""
+        return str(self._short())
+
+    def _short(self) -> RefusedError:
+        texts = (self.field, self.found, self.expected, self.next_step)
+        field, found, expected, next_step = map(_cut, texts)
+        return RefusedError(field, found, expected, next_step, self.code)
 
     @classmethod
     def from_proto(
@@ -65,6 +79,13 @@ class RefusedError(Exception):
         return cls(refusal.field, refusal.found, refusal.expected, refusal.next_step, code)
 
 
+def _cut(text: str) -> str:
+    data = text.encode(errors="replace")
+    if len(data) <= _MOST_BYTES:
+        return data.decode()
+    return data[: _MOST_BYTES - 32].decode(errors="ignore") + f"... ({len(text)} characters)"
+
+
 def trailing_metadata_of(error: RefusedError) -> tuple[tuple[str, bytes], ...]:
     """What a servicer passes to ``abort`` as trailing metadata."""
     return ((METADATA_KEY, error.to_proto().SerializeToString()),)
@@ -73,7 +94,7 @@ def trailing_metadata_of(error: RefusedError) -> tuple[tuple[str, bytes], ...]:
 def abort_with(error: RefusedError, context: grpc.ServicerContext) -> None:
     """End a synchronous server call with ``error``. Never returns (gRPC raises)."""
     context.set_trailing_metadata(trailing_metadata_of(error))
-    context.abort(error.code, str(error))
+    context.abort(error.code, error.for_wire())
 
 
 def refused_from(error: grpc.RpcError) -> RefusedError | None:

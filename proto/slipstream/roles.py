@@ -37,6 +37,8 @@ _TRAINER: Mapping[str, Role] = {
     "GetStatus": Role.OBSERVE,
     "WatchStatus": Role.OBSERVE,
     "ListVerdicts": Role.OBSERVE,
+    "GetHistory": Role.OBSERVE,
+    "WatchEvents": Role.OBSERVE,
     "PromoteRelease": Role.OPERATE,
     "RollBackRelease": Role.OPERATE,
     "PinRelease": Role.OPERATE,

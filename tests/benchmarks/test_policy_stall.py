@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.policy_stall.policy import Case, Policy
+from benchmarks.policy_stall.progress import Progress
 from benchmarks.policy_stall.report import table, targets
 from benchmarks.policy_stall.rounds import CHECKS, Rounds, Row, growth, measure
 
@@ -40,7 +41,7 @@ def rows_of(spoil: bool) -> list[Row]:
         warmup=1,
         steps=3,
         before_counting=lambda: None,
-        say=lambda _: None,
+        progress=Progress("small", 7, verbose=False),
     )
     assert len(resident) == 3
     return rows

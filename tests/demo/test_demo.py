@@ -7,6 +7,7 @@ whole way is walked: capture, ship, train, gate, stage, commit with the policy, 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def summary(draft_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
             sys.executable,
             *("-m", "examples.arithmetic_grpo.demo"),
             *("--steps", str(STEPS), "--prompts", str(PROMPTS), "--speed-rounds", "0"),
-            *("--draft", str(weak), "--out", str(folder / "run")),
+            *("--draft", str(weak), "--out", str(folder / "run"), "--watch"),
         ],
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
@@ -51,6 +52,7 @@ def summary(draft_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     # Status 1 is "a target was missed": seven steps are not meant to meet them.
     assert path.exists(), done.stdout[-2000:] + done.stderr[-4000:]
     assert (folder / "run" / "report.html").stat().st_size > 50_000
+    assert re.search(r"^metrics +http://127.0.0.1:\d+/metrics$", done.stdout, re.MULTILINE)
     return json.loads(path.read_text())
 
 

@@ -71,6 +71,8 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
         self._lock = threading.Lock()
         self._counters: dict[int, pb.AcceptanceCounters] = {}
         self._moved = threading.Condition(self._lock)
+        self.watched = threading.Event()
+        """Somebody was told the counters: what is drafted from now on is growth to them."""
         self._server = grpc.server(ThreadPoolExecutor(8), options=SERVER_OPTIONS)
         pb_grpc.add_RolloutServerServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
@@ -233,7 +235,8 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
                     self._moved.wait(0.2)
                     continue
                 said = drafts
-                report = pb.AcceptanceReport(counters=self._counters.values())
+                self.watched.set()
+                report = pb.AcceptanceReport(state=self.state, counters=self._counters.values())
             yield report
 
     def _note(self, name: str, ids: list[str]) -> None:

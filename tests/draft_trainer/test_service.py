@@ -208,7 +208,7 @@ def test_health_reflection_and_metrics(tmp_path: Path) -> None:
 
 
 def _scrape(server: TrainerServer) -> str:
-    with urllib.request.urlopen(server._metrics.url, timeout=10) as answer:
+    with urllib.request.urlopen(f"{server._web.url}/metrics", timeout=10) as answer:
         return str(answer.read().decode())
 
 
@@ -228,7 +228,8 @@ def test_streams_and_watchers_are_bounded(tmp_path: Path) -> None:
         for watch in watches:
             next(watch)
         error = refusal(lambda: next(client.stub.WatchStatus(pb.WatchStatusRequest(), timeout=60)))
-        assert error.field == "WatchStatus"
+        assert error.field == "server.max_calls"
+        assert error.found == "16 calls of WatchStatus in progress"
         # Unary calls still have threads.
         assert client.status().idle
         for watch in watches:

@@ -64,6 +64,7 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
     ack: bool = True
     refuse: Callable[[pb.VerifierStates], RefusedError | None] = lambda _: None
     refuse_run: RefusedError | None = None
+    refuse_announcements: list[RefusedError] = field(default_factory=list)
     hang: set[str] = field(default_factory=set)
     rollout_servers: tuple[str, ...] = ()
     staging: list[pb.ServerOutcome] = field(default_factory=list)
@@ -117,6 +118,8 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
 
     def AnnouncePolicy(self, requests, context):  # type: ignore[no-untyped-def]
         self._maybe_hang("AnnouncePolicy")
+        if self.refuse_announcements:
+            abort_with(self.refuse_announcements.pop(), context)
         header = next(requests).header
         held = {
             spec.sha256: tensors[spec.name]
@@ -146,6 +149,7 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
 
     def StreamStates(self, requests, context):  # type: ignore[no-untyped-def]
         assert next(requests).WhichOneof("kind") == "header"
+        self._maybe_hang("StreamStates")
         left = self.credit
         yield pb.StreamStatesResponse(credit=pb.Credit(bytes=left))
         for request in requests:

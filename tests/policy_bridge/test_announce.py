@@ -9,6 +9,8 @@ import torch
 
 from policy_bridge import announce, pacing
 from policy_bridge.pacing import BLOCK_BYTES, Pace
+from policy_bridge.session import Session
+from slipstream.channel import open_channel
 from slipstream.framing import frame_chunk
 from slipstream.tensors import bytes_of, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -45,6 +47,31 @@ def test_pauses_are_in_proportion_to_the_work_and_bounded(monkeypatch: pytest.Mo
     pace.rest()
     Pace(BLOCK_BYTES, most_seconds=10.0).rest()
     assert slept == pytest.approx([0.049, 0.5, 0.0])
+
+
+def test_pauses_are_bounded_by_the_time_between_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the one after the next finds this version known: nothing is shed for want of it."""
+    bounds: list[float] = []
+
+    class Noted(Pace):
+        def __init__(self, nbytes: int, most_seconds: float) -> None:
+            bounds.append(most_seconds)
+            super().__init__(nbytes, most_seconds)
+
+    clock = iter([100.0, 100.4])
+    monkeypatch.setattr(announce, "Pace", Noted)
+    monkeypatch.setattr(announce.time, "monotonic", lambda: next(clock))
+    session = Session("s", (1,), torch.arange(4), 16, None, ())
+    tensors = {"lm_head.weight": torch.ones(4, 4), "embed_tokens.weight": torch.ones(4, 4)}
+    with open_channel("127.0.0.1:1") as channel:
+        announcer = announce.Announcer(channel)
+        announcer.open_session(session, forget=False)
+        monkeypatch.setattr(announcer, "_call", lambda requests, timeout: list(requests))
+        for version in (1, 2):
+            announcer.offer(announce.PolicySnapshot(version, tensors))
+            announcer.announce(version, 60.0)
+    # Hashing and sending: a second each at first, then an eighth of the interval.
+    assert bounds == pytest.approx([1.0, 1.0, 0.05, 0.05])
 
 
 def test_a_version_of_many_blocks_arrives(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,23 +12,12 @@ from policy_bridge.outbox import Outbox
 from policy_bridge.pool import HostPool
 from policy_bridge.sample import Sample
 from policy_bridge.stats import BridgeStats, Counters
+from slipstream.packed import Layout
 
 
-def sample(name: str, version: int, tokens: int = 8) -> Sample:
-    """17 bytes of numbers and 8 of states per token: 200 bytes at 8 tokens."""
-    return Sample(
-        sample_id=name,
-        policy_version=version,
-        temperature=1.0,
-        aux_layers=(1,),
-        token_ids=torch.zeros(tokens, dtype=torch.int32),
-        positions=torch.zeros(tokens, dtype=torch.int32),
-        loss_mask=torch.zeros(tokens, dtype=torch.bool),
-        aux_hidden_states=torch.zeros(tokens, 1),
-        final_hidden_state=torch.zeros(tokens, 1),
-        sampled_logprobs=torch.zeros(tokens),
-        sampled_logits=torch.zeros(tokens),
-    )
+def sample(name: str, version: int, nbytes: int = 200) -> Sample:
+    """One whose block is of so many bytes."""
+    return lent(name, version, torch.zeros(nbytes, dtype=torch.uint8))
 
 
 class Counted(Sample):
@@ -36,7 +26,7 @@ class Counted(Sample):
     reads = 0
 
     @classmethod
-    def of(cls, name: str, version: int) -> Counted:
+    def of_200(cls, name: str, version: int) -> Counted:
         return cls(**vars(sample(name, version)))
 
     @property
@@ -45,11 +35,22 @@ class Counted(Sample):
         return 200
 
 
-def lent(name: str, version: int, loan: torch.Tensor | None) -> Sample:
-    """One whose states lie in a loan of 300 bytes."""
-    assert loan is not None
-    values = vars(sample(name, version, tokens=0))
-    return Sample(**{**values, "aux_hidden_states": loan[:, None]})
+@dataclass(frozen=True)
+class Bytes(Layout):
+    """The layout of a block of which nothing matters but its size."""
+
+    size: int = 0
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return self.size
+
+
+def lent(name: str, version: int, block: torch.Tensor | None) -> Sample:
+    """One whose block is this memory."""
+    assert block is not None
+    layout = Bytes(1, 1, 1, torch.float32, size=block.nbytes)
+    return Sample(name, version, 1.0, (1,), layout, block)
 
 
 def stats(counters: Counters) -> BridgeStats:
@@ -69,7 +70,7 @@ def test_it_never_holds_more_than_its_bound(counters: Counters) -> None:
     assert (taken, outbox.nbytes, len(outbox)) == (5, 1000, 5)
     assert stats(counters).shed == {"outbox_full": 5}
     assert stats(counters).shed_bytes == 1000
-    assert not outbox.offer(sample("big", 9, tokens=41), 1.0)
+    assert not outbox.offer(sample("big", 9, nbytes=1025), 1.0)
     assert stats(counters).shed == {"outbox_full": 5, "too_large": 1}
     assert outbox.nbytes == 1000
 
@@ -79,7 +80,7 @@ def test_older_policies_make_room_and_newer_ones_do_not(counters: Counters) -> N
     for name, version in (("a", 1), ("b", 2), ("c", 1), ("d", 2), ("e", 3)):
         assert outbox.offer(sample(name, version), 1.0)
     assert outbox.offer(sample("f", 3), 1.0)  # a goes
-    assert outbox.offer(sample("g", 3, tokens=16), 1.0)  # c and b go
+    assert outbox.offer(sample("g", 3, nbytes=400), 1.0)  # c and b go
     assert not outbox.offer(sample("h", 2), 1.0)  # nothing is older
     assert stats(counters).shed == {"superseded": 3, "outbox_full": 1}
     order = []
@@ -128,9 +129,9 @@ def test_offering_looks_at_no_other_sample(counters: Counters) -> None:
     for held in (10, 4000):
         outbox = Outbox(held * 200, counters)
         for number in range(held):
-            assert outbox.offer(Counted.of(f"s{number}", 1 + number % 2), 1.0, number % 16)
+            assert outbox.offer(Counted.of_200(f"s{number}", 1 + number % 2), 1.0, number % 16)
         Counted.reads = 0
-        assert outbox.offer(Counted.of("new", 3), 1.0)
+        assert outbox.offer(Counted.of_200("new", 3), 1.0)
         reads.append(Counted.reads)
     assert reads[0] == reads[1] < 10
 
@@ -163,7 +164,7 @@ def test_a_sample_too_large_for_what_is_older_displaces_nothing(counters: Counte
     outbox = Outbox(1000, counters)
     for name, version in (("a", 1), ("b", 2), ("c", 2), ("d", 2), ("e", 2)):
         assert outbox.offer(sample(name, version), 1.0)
-    assert not outbox.offer(sample("f", 2, tokens=16), 1.0)
+    assert not outbox.offer(sample("f", 2, nbytes=400), 1.0)
     assert len(outbox) == 5
     assert stats(counters).shed == {"outbox_full": 1}
 

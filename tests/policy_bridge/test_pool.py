@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from policy_bridge.pool import ALIGNMENT, HostPool, carve, carved_bytes
+from policy_bridge.pool import ALIGNMENT, HostPool
 
 
 def test_a_loan_ends_with_the_last_view_of_it() -> None:
@@ -54,18 +54,3 @@ def test_loans_never_overlap_and_what_is_held_is_what_is_lent() -> None:
         assert pool.held == rounded <= pool.capacity
     held.clear()
     assert pool.held == 0 and pool.take(1 << 16) is not None
-
-
-def test_pieces_of_a_loan_are_aligned_and_do_not_overlap() -> None:
-    pieces = (
-        (torch.bfloat16, (3, 5)),
-        (torch.int32, (3,)),
-        (torch.bool, (3,)),
-    )
-    loan = torch.zeros(carved_bytes(pieces), dtype=torch.uint8)
-    states, ids, mask = carve(loan, pieces)
-    states.fill_(1.0)
-    ids.fill_(7)
-    mask.fill_(True)
-    assert carved_bytes(pieces) == 32 + 12 + 3
-    assert states.eq(1).all() and ids.eq(7).all() and mask.all()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 
 from policy_bridge.null import NullCapture
+from slipstream.refusal import RefusedError, StatusCode
 
 from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, BlackHole, FakeTrainer
-
-# One sample of batch((10,)): 10 tokens of 4 states of 32 float32, and 17 bytes each.
-SAMPLE_BYTES = 10 * (4 * 32 * 4 + 17)
 
 
 def test_a_lost_ack_and_a_restart_send_the_same_ids_again(
@@ -61,6 +59,22 @@ def test_a_trainer_that_lost_everything_is_told_again(
     assert bridge.stats().shed == {}
 
 
+def test_a_trainer_with_too_much_to_do_is_asked_again(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    busy = RefusedError("server.max_calls", 4, 4, "wait", StatusCode.RESOURCE_EXHAUSTED)
+    trainer.refuse_announcements = [busy, busy, busy]
+    model = make_model()
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, batch((10,) * 3))
+        assert bridge.flush(DEADLINE)
+    assert (bridge.stats().accepted, bridge.stats().shed) == (3, {})
+    assert trainer.refuse_announcements == []
+
+
 def test_a_stream_without_news_is_opened_again(trainer: FakeTrainer, connect: Connect) -> None:
     model = make_model()
     trainer.ack = False
@@ -74,6 +88,25 @@ def test_a_stream_without_news_is_opened_again(trainer: FakeTrainer, connect: Co
         assert bridge.flush(DEADLINE)
         assert len(set(trainer.received)) == 1
         assert "does not answer" in bridge.stats().last_error
+
+
+def test_a_stream_whose_first_credit_never_comes_is_opened_again(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model = make_model()
+    trainer.hang.add("StreamStates")
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, stall_seconds=0.3)
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, batch((10, 10)))
+        trainer.wait_for(lambda: trainer.events.count(("StreamStates", -1)) == 2)
+        assert "does not answer" in bridge.stats().last_error
+        trainer.hang.clear()
+        trainer.release.set()
+        assert bridge.flush(DEADLINE)
+        assert bridge.stats().shed == {}
+        assert len(trainer.samples) == 2
 
 
 def test_another_draft_after_a_restart_sheds_what_no_longer_fits(

@@ -80,7 +80,7 @@ def test_the_order_of_the_choice_is_the_order_of_shedding() -> None:
 
     def offer(sample: Sample, priority: int) -> bool:
         rows = data["input_ids"].tolist()
-        priorities.append((rows.index(sample.token_ids.tolist()), priority))
+        priorities.append((rows.index(sample.tensors.token_ids.tolist()), priority))
         return True
 
     with torch.no_grad(), windows.open(offer=offer) as capture:

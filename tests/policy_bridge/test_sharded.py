@@ -126,4 +126,4 @@ def test_logits_that_the_loop_scaled_in_place_are_not_shipped(given: bool) -> No
                 capture.ship(**data)
     assert len(windows.samples) == (2 if given else 0)
     if given:
-        assert torch.equal(windows.of_row(data, 0).sampled_logits[1:], own[0, 1:9])
+        assert torch.equal(windows.of_row(data, 0).tensors.sampled_logits[1:], own[0, 1:9])

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from policy_bridge import PolicyBridge
+from slipstream.packed import layout_of
 from slipstream.refusal import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
 
-# One sample of batch((10,)): 10 tokens of 4 states of 32 float32, and 17 bytes each.
-SAMPLE_BYTES = 10 * (4 * 32 * 4 + 17)
+# One sample of batch((10,)): 10 tokens of 4 states of 32 float32.
+SAMPLE_BYTES = layout_of(10, 3, 32, torch.float32).nbytes
 
 
 def accounted(bridge: PolicyBridge) -> int:

@@ -69,7 +69,7 @@ class Windows:
         """The sample of a row of a batch, by its tokens."""
         kept = data["attention_mask"][row].bool()
         ids = data["input_ids"][row][kept].tolist()
-        (found,) = [s for s in self.samples if s.token_ids.tolist() == ids]
+        (found,) = [s for s in self.samples if s.tensors.token_ids.tolist() == ids]
         return found
 
 

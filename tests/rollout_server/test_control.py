@@ -22,9 +22,14 @@ from slipstream.refusal import RefusedError
 class FakeEngine:
     def __init__(self) -> None:
         self.live = {DRAFT: "draft-0", POLICY: "policy-0"}
+        self.prepared: list[tuple[str, str]] = []
         self.failure: Exception | None = None
         self.damage = ""
         self.gate: asyncio.Event | None = None
+
+    async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
+        self.prepared.append((source.directory, "" if keep is None else keep.directory))
+        return ""
 
     async def apply(self, changes: Sequence[Change]) -> Applied:
         if self.gate is not None:
@@ -164,6 +169,23 @@ def test_roll_back_restores_the_previous_draft_once(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_a_draft_is_prepared_and_what_it_replaced_stays_ready(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        plane = Plane(tmp_path)
+        for version in (1, 2):
+            await plane.control.prepare(weights(DRAFT, version))
+            await plane.control.commit([plane.stage(DRAFT, version)])
+        await plane.control.prepare(weights(POLICY, 5))
+        await plane.control.prepare(weights(DRAFT, 3))
+        assert plane.engine.prepared == [
+            ("draft-1", ""),
+            ("draft-2", "draft-0"),
+            ("draft-3", "draft-1"),
+        ]
+
+    run(scenario())
+
+
 def test_bad_commits_are_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         plane = Plane(tmp_path)
@@ -195,3 +217,19 @@ def test_stages_are_bounded_and_ids_mean_one_content(tmp_path: Path) -> None:
         assert refusal.value.code == grpc.StatusCode.RESOURCE_EXHAUSTED
 
     run(scenario())
+
+
+def test_a_moment_without_speculation_ends_as_was_asked_for_last(tmp_path: Path) -> None:
+    plane = Plane(tmp_path / "store")
+
+    async def turn() -> list[bool]:
+        seen = []
+        async with plane.control.without_speculation():
+            seen.append(plane.control.speculation_enabled)
+        seen.append(plane.control.speculation_enabled)
+        async with plane.control.without_speculation():
+            # Somebody asks for no drafts meanwhile.
+            await plane.control.set_speculation(False)
+        return [*seen, plane.control.speculation_enabled]
+
+    assert asyncio.run(turn()) == [False, True, False]

@@ -8,17 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from transformers import AutoModelForCausalLM
 
 from slipstream.channel import open_channel
 from slipstream.tensors import digest, spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.checkpoints import load, perturbed
-from tests.rollout_server.live import Completion, Live, RefusedError, prompts, refused
+from tests.rollout_server.live import Completion, Live, RefusedError, prompts, refused, until
 
 pytestmark = pytest.mark.vllm
 _VERSIONS = itertools.count(100)
@@ -243,18 +245,19 @@ def test_a_commit_that_fails_half_way_is_undone(
     draft: dict[str, torch.Tensor],
     plain: list[Completion],
 ) -> None:
-    """The policy loads, the draft's last tensor is gone: both must be as before."""
-    live.stage("policy", "good-policy", 41, perturbed(policy, scale=0.2, seed=8))
+    """The draft is exchanged, a tensor of the policy is gone: both must be as before."""
     release = perturbed(draft, scale=0.2, seed=next(_VERSIONS))
-    live.stage("draft", "torn", 42, release)
-    gone = digest(release["midlayer.self_attn.v_proj.weight"]).hex()
+    live.stage("draft", "good-draft", 42, release)
+    pushed = perturbed(policy, scale=0.2, seed=8)
+    live.stage("policy", "torn", 41, pushed)
+    gone = digest(pushed["model.layers.3.self_attn.v_proj.weight"]).hex()
     roots = (Path("/dev/shm"), Path(tempfile.gettempdir()))
     files = [path for root in roots for path in root.glob(f"slipstream-rollout-*/{gone}.*")]
     assert len(files) == 1
     files[0].unlink()
     state = live.state()
     with pytest.raises(RefusedError) as refusal:
-        live.commit("good-policy", "torn")
+        live.commit("good-draft", "torn")
     assert refusal.value.code == grpc.StatusCode.ABORTED
     after = live.state()
     assert (after.draft_version, after.policy_commits) == (
@@ -289,3 +292,38 @@ def test_health_and_reflection(server) -> None:  # type: ignore[no-untyped-def]
         )
         names = {service.name for service in listed.list_services_response.service}
         assert "slipstream.v1.RolloutServer" in names
+
+
+def test_steps_are_timed_and_break_even_is_known_once_both_kinds_were_taken(live: Live) -> None:
+    live.generate(prompts(64))
+    live.speculate(False)
+    live.generate(prompts(64))
+    live.speculate(True)
+    live.generate(prompts(64))
+    name = "slipstream_rollout_break_even_acceptance_length"
+    until(lambda: f"\n{name} " in httpx.get(f"{live.http}/metrics", timeout=30).text)
+    assert live.metric(name) > 0
+    asked = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    answer = httpx.get(f"{live.http}/metrics", headers=asked, timeout=30)
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    samples = [s for family in parse_openmetrics(answer.text) for s in family.samples]
+    steps = {
+        (s.labels["kind"], s.labels["requests"]): s.value
+        for s in samples
+        if s.name == "slipstream_rollout_engine_steps_total"
+    }
+    # 64 requests of 40 tokens, 32 at a time: more than 39 decode steps of either kind.
+    assert sum(n for (kind, _), n in steps.items() if kind == "plain") >= 39
+    assert sum(n for (kind, _), n in steps.items() if kind == "speculative") >= 2 * 39 / 4
+    assert max(int(requests) for _, requests in steps) <= 128, "--max-num-seqs"
+    busy = {s.value for s in samples if s.name == "slipstream_rollout_engine_step_seconds_total"}
+    assert len(busy) == len(steps) and min(busy) > 0
+    # The same truth as vLLM's own.
+    totals = {s.name: s.value for s in samples}
+    ours = "slipstream_rollout_all_{}_total"
+    assert totals[ours.format("generated_tokens")] == totals["vllm:generation_tokens_total"]
+    assert totals[ours.format("drafts")] == totals["vllm:spec_decode_num_drafts_total"]
+    assert (
+        totals[ours.format("accepted_tokens")]
+        == totals["vllm:spec_decode_num_accepted_tokens_total"]
+    )

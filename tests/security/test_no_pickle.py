@@ -59,7 +59,8 @@ def found_in(tree: ast.AST) -> set[str]:
             found |= {name} & CALLS
             if last.endswith(("_object", "_object_list")) or (carriers and "." in name):
                 found |= {last} & CARRIERS
-            if any(k.arg == "shell" and not _is_false(k.value) for k in node.keywords):
+            shelled = any(k.arg == "shell" and not _is_false(k.value) for k in node.keywords)
+            if shelled and name.startswith("subprocess."):
                 found.add("shell=True")
             if any(k.arg == "trust_remote_code" and not _is_false(k.value) for k in node.keywords):
                 found.add("trust_remote_code")

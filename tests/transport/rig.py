@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from policy_bridge.sample import Sample
 from policy_bridge.shipper import Shipper
 from policy_bridge.stats import BridgeStats, Counters
 from slipstream.channel import open_channel
+from slipstream.packed import PackedTensors
 from tests.draft_trainer.rig import DEADLINE, LAYERS, SPEC
 from tests.draft_trainer.synthetic import VOCAB, Policy
 
@@ -27,21 +28,32 @@ RUN = "run"
 def samples(count: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> list[Sample]:
     """Rollouts of the synthetic policy, as the bridge holds them; each of 16 tokens or so."""
     return [
-        Sample(
-            sample_id=sample.sample_id,
-            policy_version=1,
-            temperature=sample.temperature,
-            aux_layers=LAYERS,
-            token_ids=sample.token_ids.int(),
-            positions=sample.positions.int(),
-            loss_mask=sample.loss_mask,
-            aux_hidden_states=sample.aux.to(dtype),
-            final_hidden_state=sample.final_hidden.to(dtype),
-            sampled_logprobs=sample.sampled_logprobs,
-            sampled_logits=sample.sampled_logits,
+        Sample.of(
+            sample.sample_id,
+            1,
+            sample.temperature,
+            LAYERS,
+            PackedTensors(
+                token_ids=sample.token_ids.int(),
+                positions=sample.positions.int(),
+                segment_ids=torch.empty(0, dtype=torch.int32),
+                sampled_logprobs=sample.sampled_logprobs,
+                sampled_logits=sample.sampled_logits,
+                loss_mask=sample.loss_mask,
+                aux=sample.aux.to(dtype),
+                final=sample.final_hidden.to(dtype),
+                scales=torch.empty(0),
+            ),
         )
         for sample in Policy().samples(count, seed)
     ]
+
+
+def with_tensors(sample: Sample, **changes: torch.Tensor) -> Sample:
+    """The sample with other tensors, by their names in ``PackedTensors``."""
+    tensors = replace(sample.tensors, **changes)  # type: ignore[arg-type]
+    facts = (sample.sample_id, sample.policy_version, sample.temperature, sample.aux_layers)
+    return Sample.of(*facts, tensors)
 
 
 @dataclass
@@ -101,14 +113,15 @@ def kept(server: TrainerServer) -> dict[str, Kept]:
 
 def assert_same(kept_sample: Kept, sent: Sample) -> None:
     """Every tensor has the bits that were sent."""
+    tensors = sent.tensors
     pairs = {
-        "token_ids": sent.token_ids,
-        "positions": sent.positions,
-        "loss_mask": sent.loss_mask,
-        "aux": sent.aux_hidden_states,
-        "final_hidden": sent.final_hidden_state,
-        "sampled_logprobs": sent.sampled_logprobs,
-        "sampled_logits": sent.sampled_logits,
+        "token_ids": tensors.token_ids,
+        "positions": tensors.positions,
+        "loss_mask": tensors.loss_mask,
+        "aux": tensors.aux,
+        "final_hidden": tensors.final,
+        "sampled_logprobs": tensors.sampled_logprobs,
+        "sampled_logits": tensors.sampled_logits,
     }
     for name, tensor in pairs.items():
         own = getattr(kept_sample, name)

@@ -13,7 +13,9 @@ import pytest
 import torch
 from google.protobuf.message import DecodeError
 
+from draft_trainer.feed.receive import _cut
 from policy_bridge.ring_space import RingSpace
+from slipstream import framing
 from slipstream.checksums import (
     BLOCK_BYTES,
     CRC32,
@@ -23,8 +25,8 @@ from slipstream.checksums import (
     checksum_of,
 )
 from slipstream.fp8 import quantize, through_float8
-from slipstream.framing import frame, unframe
-from slipstream.packed import PackedTensors, layout_of, pieces_of, tensors_in
+from slipstream.framing import frame, frames, unframe
+from slipstream.packed import PackedTensors, layout_of, tensors_in, write_block
 from slipstream.refusal import RefusedError
 from slipstream.ring import HEADER_BYTES, RingFile, remove_stale
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -159,14 +161,19 @@ def test_a_block_has_every_tensor_where_it_belongs(dtype: torch.dtype, tokens: i
         final=torch.randn(tokens, 20, generator=generator).to(dtype),
         scales=torch.empty(0),
     )
-    pieces = pieces_of(given, layout)
-    block = torch.from_numpy(np.concatenate(pieces))
-    assert len(block) == layout.nbytes and layout.nbytes % 64 == 0
+    block = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
+    write_block(given, layout, block.numpy())
+    assert layout.nbytes % 64 == 0
     assert layout.aux_at % 64 == layout.final_at % 64 == 0
     back = tensors_in(block, layout)
     for name in vars(given):
         assert torch.equal(getattr(back, name).flatten(), getattr(given, name).flatten()), name
     assert torch.equal(back.aux, given.aux) and torch.equal(back.final, given.final)
+    padding = torch.ones_like(block, dtype=torch.bool)
+    width = tokens * 20 * dtype.itemsize
+    for at, size in ((0, 21 * tokens), (layout.aux_at, 3 * width), (layout.final_at, width)):
+        padding[at : at + size] = False
+    assert not block[padding].any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -255,6 +262,32 @@ def test_a_frame_is_what_protobuf_would_write(size: int) -> None:
         framed = unframe(given)
         assert framed.request == requests()
         assert (framed.payload.tobytes(), framed.nbytes) == (payload.tobytes(), len(given))
+
+
+@pytest.mark.parametrize("size", [0, 256, 257, 1000])
+def test_a_long_payload_goes_ahead_in_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(framing, "PIECE_BYTES", 256)
+    payload = np.arange(size, dtype=np.uint64).astype(np.uint8)
+    *ahead, last = [unframe(data) for data in frames(requests(), [payload])]
+    assert len(ahead) == max(0, round(size / 256) - 1)
+    assert all(len(framed.payload) % 64 == 0 for framed in ahead)
+    assert all(framed.request == pb.StreamStatesRequest() for framed in ahead)
+    whole = last.behind(ahead)
+    assert whole.request == requests()
+    assert np.concatenate([*whole.ahead, whole.payload]).tobytes() == payload.tobytes()
+    assert whole.nbytes == sum(framed.nbytes for framed in (*ahead, last))
+
+
+@pytest.mark.parametrize(("length", "whole"), [(128, True), (100, False)])
+def test_a_span_over_pieces_is_cut_out_of_them(length: int, whole: bool) -> None:
+    """Pieces that are not of whole floats, as another client may cut them, are put together."""
+    data = np.arange(1000, dtype=np.uint64).astype(np.uint8)
+    pieces = [data[start : start + length] for start in range(0, 1000, length)]
+    for start, end in ((0, 64), (64, 1000), (0, 1000), (128, 128)):
+        found = _cut(pieces, start, end)
+        assert b"".join(part.tobytes() for part in found) == data[start:end].tobytes()
+        assert all(len(part) % 64 == 0 for part in found[:-1])
+    assert (len(_cut(pieces, 0, 1000)) > 1) == whole
 
 
 @pytest.mark.parametrize("keep", [1, 3, 100, -1])

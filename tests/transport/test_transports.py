@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,13 @@ import torch
 
 from draft_trainer.sidecar.server import TrainerServer
 from policy_bridge.placement import Placement
+from slipstream import framing
 from slipstream.fp8 import through_float8
 from slipstream.ring import RingFile
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import Client, make_config, running
 
-from .rig import assert_same, kept, samples, sending
+from .rig import assert_same, kept, samples, sending, with_tensors
 
 RING = 1 << 16
 
@@ -82,15 +82,17 @@ def test_a_sample_larger_than_the_ring_goes_by_grpc(trainer: Trainer, memory: Pa
     server, _ = trainer
     (long,) = samples(1)
     times = 40
-    long = replace(
+    short_one = long.tensors
+    long = with_tensors(
         long,
-        token_ids=long.token_ids.repeat(times),
-        positions=torch.arange(times * len(long.positions), dtype=torch.int32),
-        loss_mask=long.loss_mask.repeat(times),
-        aux_hidden_states=long.aux_hidden_states.repeat(times, 1),
-        final_hidden_state=long.final_hidden_state.repeat(times, 1),
-        sampled_logprobs=long.sampled_logprobs.repeat(times),
-        sampled_logits=long.sampled_logits.repeat(times),
+        token_ids=short_one.token_ids.repeat(times),
+        positions=torch.arange(times * len(short_one.positions), dtype=torch.int32),
+        segment_ids=short_one.segment_ids.repeat(times),
+        loss_mask=short_one.loss_mask.repeat(times),
+        aux=short_one.aux.repeat(times, 1),
+        final=short_one.final.repeat(times, 1),
+        sampled_logprobs=short_one.sampled_logprobs.repeat(times),
+        sampled_logits=short_one.sampled_logits.repeat(times),
     )
     assert long.layout.nbytes > RING
     short = samples(3, seed=5)
@@ -196,6 +198,24 @@ def test_a_corrupted_byte_is_refused_and_the_stream_goes_on(
     assert client.status().samples_refused == 1
 
 
+def test_a_block_in_pieces_is_one_again(
+    trainer: Trainer, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = trainer
+    sent = samples(12, seed=8)
+    sent[7].tensors.final[3, 2] = float("nan")
+    monkeypatch.setattr(framing, "PIECE_BYTES", 192)
+    with sending(server.address, transport="grpc", shared_memory=str(memory)) as sender:
+        sender.send(*sent)
+        sender.flush()
+        stats = sender.stats()
+    assert (stats.accepted, stats.connects) == (11, 1)
+    assert dict(stats.refused_by_field) == {"final_hidden_state": 1}
+    found = kept(server)
+    for sample in sent[:7] + sent[8:]:
+        assert_same(found[sample.sample_id], sample)
+
+
 @pytest.mark.parametrize("transport", ["shared_memory", "grpc"])
 def test_states_that_are_not_finite_are_refused_by_field(
     trainer: Trainer, memory: Path, transport: str
@@ -203,9 +223,9 @@ def test_states_that_are_not_finite_are_refused_by_field(
     server, _ = trainer
     sent = samples(6, seed=4)
     for sample, value in zip(sent, (float("nan"), float("inf"), -float("inf")), strict=False):
-        sample.final_hidden_state[3, 2] = value
-    sent[3].aux_hidden_states[0, 0] = -float("nan")
-    sent[4].sampled_logits[1] = float("nan")
+        sample.tensors.final[3, 2] = value
+    sent[3].tensors.aux[0, 0] = -float("nan")
+    sent[4].tensors.sampled_logits[1] = float("nan")
     with sending(server.address, transport=transport, shared_memory=str(memory)) as sender:
         sender.send(*sent)
         sender.flush()
@@ -230,11 +250,11 @@ def test_float8_states_arrive_as_bfloat16(trainer: Trainer, memory: Path, transp
     assert (stats.accepted, stats.transport) == (10, transport)
     found = kept(server)
     for sample in sent:
-        hidden = sample.final_hidden_state.shape[1]
-        decoded = replace(
+        tensors, hidden = sample.tensors, sample.layout.hidden_size
+        decoded = with_tensors(
             sample,
-            aux_hidden_states=through_float8(sample.aux_hidden_states, hidden),
-            final_hidden_state=through_float8(sample.final_hidden_state, hidden),
+            aux=through_float8(tensors.aux, hidden),
+            final=through_float8(tensors.final, hidden),
         )
         assert_same(found[sample.sample_id], decoded)
     assert sum(s.in_float8().layout.nbytes for s in sent) < sum(s.layout.nbytes for s in sent)

@@ -1,0 +1,1 @@
+"""What the rollout server's metrics cost it in throughput."""

@@ -1,0 +1,158 @@
+"""``python -m benchmarks.metrics_overhead``: one real rollout server, measuring and not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from benchmarks.draft_training.report import Target, machine, target_table
+from benchmarks.hot_swap.load import complete_all
+from benchmarks.hot_swap.servers import MODEL
+from benchmarks.metrics_overhead.figures import ARMS, OFF, ON, Round, figures, table
+from benchmarks.metrics_overhead.server import ROUTE
+from examples.arithmetic_grpo.processes import Service, Services, free_port
+from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "arithmetic_grpo"
+READY_SECONDS = 400.0
+SCRAPE_SECONDS = 1.0
+
+
+class Measured:
+    """The server.
+
+    Args:
+        log: its output.
+    """
+
+    def __init__(self, log: Path) -> None:
+        port, control = free_port(), free_port()
+        argv = [
+            *(sys.executable, "-m", "benchmarks.metrics_overhead.server", "serve"),
+            *(str(EXAMPLE / "policy"), "--draft", str(EXAMPLE / "draft"), "--draft-length", "3"),
+            *("--host", "127.0.0.1", "--port", str(port), "--control-port", str(control)),
+            *("--served-model-name", MODEL, "--generation-config", "vllm", "--enforce-eager"),
+            *("--max-model-len", "256", "--max-num-seqs", "64", "--dtype", "float32"),
+        ]
+        paths = [str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")]
+        env = {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        }
+        self.http = f"http://127.0.0.1:{port}"
+        self.service = Service("rollout-server", argv, log, f"127.0.0.1:{control}", env)
+
+    def measure(self, on: bool) -> None:
+        """Turn measuring off or on; it is when this returns."""
+        answer = httpx.post(f"{self.http}{ROUTE}", params={"on": int(on)}, timeout=30)
+        answer.raise_for_status()
+
+    @contextmanager
+    def scraped(self, wanted: bool) -> Iterator[None]:
+        """A Prometheus in small, if wanted: the first scrape at once."""
+        over = threading.Event()
+
+        def scrape() -> None:
+            with httpx.Client(base_url=self.http, timeout=30) as client:
+                while not over.is_set():
+                    client.get("/metrics").raise_for_status()
+                    over.wait(SCRAPE_SECONDS)
+
+        thread = threading.Thread(target=scrape, daemon=True)
+        if wanted:
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            if wanted:
+                thread.join(30)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it; the exit status is 0 only if the target was met."""
+    options = _parse(argv)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        rounds = _measure(options, folder)
+    found = figures(rounds)
+    print(table(found))
+    print("\n" + target_table([Target(**target) for target in found["targets"]]))
+    if options.json is not None:
+        settings = {name: value for name, value in vars(options).items() if name != "json"}
+        everything = {"machine": machine(), "settings": settings} | found | {"each_round": rounds}
+        options.json.write_text(json.dumps(everything, indent=1, default=str) + "\n")
+    return 0 if all(target["ok"] for target in found["targets"]) else 1
+
+
+def _measure(options: argparse.Namespace, folder: Path) -> list[Round]:
+    prompts = [prompt_ids(problem) for problem in held_out_problems(options.requests)]
+    _say("starting a rollout server")
+    server = Measured(folder / "rollout-server.log")
+    with Services(server.service):
+        server.service.wait_ready(READY_SECONDS)
+        for _ in range(options.warmup):
+            complete_all(server.http, prompts, options.in_flight)
+        rounds = []
+        for number in range(options.rounds):
+            rounds.append(_round(server, prompts, options.in_flight, number))
+            _say(f"round {number + 1}: " + ", ".join(f"{rate:.0f}" for rate in rounds[-1].values()))
+        return rounds
+
+
+def _round(
+    server: Measured, prompts: Sequence[Sequence[int]], in_flight: int, number: int
+) -> Round:
+    """The same greedy requests in each arm; whose turn comes first changes from round to round."""
+    rates = {}
+    turn = number % len(ARMS)
+    order = [*ARMS[turn:], *ARMS[:turn]]
+    for arm in order if number % 2 == 0 else reversed(order):
+        server.measure(arm != OFF)
+        with server.scraped(arm == ON):
+            began = time.perf_counter()
+            completions = complete_all(server.http, prompts, in_flight)
+            seconds = time.perf_counter() - began
+        rates[arm] = sum(map(len, completions)) / seconds
+    return {arm: rates[arm] for arm in ARMS}
+
+
+def _say(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.metrics_overhead",
+        description="One real vLLM server of the arithmetic example's policy answers the same "
+        "greedy requests over and over: without Slipstream's metrics and step timing, with them, "
+        "and with them while /metrics is scraped every second. Progress goes to stderr, the table "
+        "to stdout.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--rounds", type=int, default=40, help="of a window for each arm")
+    add("--requests", type=int, default=192, help="in a window")
+    add("--in-flight", type=int, default=32, help="requests at a time")
+    add("--warmup", type=int, default=3, help="windows before the first round")
+    add("--keep", type=Path, metavar="DIR", help="folder for the server's log")
+    add("--json", type=Path, help="write figures and targets there")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""``rollout-server``, with a route that turns Slipstream's measuring off and on while it runs.
+
+Off is as if Slipstream had no metrics: steps are not timed, nobody asks for them, and nothing is
+counted by draft version. One process for both, because two differ by more than what is measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import rollout_server.endpoint
+from rollout_server.cli import main
+from rollout_server.endpoint import ControlPlaneEndpoint
+from rollout_server.process import API
+
+ROUTE = "/measure"
+
+
+class _Endpoint(ControlPlaneEndpoint):
+    """vLLM's endpoint plug-in, with one more route."""
+
+    def attach_router(self, app: Any) -> None:
+        super().attach_router(app)
+        app.router.routes.insert(0, Route(ROUTE, _turn, methods=["POST"]))
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        await super().init_state(engine_client, state, args)
+        _Measuring.engine_client = engine_client
+
+
+class _Measuring:
+    """What is to be turned."""
+
+    engine_client: Any = None
+    on = True
+    record: Any = None
+
+
+async def _turn(request: Request) -> Response:
+    from rollout_server.acceptance import AcceptanceStatLogger
+
+    on = request.query_params["on"] == "1"
+    if on == _Measuring.on or API.cost_watch is None:
+        return Response()
+    _Measuring.on = on
+    if on:
+        AcceptanceStatLogger.record = _Measuring.record  # type: ignore[method-assign]
+        API.cost_watch.start()
+    else:
+        _Measuring.record = AcceptanceStatLogger.record
+        AcceptanceStatLogger.record = _nothing  # type: ignore[method-assign]
+        await API.cost_watch.stop()
+    call = _Measuring.engine_client.engine_core.call_utility_async
+    await call("slipstream_step_sums", on)
+    return Response()
+
+
+def _nothing(*args: object, **named: object) -> None:
+    """Counts nothing."""
+
+
+if __name__ == "__main__":
+    rollout_server.endpoint.ControlPlaneEndpoint = _Endpoint  # type: ignore[misc]
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The same over real vLLM servers, with requests in flight on every one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from benchmarks.hot_swap.load import Load, Work, complete_all
+from benchmarks.hot_swap.servers import READY_TIMEOUT, Server
+from benchmarks.publish_faults.faults import Fault
+from benchmarks.publish_faults.rig import DRAFT, Rig
+from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
+
+IN_FLIGHT = 8
+PROMPTS = 32
+_STAGES = 4.3
+WORKER, ENGINE = "VLLM::Worker", "VLLM::EngineCore"
+"""Titles of vLLM's processes."""
+
+
+class VllmRig(Rig):
+    """``rollout-server serve`` in place of the doubles; the trainer is the same.
+
+    Args:
+        folder: registry, logs.
+        cores: one for all processes of each server; as many servers as cores.
+    """
+
+    def __init__(self, folder: Path, cores: tuple[int | None, ...]) -> None:
+        super().__init__(folder, len(cores))
+        size = (DRAFT / "model.safetensors").stat().st_size
+        self._vllm = [
+            Server(
+                DRAFT.parent / "policy",
+                DRAFT,
+                folder / f"rollout-server-{index}.log",
+                ("--dtype", "float32", "--stage-bytes", str(int(_STAGES * size))),
+                core,
+                control=port,
+            )
+            for index, (core, port) in enumerate(zip(cores, self._ports, strict=True))
+        ]
+        self._load: Load | None = None
+        self._hit = 0
+
+    def start(self) -> None:
+        """As the doubles, both at once; the first time, the load begins."""
+        ended = [server for server in self._vllm if not server.service.alive]
+        for server in ended:
+            server.service.start()
+        for server in ended:
+            server.service.wait_ready(READY_TIMEOUT)
+        if self._load is None:
+            self._load = self._begin()
+        if self._trainer is None or not self._trainer.is_alive():
+            self.start_trainer()
+
+    def watch(self, index: int) -> None:
+        """Requests to the others must all be served."""
+        self._hit = index
+        if self._load is not None:
+            self._load.take()
+
+    def check(self) -> None:
+        """None failed on a server that was not hit, and every greedy output is the policy's own."""
+        assert self._load is not None
+        for index, seen in enumerate(self._load.take()):
+            assert index == self._hit or not seen.failed, f"server {index}: {seen.failed[:3]}"
+            assert seen.greedy > 0, f"server {index} served nothing"
+            assert not seen.different, f"server {index}: {seen.different} outputs differ"
+
+    def pids(self, index: int, title: str) -> list[int]:
+        """Processes of a server."""
+        session = self._vllm[index].service.pid
+        return [pid for pid in _session(session) if title in _title(pid)]
+
+    def kill_server(self, index: int) -> None:
+        """SIGKILL to every process of it."""
+        if self._vllm[index].service.alive:
+            os.killpg(self._vllm[index].service.pid, signal.SIGKILL)
+            self.wait_ended(index)
+
+    def wait_ended(self, index: int) -> None:
+        """A server that has lost a process ends by itself."""
+        self._vllm[index].service.wait_ended(60.0)
+
+    def stop(self) -> None:
+        """End every process."""
+        if self._load is not None:
+            self._load.kill()
+        self._kill(self._trainer)
+        for server in self._vllm:
+            server.stop()
+        for channel in self._channels:
+            channel.close()
+
+    def _begin(self) -> Load:
+        prompts = [prompt_ids(problem) for problem in held_out_problems(PROMPTS)]
+        plain = []
+        for server in self._vllm:
+            server.speculate(False)
+            plain.append(complete_all(server.http, prompts, IN_FLIGHT))
+            server.speculate(True)
+        assert plain[0] == plain[-1], "the servers differ without speculation"
+        http = tuple(server.http for server in self._vllm)
+        return Load(Work(http, prompts, plain[0], IN_FLIGHT, sampled_tokens=1))
+
+
+def _session(leader: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        pid = int(path.name)
+        try:
+            if os.getsid(pid) == leader:
+                found.append(pid)
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _struck(when: str, *titles: str) -> Fault:
+    def inflict(rig: Rig, version: int, turn: int) -> None:
+        assert isinstance(rig, VllmRig)
+        index = turn % len(rig.addresses)
+        pids = [pid for title in titles for pid in rig.pids(index, title)]
+        assert pids, f"no {titles} of server {index}"
+        rig.ask("arm", "strike", when, rig.addresses[index], pids)
+        rig.ask("promote", version)
+        rig.wait_ended(index)
+        # What was armed must not strike the process that comes next.
+        rig.kill_trainer()
+
+    name = "engine worker" if titles == (WORKER,) else "engine process"
+    return Fault(f"vLLM's {name} killed {when.replace(' ', ' the ')}", inflict, None)
+
+
+def _whole(rig: Rig, version: int, turn: int) -> None:
+    rig.kill_server(turn % len(rig.addresses))
+    assert rig.ask("promote", version)["version"] == version
+
+
+VLLM_FAULTS = (
+    _struck("before stage", WORKER),
+    _struck("during stage", WORKER),
+    _struck("before commit", WORKER),
+    _struck("during commit", WORKER),
+    _struck("after commit", WORKER),
+    _struck("during commit", ENGINE),
+    Fault("vLLM server killed whole before the stage", _whole, True),
+)

@@ -1,0 +1,1 @@
+"""Hostile and broken clients against both gRPC services in real processes."""

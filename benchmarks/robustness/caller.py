@@ -1,0 +1,95 @@
+"""Makes calls of raw bytes, and says how they ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import grpc
+
+from benchmarks.robustness.methods import Method
+from slipstream.channel import OPTIONS
+from slipstream.refusal import METADATA_KEY
+
+UNTYPED = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+"""What a server says that did not expect what it was sent."""
+
+_CALLS = 400
+_ANSWERS = 16
+
+
+@dataclass
+class Tally:
+    """How calls ended.
+
+    Attributes:
+        inputs: messages sent.
+        codes: by status.
+        untyped: method and text of those that ended in ``UNTYPED`` without a refusal.
+    """
+
+    inputs: int = 0
+    codes: Counter[str] = field(default_factory=Counter)
+    untyped: list[str] = field(default_factory=list)
+
+
+class Caller:
+    """Calls one server; its connection is a new one every so often, as rates are a connection's.
+
+    Args:
+        address: host:port.
+        seconds: deadline of a call.
+    """
+
+    def __init__(self, address: str, seconds: float = 20.0) -> None:
+        self._address = address
+        self._seconds = seconds
+        self._left = 0
+        self._channel: grpc.Channel | None = None
+        self.tally = Tally()
+
+    def call(self, method: Method, messages: Iterable[bytes]) -> grpc.StatusCode:
+        """Send them all, read a few answers, and note the status."""
+        data, path = list(messages), method.path
+        call = self._connection().stream_stream(path)(iter(data), timeout=self._seconds)
+        most = 1 if method.endless else _ANSWERS
+        try:
+            for number, _ in enumerate(call, 1):
+                if number >= most:
+                    break
+            else:
+                return self._note(path, data, call, None)
+            call.cancel()
+            return self._note(path, data, None, None)
+        except grpc.RpcError as error:
+            return self._note(path, data, call, error)
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _note(
+        self, path: str, data: list[bytes], call: grpc.Call | None, error: grpc.RpcError | None
+    ) -> grpc.StatusCode:
+        code = grpc.StatusCode.OK if error is None or call is None else call.code()
+        tally = self.tally
+        tally.inputs += len(data)
+        tally.codes[code.name] += 1
+        if code in UNTYPED and call is not None:
+            keys = [key for key, _ in call.trailing_metadata() or ()]
+            if METADATA_KEY not in keys:
+                tally.untyped.append(f"{path}: {code.name} {call.details()!r:.300}")
+        return code
+
+    def _connection(self) -> grpc.Channel:
+        if self._left <= 0:
+            self.close()
+            self._left = _CALLS
+        if self._channel is None:
+            options = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+            self._channel = grpc.insecure_channel(self._address, options=options)
+        self._left -= 1
+        return self._channel

@@ -1,0 +1,206 @@
+"""Damages messages: fields out of their ranges, and bytes that are no message any more.
+
+Everything is drawn from one ``random.Random``: a seed in the long mode, hypothesis in the tests.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+_F = FieldDescriptor
+_BITS = {
+    _F.TYPE_INT32: (32, True),
+    _F.TYPE_SINT32: (32, True),
+    _F.TYPE_SFIXED32: (32, True),
+    _F.TYPE_UINT32: (32, False),
+    _F.TYPE_FIXED32: (32, False),
+    _F.TYPE_INT64: (64, True),
+    _F.TYPE_SINT64: (64, True),
+    _F.TYPE_SFIXED64: (64, True),
+    _F.TYPE_UINT64: (64, False),
+    _F.TYPE_FIXED64: (64, False),
+}
+_FLOATS = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, -1.0, 1e-45, 3e38, 0.5)
+_TEXTS = (
+    "",
+    "x",
+    "draft-0",
+    "../../../../etc/passwd",
+    "/dev/zero",
+    "a/../b\x00c",
+    "two\nlines\r\n2026-01-01 INFO forged",
+    "naïve ≠ 🜁",
+    "%s%n{0}",
+    "\N{RIGHT-TO-LEFT OVERRIDE}evil",
+    "n" * 257,
+    "long" * 4000,
+    "≠" * 40_000,
+)
+_MOST_REPEATED = 2000
+
+
+def mutated(messages: Sequence[Message], rng: random.Random) -> list[bytes]:
+    """The messages of a call, with something wrong: in fields, in their order, or in bytes."""
+    given = [_copy(message) for message in messages]
+    kind = rng.random()
+    if kind < 0.6 and given:
+        for _ in range(rng.choice((1, 1, 1, 2, 5))):
+            mutate(rng.choice(given), rng)
+    if rng.random() < 0.25:
+        _reorder(given, rng)
+    data = [message.SerializeToString() for message in given]
+    if kind >= 0.6 and data:
+        at = rng.randrange(len(data))
+        data[at] = damaged(data[at], rng)
+    return data
+
+
+def mutate(message: Message, rng: random.Random) -> None:
+    """Set one field of it, or of a message in it, to something that it should not be."""
+    fields = _fields_of(message)
+    if not fields:
+        return
+    field = rng.choice(fields)
+    if _repeated(field):
+        _mutate_repeated(getattr(message, field.name), field, rng)
+    elif field.type == _F.TYPE_MESSAGE:
+        roll = rng.random()
+        if roll < 0.1:
+            message.ClearField(field.name)
+        else:
+            inner = getattr(message, field.name)
+            inner.SetInParent()
+            mutate(inner, rng)
+    else:
+        setattr(message, field.name, _value(field, getattr(message, field.name), rng))
+
+
+def filled(message: Message, rng: random.Random, depth: int = 3) -> Message:
+    """A message of a kind that nobody wrote an example of, with some of its fields set."""
+    for field in _fields_of(message):
+        if depth and rng.random() < 0.7:
+            if _repeated(field):
+                _mutate_repeated(getattr(message, field.name), field, rng)
+            elif field.type == _F.TYPE_MESSAGE:
+                getattr(message, field.name).SetInParent()
+                filled(getattr(message, field.name), rng, depth - 1)
+            else:
+                setattr(message, field.name, _value(field, getattr(message, field.name), rng))
+    return message
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """Bytes with some flipped, missing, doubled or foreign."""
+    return rng.choice(_DAMAGES)(data, rng)
+
+
+def _flipped(data: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(min(len(changed), rng.choice((1, 1, 2, 8)))):
+        # Most often where the structure is, not in the states.
+        most = len(changed) if rng.random() < 0.3 else min(len(changed), 200)
+        changed[rng.randrange(most)] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def _cut(data: bytes, rng: random.Random) -> bytes:
+    return data[: rng.randrange(len(data) + 1)]
+
+
+def _foreign(data: bytes, rng: random.Random) -> bytes:
+    return rng.randbytes(rng.choice((0, 1, 2, 7, 64, 1000)))
+
+
+def _spliced(data: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(len(data) + 1)
+    return data[:at] + rng.randbytes(rng.randrange(1, 9)) + data[at:]
+
+
+def _doubled(data: bytes, rng: random.Random) -> bytes:
+    return data * rng.choice((2, 3, 40))
+
+
+def _nested(data: bytes, rng: random.Random) -> bytes:
+    """Length-delimited fields in one another, deeper than a parser follows."""
+    for _ in range(rng.choice((5, 150))):
+        data = data[:16000]
+        head, length = bytes([rng.randrange(1, 16) << 3 | 2]), len(data)
+        data = head + bytes([length & 0x7F | 0x80, length >> 7 & 0x7F]) + data
+    return data
+
+
+_DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
+    *(_flipped, _flipped, _cut, _foreign, _spliced, _doubled, _nested),
+)
+
+
+def _reorder(given: list[Any], rng: random.Random) -> None:
+    what = rng.randrange(4)
+    if what == 0:
+        rng.shuffle(given)
+    elif given and what == 1:
+        del given[rng.randrange(len(given))]
+    elif given and what == 2:
+        given.insert(rng.randrange(len(given) + 1), _copy(rng.choice(given)))
+    elif given:
+        given += [_copy(given[-1])] * rng.randrange(1, 20)
+
+
+def _mutate_repeated(values: Any, field: FieldDescriptor, rng: random.Random) -> None:
+    what = rng.randrange(5)
+    if field.type == _F.TYPE_MESSAGE:
+        if what == 0 and values:
+            del values[rng.randrange(len(values)) :]
+        elif what == 1 and values:
+            values.add().CopyFrom(rng.choice(values))
+        elif what == 2:
+            for _ in range(rng.choice((1, 300, _MOST_REPEATED))):
+                values.add()
+        elif values:
+            mutate(rng.choice(values), rng)
+    elif what == 0 and values:
+        del values[:]
+    elif what == 1 and values:
+        values[rng.randrange(len(values))] = _value(field, values[0], rng)
+    elif what == 2:
+        values.extend([_value(field, "", rng)] * rng.choice((1, 5, _MOST_REPEATED)))
+    elif values:
+        values.append(rng.choice(values))
+
+
+def _value(field: FieldDescriptor, now: Any, rng: random.Random) -> Any:
+    if field.type in _BITS:
+        bits, signed = _BITS[field.type]
+        low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+        near = now + rng.choice((-1, 1)) if isinstance(now, int) else 1
+        edges = (0, 1, 2, low, high, high - 1, high // 2, near, rng.randint(low, high))
+        return max(low, min(high, rng.choice(edges)))
+    if field.type in (_F.TYPE_FLOAT, _F.TYPE_DOUBLE):
+        return rng.choice(_FLOATS)
+    if field.type == _F.TYPE_BOOL:
+        return not now
+    if field.type == _F.TYPE_ENUM:
+        return rng.choice((0, 1, 2, 3, 7, 77, -1, (1 << 31) - 1))
+    if field.type == _F.TYPE_STRING:
+        return rng.choice((*_TEXTS, str(now) + "x", str(now)[:-1]))
+    data = now if isinstance(now, bytes) else b""
+    return rng.choice((b"", data[:-1], data + b"\0", rng.randbytes(32), damaged(data, rng)))
+
+
+def _fields_of(message: Message) -> list[Any]:
+    return list(message.DESCRIPTOR.fields)
+
+
+def _repeated(field: FieldDescriptor) -> bool:
+    return bool(field.is_repeated)
+
+
+def _copy(message: Message) -> Any:
+    made = type(message)()
+    made.CopyFrom(message)
+    return made

@@ -1,0 +1,157 @@
+"""What a sound client sends: samples of the example's policy, matrices, stages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.robustness.services import EXAMPLE
+from slipstream.checksums import CRC32, checksum_of
+from slipstream.framing import frame
+from slipstream.layers import encode_layers
+from slipstream.packed import layout_of, tensors_in
+from slipstream.schema import SCHEMA_VERSION
+from slipstream.tensors import chunks_of, encode, spec_of
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import rollout_server_pb2 as rollout_pb
+from slipstream.v1 import tensor_pb2
+
+RUN = "robustness"
+_CONFIG = json.loads((EXAMPLE / "draft" / "config.json").read_text())
+_POLICY = json.loads((EXAMPLE / "policy" / "config.json").read_text())
+LAYERS = tuple(_CONFIG["eagle_aux_hidden_state_layer_ids"])
+HIDDEN, VOCAB, DRAFT_VOCAB = (
+    _CONFIG[key] for key in ("target_hidden_size", "vocab_size", "draft_vocab_size")
+)
+_numbers = itertools.count()
+
+
+def open_run(run_id: str = RUN) -> pb.OpenRunRequest:
+    """Of the example's policy."""
+    return pb.OpenRunRequest(
+        run_id=run_id,
+        policy=pb.PolicySpec(
+            hidden_size=HIDDEN,
+            vocab_size=VOCAB,
+            num_hidden_layers=_POLICY["num_hidden_layers"],
+            model_name="example",
+        ),
+        client="robustness",
+        schema_version=SCHEMA_VERSION,
+    )
+
+
+def matrices() -> dict[str, torch.Tensor]:
+    """Of one policy version."""
+    made = torch.Generator().manual_seed(0)
+    return {
+        "lm_head.weight": torch.randn(DRAFT_VOCAB, HIDDEN, generator=made) / 8,
+        "embed_tokens.weight": torch.randn(VOCAB, HIDDEN, generator=made),
+    }
+
+
+def announcement(session_id: str, version: int) -> list[pb.AnnouncePolicyRequest]:
+    """Header and chunks."""
+    tensors = matrices()
+    header = pb.AnnouncePolicyHeader(
+        session_id=session_id,
+        policy_version=version,
+        tensors=[spec_of(name, tensor) for name, tensor in tensors.items()],
+    )
+    chunks = [pb.AnnouncePolicyRequest(chunk=chunk) for chunk in chunks_of(tensors)]
+    return [pb.AnnouncePolicyRequest(header=header), *chunks]
+
+
+def sample(version: int = 1, tokens: int = 8, sample_id: str = "") -> pb.VerifierStates:
+    """One whose block is not placed yet: ``batch`` does that. Ids are never given twice."""
+    return pb.VerifierStates(
+        sample_id=sample_id or f"sound-{next(_numbers)}",
+        policy_version=version,
+        temperature=1.0,
+        aux_layers=encode_layers(LAYERS),
+        packed=pb.PackedStates(
+            tokens=tokens, states_dtype=tensor_pb2.DTYPE_BFLOAT16, checksum_kind=CRC32
+        ),
+    )
+
+
+def batch(samples: Sequence[pb.VerifierStates]) -> pb.StreamStatesRequest:
+    """A message with random states for these samples in its payload."""
+    rng = np.random.default_rng(len(samples))
+    payload = b""
+    for message in samples:
+        packed = message.packed
+        layout = layout_of(packed.tokens, len(LAYERS), HIDDEN, torch.bfloat16)
+        block = np.zeros(layout.nbytes, dtype=np.uint8)
+        tensors = tensors_in(torch.from_numpy(block), layout)
+        tensors.token_ids.copy_(torch.from_numpy(rng.integers(0, VOCAB, packed.tokens)))
+        tensors.positions.copy_(torch.arange(packed.tokens))
+        tensors.loss_mask[2:] = True
+        tensors.sampled_logprobs.fill_(-1.0)
+        for states in (tensors.aux, tensors.final):
+            values = rng.standard_normal(tuple(states.shape), dtype=np.float32)
+            states.copy_(torch.from_numpy(values))
+        packed.span.memory, packed.span.offset = pb.MEMORY_PAYLOAD, len(payload)
+        packed.span.bytes = layout.nbytes
+        packed.checksum = checksum_of([block], CRC32)
+        payload += block.tobytes()
+    return pb.StreamStatesRequest(batch=pb.SampleBatch(samples=samples), payload=payload)
+
+
+def framed(request: pb.StreamStatesRequest) -> bytes:
+    """As a bridge sends it."""
+    payload = request.payload
+    request.ClearField("payload")
+    return frame(request, [np.frombuffer(payload, dtype=np.uint8)])
+
+
+def plain_sample(version: int = 1, tokens: int = 4) -> pb.StreamStatesRequest:
+    """One without a block, as a client without a bridge sends it."""
+    states = torch.randn(tokens, HIDDEN * (len(LAYERS) + 1), generator=torch.Generator())
+    count = torch.arange(tokens, dtype=torch.int32)
+    return pb.StreamStatesRequest(
+        sample=pb.VerifierStates(
+            sample_id=f"plain-{next(_numbers)}",
+            policy_version=version,
+            temperature=1.0,
+            token_ids=encode(count),
+            positions=encode(count),
+            segment_ids=encode(torch.zeros_like(count)),
+            loss_mask=encode(count >= 2),
+            aux_layers=encode_layers(LAYERS),
+            aux_hidden_states=encode(states[:, HIDDEN:].contiguous()),
+            final_hidden_state=encode(states[:, :HIDDEN].contiguous()),
+            sampled_logprobs=encode(torch.full((tokens,), -1.0)),
+            sampled_logits=encode(torch.zeros(tokens)),
+        )
+    )
+
+
+def header(session_id: str) -> pb.StreamStatesRequest:
+    """Of a stream over gRPC."""
+    given = pb.StreamHeader(session_id=session_id, transport=pb.TRANSPORT_GRPC)
+    return pb.StreamStatesRequest(header=given)
+
+
+def draft() -> dict[str, torch.Tensor]:
+    """The example's."""
+    return dict(load_file(EXAMPLE / "draft" / "model.safetensors"))
+
+
+def stage(
+    stage_id: str, tensors: dict[str, torch.Tensor], version: int = 1
+) -> list[rollout_pb.StageRequest]:
+    """Header and chunks of a draft."""
+    named = rollout_pb.StageHeader(
+        stage_id=stage_id,
+        kind=rollout_pb.STAGE_KIND_DRAFT,
+        version=version,
+        tensors=[spec_of(name, tensor) for name, tensor in sorted(tensors.items())],
+    )
+    chunks = [rollout_pb.StageRequest(chunk=chunk) for chunk in chunks_of(tensors)]
+    return [rollout_pb.StageRequest(header=named), *chunks]

@@ -1,0 +1,163 @@
+"""Takes the pictures in docs/ from real services: ``python -m docs.screenshots``.
+
+Runs the demo (a real trainer, a real vLLM server, a policy that learns) and, once it has come far
+enough, takes ``docs/web.png`` from the page in Chromium and ``docs/top.png`` from
+``draft-trainer top`` in tmux. Needs ``apt-get install chromium tmux fonts-dejavu-core``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+import grpc
+from rich.ansi import AnsiDecoder
+from rich.console import Console
+from rich.terminal_theme import TerminalTheme
+
+from slipstream.channel import open_channel
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+
+DOCS = Path(__file__).resolve().parent
+COLUMNS, ROWS = 104, 34
+CELL = (9, 19)
+"""Pixels of a character at 15 px."""
+
+THEME = TerminalTheme(
+    (16, 21, 28),
+    (228, 233, 240),
+    [
+        *((42, 53, 66), (255, 123, 114), (61, 219, 168), (242, 176, 74)),
+        *((127, 168, 255), (207, 155, 255), (79, 208, 232), (228, 233, 240)),
+    ],
+)
+PAGE = """<!doctype html><meta charset="utf-8"><style>
+html { background: #10151c; } body { margin: 0; padding: 14px 18px; }
+pre { margin: 0; font: 15px/19px "DejaVu Sans Mono", monospace; color: #e4e9f0; }
+</style><pre>{code}</pre>"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Take both pictures; 1 where a program is missing or the demo ended early."""
+    parser = argparse.ArgumentParser(
+        prog="python -m docs.screenshots", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--policy-version", type=int, default=30, help="to stop at (default: 30)")
+    parser.add_argument("--seconds", type=float, default=540.0, help="to stop at (default: 540)")
+    parser.add_argument("--prompts", type=int, default=12, help="of the demo, a step (default: 12)")
+    parser.add_argument("--out", type=Path, default=DOCS, help="folder (default: docs)")
+    options = parser.parse_args(argv)
+    missing = [name for name in ("chromium", "tmux") if shutil.which(name) is None]
+    if missing:
+        print(f"not found: {', '.join(missing)}; apt-get install {' '.join(missing)}")
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        demo = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "examples.arithmetic_grpo.demo", "--speed-rounds", "0"),
+                *("--steps", "500", "--prompts", str(options.prompts), "--out", str(run)),
+            ]
+        )
+        try:
+            server = _wait(demo, run, options)
+            take_top(f"127.0.0.1:{server['port']}", options.out / "top.png", Path(folder))
+            url = f"http://127.0.0.1:{server['metrics_port']}/"
+            take_page(url, options.out / "web.png", Path(folder), 1400, 1480)
+        finally:
+            demo.send_signal(signal.SIGINT)
+            demo.wait(120)
+    return 0
+
+
+def _wait(
+    demo: subprocess.Popen[bytes], run: Path, options: argparse.Namespace
+) -> dict[str, object]:
+    """Until the policy has come far enough; the [server] section of the trainer's config."""
+    end = time.monotonic() + options.seconds
+    config = run / "draft-trainer.toml"
+    while not config.exists():
+        _check(demo)
+        time.sleep(0.5)
+    server = tomllib.loads(config.read_text())["server"]
+    with open_channel(f"127.0.0.1:{server['port']}") as channel:
+        stub = pb_grpc.DraftTrainerStub(channel)
+        while time.monotonic() < end:
+            _check(demo)
+            try:
+                status = stub.GetStatus(pb.GetStatusRequest(), timeout=5)
+            except grpc.RpcError:
+                status = pb.TrainerStatus()
+            if status.policy_version >= options.policy_version and status.last_minute:
+                break
+            time.sleep(0.5)
+    return server
+
+
+def _check(demo: subprocess.Popen[bytes]) -> None:
+    if demo.poll() is not None:
+        raise SystemExit(f"the demo ended with status {demo.returncode}")
+
+
+def take_top(address: str, picture: Path, scratch: Path) -> None:
+    """What ``draft-trainer top`` draws in a terminal of its own."""
+    tmux = ["tmux", "-L", f"screenshots-{os.getpid()}", "-f", os.devnull]
+    code = "import sys; from draft_trainer.cli.main import main; sys.exit(main())"
+    command = shlex.join([sys.executable, "-c", code, "top", "--address", address])
+    size = ["-x", str(COLUMNS), "-y", str(ROWS)]
+    environment = {**os.environ, "COLORTERM": "truecolor", "LC_ALL": "C.UTF-8"}
+    subprocess.run(
+        [*tmux, "new-session", "-d", *size, f"TERM=tmux-256color {command}"],
+        check=True,
+        env=environment,
+    )
+    try:
+        end, screen = time.monotonic() + 60, ""
+        while "── events" not in screen and time.monotonic() < end:
+            time.sleep(1)
+            capture = [*tmux, "capture-pane", "-e", "-p"]
+            screen = subprocess.run(capture, capture_output=True, text=True, check=True).stdout
+    finally:
+        subprocess.run([*tmux, "kill-server"], check=False)
+    console = Console(record=True, width=COLUMNS, file=io.StringIO())
+    # One decoder for all lines: tmux says only what changes from one to the next.
+    for line in AnsiDecoder().decode(screen):
+        console.print(line, no_wrap=True, overflow="crop")
+    page = scratch / "top.html"
+    html = console.export_html(
+        theme=THEME, inline_styles=True, code_format=PAGE.replace("{ ", "{{ ").replace(" }", " }}")
+    )
+    page.write_text(html)
+    width, height = COLUMNS * CELL[0] + 40, ROWS * CELL[1] + 30
+    take_page(page.as_uri(), picture, scratch, width, height)
+
+
+def take_page(url: str, picture: Path, scratch: Path, width: int, height: int) -> None:
+    """A page as PNG, one and a half device pixels to a CSS pixel."""
+    subprocess.run(
+        [
+            *("chromium", "--headless", "--no-sandbox", "--disable-gpu"),
+            *("--disable-dev-shm-usage", f"--user-data-dir={scratch / 'browser'}"),
+            *("--hide-scrollbars", "--force-device-scale-factor=1.5"),
+            *(f"--window-size={width},{height}", "--virtual-time-budget=8000"),
+            *(f"--screenshot={picture.resolve()}", url),
+        ],
+        check=True,
+        timeout=180,
+        capture_output=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""The hot-swap benchmark's own arithmetic: gaps, steps, ratios, sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.hot_swap import big, size
+from benchmarks.hot_swap.figures import NONE, OURS, PEER, Outcome, Window, figures
+from benchmarks.hot_swap.load import Seen
+from benchmarks.hot_swap.swaps import Swap
+
+STEP = 0.01
+
+
+def seen(slow: tuple[float, ...] = (), gap: float = 0.0) -> Seen:
+    """A chunk every step for 30 s; the one after each of ``slow`` comes ``gap`` later."""
+    one, now = Seen(greedy=100), 0.0
+    while now < 30.0:
+        late = gap if any(now <= at < now + STEP for at in slow) else 0.0
+        now += STEP + late
+        one.chunks.append((now, STEP + late))
+    return one
+
+
+def outcome(commit: float, gap: float, ours: float = 990.0) -> Outcome:
+    """Three windows of ten seconds, ten swaps in the second."""
+    times = tuple(10.5 + second for second in range(9))
+    windows = [
+        # The better release and the worse one.
+        Window(NONE, 0.0, 5.0, 7_000.0, 0),
+        Window(NONE, 5.0, 10.0, 3_000.0, 0),
+        Window(OURS, 10.0, 20.0, 10 * ours, 9),
+        Window(PEER, 20.0, 30.0, 5000.0, 9),
+    ]
+    swaps = [Swap(at, at + 0.015, n % 2, {"a": commit}) for n, at in enumerate(times)]
+    return Outcome(
+        windows, swaps, [0.2], [seen(times, gap)], ["a"], 0.3, 100, [0.002], {0: 3.0}, True
+    )
+
+
+def failing(found: dict[str, Any]) -> set[str]:
+    return {target["name"] for target in found["targets"] if not target["ok"]}
+
+
+def test_targets_are_the_issues() -> None:
+    found = figures(outcome(commit=0.015, gap=0.005), wanted_swaps=9)
+    assert failing(found) == set()
+    [server] = found["servers"]
+    assert server["step_seconds"] == pytest.approx(STEP)
+    assert server["commit_steps"]["median"] == pytest.approx(1.5)
+    assert server["gap_p99"]["no_swaps"] == pytest.approx(STEP)
+    assert server["gap_p99"]["across_a_swap"] == pytest.approx(STEP + 0.005)
+    assert found["throughput_ratio"][OURS]["median"] == pytest.approx(0.99)
+    assert found["throughput_ratio"][PEER]["median"] == pytest.approx(0.5)
+    slow = failing(figures(outcome(commit=0.025, gap=0.015, ours=970.0), wanted_swaps=200))
+    assert slow == {
+        "fleet-wide swaps",
+        "commit, median, in steps",
+        "gap p99 across a swap / without",
+        "throughput, a swap every second / none",
+    }
+
+
+def test_what_is_taken_from_the_load_adds_up() -> None:
+    source, total = Seen(), Seen()
+    for number in (3, 5):
+        source.greedy += number
+        source.failed.append(str(number))
+        source.chunks.append((number, 0.1))
+        total.add(source.take())
+    assert (total.greedy, total.failed) == (8, ["3", "5"]) and len(total.chunks) == 2
+    assert source.take() == Seen()
+
+
+def test_another_release_shares_no_matrix(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2, 2), "norm": torch.ones(2)}, tmp_path / "model.safetensors")
+    other = big.another(tmp_path, 3)
+    assert torch.equal(other["norm"], torch.ones(2)) and float(other["w"][0, 0]) != 1.0
+
+
+def test_size_compares_stalls_with_a_memory_copy() -> None:
+    def release(loaded: bool, worker: float) -> dict[str, Any]:
+        return {
+            "loaded": loaded,
+            "bytes": 600_000_000,
+            "bytes_again": 0,
+            "seconds": 4.0,
+            "prepare_seconds": 1.0,
+            "not_prepared": "",
+            "commit_seconds": [0.3, 0.3, 0.3],
+            "worker_seconds": [worker] * 3,
+            "not_ready": "",
+            "failed": [],
+            "steps": [0.2] * 9 if loaded else [],
+        }
+
+    limits = {"loopback": 2e9, "sha256": 1e9, "copy": 6e9}
+    found = size._figures(600_000_000, limits, [release(False, 0.001), release(True, 0.002)])
+    assert failing(found) == set()
+    assert found["staged_bytes_per_second"]["idle"] == pytest.approx(2e8)
+    assert found["staged_of_loopback"]["generating"] == pytest.approx(0.1)
+    assert found["commit_steps"] == pytest.approx(1.5)
+    found = size._figures(600_000_000, limits, [release(False, 0.2), release(True, 0.002)])
+    assert failing(found) == {"engine's stall / a memory copy of the bytes"}

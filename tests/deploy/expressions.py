@@ -1,0 +1,78 @@
+"""Every PromQL expression that is delivered: rules, dashboard, runbook."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+DASHBOARD = ROOT / "deploy" / "grafana" / "slipstream.json"
+RUNBOOK = ROOT / "docs" / "runbook.md"
+
+
+@dataclass(frozen=True)
+class Expression:
+    """PromQL and where it is from."""
+
+    where: str
+    text: str
+
+
+def rules(name: str) -> list[dict[str, Any]]:
+    """The rules of ``recording.yml`` or ``alerts.yml``."""
+    groups = yaml.safe_load((PROMETHEUS / name).read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def recorded() -> list[Expression]:
+    """Recording rules; ``where`` is what they record."""
+    return [Expression(rule["record"], rule["expr"]) for rule in rules("recording.yml")]
+
+
+def alerts() -> list[Expression]:
+    """Alerts; ``where`` is their name."""
+    return [Expression(rule["alert"], rule["expr"]) for rule in rules("alerts.yml")]
+
+
+def panels() -> list[Expression]:
+    """Queries of the dashboard's panels; ``where`` is title and legend."""
+    found = []
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            where = f"{panel['title']}: {target['legendFormat']}"
+            found.append(Expression(where, filled_in(target["expr"])))
+    return found
+
+
+def annotations() -> list[Expression]:
+    """Queries of the dashboard's annotations."""
+    listed = json.loads(DASHBOARD.read_text())["annotations"]["list"]
+    return [Expression(entry["name"], filled_in(entry["expr"])) for entry in listed]
+
+
+def runbook() -> list[Expression]:
+    """What the runbook asks Prometheus; ``where`` is the section."""
+    return [Expression(where, text) for where, kind, text in code_blocks() if kind == "promql"]
+
+
+def code_blocks() -> Iterator[tuple[str, str, str]]:
+    """Section, language and text of each code block of the runbook."""
+    for section in re.split(r"^## ", RUNBOOK.read_text(), flags=re.MULTILINE):
+        for kind, text in re.findall(
+            r"^ *```(\w+)\n(.*?)^ *```", section, re.DOTALL | re.MULTILINE
+        ):
+            yield section.splitlines()[0], kind, text
+
+
+def filled_in(expression: str) -> str:
+    """With Grafana's variables as when everything is chosen."""
+    return (
+        expression.replace("$__rate_interval", "1m").replace("$job", ".*").replace("$server", ".*")
+    )

@@ -1,0 +1,168 @@
+"""Rules, alerts and runbook fit one another and the metrics there are; promtool tries them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+
+import pytest
+import yaml
+from google.protobuf import json_format
+
+from docs.make_metrics import CATALOGUES
+from draft_trainer.cli.main import main
+from slipstream.v1 import rollout_server_pb2
+from tests.deploy import expressions
+from tests.deploy.expressions import PROMETHEUS, RUNBOOK, Expression
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None,
+    reason="promtool is missing: apt-get install --no-install-recommends prometheus",
+)
+ALL = [
+    *expressions.recorded(),
+    *expressions.alerts(),
+    *expressions.panels(),
+    *expressions.annotations(),
+    *expressions.runbook(),
+]
+LABELS = {
+    name: {label.name: label.values for label in metric.labels}
+    for catalogue in CATALOGUES
+    for metric in catalogue.by_name.values()
+    for name in (
+        catalogue.scraped_name(metric),
+        *(f"{catalogue.scraped_name(metric)}_{part}" for part in ("bucket", "sum", "count")),
+    )
+}
+
+
+@pytest.mark.parametrize("expression", ALL, ids=lambda e: e.where)
+def test_every_metric_that_is_asked_for_exists(expression: Expression) -> None:
+    known = {name for catalogue in CATALOGUES for name in catalogue.sample_names()}
+    known |= {rule.where for rule in expressions.recorded()}
+    names = re.findall(r"[\w:]*slipstream_[\w:]+", expression.text)
+    assert names or re.search(r"\b(up|ALERTS)\b", expression.text)
+    assert set(names) <= known
+
+
+@pytest.mark.parametrize("expression", ALL, ids=lambda e: e.where)
+def test_every_label_that_is_matched_can_have_that_value(expression: Expression) -> None:
+    for name, matchers in re.findall(r"(slipstream_\w+)\{(.*?)\}", expression.text):
+        if name not in LABELS:
+            continue  # a rule
+        for label, operator, values in re.findall(r'(\w+)(=~|!=|=)"(.*?)"', matchers):
+            if label in ("job", "instance"):
+                continue
+            assert label in LABELS[name], expression.text
+            wanted = values.split("|") if operator == "=~" else [values]
+            assert set(wanted) <= set(LABELS[name][label]), expression.text
+
+
+def test_alerts_have_what_an_operator_needs() -> None:
+    for rule in expressions.rules("alerts.yml"):
+        name, notes = rule["alert"], rule["annotations"]
+        assert rule["labels"]["severity"] in ("critical", "warning"), name
+        assert set(notes) == {"summary", "description", "runbook_url"}, name
+        assert "{{" in notes["summary"] + notes["description"], f"{name} says no value"
+        # Grafana and GitHub make a heading's anchor of it in lower case.
+        assert notes["runbook_url"] == f"docs/runbook.md#{name.lower()}"
+
+
+def test_every_alert_has_a_section_and_every_section_an_alert() -> None:
+    text = RUNBOOK.read_text()
+    sections = re.findall(r"^## (\w+)$", text, re.MULTILINE)
+    assert sections == list(dict.fromkeys(alert.where for alert in expressions.alerts()))
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        for part in ("**Means.**", "**Confirm.**", "**Do.**"):
+            assert section.count(part) == 1, section.splitlines()[0]
+    for anchor in re.findall(r"\]\(#(\w+)\)", text):
+        assert anchor in [section.lower() for section in sections]
+
+
+class UnderstoodError(Exception):
+    """A command line was parsed; it is not run."""
+
+
+def test_commands_of_the_runbook_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(parser: argparse.ArgumentParser, *given: object) -> None:
+        parse(parser, *given)  # type: ignore[call-overload]
+        raise UnderstoodError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    text = RUNBOOK.read_text()
+    commands = re.findall(r"^ *draft-trainer ([^#\n]+)", text, re.MULTILINE)
+    commands += re.findall(r"`draft-trainer ([^`]+)`", text)
+    assert len(commands) >= 8
+    for command in commands:
+        with pytest.raises(UnderstoodError):
+            main(re.sub(r"\b[NM]\b", "1", command).split())
+    service = rollout_server_pb2.DESCRIPTOR.services_by_name["RolloutServer"]
+    methods = re.findall(r"slipstream\.v1\.RolloutServer/(\w+)", text)
+    assert set(methods) == {"GetState", "SetSpeculation"}
+    assert set(methods) <= {method.name for method in service.methods}
+    for body in re.findall(r"-d '(.*?)'", text):
+        json_format.Parse(body, rollout_server_pb2.SetSpeculationRequest())
+
+
+def test_keys_that_the_runbook_names_exist() -> None:
+    operations = (expressions.ROOT / "docs" / "operations.md").read_text()
+    keys = re.findall(
+        r"`((?:server|draft|replay|training|gate|publish|canary|recording)\.\w+)",
+        RUNBOOK.read_text(),
+    )
+    assert len(keys) > 10
+    for key in keys:
+        assert f"`{key}`" in operations, key
+
+
+@needs_promtool
+def test_configuration_and_rules_are_valid() -> None:
+    config = PROMETHEUS / "prometheus.yml"
+    done = subprocess.run(
+        ["promtool", "check", "config", "--lint=all", "--lint-fatal", str(config)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+@pytest.mark.parametrize("name", ["recording_test.yml", "alerts_test.yml"])
+def test_rules_do_what_they_should(name: str) -> None:
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(PROMETHEUS / "tests" / name)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_tries_every_rule() -> None:
+    tests = yaml.safe_load((PROMETHEUS / "tests" / "recording_test.yml").read_text())["tests"]
+    tried = {case["expr"] for test in tests for case in test["promql_expr_test"]}
+    for rule in expressions.recorded():
+        assert any(rule.where in expression for expression in tried), rule.where
+    fires, silent = set(), defaultdict(int)
+    tests = yaml.safe_load((PROMETHEUS / "tests" / "alerts_test.yml").read_text())["tests"]
+    for test in tests:
+        for case in test["alert_rule_test"]:
+            silent[case["alertname"]] += not case["exp_alerts"]
+            for alert in case["exp_alerts"]:
+                fires.add((case["alertname"], *own_labels(alert["exp_labels"])))
+    for rule in expressions.rules("alerts.yml"):
+        assert (rule["alert"], *own_labels(rule["labels"])) in fires
+        assert silent[rule["alert"]] >= 2, rule["alert"]
+
+
+def own_labels(labels: dict[str, str]) -> list[tuple[str, str]]:
+    """Those by which rules of one alert differ."""
+    names = ("severity", "measure", "versions", "seen_by", "given_up_by")
+    return sorted((name, labels[name]) for name in names if name in labels)

@@ -1,0 +1,338 @@
+"""status, top, events and the web page show the numbers of a running trainer and its fleet."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+
+import pytest
+
+from draft_trainer.cli.completion import SHELLS
+from draft_trainer.cli.main import main
+from slipstream.channel import open_channel
+from slipstream.v1 import console_pb2
+from tests.draft_trainer.fleet_double import RolloutDouble
+from tests.draft_trainer.rig import Client, make_config, rollouts, running
+from tests.draft_trainer.test_cli import PROGRAM, refused, run, serving, write_config
+
+DEADLINE = 120.0
+ANSI = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@dataclass
+class Live:
+    """A trainer with a rollout server that drafted 1000 times: length 1 + 2100 / 1000."""
+
+    address: str
+    port: int
+    client: Client
+    double: RolloutDouble
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    double = RolloutDouble()
+    double.state.policy_version = 5
+    servers = [double.address, "127.0.0.1:9"]
+    config = make_config(
+        tmp_path_factory.mktemp("console"),
+        publish={"rollout_servers": servers, "reconcile_s": 0.0},
+    )
+    with running(config, train=False) as (server, client):
+        client.open("<b>run</b>")
+        client.announce(5)
+        client.send(*rollouts(7, version=5))
+        assert double.watched.wait(DEADLINE)
+        double.draft(1000, [900, 700, 500])
+        client.wait_for(lambda s: s.last_minute and len(s.servers) == 2)
+        # "The last minute" is that of the drafts, however long the tests take.
+        now = time.time()
+        server._status._live.acceptance._clock = lambda: now
+        server._status.moments.take()
+        port = int(server._web.url.rpartition(":")[2])
+        yield Live(server.address, port, client, double)
+    double.stop()
+
+
+def test_status_names_every_number(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    status = json.loads(run(capsys, "status", "--json", "--address", live.address)[1])
+    assert status["samples_accepted"] == "7" and status["policy_version"] == "5"
+    assert status["staleness"] == "5" and "last_verdict" not in status
+    (drafted,) = status["last_minute"]
+    assert drafted["drafts"] == "1000" and drafted["acceptance_length"] == pytest.approx(3.1)
+    up, down = sorted(status["servers"], key=lambda s: not s["reachable"])
+    assert up["address"] == live.double.address and up["last_minute"] == drafted
+    assert down["address"] == "127.0.0.1:9" and "UNAVAILABLE" in down["error"]
+    assert "last_minute" not in down and "state" not in down
+    text = run(capsys, "status", "--address", live.address)[1]
+    assert f"{'samples accepted':32}7\n" in text and f"{'gate':32}none yet\n" in text
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
+    assert rows[live.double.address][1:8] == ["ready", "0", "5", "3.100", ".90", ".70", ".50"]
+    assert rows["127.0.0.1:9"][1:6] == ["unreachable", *"\N{EN DASH}" * 4]
+
+
+def test_top_once_shows_them(
+    live: Live, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    code, text = run(capsys, "top", "--once", "--address", live.address)
+    assert code == 0 and "\x1b" not in text
+    lines = text.splitlines()
+    assert all(len(line) <= 120 for line in lines)
+    assert "<b>run</b>" in lines[0]
+    assert lines[1].split()[:2] == ["policy", "5"] and "staleness 5 policy versions" in lines[1]
+    (server,) = (line for line in lines if live.double.address in line and " ready" in line)
+    assert server.split()[1:8] == ["ready", "0", "5", "3.100", ".90", ".70", ".50"]
+    (length,) = (line for line in lines if line.startswith(" length"))
+    assert length.split()[1] == "3.100"
+    assert any("7 accepted" in line for line in lines)
+    assert any("policy_announced" in line and "policy 5" in line for line in lines)
+    assert "no terminal" in refused(capsys, "top", "--address", live.address)
+
+
+def read_until(descriptor: int, text: str) -> str:
+    """What a terminal was sent, up to ``text``."""
+    found, end = "", time.monotonic() + DEADLINE
+    while text not in ANSI.sub("", found):
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, end - time.monotonic()))
+        assert ready, found
+        found += os.read(descriptor, 65536).decode(errors="replace")
+    return ANSI.sub("", found)
+
+
+def test_top_lives_in_a_terminal_that_changes_its_size(live: Live) -> None:
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        environment.pop(name, None)
+    process = subprocess.Popen(
+        [*PROGRAM, "top", "--interval", "0.2", "--address", live.address],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+    )
+    try:
+        narrow = read_until(ours, "── events ")
+        assert "3.100" in narrow and "1 of 2 ready" in narrow
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 60, 0, 0))
+        read_until(ours, "\n── events " + "─" * 50 + "\r\n")
+        os.write(ours, b"xq")
+        while process.poll() is None:
+            # A terminal that nobody reads blocks whoever writes to it.
+            if select.select([ours], [], [], 0.1)[0]:
+                os.read(ours, 65536)
+        assert process.returncode == 0
+        assert termios.tcgetattr(theirs) == before
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)
+
+
+def get(live: Live, path: str, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
+    connection = HTTPConnection("127.0.0.1", live.port, timeout=DEADLINE)
+    connection.request(method, path, headers={k.replace("_", "-"): v for k, v in headers.items()})
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer, body
+
+
+def test_web_answers_reads_only_and_reflects_nothing(live: Live) -> None:
+    answer, body = get(live, "/")
+    assert answer.status == 200 and b"<title>draft-trainer</title>" in body
+    policy = answer.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    assert b"http://" not in body.replace(b"http://www.w3.org/2000/svg", b"")
+    head, nothing = get(live, "/", "HEAD")
+    assert head.status == 200 and nothing == b""
+    assert head.headers["Content-Length"] == str(len(body))
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert get(live, "/", method)[0].status == 405
+    absent, body = get(live, "/<script>alert(1)</script>?<b>")
+    assert absent.status == 404 and b"<" not in body
+    assert get(live, "/../server.py")[0].status == 404
+    assert get(live, "/metrics")[1].startswith(b"# HELP slipstream_trainer_")
+    assert get(live, "/metrics", "HEAD")[1] == b""
+
+
+def test_web_facts_are_those_of_the_trainer_and_cost_nothing_when_unchanged(live: Live) -> None:
+    status = json.loads(get(live, "/api/status")[1])
+    assert status["last_minute"][0]["acceptance_length"] == pytest.approx(3.1)
+    answer, body = get(live, "/api/history")
+    (cell,) = json.loads(body)["acceptance"]
+    assert (cell["draft_version"], cell["first_policy_version"]) == ("0", "5")
+    assert cell["drafts"] == "1000" and cell["accepted_per_position"] == ["900", "700", "500"]
+    same, nothing = get(live, "/", If_None_Match=get(live, "/")[0].headers["ETag"])
+    assert same.status == 304 and nothing == b""
+    events = json.loads(get(live, "/api/events")[1])["events"]
+    assert [int(event["number"]) for event in events] == list(range(1, len(events) + 1))
+    assert events[0]["kind"] == "EVENT_KIND_TRAINER_STARTED"
+    assert answer.headers["Content-Type"] == "application/json"
+
+
+class Page(HTMLParser):
+    """Text by id, up to the first closing tag, and the rows of tables."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.texts: dict[str, str] = {}
+        self.rows: list[list[str]] = []
+        self.tags: list[str] = []
+        self._id = self._table = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        name = dict(attributes).get("id")
+        if name:
+            self._id = name
+            self.texts[name] = ""
+        if tag == "table":
+            self._table = str(name)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self._id:
+            self.texts[self._id] += data
+        if self._table and self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._id = ""
+        if tag == "table":
+            self._table = ""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser: apt-get install chromium")
+def test_the_page_shows_them_in_a_browser(live: Live, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            str(BROWSER),
+            *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+            f"--user-data-dir={tmp_path}",
+            *("--virtual-time-budget=6000", "--dump-dom", f"http://127.0.0.1:{live.port}/"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=True,
+    )
+    page = Page(done.stdout)
+    assert page.texts["length"] == "3.100" and page.texts["policy"] == "5"
+    assert page.texts["staleness"] == "draft is 5 versions behind"
+    assert page.texts["ready"] == "1 / 2" and page.texts["samples"] == "7"
+    assert page.texts["alive"] == "live" and page.texts["loss"] == "\N{EN DASH}"
+    # What a client called its run is text, not markup.
+    assert page.texts["run"] == "<b>run</b>" and page.tags.count("b") == 1
+    fleet = {row[0]: row[1:] for row in page.rows if row}
+    assert fleet[live.double.address][:6] == [
+        *("ready", "0", "\N{EN DASH}", "5", "3.100", "0.90  0.70  0.50")
+    ]
+    assert fleet["127.0.0.1:9"][0] == "unreachable"
+    kinds = [row[1] for row in page.rows if len(row) == 6]
+    assert kinds[-1] == "trainer started" and "policy announced" in kinds
+    assert "circle" in page.tags
+    assert "Refused to" not in done.stderr
+
+
+def test_events_are_followed_over_a_trainer_that_is_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    with serving(config) as first:
+        with open_channel(first.address) as channel:
+            client = Client(channel)
+            client.open()
+            client.announce(3)
+        port = int(first.address.rpartition(":")[2])
+        follower = subprocess.Popen(
+            [*PROGRAM, "events", "--follow", "--json", "--address", first.address],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert follower.stdout is not None and follower.stderr is not None
+            seen = [json.loads(follower.stdout.readline()) for _ in range(3)]
+            assert [e["kind"] for e in seen] == [
+                *("trainer_started", "run_opened", "policy_announced")
+            ]
+            assert seen[2]["policy_version"] == "3" and seen[1]["reason"] == "run run by test"
+            first.end(signal.SIGKILL)
+            text = follower.stderr.readline()
+            assert "a running draft-trainer" in text and "trying again" in text
+            with serving(write_config(tmp_path, server={"port": port})) as second:
+                seen.append(json.loads(follower.stdout.readline()))
+                assert seen[3]["kind"] == "trainer_started" and seen[3]["policy_version"] == "3"
+                assert second.end(signal.SIGTERM)[0] == 0
+            seen.append(json.loads(follower.stdout.readline()))
+            assert seen[4]["kind"] == "trainer_stopped"
+            assert [e["number"] for e in seen] == ["1", "2", "3", "4", "5"]
+            follower.send_signal(signal.SIGINT)
+            assert follower.wait(DEADLINE) == 130
+        finally:
+            follower.kill()
+            follower.communicate()
+    line = refused(capsys, "events", "--follow", "--address", first.address)
+    assert "start it with draft-trainer serve" in line
+
+
+def test_events_of_the_past(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "events", "--address", live.address)[1]
+    assert "trainer_started" in text and "\x1b" not in text
+    lines = run(capsys, "events", "--newest", "2", "--json", "--address", live.address)[1]
+    numbers = [int(json.loads(line)["number"]) for line in lines.splitlines()]
+    assert len(numbers) == 2 and numbers[1] == numbers[0] + 1
+    after = run(capsys, "events", "--after", str(numbers[0]), "--json", "--address", live.address)
+    assert [int(json.loads(line)["number"]) for line in after[1].splitlines()] == numbers[1:]
+
+
+def test_history_over_the_wire(live: Live) -> None:
+    history = live.client.stub.GetHistory(console_pb2.GetHistoryRequest(), timeout=DEADLINE)
+    assert history.recent[-1].drafts == 1000 and history.recent[-1].samples_accepted == 7
+    assert [past.address for past in history.servers] == [live.double.address]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion(shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("shtab", reason="no shtab: python -m pip install shtab")
+    code, script = run(capsys, "completion", shell)
+    assert code == 0 and "events" in script and "follow" in script
+    if shell == "bash":
+        ask = (
+            f"{script}\nCOMP_WORDS=(draft-trainer eve) COMP_CWORD=1\n"
+            "_shtab_draft_trainer draft-trainer eve draft-trainer; echo ${COMPREPLY[@]}"
+        )
+        done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["events"], done.stderr
+
+
+def test_a_shell_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["completion", "tcsh"])
+    assert "invalid choice" in capsys.readouterr().err

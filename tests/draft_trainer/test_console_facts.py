@@ -1,0 +1,186 @@
+"""What the console remembers: events in order, acceptance exact however thinned, the fleet."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import grpc
+import pytest
+
+from draft_trainer.cli.events import described
+from draft_trainer.cli.past import DASH, length, number, slot_lengths
+from draft_trainer.cli.sparkline import bar, sparkline
+from draft_trainer.releases.fleet import Failure
+from draft_trainer.sidecar import acceptance_history, events
+from draft_trainer.sidecar.acceptance_history import AcceptanceHistory
+from draft_trainer.sidecar.events import EventLog
+from draft_trainer.sidecar.fleet_view import FleetView
+from draft_trainer.sidecar.moments import Thinned
+from slipstream.v1 import console_pb2 as pb
+from slipstream.v1 import release_pb2, rollout_server_pb2
+
+
+def test_events_are_numbered_over_restarts_and_torn_lines_left_out(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    log.published("committed", 3, "why not")
+    log.judged(release_pb2.Verdict(outcome="failed", reason="no real gain"))
+    log.note(pb.EVENT_KIND_SERVER_JOINED, server="a:1")
+    with (tmp_path / events.FILE_NAME).open("a") as file:
+        file.write('{"number": "4", "time": 1')
+    again = EventLog(tmp_path)
+    kept = again.after(0)
+    assert [(e.number, e.kind) for e in kept] == [
+        (1, pb.EVENT_KIND_COMMITTED),
+        (2, pb.EVENT_KIND_GATE_FAILED),
+        (3, pb.EVENT_KIND_SERVER_JOINED),
+    ]
+    assert kept[0].draft_version == 3 and kept[0].reason == "why not"
+    assert not kept[1].HasField("draft_version")
+    assert [e.number for e in again.after(1)] == [2, 3]
+    assert [e.number for e in again.after(0, newest=1)] == [3]
+    # Asked by somebody who followed another registry's trainer.
+    assert [e.number for e in again.after(77)] == [1, 2, 3]
+
+
+def test_a_line_after_a_torn_one_is_found_again(tmp_path: Path) -> None:
+    (tmp_path / events.FILE_NAME).write_text('{"number": "1", "time": 1.0, "kind": "EVENT_')
+    log = EventLog(tmp_path)
+    log.published("healed", 1, "")
+    assert [e.kind for e in EventLog(tmp_path).after(0)] == [pb.EVENT_KIND_HEALED]
+
+
+def test_events_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_BYTES", 4096)
+    log = EventLog(tmp_path)
+    for _ in range(events.KEPT + 200):
+        log.note(pb.EVENT_KIND_POLICY_ANNOUNCED, reason="x" * 2000)
+    kept = log.after(0)
+    assert len(kept) == events.KEPT and kept[-1].number == events.KEPT + 200
+    assert len(kept[0].reason) == events.REASON_CHARACTERS
+    files = list(tmp_path.iterdir())
+    assert "events.jsonl.1" in {file.name for file in files} and len(files) <= 2
+    assert sum(f.stat().st_size for f in files) < 3 * 4096
+    assert EventLog(tmp_path).after(0)[-1].number == events.KEPT + 200
+
+
+def test_every_event_of_the_publish_log_has_a_kind(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    for name in (
+        *("committed", "stage_failed", "not_committed", "rolled_back", "interrupted"),
+        *("canary_promoted", "canary_undecided", "canary_rolled_back"),
+        *("rolled_back_by_hand", "healed"),
+    ):
+        log.published(name, 1, "")
+    assert len({event.kind for event in log.after(0)}) == 10
+
+
+def state(policy: int | None) -> rollout_server_pb2.ServerState:
+    return rollout_server_pb2.ServerState(policy_version=policy)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_acceptance_is_kept_by_release_and_policy_version() -> None:
+    clock = Clock()
+    history = AcceptanceHistory(lambda: 9, clock=clock)
+    history.grew("a:1", state(4), 0, 100, [90, 80, 70])
+    history.grew("b:1", state(4), 0, 300, [100, 0, 0])
+    history.grew("a:1", state(5), 1, 10, [10, 10, 10])
+    clock.now += 30
+    history.grew("a:1", state(None), 1, 10, [0, 0, 0])
+    zero, one, later = history.cells()
+    assert (zero.draft_version, zero.first_policy_version, zero.drafts) == (0, 4, 400)
+    assert list(zero.accepted_per_position) == [190, 80, 70]
+    assert (one.draft_version, one.first_policy_version, one.last_policy_version) == (1, 5, 5)
+    # The framework syncs the policy: the newest that the trainer knows.
+    assert later.first_policy_version == 9
+    fleet = {d.draft_version: d.acceptance_length for d in history.last_minute()}
+    assert fleet == {0: 1 + 340 / 400, 1: 1 + 30 / 20}
+    assert [d.drafts for d in history.last_minute("b:1")] == [300]
+    assert history.total == (420, (200, 90, 80))
+    clock.now += 90
+    assert history.last_minute() == []
+    clock.now += 600
+    assert history.servers() == []
+
+
+def test_acceptance_stays_exact_and_bounded_over_thousands_of_releases() -> None:
+    clock = Clock()
+    history = AcceptanceHistory(lambda: None, clock=clock)
+    for policy in range(12_000):
+        history.grew("a:1", state(policy), policy // 3, 10, [9, policy % 7])
+    cells = history.cells()
+    assert 400 < len(cells) <= acceptance_history.MAX_CELLS
+    for cell in cells:
+        policies = range(cell.first_policy_version, cell.last_policy_version + 1)
+        assert cell.drafts == 10 * len(policies)
+        assert list(cell.accepted_per_position) == [
+            9 * len(policies),
+            sum(policy % 7 for policy in policies),
+        ]
+    assert cells[-1].last_policy_version == 11_999
+    # One release over many policy versions is thinned, not dropped.
+    history = AcceptanceHistory(lambda: None, clock=clock)
+    for policy in range(12_000):
+        history.grew("a:1", state(policy), 7, 10, [9])
+    cells = history.cells()
+    assert sum(cell.drafts for cell in cells) == 120_000
+    assert cells[0].first_policy_version == 0 and len(cells) <= acceptance_history.MAX_CELLS
+
+
+def test_thinned_keeps_the_first_the_newest_and_even_steps_between() -> None:
+    kept: Thinned[int] = Thinned(16)
+    for value in range(1001):
+        kept.add(value)
+    values = list(kept)
+    assert len(values) <= 17 and values[0] == 0 and values[-1] == 1000
+    steps = {b - a for a, b in pairwise(values[:-1])}
+    assert len(steps) == 1
+
+
+def test_the_fleets_changes_are_events_once(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    view = FleetView(log)
+    up = rollout_server_pb2.ServerState(draft_version=2, speculation_enabled=True)
+    ill = rollout_server_pb2.ServerState(draft_version=2, not_ready="nothing is accepted")
+    down = Failure("a:1: UNAVAILABLE", grpc.StatusCode.UNAVAILABLE)
+    for answer in (down, down, up, up, ill, ill, up, down, down):
+        view.looked({"a:1": answer})
+    (server,) = view.messages()
+    assert not server.reachable and server.error == "UNAVAILABLE"
+    assert server.state.draft_version == 2
+    view.looked({})
+    assert view.messages() == []
+    kinds = [pb.EventKind.Name(e.kind).removeprefix("EVENT_KIND_") for e in log.after(0)]
+    assert kinds == [
+        *("SERVER_JOINED", "SERVER_UNREACHABLE", "SERVER_BACK"),
+        *("SERVER_NOT_READY", "SPECULATION_OFF", "SERVER_READY", "SPECULATION_ON"),
+        *("SERVER_UNREACHABLE", "SERVER_LEFT"),
+    ]
+
+
+def test_no_drafts_are_a_dash() -> None:
+    assert length(0, 0) is None and number(length(0, 0)) == DASH
+    assert number(length(10, 0)) == "1.000"
+    past = pb.ServerPast(
+        slots=[pb.AcceptanceSlot(time=90.0, drafts=10, accepted_per_position=[5, 5])]
+    )
+    assert slot_lengths(past, 5.0, 101.0, 4) == [None, None, 2.0, None]
+
+
+def test_what_others_wrote_steers_no_terminal() -> None:
+    event = pb.Event(kind=pb.EVENT_KIND_HEALED, server="a:1", reason="x\x1b[2J\ny\u202e")
+    assert described(event) == "a:1: x [2J y "
+
+
+def test_sparkline_and_bar() -> None:
+    assert sparkline([1.0, None, 2.0, 3.0], 6) == "  ▁ ▅█"
+    assert sparkline([], 3) == "   " and sparkline([None, 2.0], 2) == " ▄"
+    assert bar(0.5, 4) == "██  " and bar(0.0, 2) == "  " and bar(2.0, 2) == "██"

@@ -1,0 +1,274 @@
+"""The numbers in the trainer's scrapes."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+
+from draft_trainer.feed.rings import Rings
+from draft_trainer.sidecar.board import Board, GateResult, Servers
+from draft_trainer.sidecar.metrics import TrainerCollector
+from draft_trainer.sidecar.metrics_catalogue import CATALOGUE
+from draft_trainer.sidecar.policy_clock import KEPT, PolicyClock
+from slipstream.limits import RefusedCalls
+from slipstream.refusal import StatusCode
+from slipstream.v1 import draft_trainer_pb2 as pb
+from tests.draft_trainer.fleet_rig import Rig
+from tests.draft_trainer.rig import Stream, make_config, rollouts, running
+from tests.scraping import Samples, of, scrape, value
+
+T = "slipstream_trainer_"
+
+
+class Trainer:
+    """What a scrape reads, without a server."""
+
+    def __init__(self) -> None:
+        self.board, self.refused, self.time = Board(), RefusedCalls(), 1000.0
+        self.clock = PolicyClock(now=lambda: self.time)
+        self.run = SimpleNamespace(latest_policy_version=None)
+        self.status: Any = SimpleNamespace(
+            runs=SimpleNamespace(current=None, streams=3, sessions=4),
+            store=SimpleNamespace(
+                pending=5,
+                held_out_samples=6,
+                unsaved=7,
+                nbytes=800,
+                capacity_bytes=900,
+                folder=Path("/samples"),
+            ),
+            releases={"newest": (2, 11), "promoted": (2, 11), "served": (0, None)},
+            policy_clock=self.clock,
+            served_at=None,
+        )
+        self.rings: Any = SimpleNamespace(counts={"offered": 1, "claimed": 2}, nbytes=3 << 20)
+        self.canary: Any = SimpleNamespace(trial=None)
+
+    def announce(self, version: int) -> None:
+        self.status.runs.current = self.run
+        self.run.latest_policy_version = version
+        if self.clock.announced(version):
+            self.board.announced()
+
+    def scrape(self) -> Samples:
+        return scrape(
+            TrainerCollector(self.board, self.status, self.rings, self.canary, self.refused)
+        )
+
+
+def test_a_trainer_that_has_seen_nothing_measures_nothing() -> None:
+    samples = Trainer().scrape()
+    for absent in (
+        *("loss", "expected_acceptance", "policy_version", "policy_timestamp_seconds"),
+        *("draft_staleness_versions", "draft_staleness_seconds", "draft_served_timestamp_seconds"),
+        *("gate_acceptance_length", "gate_half_width", "gate_anchors", "servers"),
+    ):
+        assert of(samples, T + absent) == {}, absent
+    # Every reason is there from the start, or `increase` would miss its first event.
+    assert of(samples, T + "roll_backs_total") == {
+        (reason,): 0 for reason in ("commit_failed", "trial", "by_hand", "interrupted")
+    }
+    assert len(of(samples, T + "heals_total")) == 3
+    assert of(samples, T + "trained_against_policy_version") == {("newest",): 11, ("promoted",): 11}
+    assert of(samples, T + "streams") == {("grpc",): 1, ("shared_memory",): 2}
+    assert value(samples, T + "ring_capacity_bytes") == 3 << 20
+    assert value(samples, T + "replay_directory", directory="/samples") == 1
+    assert value(samples, T + "acknowledgement_seconds_count") == 0
+
+
+def test_what_is_counted_is_exposed() -> None:
+    trainer = Trainer()
+    board = trainer.board
+    board.accepted(9)
+    board.received({"grpc": 100, "shared_memory": 5000}, [(0.0004, 8), (0.3, 1)])
+    for event in ("committed", "committed", "rolled_back", "canary_rolled_back", "interrupted"):
+        board.published(event)
+    for event in ("canary_promoted", "canary_undecided", "rolled_back_by_hand", "policy_only"):
+        board.published(event)
+    board.healed("other_version", True)
+    board.healed("not_ready", False)
+    board.looked(Servers(known=4, reachable=3, ready=2, current=1))
+    board.staged(0.2)
+    board.trained(
+        samples=3, tokens=50, seconds=0.5, skipped=False, loss=1.5, step_acceptance=[0.75, 0.5]
+    )
+    board.gated(GateResult("passed", 2.5, 2.25, 0.125, 400, ""))
+    trainer.canary.trial = object()
+    trainer.status.served_at = 777.0
+    samples = trainer.scrape()
+    assert of(samples, T + "received_bytes_total") == {("grpc",): 100, ("shared_memory",): 5000}
+    lag = T + "acknowledgement_seconds"
+    assert value(samples, lag + "_count") == 9
+    assert value(samples, lag + "_sum") == pytest.approx(8 * 0.0004 + 0.3)
+    assert [value(samples, lag + "_bucket", le=le) for le in ("0.0005", "0.25", "0.5")] == [8, 8, 9]
+    assert of(samples, T + "publishes_total") == {
+        ("committed",): 2,
+        ("stage_failed",): 0,
+        ("not_committed",): 0,
+        ("policy_only",): 1,
+        ("policy_failed",): 0,
+    }
+    assert of(samples, T + "roll_backs_total") == {
+        (reason,): 1 for reason in ("commit_failed", "trial", "by_hand", "interrupted")
+    }
+    assert of(samples, T + "trials_total") == {
+        (outcome,): 1 for outcome in ("promoted", "undecided", "rolled_back")
+    }
+    assert value(samples, T + "heals_total", reason="other_version") == 1
+    assert value(samples, T + "heals_failed_total", reason="not_ready") == 1
+    assert of(samples, T + "servers") == {
+        ("known",): 4,
+        ("reachable",): 3,
+        ("ready",): 2,
+        ("current",): 1,
+    }
+    assert value(samples, T + "stage_seconds_sum") == pytest.approx(0.2)
+    assert of(samples, T + "expected_acceptance") == {("0",): 0.75, ("1",): 0.5}
+    assert of(samples, T + "gate_acceptance_length") == {("candidate",): 2.5, ("incumbent",): 2.25}
+    assert value(samples, T + "trial_running") == 1
+    assert value(samples, T + "draft_served_timestamp_seconds") == 777
+
+
+def test_staleness_counts_from_when_the_policy_moved_past_the_draft() -> None:
+    trainer = Trainer()
+    trainer.announce(11)
+    trainer.status.releases["served"] = (2, 11)
+    trainer.time += 30
+    samples = trainer.scrape()
+    assert value(samples, T + "draft_staleness_versions") == 0
+    assert value(samples, T + "draft_staleness_seconds") == 0
+    assert value(samples, T + "policy_timestamp_seconds") == 1000
+    for version in (12, 13, 13):
+        trainer.announce(version)
+        trainer.time += 10
+    samples = trainer.scrape()
+    assert value(samples, T + "draft_staleness_versions") == 2
+    assert value(samples, T + "draft_staleness_seconds") == 30
+    assert value(samples, T + "policy_announcements_total") == 3
+    # Release 0 was trained on nothing.
+    trainer.status.releases["served"] = (0, None)
+    samples = trainer.scrape()
+    assert value(samples, T + "draft_staleness_versions") == 13
+    assert value(samples, T + "draft_staleness_seconds") == 60
+    # Another run counts from its own versions.
+    trainer.announce(1)
+    trainer.time += 5
+    assert value(trainer.scrape(), T + "draft_staleness_seconds") == 5
+
+
+def test_a_restarted_trainer_counts_from_its_start() -> None:
+    clock = PolicyClock(known=8, now=lambda: 50.0)
+    assert clock.newest_at is None
+    assert not clock.announced(8), "the bridge announces it again"
+    assert clock.behind_seconds(3) == 0.0
+
+
+def test_ten_thousand_releases_leave_a_bounded_number_of_series() -> None:
+    trainer = Trainer()
+    trainer.announce(0)
+    before = None
+    for version in range(1, 10_001):
+        trainer.announce(version)
+        trainer.status.releases = dict.fromkeys(
+            ("newest", "promoted", "served"), (version, version - 1)
+        )
+        for event in ("committed", "healed", "canary_promoted", "rolled_back"):
+            trainer.board.published(event)
+        trainer.board.staged(0.1)
+        trainer.board.gated(GateResult("passed", 2.0, 1.9, 0.01, 300, str(version)))
+        if version == 1:
+            before = len(trainer.scrape())
+    samples = trainer.scrape()
+    assert len(samples) == before and before is not None and before < 200
+    assert value(samples, T + "publishes_total", outcome="committed") == 10_000
+    assert value(samples, T + "verdicts_total", verdict="passed") == 10_000
+    assert value(samples, T + "draft_version", which="served") == 10_000
+    assert len(trainer.clock._seen) == KEPT
+
+
+def test_a_fleet_that_is_published_to_and_healed(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    try:
+        assert rig.promotions.served_at is None
+        rig.publisher.promote(2, pin=False)
+        counts = rig.board.read()
+        assert counts.servers == Servers(known=3, reachable=3, ready=3, current=3)
+        assert rig.promotions.served_at is not None
+        # Somebody else's commit, and a server that says that it is not ready.
+        rig.doubles[0].state.draft_version = 1
+        rig.doubles[1].state.not_ready = "nothing accepted"
+        rig.publisher.heal()
+        assert rig.board.read().heals == {"other_version": 1, "not_ready": 1}
+        rig.doubles[2].stop()
+        rig.publisher.heal()
+        servers = rig.board.read().servers
+        assert servers is not None and (servers.known, servers.reachable) == (3, 2)
+    finally:
+        rig.close()
+
+
+def test_a_running_trainer_serves_both_formats(tmp_path: Path) -> None:
+    config = make_config(tmp_path, server={"shared_memory": ""})
+    with running(config, train=False) as (server, client):
+        client.open()
+        client.announce(5)
+        with Stream(client) as stream:
+            sizes = [pb.StreamStatesRequest(sample=m).ByteSize() for m in rollouts(4, 0, 5)]
+            for message in rollouts(4, 0, 5):
+                stream.send(message)
+            samples = _openmetrics(server._metrics.url)
+            assert of(samples, T + "streams") == {("grpc",): 1, ("shared_memory",): 0}
+        assert value(samples, T + "samples_total", outcome="accepted") == 4
+        assert value(samples, T + "received_bytes_total", transport="grpc") == sum(sizes)
+        assert value(samples, T + "acknowledgement_seconds_count") == 4
+        assert value(samples, T + "policy_announcements_total") == 1
+        assert value(samples, T + "draft_staleness_versions") == 5
+        assert value(samples, T + "sessions") == 1
+        held = value(samples, T + "samples_held_out")
+        pending = value(samples, T + "samples_pending")
+        assert held is not None and pending is not None and held + pending == 4
+        assert value(samples, "process_resident_memory_bytes")
+
+
+def test_everything_in_the_catalogue_is_exposed() -> None:
+    trainer = Trainer()
+    trainer.announce(1)
+    trainer.status.served_at = 1.0
+    trainer.board.looked(Servers(0, 0, 0, 0))
+    trainer.board.refused("temperature")
+    trainer.refused.note("/slipstream.v1.DraftTrainer/OpenRun", StatusCode.UNKNOWN, "x")
+    trainer.board.trained(
+        samples=1, tokens=1, seconds=1.0, skipped=False, loss=1.0, step_acceptance=[0.5]
+    )
+    trainer.board.gated(GateResult("failed", 2.0, 2.0, 0.1, 300, ""))
+    names = {name for name, _ in trainer.scrape()}
+    assert CATALOGUE.sample_names() - names == set()
+
+
+def test_rings_say_what_they_hold(tmp_path: Path) -> None:
+    rings = Rings(tmp_path, 1 << 16, limit=2)
+    rings.offer("a")
+    rings.offer("b")
+    assert rings.counts == {"offered": 2, "claimed": 0}
+    assert rings.claim("a", pb.TRANSPORT_SHARED_MEMORY) is not None
+    assert rings.counts == {"offered": 1, "claimed": 1}
+    assert rings.nbytes == 2 * ((1 << 16) + 4096)
+    rings.close()
+    assert rings.nbytes == 0
+
+
+def _openmetrics(url: str) -> Samples:
+    request = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+        families = list(parse_openmetrics(answer.read().decode()))
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }

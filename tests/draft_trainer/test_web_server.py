@@ -1,0 +1,69 @@
+"""The HTTP server's bounds: places, patience, a port that is taken."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+
+from draft_trainer.web import server
+from draft_trainer.web.server import WebServer
+from slipstream.access import open_to_all
+from slipstream.refusal import RefusedError
+
+DEADLINE = 60.0
+
+
+def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+    start_response("200 OK", [("Content-Length", "2")])
+    return (b"ok",)
+
+
+@pytest.fixture
+def web() -> Iterator[WebServer]:
+    found = WebServer(answer, open_to_all(), "127.0.0.1", 0)
+    yield found
+    found.close(10.0)
+
+
+def connected(web: WebServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(web.url.rpartition(":")[2])), DEADLINE)
+
+
+def ask(web: WebServer) -> bytes:
+    connection = HTTPConnection("127.0.0.1", int(web.url.rpartition(":")[2]), timeout=DEADLINE)
+    connection.request("GET", "/")
+    return connection.getresponse().read()
+
+
+def test_a_client_that_sends_bit_by_bit_is_cut_off(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "CONNECTION_SECONDS", 0.0)
+    with connected(web) as slow:
+        slow.sendall(b"GET / HT")
+        assert slow.recv(1) == b""
+    monkeypatch.setattr(server, "CONNECTION_SECONDS", 60.0)
+    assert ask(web) == b"ok"
+
+
+def test_whoever_is_beyond_the_places_is_turned_away_and_the_others_are_served(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+    with connected(web) as first, connected(web) as second:
+        for held in (first, second):
+            held.sendall(b"GET / HT")
+        with pytest.raises(OSError):
+            ask(web)
+        first.sendall(b"TP/1.0\r\n\r\n")
+        assert first.recv(5) == b"HTTP/"
+
+
+def test_a_port_that_is_taken_is_refused_by_name(web: WebServer) -> None:
+    port = int(web.url.rpartition(":")[2])
+    with pytest.raises(RefusedError, match=f"server.metrics_port: found 127.0.0.1:{port}"):
+        WebServer(answer, open_to_all(), "127.0.0.1", port)

@@ -1,0 +1,113 @@
+"""The numbers that a training process exposes of its bridge."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from policy_bridge import PolicyBridge
+from policy_bridge.metrics_catalogue import CATALOGUE
+from policy_bridge.prometheus import BridgeCollector
+from policy_bridge.ring_space import RingSpace
+from policy_bridge.stats import Counters
+from tests.scraping import of, scrape, value
+
+from .conftest import Connect, batch, make_model, ship
+from .doubles import DEADLINE, FakeTrainer
+
+B = "slipstream_bridge_"
+
+
+def test_a_bridge_that_ships(trainer: FakeTrainer, connect: Connect) -> None:
+    model = make_model()
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        empty = scrape(BridgeCollector(bridge))
+        assert value(empty, B + "policy_version") is None
+        assert of(empty, B + "last_sync_seconds") == {}
+        assert of(empty, B + "shed_samples_total")["outbox_full",] == 0
+        with bridge.sync(3):
+            pass
+        ship(bridge, model, batch((10, 10)))
+        assert bridge.flush(DEADLINE)
+        samples, stats = scrape(BridgeCollector(bridge)), bridge.stats()
+    assert value(samples, B + "connected") == 1
+    assert value(samples, B + "policy_version") == 3
+    assert value(samples, B + "syncs_total") == value(samples, B + "announced_policies_total") == 1
+    assert of(samples, B + "acknowledgements_total") == {
+        ("accepted",): 2,
+        ("duplicate",): 0,
+        ("refused",): 0,
+    }
+    assert value(samples, B + "captures_total", outcome="taken") == 1
+    assert value(samples, B + "captured_tokens_total") == 20
+    assert value(samples, B + "sent_bytes_total") == stats.sent_bytes > 0
+    assert value(samples, B + "outbox_bytes") == 0
+    capacity = value(samples, B + "outbox_capacity_bytes")
+    assert capacity is not None and capacity > 1 << 20
+    assert set(of(samples, B + "last_sync_seconds")) == {("prepare",), ("stage",), ("commit",)}
+    assert value(samples, B + "transport", transport=stats.transport) == 1
+    missing = CATALOGUE.sample_names() - {name for name, _ in samples}
+    assert missing == {
+        B + "samples_refused_total",
+        *(B + f"ring_{which}_bytes" for which in ("used", "capacity")),
+    }
+
+
+def test_what_is_shed_and_refused_is_exposed_by_reason() -> None:
+    counters = Counters()
+    counters.shed("outbox_full", 3, 300)
+    counters.shed("superseded", 1, 50)
+    for field in ("packed.checksum", "packed.span", "policy_version"):
+        counters.refused(field)
+
+    class Fake:
+        def stats(self) -> object:
+            return counters.snapshot(
+                connected=False,
+                policy_version=None,
+                outbox_samples=4,
+                outbox_bytes=44,
+                last_sync=None,
+                capture_off_reason="the trainer refused",
+                outbox_capacity_bytes=100,
+                ring_bytes=(64, 4096),
+            )
+
+    samples = scrape(BridgeCollector(Fake()))  # type: ignore[arg-type]
+    shed = of(samples, B + "shed_samples_total")
+    assert (shed["outbox_full",], shed["superseded",], sum(shed.values())) == (3, 1, 4)
+    assert value(samples, B + "shed_bytes_total") == 350
+    assert of(samples, B + "samples_refused_total") == {("packed",): 2, ("policy_version",): 1}
+    assert value(samples, B + "capture_enabled") == 0
+    assert value(samples, B + "outbox_samples") == 4
+    assert value(samples, B + "ring_used_bytes") == 64
+    assert value(samples, B + "ring_capacity_bytes") == 4096
+
+
+def test_ring_space_knows_what_is_in_use() -> None:
+    space = RingSpace(4096, 4096 + 256)
+    first, second = space.take(64, 0.0), space.take(100, 0.0)
+    assert (first, second, space.used) == (4096, 4160, 192)
+    space.give_back(4096)
+    assert space.used == 128
+    assert space.take(64, 0.0) == 4288 and space.take(64, 0.0) == 4096
+    assert space.used == 256, "round the end"
+    space.give_back(4160)
+    space.give_back(4288)
+    assert space.used == 64
+    space.give_back(4096)
+    assert space.used == 0
+
+
+def test_a_switched_off_bridge_is_exposed_too() -> None:
+    samples = scrape(BridgeCollector(PolicyBridge.disabled()))
+    assert value(samples, B + "capture_enabled") == 0
+
+
+def test_the_bridge_needs_no_prometheus_client() -> None:
+    code = (
+        "import sys; sys.modules['prometheus_client'] = None\n"
+        "import policy_bridge, policy_bridge.bridge, policy_bridge.metrics_catalogue"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,55 @@
+"""Both services in processes of their own, and a sound client of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from benchmarks.robustness.healthy import Feeder, Stager
+from benchmarks.robustness.services import Process, start_rollout_server, start_trainer
+
+DEADLINE = 60.0
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A trainer and one who feeds it."""
+
+    process: Process
+    feeder: Feeder
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A control plane and one who stages there."""
+
+    process: Process
+    stager: Stager
+
+
+@pytest.fixture(scope="package")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    """Gives up on silent clients after a second."""
+    process = start_trainer(tmp_path_factory.mktemp("trainer"), seconds=1.0)
+    try:
+        feeder = Feeder(process.address, DEADLINE)
+        yield Trainer(process, feeder)
+        feeder.close()
+    finally:
+        assert process.stop() == 0
+    assert "Traceback" not in process.log, process.log
+
+
+@pytest.fixture(scope="package")
+def rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollout]:
+    """Gives up on silent clients after a second."""
+    process = start_rollout_server(tmp_path_factory.mktemp("rollout"), seconds=1.0)
+    try:
+        stager = Stager(process.address, DEADLINE)
+        yield Rollout(process, stager)
+        stager.close()
+    finally:
+        assert process.stop() == 0
+    assert "Traceback" not in process.log, process.log

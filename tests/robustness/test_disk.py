@@ -1,0 +1,171 @@
+"""A disk that is full, and folders that cannot be written: refused by name, the rest goes on."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from draft_trainer.sidecar.server import TrainerServer
+from rollout_server.content_store import ContentStore, Key
+from slipstream.refusal import RefusedError
+from slipstream.tensors import bytes_of, digest
+from slipstream.v1 import draft_trainer_pb2 as pb
+from tests.draft_trainer.rig import make_config, refusal, rollouts, running
+from tests.draft_trainer.synthetic import Policy
+
+Mount = Callable[[Path, str], Path]
+
+
+@pytest.fixture
+def mount() -> Iterator[Mount]:
+    """``mount(folder, options)``: a tmpfs there, until the test ends."""
+    mounted: list[Path] = []
+
+    def make(folder: Path, options: str) -> Path:
+        folder.mkdir(exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount a tmpfs here, run as root: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield make
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """A file that takes all that is left."""
+    path = folder / "filler"
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+    return path
+
+
+def test_a_trainer_whose_disk_is_full_refuses_by_name_and_goes_on(
+    tmp_path: Path, mount: Mount
+) -> None:
+    disk = mount(tmp_path / "disk", "size=8m")
+    config = make_config(
+        tmp_path,
+        draft={"registry": str(disk / "registry")},
+        replay={"directory": str(disk / "samples"), "capacity_bytes": 1 << 20},
+    )
+    accepted, refused = pb.ACK_STATUS_ACCEPTED, pb.ACK_STATUS_REFUSED
+    with running(config, train=False) as (_, client):
+        client.open()
+        client.announce(1)
+        assert [ack.status for ack in client.send(*rollouts(3, 1))] == [accepted] * 3
+        filler = fill(disk)
+        # What fits into pages that are there already is taken; the rest by name.
+        acks = client.send(*rollouts(120, 2), *rollouts(120, 3))
+        short = [ack for ack in acks if ack.status == refused]
+        assert {ack.refusal.field for ack in short} == {"replay.directory"}
+        assert {ack.status for ack in acks} <= {accepted, refused}
+        for call, field in (
+            (lambda: client.announce(2, Policy(seed=1)), "replay.directory"),
+            (
+                lambda: client.stub.PinRelease(pb.PinReleaseRequest(draft_version=0, pinned=True)),
+                "draft.registry",
+            ),
+            (lambda: client.promote(0, pin=True), "draft.registry"),
+        ):
+            error = refusal(call)
+            assert error.field == field, error
+            assert "No space left" in error.found or "full" in error.found, error
+        assert client.status().policy_version == 1
+        assert [
+            r.draft_version for r in client.stub.ListReleases(pb.ListReleasesRequest()).releases
+        ] == [0]
+        filler.unlink()
+        client.announce(2, Policy(seed=1))
+        again = client.send(*rollouts(5, 4, version=2))
+        assert [ack.status for ack in again] == [accepted] * 5
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "field"),
+    [
+        ("draft", "registry", "draft.registry"),
+        ("replay", "directory", "replay.directory"),
+        ("recording", "directory", "recording.directory"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(
+    tmp_path: Path, mount: Mount, section: str, key: str, field: str
+) -> None:
+    sealed = mount(tmp_path / "sealed", "ro,size=64k")
+    config = make_config(tmp_path, **{section: {key: str(sealed / "folder")}})
+    with pytest.raises(RefusedError) as refused:
+        TrainerServer(config)
+    assert refused.value.field == field or str(sealed) in refused.value.field
+    assert "Read-only file system" in refused.value.found
+    assert refused.value.next_step
+
+
+def test_shared_memory_that_cannot_be_written_costs_the_ring_only(
+    tmp_path: Path, mount: Mount
+) -> None:
+    sealed = mount(tmp_path / "sealed", "ro,size=64k")
+    config = make_config(tmp_path, server={"shared_memory": str(sealed)})
+    with running(config, train=False) as (_, client):
+        opened = client.open()
+        assert "Read-only file system" in opened.shared_memory.absent_because
+        client.announce(1)
+        assert client.send(*rollouts(1))[0].status == pb.ACK_STATUS_ACCEPTED
+
+
+def test_a_content_store_that_is_full_refuses_and_keeps_nothing_half_written(
+    tmp_path: Path, mount: Mount
+) -> None:
+    disk = mount(tmp_path / "store", "size=256k")
+    store = ContentStore(disk, 1 << 30)
+    large, small = torch.ones(1 << 20), torch.ones(16)
+    with pytest.raises(RefusedError) as refused:
+        store.write(key(large), large)
+    assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "No space left" in refused.value.found
+    assert list(disk.iterdir()) == []
+    store.write(key(small), small)
+    assert store.path(key(small)).read_bytes() == bytes(bytes_of(small))
+
+
+def test_two_stages_of_one_content_do_not_cut_each_other_short(tmp_path: Path) -> None:
+    store = ContentStore(tmp_path, 1 << 30)
+    tensor = torch.arange(1 << 18)
+    failed: list[BaseException] = []
+    start = threading.Barrier(4)
+
+    def write() -> None:
+        start.wait()
+        for _ in range(20):
+            try:
+                store.write(key(tensor), tensor)
+                assert store.path(key(tensor)).stat().st_size == tensor.nbytes
+            except (RefusedError, AssertionError) as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert store.path(key(tensor)).read_bytes() == bytes(bytes_of(tensor))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def key(tensor: torch.Tensor) -> Key:
+    return Key(digest(tensor).hex(), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)

@@ -1,0 +1,254 @@
+"""Clients that hold places, flood, or never read: sound ones are served all the while."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from benchmarks.robustness import traffic
+from benchmarks.robustness.healthy import Feeder
+from benchmarks.robustness.overload import SILENT_ROLLOUT, SILENT_TRAINER, Crowd, flood
+from benchmarks.robustness.services import Process, start_trainer
+from slipstream.channel import open_channel
+from slipstream.refusal import refused_from
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+
+from .conftest import DEADLINE, Rollout, Trainer
+
+MORE_MEMORY = 96 << 20
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {DEADLINE:.0f} s: {what}"
+        time.sleep(0.05)
+
+
+def test_calls_that_send_nothing_keep_no_thread_from_others(trainer: Trainer) -> None:
+    memory = trainer.process.rss
+    with Crowd(trainer.process.address) as crowd:
+        crowd.silent_calls(SILENT_TRAINER, 300)
+        for _ in range(5):
+            trainer.feeder.serve()
+        # Another one comes in too: it sends what it wants.
+        late = Feeder(trainer.process.address, DEADLINE)
+        late.serve()
+        late.close()
+        until(lambda: crowd.ended.total() == 300, "all of them are ended by the server")
+        assert set(crowd.ended) <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "OK"}, crowd.ended
+    assert trainer.process.rss - memory < MORE_MEMORY
+    until(lambda: trainer.process.threads < 300, "the threads of the calls are idle")
+
+
+def test_idle_sessions_hold_no_rings_for_ever(trainer: Trainer) -> None:
+    memory, files = trainer.process.rss, trainer.process.files
+    with Crowd(trainer.process.address) as crowd:
+        found = crowd.idle_sessions(60)
+        crowd.bare_connections(100)
+        assert found == {"OK": 60}
+        trainer.feeder.serve()
+    assert trainer.process.rss - memory < MORE_MEMORY
+    rings = lambda: len(list(Path("/dev/shm").glob("slipstream-ring-*")))  # noqa: E731
+    until(lambda: trainer.process.files <= files + 2, "connections and rings are closed")
+    assert rings() == 0 or trainer.process.files <= files + 2
+
+
+def test_a_client_that_reads_no_acknowledgements_costs_a_bounded_amount(trainer: Trainer) -> None:
+    memory = trainer.process.rss
+    refused = trainer.feeder.status().samples_refused
+    with Crowd(trainer.process.address) as crowd:
+        crowd.deaf_stream(trainer.feeder.session_id, 100_000)
+        until(lambda: trainer.feeder.status().samples_refused > refused + 100, "it is answered")
+        for _ in range(5):
+            trainer.feeder.serve()
+        assert trainer.process.rss - memory < MORE_MEMORY
+
+
+def test_a_flood_of_refused_calls_is_logged_in_a_few_lines(trainer: Trainer) -> None:
+    memory, lines = trainer.process.rss, len(trainer.process.log.splitlines())
+    request = traffic.open_run()
+    request.policy.hidden_size = 1
+    over = threading.Event()
+    served = [0]
+
+    def keep_serving() -> None:
+        while not over.is_set():
+            trainer.feeder.serve()
+            served[0] += 1
+
+    sound = threading.Thread(target=keep_serving)
+    sound.start()
+    try:
+        path = "/slipstream.v1.DraftTrainer/OpenRun"
+        found = flood(trainer.process.address, path, request.SerializeToString(), 600)
+    finally:
+        over.set()
+        sound.join(DEADLINE)
+    assert found.total() == 600
+    assert set(found) <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+    assert found["INVALID_ARGUMENT"] > 0 and served[0] > 0
+    assert trainer.process.rss - memory < MORE_MEMORY
+    assert len(trainer.process.log.splitlines()) - lines < 10
+
+
+def test_streams_and_messages_over_the_limit(trainer: Trainer) -> None:
+    with open_channel(trainer.process.address) as channel:
+        stub = pb_grpc.DraftTrainerStub(channel)
+
+        def error_of(call: Callable[[], object]) -> grpc.RpcError:
+            with pytest.raises(grpc.RpcError) as failed:
+                call()
+            return failed.value
+
+        streams = []
+        for _ in range(7):
+            stream = stub.StreamStates(
+                held_open(traffic.header(trainer.feeder.session_id)), timeout=DEADLINE
+            )
+            assert next(stream).credit.bytes > 0
+            streams.append(stream)
+        header = traffic.header(trainer.feeder.session_id)
+        beyond = error_of(lambda: list(stub.StreamStates(iter([header]), timeout=DEADLINE)))
+        refusal = refused_from(beyond)
+        assert refusal is not None and refusal.field == "StreamStates"
+        assert beyond.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for stream in streams:
+            stream.cancel()
+        large = pb.RollBackReleaseRequest(reason="x" * (1 << 20))
+        refusal = refused_from(error_of(lambda: stub.RollBackRelease(large, timeout=DEADLINE)))
+        assert refusal is not None and refusal.field == "RollBackRelease request"
+        assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        long = pb.PrepareSyncRequest(session_id="≠" * 10_000, policy_version=1)
+        refusal = refused_from(error_of(lambda: stub.PrepareSync(long, timeout=DEADLINE)))
+        assert refusal is not None and refusal.field == "session_id"
+        assert refusal.found.endswith("(10002 characters)")
+    trainer.feeder.serve()
+
+
+def test_a_batch_of_millions_of_empty_samples_is_never_parsed(trainer: Trainer) -> None:
+    memory = trainer.process.rss
+    empty = b"\x0a\x00" * (16 << 20)
+    from slipstream.framing import _varint
+
+    message = b"\x1a" + _varint(len(empty)) + empty
+    fields = b"\x12\x00" * (16 << 20)
+    with Crowd(trainer.process.address) as crowd:
+        for data in (message, fields):
+            header = traffic.header(trainer.feeder.session_id).SerializeToString()
+            stream = crowd.channel().stream_stream("/slipstream.v1.DraftTrainer/StreamStates")
+            with pytest.raises(grpc.RpcError) as failed:
+                list(stream(iter([header, data]), timeout=DEADLINE))
+            refusal = refused_from(failed.value)
+            assert refusal is not None and refusal.field in ("batch", "request")
+    trainer.feeder.serve()
+    assert trainer.process.rss - memory < MORE_MEMORY + (64 << 20)
+
+
+def test_a_stream_that_sends_nothing_ends_and_gives_its_place_back(tmp_path: Path) -> None:
+    process = start_trainer(tmp_path, seconds=1.0, idle=1.0, streams=1)
+    try:
+        feeder = Feeder(process.address, DEADLINE)
+        feeder.serve()
+        assert list(feeder._call) == [], "ended without an error: its client opens another one"
+        feeder.close()
+        Feeder(process.address, DEADLINE).close()
+    finally:
+        assert process.stop() == 0
+    assert "Traceback" not in process.log
+
+
+def test_a_client_that_is_gone_without_a_word_gives_its_place_back(tmp_path: Path) -> None:
+    process = start_trainer(tmp_path, seconds=1.0, streams=1)
+    code = (
+        "import time; from benchmarks.robustness.healthy import Feeder\n"
+        f"feeder = Feeder({process.address!r}, {DEADLINE}); print('up', flush=True)\n"
+        "while True: feeder.serve(); time.sleep(0.05)"
+    )
+    client = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert client.stdout is not None and client.stdout.readline() == b"up\n"
+        assert not can_stream(process), "its place is taken"
+        # As if its machine were unplugged: it answers no ping any more.
+        client.send_signal(signal.SIGSTOP)
+        until(lambda: can_stream(process), "its place is free")
+    finally:
+        client.kill()
+        client.wait()
+        assert client.stdout is not None
+        client.stdout.close()
+        assert process.stop() == 0
+
+
+def can_stream(process: Process) -> bool:
+    try:
+        Feeder(process.address, DEADLINE).close()
+    except grpc.RpcError as error:
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        return False
+    return True
+
+
+def test_stages_of_a_byte_a_second_do_not_keep_others_out(rollout: Rollout) -> None:
+    memory = rollout.process.rss
+    with Crowd(rollout.process.address) as crowd:
+        crowd.slow_stages(5)
+        crowd.silent_calls(SILENT_ROLLOUT, 300)
+        for _ in range(5):
+            rollout.stager.serve()
+        until(lambda: crowd.ended.total() >= 300, "silent calls are ended by the server")
+        assert set(crowd.ended) <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "OK"}, crowd.ended
+    rollout.stager.serve()
+    assert rollout.process.rss - memory < MORE_MEMORY
+
+
+def held_open(first: pb.StreamStatesRequest) -> Iterator[pb.StreamStatesRequest]:
+    yield first
+    threading.Event().wait(5.0)
+
+
+def test_a_message_that_inflates_beyond_the_limit_is_never_whole(
+    trainer: Trainer, rollout: Rollout
+) -> None:
+    for process, path in (
+        (trainer.process, "/slipstream.v1.DraftTrainer/GetStatus"),
+        (rollout.process, "/slipstream.v1.RolloutServer/GetState"),
+    ):
+        before = process.peak
+        unlimited = (("grpc.max_send_message_length", -1),)
+        with (
+            grpc.insecure_channel(process.address, options=unlimited) as channel,
+            pytest.raises(grpc.RpcError) as failed,
+        ):
+            channel.unary_unary(path)(
+                bytes(256 << 20), timeout=DEADLINE, compression=grpc.Compression.Gzip
+            )
+        assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert process.peak - before < 128 << 20
+    trainer.feeder.serve()
+    rollout.stager.serve()
+
+
+def test_texts_that_would_forge_a_line_of_the_log_are_refused(trainer: Trainer) -> None:
+    with open_channel(trainer.process.address) as channel:
+        stub = pb_grpc.DraftTrainerStub(channel)
+        request = traffic.open_run()
+        request.client = "bridge\n2026-01-01 INFO rolled back"
+        with pytest.raises(grpc.RpcError) as failed:
+            stub.OpenRun(request, timeout=DEADLINE)
+        refusal = refused_from(failed.value)
+        assert refusal is not None and refusal.field == "client"
+        with pytest.raises(grpc.RpcError) as failed:
+            stub.RollBackRelease(pb.RollBackReleaseRequest(reason="a\rb"), timeout=DEADLINE)
+        refusal = refused_from(failed.value)
+        assert refusal is not None and refusal.field == "reason"
+    assert "\n2026-01-01 INFO rolled" not in trainer.process.log

@@ -1,0 +1,233 @@
+"""The numbers in the rollout server's scrapes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from rollout_server.acceptance_tracker import KEPT_VERSIONS, AcceptanceTracker
+from rollout_server.commit_counts import CommitCounts
+from rollout_server.content_store import ContentStore
+from rollout_server.control import RolloutControl
+from rollout_server.metrics import RolloutCollector, negotiate
+from rollout_server.metrics_catalogue import CATALOGUE
+from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, Accepted, StepCosts, StepSum
+from rollout_server.weights import DRAFT, POLICY
+from slipstream.access import AccessRefusals
+from slipstream.limits import RefusedCalls
+from slipstream.refusal import StatusCode
+from tests.rollout_server.test_control import FakeEngine, weights
+from tests.scraping import of, scrape, value
+
+R = "slipstream_rollout_"
+
+
+class Server:
+    """All that a scrape reads."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.tracker = AcceptanceTracker()
+        self.tracker.start(0)
+        self.commits, self.costs, self.refused = CommitCounts(), StepCosts(), RefusedCalls()
+        self.store = ContentStore(tmp_path / "store", 1000)
+        engine = FakeEngine()
+        engine.live[POLICY] = "policy-None"
+        self.control = RolloutControl(
+            engine,
+            self.store,
+            self.tracker,
+            self.commits,
+            weights(DRAFT, 0),
+            weights(POLICY, None),  # type: ignore[arg-type]
+        )
+        self.collector = RolloutCollector(
+            *(self.tracker, self.control, self.store, self.commits, self.costs, self.refused),
+            AccessRefusals(),
+            draft_length=3,
+            vllm="0.32.0",
+        )
+
+    def commit(self, *staged: object) -> None:
+        for one in staged:
+            self.control.add_stage(one)  # type: ignore[arg-type]
+        asyncio.run(self.control.commit([one.stage_id for one in staged]))  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    return Server(tmp_path)
+
+
+def test_a_server_without_load_measures_nothing(server: Server) -> None:
+    samples = scrape(server.collector)
+    assert of(samples, R + "drafts_total") == {("0",): 0}, "its first draft must not begin it"
+    assert of(samples, R + "all_accepted_per_position_total") == {("0",): 0, ("1",): 0, ("2",): 0}
+    for absent in ("break_even_acceptance_length", "speculation_pays", "policy_version"):
+        assert of(samples, R + absent) == {}, absent
+    assert of(samples, R + "engine_steps_total") == {}
+    assert len(of(samples, R + "commits_total")) == 12 and not sum(
+        of(samples, R + "commits_total").values()
+    )
+    assert value(samples, R + "draft_length") == 3
+    ((version, commit, vllm),) = [
+        (labels["version"], labels["commit"], labels["vllm"])
+        for (name, pairs) in samples
+        if name == R + "build_info" and (labels := dict(pairs))
+    ]
+    assert (version, commit, vllm) == ("0.1.0", commit, "0.32.0")
+
+
+def test_acceptance_by_version_and_in_all(server: Server) -> None:
+    server.tracker.record(4, 12, 5, [3, 1, 1])
+    server.tracker.generated(9)
+    server.tracker.switch(7, drafts_before=4)
+    server.tracker.record(2, 6, 2, [2, 0, 0])
+    server.tracker.generated(4)
+    samples = scrape(server.collector)
+    assert of(samples, R + "drafts_total") == {("0",): 4, ("7",): 2}
+    assert of(samples, R + "draft_tokens_total") == {("0",): 12, ("7",): 6}
+    assert of(samples, R + "accepted_tokens_total") == {("0",): 5, ("7",): 2}
+    assert of(samples, R + "generated_tokens_total") == {("0",): 9, ("7",): 4}
+    assert value(samples, R + "accepted_per_position_total", draft_version="0", position="2") == 1
+    totals = [
+        value(samples, f"{R}all_{name}_total")
+        for name in ("drafts", "draft_tokens", "accepted_tokens", "generated_tokens")
+    ]
+    assert totals == [6, 18, 7, 13]
+    assert of(samples, R + "all_accepted_per_position_total") == {("0",): 5, ("1",): 1, ("2",): 1}
+
+
+def test_ten_thousand_releases_leave_a_bounded_number_of_series(server: Server) -> None:
+    first = len(scrape(server.collector))
+    for version in range(1, 10_001):
+        server.tracker.switch(version, drafts_before=version - 1)
+        server.tracker.record(1, 3, 1, [1, 0, 0])
+        server.tracker.generated(2)
+    # A roll back to a version that was forgotten, which has not drafted yet.
+    server.tracker.switch(5, drafts_before=10_000)
+    samples = scrape(server.collector)
+    assert len(samples) <= first + (KEPT_VERSIONS + 1) * 7
+    drafts = of(samples, R + "drafts_total")
+    assert len(drafts) == KEPT_VERSIONS + 1
+    assert drafts["5",] == 0 and drafts["10000",] == 1 and ("9000",) not in drafts
+    assert sum(drafts.values()) == KEPT_VERSIONS
+    assert value(samples, R + "all_drafts_total") == 10_000
+    assert value(samples, R + "all_generated_tokens_total") == 20_000
+    # The live one stays, however many others are counted late.
+    for _ in range(3):
+        server.tracker.generated(1)
+    assert of(scrape(server.collector), R + "generated_tokens_total")["5",] == 3
+
+
+def test_ten_thousand_commits_without_a_draft_keep_one_boundary(server: Server) -> None:
+    for version in range(1, 10_001):
+        server.tracker.switch(version, drafts_before=0)
+    assert len(server.tracker._boundaries) == 1
+    assert set(of(scrape(server.collector), R + "drafts_total")) == {("10000",)}
+
+
+def test_versions_staleness_and_commits(server: Server) -> None:
+    began = value(scrape(server.collector), R + "draft_live_timestamp_seconds")
+    assert began is not None
+    draft = weights(DRAFT, 3, "draft-3")
+    server.commit(draft, weights(POLICY, 12, "policy-12"))
+    samples = scrape(server.collector)
+    assert value(samples, R + "draft_version") == 3
+    assert value(samples, R + "policy_version") == 12
+    assert value(samples, R + "trained_against_policy_version") is None
+    assert value(samples, R + "draft_staleness_versions") == 12, "trained on none counts as 0"
+    for kind in ("policy", "draft"):
+        live = value(samples, R + f"{kind}_live_timestamp_seconds")
+        assert live is not None and began < live
+    assert value(samples, R + "commits_total", kind="both", outcome="ok") == 1
+    assert value(samples, R + "commit_seconds_count", kind="both") == 1
+    # The engine says 0.01 s, which is that bucket's bound.
+    stall = [
+        value(samples, R + "worker_stall_seconds_bucket", kind="both", le=le)
+        for le in ("0.005", "0.01", "+Inf")
+    ]
+    assert stall == [0, 1, 1]
+    assert value(samples, R + "stages") == 0
+    assert value(samples, R + "staged_capacity_bytes") == 1000
+    server.control.readiness.say("acceptance", "nothing accepted")
+    assert value(scrape(server.collector), R + "ready") == 0
+
+
+def test_break_even_is_the_cost_of_like_steps(server: Server) -> None:
+    costs = server.costs
+    speculative = {(SPECULATIVE, 8): StepSum(100, 1.8), (SPECULATIVE, 64): StepSum(50, 2.0)}
+    costs.look(0.0, speculative, Accepted(0, 500, 400))
+    assert value(scrape(server.collector), R + "break_even_acceptance_length") is None
+    # 20 plain steps of as many requests as the 100: 10 ms each. The 50 have no like.
+    sums = speculative | {(PLAIN, 8): StepSum(20, 0.2), (PLAIN, 32): StepSum(20, 9.0)}
+    costs.look(2.0, sums | {(MIXED, 8): StepSum(5, 9.0)}, Accepted(0, 1000, 900))
+    samples = scrape(server.collector)
+    assert value(samples, R + "break_even_acceptance_length") == pytest.approx(1.8)
+    assert value(samples, R + "engine_steps_total", kind="plain", requests="8") == 20
+    assert value(
+        samples, R + "engine_step_seconds_total", kind="speculative", requests="64"
+    ) == pytest.approx(2.0)
+    # 500 drafts since the first look, 500 accepted: 2.0 is more than 1.8.
+    assert costs.pays(2.0) is True
+    costs.look(4.0, sums, Accepted(0, 2000, 1500))
+    assert costs.pays(4.0) is False, "1 + 1100 / 1500"
+    assert costs.pays(70.0) is None, "nothing was drafted in the last minute"
+
+
+def test_only_the_last_minute_of_speculative_steps_counts() -> None:
+    costs = StepCosts()
+    plain = {(PLAIN, 1): StepSum(100, 1.0)}
+    costs.look(0.0, plain | {(SPECULATIVE, 1): StepSum(1000, 15.0)}, Accepted(1, 0, 0))
+    assert costs.break_even == pytest.approx(1.5)
+    for second in range(2, 122, 2):
+        done = StepSum(1000 + second, 15.0 + 0.03 * second)
+        costs.look(float(second), plain | {(SPECULATIVE, 1): done}, Accepted(1, second, 0))
+    assert costs.break_even == pytest.approx(3.0)
+    assert len(costs._looks) <= 32
+    assert costs.pays(120.0) is None, "60 drafts are too few"
+    costs.look(122.0, plain | {(SPECULATIVE, 1): done}, Accepted(2, 5000, 9000))
+    assert costs.pays(122.0) is None, "another draft begins anew"
+    assert costs.break_even == pytest.approx(3.0)
+
+
+def test_openmetrics_for_who_asks(server: Server) -> None:
+    registry, app = CollectorRegistry(), Starlette()
+    registry.register(server.collector)
+    Counter("vllm:generation_tokens", "As vLLM names its own.", registry=registry).inc(3)
+    negotiate(app, registry)
+    with TestClient(app) as client:
+        plain = client.get("/metrics")
+        assert plain.headers["content-type"].startswith("text/plain; version=")
+        assert f"# TYPE {R}all_drafts_total counter" in plain.text
+        assert "\nvllm:generation_tokens_total 3.0\n" in plain.text
+        # What Prometheus 2 says.
+        accept = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3"
+        asked = client.get("/metrics", headers={"accept": accept})
+        assert "\nvllm:generation_tokens_total 3.0\n" in asked.text
+        assert list(parse_openmetrics(asked.text))
+        assert asked.headers["content-type"].startswith("application/openmetrics-text")
+        assert asked.text.endswith("# EOF\n")
+        assert f"# TYPE {R}all_drafts counter" in asked.text
+        assert f"# UNIT {R}commit_seconds seconds" in asked.text
+
+
+def test_everything_in_the_catalogue_is_exposed(server: Server) -> None:
+    draft = weights(DRAFT, 3, "draft-3")
+    object.__setattr__(draft, "trained_against", 11)
+    server.commit(draft, weights(POLICY, 12, "policy-12"))
+    server.refused.note("/slipstream.v1.RolloutServer/Stage", StatusCode.INVALID_ARGUMENT, "x")
+    sums = {(SPECULATIVE, 1): StepSum(50, 1.0), (PLAIN, 1): StepSum(50, 1.0)}
+    server.costs.look(0.0, sums, Accepted(3, 0, 0))
+    server.costs.look(1.0, sums, Accepted(3, 1000, 500))
+    samples = scrape(server.collector)
+    name = R + "calls_refused_total"
+    assert value(samples, name, method="Stage", code="INVALID_ARGUMENT") == 1
+    missing = CATALOGUE.sample_names() - {name for name, _ in samples}
+    # The clock of the looks is not the collector's.
+    assert missing == {R + "speculation_pays"}

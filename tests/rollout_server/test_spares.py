@@ -1,0 +1,241 @@
+"""A draft that lies ready is, once exchanged, the draft that vLLM's own reload would have made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rollout_server.exchange import pairs_of
+from rollout_server.read_back import DIFFERS, SAME, ReadBack
+from rollout_server.reload import Change, apply_all, load
+from rollout_server.shadow import Shadow, ShadowError
+from rollout_server.spares import READY, WORKING, Spares
+from rollout_server.weight_source import StagedTensor, WeightSource
+from tests.rollout_server import checkpoints
+
+
+class Drafts:
+    """vLLM's EAGLE-3 draft, loaded outside an engine, and releases for it."""
+
+    def __init__(self, policy_dir: Path, folder: Path) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.model_executor.model_loader.utils import (
+            initialize_model,
+            process_weights_after_loading,
+        )
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        first = checkpoints.write_draft(folder / "0", policy_dir, draft_vocab_size=96)
+        self.config: Any = EngineArgs(
+            model=str(policy_dir),
+            dtype="bfloat16",
+            max_model_len=256,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            speculative_config={
+                "method": "eagle3",
+                "model": str(first),
+                "num_speculative_tokens": 3,
+            },
+        ).create_engine_config()
+        self.model_config = self.config.speculative_config.draft_model_config
+        self.sources = [WeightSource(str(first))]
+        with self.current(), torch.device("cpu"), set_default_torch_dtype(torch.bfloat16):
+            _one_process()
+            self.draft: nn.Module = initialize_model(self.config, model_config=self.model_config)
+            self.draft.load_weights(self.sources[0].weights())  # type: ignore[operator]
+            process_weights_after_loading(self.draft, self.model_config, torch.device("cpu"))
+        self.policy = nn.Module()
+        # As a draft without embed_tokens gets it: the verifier's own module.
+        self.policy.embed_tokens = self.draft.model.embed_tokens  # type: ignore[union-attr]
+        for seed in (1, 2):
+            path = checkpoints.write_draft(
+                folder / str(seed), policy_dir, draft_vocab_size=96, seed=seed
+            )
+            self.sources.append(WeightSource(str(path)))
+
+    def current(self) -> Any:
+        """vLLM's configuration of the moment, as a worker call has it."""
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self.config)
+
+    def spares(self) -> Spares:
+        """New ones, with what is live as it is."""
+        worker: Any = type("Worker", (), {})()
+        worker.get_model, worker.get_draft_model = lambda: self.policy, lambda: self.draft
+        self.read_back = ReadBack(worker)
+        return Spares(lambda: self.policy, lambda: self.draft, self.read_back)
+
+    def reload(self, release: int) -> None:
+        """vLLM's own way."""
+        with self.current():
+            load(self.draft, self.model_config, self.sources[release].weights())
+
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """Every parameter that is left after packing, and what every packed matrix gives."""
+        found = {
+            name: parameter.detach().clone()
+            for name, parameter in self.draft.named_parameters()
+            if parameter.numel() and "embed_tokens" not in name
+        }
+        generator = torch.Generator().manual_seed(0)
+        for name, module in self.draft.named_modules():
+            if "cpu_linear" in module.__dict__ and "embed_tokens" not in name:
+                width = getattr(module, "input_size", None) or self.model_config.get_hidden_size()
+                x = torch.randn(3, width, generator=generator).to(torch.bfloat16)
+                found[f"{name}(x)"] = module.cpu_linear(x, module.weight, None)  # type: ignore[operator]
+        return found
+
+
+def _one_process() -> None:
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+
+    init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
+    ensure_model_parallel_initialized(1, 1)
+
+
+@pytest.fixture(scope="module")
+def drafts(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafts]:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    yield Drafts(policy_dir, tmp_path_factory.mktemp("drafts"))
+    cleanup_dist_env_and_memory()
+
+
+def ready(spares: Spares, source: WeightSource, keep: WeightSource | None = None) -> None:
+    """Prepare and wait for the thread."""
+    while (state := spares.prepare(source, keep)) == WORKING:
+        join()
+    assert state == READY, state
+
+
+def join() -> None:
+    """Wait for the threads that prepare."""
+    for thread in threading.enumerate():
+        if thread.name == "slipstream-prepare":
+            thread.join(60)
+
+
+def torn_weights(drafts: Drafts) -> WeightSource:
+    """One of whose tensors is gone."""
+    [fc] = [t for n, t in drafts.sources[0].weights() if n == "fc.weight"]
+    gone = drafts.sources[0].directory + "/gone"
+    return WeightSource(tensors=(StagedTensor("fc.weight", "float32", tuple(fc.shape), gone),))
+
+
+def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are not bitwise equal."""
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def test_an_exchange_is_a_reload(drafts: Drafts) -> None:
+    expected = []
+    for release in range(3):
+        drafts.reload(release)
+        expected.append(drafts.outputs())
+    assert len(different(expected[0], expected[1])) >= 6
+    drafts.reload(0)
+    objects = {name: id(parameter) for name, parameter in drafts.draft.named_parameters()}
+    spares = drafts.spares()
+    zero, one, two = drafts.sources
+    ready(spares, one)
+    assert not different(drafts.outputs(), expected[0]), "preparing changes nothing"
+    assert spares.put(one, zero)
+    assert not different(drafts.outputs(), expected[1])
+    assert drafts.read_back.check() == SAME, "the hashes taken before are those of what arrived"
+    ready(spares, zero)
+    # What was live lies ready, whatever is prepared meanwhile.
+    ready(spares, two, keep=zero)
+    assert spares.put(zero, one)
+    assert not different(drafts.outputs(), expected[0])
+    assert drafts.read_back.check() == SAME
+    ready(spares, one)
+    ready(spares, two, keep=one)
+    assert spares.put(two, zero)
+    assert not different(drafts.outputs(), expected[2])
+    assert {name: id(p) for name, p in drafts.draft.named_parameters()} == objects
+    # The two ways can follow one another.
+    drafts.reload(1)
+    spares.drop()
+    spares.loaded()
+    ready(spares, zero)
+    assert spares.put(zero, one) and not different(drafts.outputs(), expected[0])
+
+
+def test_what_lies_ready_is_bounded(drafts: Drafts) -> None:
+    spares = drafts.spares()
+    zero, one, two = drafts.sources
+    for source in (one, two, zero):
+        ready(spares, source, keep=one)
+    assert [spares.put(two, zero), spares.put(one, zero)] == [False, True]
+    assert not spares.put(two, one)
+    ready(spares, zero)
+    assert spares.put(zero, one)
+    # The same once more heals: what it replaces is not kept.
+    ready(spares, zero)
+    spares.drop()
+    ready(spares, zero)
+    assert spares.put(zero, zero) and not spares.put(zero, zero)
+
+
+def test_what_somebody_else_wrote_does_not_come_back(drafts: Drafts) -> None:
+    drafts.reload(1)
+    first = drafts.outputs()
+    spares = drafts.spares()
+    zero, one, _ = drafts.sources
+    ready(spares, zero)
+    drafts.reload(2)  # as a framework does that updates the draft by itself
+    assert drafts.read_back.check() == DIFFERS
+    assert spares.put(zero, one) and drafts.read_back.check() == SAME
+    ready(spares, one)
+    assert spares.put(one, zero)
+    assert not different(drafts.outputs(), first)
+
+
+def test_a_commit_of_both_that_fails_gives_the_draft_back(drafts: Drafts) -> None:
+    drafts.reload(0)
+    before = drafts.outputs()
+    spares = drafts.spares()
+    zero, one, _ = drafts.sources
+    ready(spares, one)
+    draft = Change("draft", drafts.draft, drafts.model_config, one, zero, spares)
+    torn = Change("draft", drafts.draft, drafts.model_config, torn_weights(drafts), zero)
+    with drafts.current():
+        outcome = apply_all([draft, torn])
+    assert outcome.error and outcome.restored
+    assert not different(drafts.outputs(), before) and drafts.read_back.check() == SAME
+
+
+def test_what_cannot_be_prepared_says_why(drafts: Drafts) -> None:
+    spares = drafts.spares()
+    for source, why in (
+        (torn_weights(drafts), "No such file"),
+        (WeightSource(drafts.sources[0].directory + "/none"), "no tensor"),
+    ):
+        while (state := spares.prepare(source, None)) == WORKING:
+            join()
+        assert why in state and not spares.put(source, drafts.sources[0])
+    with pytest.raises(ShadowError, match="verifier's memory"):
+        other = nn.Module()
+        other.lm_head = nn.Module()
+        other.lm_head.weight = drafts.draft.lm_head.weight  # type: ignore[union-attr]
+        Shadow(other, drafts.draft)
+
+
+def test_modules_that_do_not_correspond_are_refused() -> None:
+    live, shadow = nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False)
+    with pytest.raises(ShadowError, match="shape"):
+        pairs_of([(live, shadow)])
+    shadow = nn.Linear(4, 4, bias=False)
+    live.cpu_linear = lambda x, weight, bias: x  # type: ignore[assignment]
+    shadow.cpu_linear = lambda x, weight, bias: x  # type: ignore[assignment]
+    with pytest.raises(ShadowError, match="packed in another way"):
+        pairs_of([(live, shadow)])

@@ -1,0 +1,132 @@
+"""Who may read what is written, and that no name leads out of its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from draft_trainer.eagle3.kernels.library import _check_own
+from rollout_server.checkpoint import read_layout
+from rollout_server.content_store import ContentStore
+from rollout_server.store_directory import make_directory
+from slipstream.refusal import RefusedError
+from slipstream.ring import RingFile
+from tests.draft_trainer.rig import SPEC, make_config, rollouts, running, write_draft
+
+OTHERS = 0o077
+
+
+def modes(folder: Path) -> dict[str, int]:
+    """What group and others may do, by path; nothing for what lies behind a closed folder."""
+    found = {}
+    for path in (folder, *folder.rglob("*")):
+        above = [p for p in path.parents if folder in (p, *p.parents)]
+        if all(p.stat().st_mode & OTHERS for p in above):
+            found[path.relative_to(folder).as_posix()] = stat.S_IMODE(path.stat().st_mode) & OTHERS
+    return found
+
+
+def test_states_are_for_their_owner_alone(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    (tmp_path / "made-before").mkdir(mode=0o755)
+    config = make_config(
+        tmp_path,
+        server={"shared_memory": str(memory)},
+        recording={"directory": str(tmp_path / "recordings")},
+        replay={"directory": str(tmp_path / "made-before")},
+    )
+    before = os.umask(0o022)
+    try:
+        with running(config, train=False) as (_, client):
+            client.open()
+            ring = next(memory.iterdir())
+            assert stat.S_IMODE(ring.stat().st_mode) == 0o600
+            client.announce(1)
+            assert len(client.send(*rollouts(3))) == 3
+            assert modes(tmp_path / "recordings") == {".": 0}
+            found = modes(tmp_path / "made-before")
+            # Says whose folder it is, and since when.
+            assert found.pop(".") and found.pop("owner.json")
+            assert not any(found.values()), found
+            assert {"samples", "ledger", "policies"} <= {name.split(".")[0] for name in found}
+    finally:
+        os.umask(before)
+    # Servers of other users read releases.
+    assert modes(tmp_path / "registry")["release-000000/model.safetensors"] == 0o044
+
+
+def test_staged_weights_are_for_their_owner_alone(tmp_path: Path) -> None:
+    directory = make_directory(1, tmp_path)
+    assert modes(directory) == {".": 0}
+    ContentStore(directory, 1).close()
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("name", ["../up.safetensors", "/etc/passwd", "a/b", 5])
+def test_a_checkpoint_names_files_beside_it_alone(tmp_path: Path, name: object) -> None:
+    folder = write_draft(tmp_path / "draft")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"fc.weight": name}}))
+    with pytest.raises(RefusedError, match="names of files beside it"):
+        read_layout(folder, "--draft")
+    for broken in ("{", "[]", '{"weight_map": 5}'):
+        index.write_text(broken)
+        with pytest.raises(RefusedError, match="an object with a weight_map"):
+            read_layout(folder, "--draft")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../etc/passwd", "slipstream-ring-" + "0" * 31, "slipstream-ring-" + "0" * 32 + "/x", ""],
+)
+def test_a_ring_is_named_by_its_pattern_alone(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        RingFile.attach(tmp_path, name, 1 << 16, b"0" * 16)
+    assert caught.value.field == "shared_memory.name"
+
+
+def test_a_link_in_place_of_a_ring_is_refused(tmp_path: Path) -> None:
+    ring = RingFile.create(tmp_path, 1 << 16)
+    name = "slipstream-ring-" + "0" * 32
+    (tmp_path / name).symlink_to(tmp_path / ring.name)
+    with pytest.raises(RefusedError, match="shared_memory"):
+        RingFile.attach(tmp_path, name, ring.nbytes, ring.nonce)
+    ring.remove_name()
+    ring.close()
+
+
+def test_names_of_a_client_never_become_paths(tmp_path: Path) -> None:
+    config = make_config(tmp_path, recording={"directory": str(tmp_path / "recordings")})
+    with running(config, train=False) as (_, client):
+        client.open(run_id="../../../outside", policy=SPEC)
+        client.announce(1)
+        message = rollouts(1)[0]
+        message.sample_id = "../../sample"
+        assert len(client.send(message)) == 1
+    written = {p.relative_to(tmp_path).parts[0] for p in tmp_path.rglob("*")}
+    assert written <= {"initial", "registry", "samples", "recordings"}
+    assert not list(tmp_path.parent.glob("outside*"))
+
+
+def test_code_that_somebody_else_could_have_written_is_not_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    library = folder / "kernels.so"
+    library.touch(0o700)
+    _check_own(library)
+    library.chmod(0o707)
+    with pytest.raises(PermissionError):
+        _check_own(library)
+    library.chmod(0o700)
+    folder.chmod(0o777)
+    with pytest.raises(PermissionError):
+        _check_own(library)
+    folder.chmod(0o700)
+    (folder / "link.so").symlink_to(library)
+    with pytest.raises(PermissionError):
+        _check_own(folder / "link.so")
