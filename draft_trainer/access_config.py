@@ -130,5 +130,8 @@ def credentials_of(config: TrainerConfig) -> ClientCredentials:
     )
     shown.check("credentials.")
     for address in config.publish.rollout_servers:
+        # A file's addresses are looked at one by one, when a channel to them is opened.
+        if address.startswith("file:"):
+            continue
         shown.check_address(address, "publish.rollout_servers")
     return shown

@@ -12,6 +12,7 @@ from draft_trainer.access_config import access_of as trainer_access
 from draft_trainer.access_config import credentials_of
 from policy_bridge import BridgeConfig
 from rollout_server import access_options
+from slipstream.channel import open_channel
 from slipstream.credentials import ClientCredentials
 from slipstream.exposure import is_loopback
 from slipstream.refusal import RefusedError
@@ -182,6 +183,12 @@ def test_a_token_does_not_cross_the_network_readable(tmp_path: Path) -> None:
         config = make_config(tmp_path, publish={"rollout_servers": [address]}, credentials=shown)
         with pytest.raises(RefusedError, match="with a token and without TLS"):
             credentials_of(config)
+    # The addresses in a file are looked at when a channel to them is opened.
+    listed = {"rollout_servers": ["file:servers"]}
+    config = make_config(tmp_path, publish=listed, credentials=shown)
+    assert credentials_of(config).token_file == token
+    with pytest.raises(RefusedError, match="with a token and without TLS"):
+        open_channel("192.0.2.1:1", credentials=credentials_of(config))
     config = make_config(
         tmp_path,
         publish={"rollout_servers": ["192.0.2.1:1"]},
