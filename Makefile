@@ -41,10 +41,11 @@ demo: setup
 watch: setup
 	$(BIN)/python -m examples.arithmetic_grpo.demo --watch $(ARGS)
 
-# Two workers, one of them for all that starts vLLM (tests/conftest.py). One thread each, so
+# Three workers, one of them for all that starts vLLM (tests/conftest.py): half of their time they
+# wait for processes that start. One thread each, so
 # that two cores are not fought over.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .

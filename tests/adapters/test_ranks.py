@@ -156,20 +156,32 @@ def test_stages_ship_what_the_whole_policy_would(seen: Seen, policy_dir: Path) -
                 capture.ship(ids, loss_mask=completion_mask(ids))
         assert bridge.flush(DEADLINE)
     assert contents(seen.pipeline) == contents(double)
+    ours, theirs = logits_of(seen.pipeline), logits_of(double)
+    for tokens, logits in theirs.items():
+        # The whole policy's are picked from its pass; those of stages are made from lm_head.
+        torch.testing.assert_close(ours[tokens], logits, rtol=1e-5, atol=1e-5)
     for name, tensor in double.tensors[0].items():
         assert torch.equal(seen.pipeline.tensors[0][name], tensor), name
 
 
 def contents(double: FakeTrainer) -> dict[bytes, list[bytes]]:
-    """Every tensor of every sample, to the bit, by its tokens."""
+    """Every tensor of every sample but its logits, to the bit, by its tokens."""
     names = [
         *("loss_mask", "aux_hidden_states", "final_hidden_state"),
-        *("sampled_logprobs", "sampled_logits", "positions"),
+        *("sampled_logprobs", "positions"),
     ]
     return {
         double.tensor(s, "token_ids").numpy().tobytes(): [
             double.tensor(s, name).contiguous().view(torch.uint8).numpy().tobytes()
             for name in names
         ]
+        for s in double.samples.values()
+    }
+
+
+def logits_of(double: FakeTrainer) -> dict[bytes, torch.Tensor]:
+    """The sampled tokens' logits of every sample, by its tokens."""
+    return {
+        double.tensor(s, "token_ids").numpy().tobytes(): double.tensor(s, "sampled_logits")
         for s in double.samples.values()
     }

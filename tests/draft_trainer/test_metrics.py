@@ -221,7 +221,7 @@ def test_a_running_trainer_serves_both_formats(tmp_path: Path) -> None:
             sizes = [pb.StreamStatesRequest(sample=m).ByteSize() for m in rollouts(4, 0, 5)]
             for message in rollouts(4, 0, 5):
                 stream.send(message)
-            samples = _openmetrics(server._metrics.url)
+            samples = _openmetrics(f"{server._web.url}/metrics")
             assert of(samples, T + "streams") == {("grpc",): 1, ("shared_memory",): 0}
         assert value(samples, T + "samples_total", outcome="accepted") == 4
         assert value(samples, T + "received_bytes_total", transport="grpc") == sum(sizes)

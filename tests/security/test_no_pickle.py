@@ -28,6 +28,8 @@ ALLOWED = {
     # The policy's own ranks: one torch.distributed group, which carries its gradients as well.
     "policy_bridge/adapters/pipeline.py": {"all_gather_object"},
     "examples/torch_loop/train.py": {"broadcast_object_list"},
+    # safe_load and safe_dump of a file of this repository.
+    "examples/local_prometheus.py": {"yaml"},
     # A benchmark's own child processes, over pipes that nobody else has.
     "benchmarks/publish_faults/rig.py": {"multiprocessing.connection", "Pipe"},
     "benchmarks/publish_faults/trainer_process.py": {"multiprocessing.connection"},
