@@ -42,8 +42,7 @@ watch: setup
 	$(BIN)/python -m examples.arithmetic_grpo.demo --watch $(ARGS)
 
 # Three workers, one of them for all that starts vLLM (tests/conftest.py): half of their time they
-# wait for processes that start. One thread each, so
-# that two cores are not fought over.
+# wait for processes that start. One thread each, so that two cores are not fought over.
 test: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 

@@ -12,10 +12,11 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "policy_bridge", "draft_trainer", "rollout_server", "examples", "benchmarks")
 MODULES = {
     *("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"),
-    *("jsonpickle", "yaml", "ruamel"),
+    *("jsonpickle", "ruamel"),
 }
 CALLS = {
     *("eval", "exec", "compile", "torch.load", "torch.save", "numpy.load", "np.load"),
+    *("yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load"),
     *("os.system", "torch.hub.load", "torch.jit.load"),
 }
 # These pickle what they carry, and unpickle what they are sent.
@@ -28,8 +29,6 @@ ALLOWED = {
     # The policy's own ranks: one torch.distributed group, which carries its gradients as well.
     "policy_bridge/adapters/pipeline.py": {"all_gather_object"},
     "examples/torch_loop/train.py": {"broadcast_object_list"},
-    # safe_load and safe_dump of a file of this repository.
-    "examples/local_prometheus.py": {"yaml"},
     # A benchmark's own child processes, over pipes that nobody else has.
     "benchmarks/publish_faults/rig.py": {"multiprocessing.connection", "Pipe"},
     "benchmarks/publish_faults/trainer_process.py": {"multiprocessing.connection"},
