@@ -13,6 +13,8 @@ import httpx
 
 from slipstream.refusal import RefusedError
 
+_IDLE_SECONDS = 2.0
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -57,7 +59,9 @@ class CompletionsClient:
         if not urls:
             raise RefusedError("urls", "none", "at least one http://host:port", "name a server")
         self._model = model
-        limits = httpx.Limits(max_connections=in_flight, max_keepalive_connections=in_flight)
+        # vLLM's server closes a connection that was idle for 5 s, which is httpx's own limit too:
+        # used in that very moment a request was lost.
+        limits = httpx.Limits(in_flight, in_flight, keepalive_expiry=_IDLE_SECONDS)
         self._clients = [httpx.Client(base_url=u, timeout=seconds, limits=limits) for u in urls]
         self._in_flight = in_flight
 
