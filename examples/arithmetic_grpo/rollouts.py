@@ -113,7 +113,9 @@ class RolloutClient:
         self._stub = rollout_grpc.RolloutServerStub(self._channel)
         self._trainer = trainer_grpc.DraftTrainerStub(self._trainer_channel)
         # Below the 5 s after which vLLM's server closes an idle connection.
-        limits = httpx.Limits(256, 256, keepalive_expiry=2.0)
+        limits = httpx.Limits(
+            max_connections=256, max_keepalive_connections=256, keepalive_expiry=2.0
+        )
         self._client = httpx.AsyncClient(base_url=self.http, timeout=REQUEST_TIMEOUT, limits=limits)
 
     def close(self) -> None:

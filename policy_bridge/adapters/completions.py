@@ -61,7 +61,11 @@ class CompletionsClient:
         self._model = model
         # vLLM's server closes a connection that was idle for 5 s, which is httpx's own limit too:
         # used in that very moment a request was lost.
-        limits = httpx.Limits(in_flight, in_flight, keepalive_expiry=_IDLE_SECONDS)
+        limits = httpx.Limits(
+            max_connections=in_flight,
+            max_keepalive_connections=in_flight,
+            keepalive_expiry=_IDLE_SECONDS,
+        )
         self._clients = [httpx.Client(base_url=u, timeout=seconds, limits=limits) for u in urls]
         self._in_flight = in_flight
 
