@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -23,8 +24,13 @@ GRACE_SECONDS = 3.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the command's exit status; 128 + N where signal N ended it."""
+    asked = threading.Event()
+    # Before the command is there: asked in between, this process ended and left it behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
     child = subprocess.Popen(list(sys.argv[1:] if argv is None else argv), stdin=subprocess.DEVNULL)
     signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
+    if asked.is_set():
+        child.terminate()
     ended = os.pidfd_open(child.pid)
     waiting = select.poll()
     waiting.register(ended, select.POLLIN)
