@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "arithmetic_grpo"
 DRAFT_LENGTH = 3
+
+# A shell that runs the tests in the background has SIGINT ignored, and every process that they
+# start inherits that. Not per process by preexec_fn: gRPC's fork handlers then end some of them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

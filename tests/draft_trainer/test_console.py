@@ -275,8 +275,6 @@ def test_events_are_followed_over_a_trainer_that_is_killed(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # A shell that runs these tests in the background has it ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
             assert follower.stdout is not None and follower.stderr is not None

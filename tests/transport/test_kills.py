@@ -55,7 +55,8 @@ def test_killed_bridge_leaves_no_segment_and_the_trainer_serves_the_next(
             # In the midst of the next hundred.
             sender.kill()
             sender.wait()
-        assert {path.name for path in memory.iterdir()} == offered
+        # An offer that nobody takes is withdrawn after half a minute, so there may be less.
+        assert {path.name for path in memory.iterdir()} <= offered
         with sending(server.address, shared_memory=str(memory)) as after:
             after.send(*samples(50, seed=3))
             after.flush()
@@ -79,7 +80,7 @@ def test_killed_trainer_leaves_what_its_next_start_removes_and_nothing_is_lost(
             trainer.wait()
             sender.send(*sent[30:])
             # Of the run that only announced the policy: a ring that nobody took.
-            assert len(list(memory.iterdir())) == 1
+            assert len(list(memory.iterdir())) <= 1
             port = int(address.rpartition(":")[2])
             config = make_config(
                 tmp_path,

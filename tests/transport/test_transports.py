@@ -74,8 +74,8 @@ def test_the_ring_has_no_name_while_it_is_used(trainer: Trainer, memory: Path) -
         sender.send(*samples(1))
         sender.flush()
         assert sender.stats().transport == "shared_memory"
-        # What is left was offered to the client that only announced the policy.
-        assert len(list(memory.iterdir())) == 1
+        # What may be left was offered to the client that only announced the policy.
+        assert len(list(memory.iterdir())) <= 1
 
 
 def test_a_sample_larger_than_the_ring_goes_by_grpc(trainer: Trainer, memory: Path) -> None:
