@@ -12,6 +12,7 @@ temperature before it samples from them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from draft_trainer.eagle3.batch import Batch
 from draft_trainer.eagle3.computing import computing_in
 from draft_trainer.eagle3.head import Eagle3Head
+from draft_trainer.eagle3.rms_norm import rms_norm
 from draft_trainer.eagle3.soft_targets import METRICS, Target, TeacherRows, soft_target_loss
 from draft_trainer.eagle3.unroll import ahead, ttt_unroll
 
@@ -109,12 +111,10 @@ def ttt_objective(
 
     def score(computing: Eagle3Head) -> tuple[Tensor, Tensor]:
         outputs = ttt_unroll(computing, batch, steps, first_anchor)
-        hidden = [
-            computing.norm(output.flatten(0, 1)[(flat - step).clamp(min=0)])
-            for step, output in enumerate(outputs)
-        ]
+        norm = computing.norm
+        normed = [rms_norm(output.flatten(0, 1), norm.weight, norm.eps) for output in outputs]
         return soft_target_loss(
-            torch.stack(hidden),
+            _AtTeachers.apply(flat, *normed),
             computing.lm_head.weight,
             teacher,
             at_teacher[:, row, index],
@@ -124,6 +124,33 @@ def ttt_objective(
 
     loss, sums = computing_in(head, compute_dtype, score)
     return Objective(loss, sums, counts)
+
+
+class _AtTeachers(torch.autograd.Function):
+    """Row n of step s is what step s has for the anchor ``flat[n] - s``: [M, H] to [K, N, H].
+
+    ``flat`` ascends, so no row of a step is taken twice but for those before the start, which have
+    no gradient. The backward pass may copy rows then, where indexing's own has to add them up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, *outputs: Tensor) -> Tensor:
+        ctx.save_for_backward(flat)
+        ctx.rows = len(outputs[0])
+        taken = outputs[0].new_empty(len(outputs), len(flat), outputs[0].shape[1])
+        for step, output in enumerate(outputs):
+            torch.index_select(output, 0, (flat - step).clamp(min=0), out=taken[step])
+        return taken
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (flat,) = ctx.saved_tensors
+        grads = []
+        for step, of_step in enumerate(grad):
+            before = int((flat < step).sum())
+            rows = of_step.new_zeros(ctx.rows, of_step.shape[1])
+            grads.append(rows.index_copy_(0, flat[before:] - step, of_step[before:]))
+        return None, *grads
 
 
 def _behind(x: Tensor, count: int) -> Tensor:

@@ -141,6 +141,9 @@ class _SoftTargetLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_lm_head = ctx.saved_tensors
+        if not grad_loss.is_cuda and grad_loss == 1.0:
+            # The loss was where the backward pass began: a pass over the largest gradient less.
+            return grad_hidden, grad_lm_head.to(grad_hidden.dtype), *[None] * 7
         for_lm_head = (grad_lm_head * grad_loss).to(grad_hidden.dtype)
         return grad_hidden * grad_loss.to(grad_hidden.dtype), for_lm_head, *[None] * 7
 

@@ -99,7 +99,7 @@ def _attended(
 
 
 @compiled
-@pytest.mark.parametrize(("size", "anchors"), [(32, 83), (24, 50), (64, 1)])
+@pytest.mark.parametrize(("size", "anchors"), [(32, 83), (24, 50), (64, 1), (128, 20)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention(dtype: torch.dtype, size: int, anchors: int) -> None:
     out, grads = _attended("on", dtype, size, anchors)

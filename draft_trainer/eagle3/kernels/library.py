@@ -28,7 +28,14 @@ _FUNCTIONS = (
     *("swiglu_forward", "swiglu_backward", "norm_forward", "norm_backward", "rotate"),
 )
 # No -ffast-math: a NaN must come out as a NaN, that is how a broken step is found.
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-loop-unroll-and-jam",
+    "-fopenmp",
+)
 _RUN: dict[str, Any] = {"check": True, "capture_output": True, "text": True, "timeout": 120.0}
 _mode: Mode = "off"
 

@@ -6,6 +6,15 @@
 #include "numbers.h"
 
 #define STEPS 16
+/* `call` with a head's size known to the compiler where it is a usual one: its loops are short,
+ * and three times slower where they have to ask how short. */
+#define OF_SIZE(call)                \
+    switch (size) {                  \
+        case 32: call(32); break;    \
+        case 64: call(64); break;    \
+        case 128: call(128); break;  \
+        default: call(size);         \
+    }
 
 typedef struct {
     const char *data;
@@ -14,6 +23,15 @@ typedef struct {
 
 INLINE const void *row_of(Rows x, int64_t batch, int64_t row, int64_t head, int64_t size, int wide) {
     return x.data + (batch * x.stride[0] + row * x.stride[1] + head * size) * (wide ? 4 : 2);
+}
+
+/* A row's heads of every one of `count` tensors: too many streams for the processor to foresee. */
+INLINE void prefetch(const Rows *all, int64_t count, int64_t at, int64_t rows, int64_t row_bytes,
+                     int wide) {
+    for (int64_t i = 0; i < count; i++) {
+        const char *from = row_of(all[i], at / rows, at % rows, 0, 0, wide);
+        for (int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(from + byte);
+    }
 }
 
 INLINE float dot(const void *x, const void *y, int64_t size, int wide) {
@@ -31,27 +49,31 @@ INLINE void join(Rows q, const Rows *keys, const Rows *values, char *out, float 
         const int64_t at = (batch * rows + row) * heads + h;
         char *o = out + at * size * (wide ? 4 : 2);
         const void *query = row_of(q, batch, row, h, size, wide);
-        float own[STEPS], highest = lse[at];
+        float own[STEPS], p[STEPS], highest = lse[at];
         for (int64_t s = 0; s < steps; s++) {
             own[s] = dot(query, row_of(keys[s], batch, row, h / group, size, wide), size, wide) * scale;
             scores[s * batches * rows * heads + at] = own[s];
-            highest = own[s] > highest ? own[s] : highest;
         }
-        float total = exp2_of((lse[at] - highest) * LOG2E);
-        for (int64_t s = 0; s < steps; s++) total += exp2_of((own[s] - highest) * LOG2E);
-        const float joint = highest + logf(total), kept = exp2_of((lse[at] - joint) * LOG2E);
+        for (int64_t s = 0; s < steps; s++) highest = own[s] > highest ? own[s] : highest;
+        const float prefix = exp2_of((lse[at] - highest) * LOG2E);
+        float total = prefix;
+#pragma omp simd reduction(+ : total)
+        for (int64_t s = 0; s < steps; s++) {
+            p[s] = exp2_of((own[s] - highest) * LOG2E);
+            total += p[s];
+        }
+        const float share = 1.0f / total;
         float sums[size];
 #pragma omp simd
-        for (int64_t i = 0; i < size; i++) sums[i] = kept * load(o, i, wide);
+        for (int64_t i = 0; i < size; i++) sums[i] = prefix * load(o, i, wide);
         for (int64_t s = 0; s < steps; s++) {
             const void *value = row_of(values[s], batch, row, h / group, size, wide);
-            const float p = exp2_of((own[s] - joint) * LOG2E);
 #pragma omp simd
-            for (int64_t i = 0; i < size; i++) sums[i] += p * load(value, i, wide);
+            for (int64_t i = 0; i < size; i++) sums[i] += p[s] * load(value, i, wide);
         }
 #pragma omp simd
-        for (int64_t i = 0; i < size; i++) store(o, i, sums[i], wide);
-        lse[at] = joint;
+        for (int64_t i = 0; i < size; i++) store(o, i, sums[i] * share, wide);
+        lse[at] = highest + logf(total);
     }
 }
 
@@ -108,13 +130,17 @@ void own_forward(const char **pointers, const int64_t *strides, char *out, float
     Rows all[2 * STEPS + 1], keys[STEPS], values[STEPS];
     for (int64_t i = 0; i < 2 * steps + 1; i++) all[i] = (Rows){pointers[i], strides + 2 * i};
     for (int64_t s = 0; s < steps; s++) keys[s] = all[2 * s + 1], values[s] = all[2 * s + 2];
+    const int64_t kv_bytes = heads / group * size * (wide ? 4 : 2);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t at = 0; at < batches * rows; at++) {
-#define JOIN(wide)                                                                              \
+        if (at + 1 < batches * rows) prefetch(all + 1, 2 * steps, at + 1, rows, kv_bytes, wide);
+#define JOIN(size, wide)                                                                        \
     join(all[0], keys, values, out, lse, scores, steps, at / rows, at % rows, rows, batches,    \
          heads, group, size, wide)
-        if (wide) JOIN(1);
-        else JOIN(0);
+#define WIDE(size) JOIN(size, 1)
+#define NARROW(size) JOIN(size, 0)
+        if (wide) OF_SIZE(WIDE)
+        else OF_SIZE(NARROW)
 #undef JOIN
     }
 }
@@ -127,13 +153,15 @@ void own_backward(const char **pointers, const int64_t *strides, const float *ls
     Rows all[2 * STEPS + 2], keys[STEPS], values[STEPS];
     for (int64_t i = 0; i < 2 * steps + 2; i++) all[i] = (Rows){pointers[i], strides + 2 * i};
     for (int64_t s = 0; s < steps; s++) keys[s] = all[2 * s + 1], values[s] = all[2 * s + 2];
+    const int64_t kv_bytes = heads / group * size * (wide ? 4 : 2);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t at = 0; at < batches * rows; at++) {
-#define JOIN(wide)                                                                              \
+        if (at + 1 < batches * rows) prefetch(all + 1, 2 * steps, at + 1, rows, kv_bytes, wide);
+#define JOIN(size, wide)                                                                        \
     join_backward(all[0], keys, values, all[2 * steps + 1], lse, scores, delta, grad_q, grads,  \
                   steps, at / rows, at % rows, rows, batches, heads, group, size, wide)
-        if (wide) JOIN(1);
-        else JOIN(0);
+        if (wide) OF_SIZE(WIDE)
+        else OF_SIZE(NARROW)
 #undef JOIN
     }
 }
