@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.acceptance_curve.contestants import (
     CONTESTANTS,
+    FLOAT8,
     LEARNING_RATE,
     OURS,
     PEERS,
@@ -28,6 +29,7 @@ from benchmarks.acceptance_curve.curve import (
     Mark,
     Rung,
     curve_table,
+    difference,
     ladder,
     ladder_table,
     targets,
@@ -58,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         curves = _measure(options, folder, trained)
         shards = read_index(folder / "states").shards
     rungs = ladder(curves, OURS, PEERS, RUNGS)
-    found = targets(rungs)
+    found = [] if set(PEERS).isdisjoint(curves) else targets(rungs)
     print(curve_table(curves))
     print(f"\n{ladder_table(rungs, list(curves))}\n\n{target_table(found)}")
     if options.plot is not None:
@@ -81,10 +83,9 @@ def _train(options: argparse.Namespace, folder: Path) -> dict[str, list[dict[str
         size = ("--draft-vocab", DRAFT_VOCABULARY, "--seed", SEED)
         run("init", "--policy", POLICY, "--states", states, *size, "--out", initial)
     options.peers_dir.mkdir(parents=True, exist_ok=True)
-    pythons = {
-        "ours": Path(sys.executable),
-        "speculators": python_of("speculators", options.peers_dir, _say),
-    }
+    pythons = {"ours": Path(sys.executable)}
+    if not set(PEERS).isdisjoint(options.only):
+        pythons["speculators"] = python_of("speculators", options.peers_dir, _say)
     given = {
         "states": str(states),
         "initial": str(initial),
@@ -96,7 +97,7 @@ def _train(options: argparse.Namespace, folder: Path) -> dict[str, list[dict[str
     trained: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
         workers: dict[str, WorkerProcess] = {}
-        for one in CONTESTANTS:
+        for one in [one for one in CONTESTANTS if one.name in options.only]:
             worker = WorkerProcess(
                 pythons[one.trainer], options.core, log, given | {"name": one.name}
             )
@@ -157,7 +158,20 @@ def _figures(options: argparse.Namespace, curves: Curves, rungs: list[Rung]) -> 
         },
         "curves": {name: [mark.to_dict() for mark in marks] for name, marks in curves.items()},
         "ladder": [dataclasses.asdict(rung) for rung in rungs],
+        "float8_states": _float8_effect(curves),
     }
+
+
+def _float8_effect(curves: Curves) -> list[dict[str, float]]:
+    """What float8 states change of ours, mark by mark."""
+    if not {OURS, FLOAT8} <= curves.keys():
+        return []
+    marks = list(zip(curves[OURS], curves[FLOAT8], strict=True))[1:]
+    return [
+        {"tokens": before.tokens, "acceptance_length": found[0], "standard_error": found[1]}
+        for before, after in marks
+        for found in [difference(before, after)]
+    ]
 
 
 def _draft(folder: Path, name: str, mark: int) -> Path:
@@ -181,6 +195,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--rollouts", type=int, default=4096, help="to record, and to train on, over and over")
     add("--marks", type=_marks, default="10000,20000,40000,70000,100000,200000,400000",
         help="tokens of training after which a draft is measured")  # fmt: skip
+    everybody = [one.name for one in CONTESTANTS]
+    add("--only", nargs="+", choices=everybody, default=everybody, metavar="NAME",
+        help="some of the contestants; without a peer there are no targets")  # fmt: skip
     add("--problems", type=int, default=64, help="that vLLM solves with every draft")
     add("--samples", type=int, default=4, help="completions of each problem")
     add("--core", type=int, default=max(os.sched_getaffinity(0)), help="the one all train on")

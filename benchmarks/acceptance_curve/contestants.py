@@ -28,20 +28,24 @@ class Contestant:
         target: of ours, what is minimised.
         optimizer: with everybody's rate, constant after warm-up; but speculators' "muon" comes
             with its default rate, schedule and weight decay, as it is its default.
+        float8_states: of ours, trained on the states as float8 shipping brings them.
     """
 
     name: str
     trainer: Literal["ours", "speculators"]
     target: Target = "kl"
     optimizer: Literal["adamw", "muon"] = "adamw"
+    float8_states: bool = False
 
 
 OURS = "ours, kl"
+FLOAT8 = "ours, kl, float8 states"
 CONTESTANTS = (
     Contestant(OURS, "ours"),
     Contestant("ours, tv", "ours", target="tv"),
     Contestant("ours, lk", "ours", target="lk"),
     Contestant("ours, kl, muon", "ours", optimizer="muon"),
+    Contestant(FLOAT8, "ours", float8_states=True),
     Contestant("speculators, same optimizer", "speculators"),
     Contestant("speculators, its defaults", "speculators", optimizer="muon"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -146,6 +147,12 @@ def targets(rungs: Sequence[Rung]) -> list[Target]:
         )
         for rung in rungs
     ]
+
+
+def difference(before: Mark, after: Mark) -> tuple[float, float]:
+    """Acceptance length of ``after`` less that of ``before``, and its standard error."""
+    errors = before.acceptance.standard_error, after.acceptance.standard_error
+    return after.acceptance.length - before.acceptance.length, math.hypot(*errors)
 
 
 def curve_table(curves: Curves) -> str:

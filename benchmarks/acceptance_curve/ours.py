@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +24,7 @@ from draft_trainer.eagle3.head import Eagle3Head
 from draft_trainer.feed.sample import Sample
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.learner_config import LearnerConfig
+from slipstream.fp8 import through_float8
 
 
 class Ours:
@@ -30,6 +32,8 @@ class Ours:
 
     def __init__(self, contestant: Contestant, data: TrainingData) -> None:
         self._heads = data.heads
+        self._float8_states = contestant.float8_states
+        self._hidden_size = data.initial_head.config.target_hidden_size
         self._learner = Learner(
             copy.deepcopy(data.initial_head),
             LearnerConfig(
@@ -44,8 +48,15 @@ class Ours:
         )
 
     def prepare(self, samples: Sequence[Sample]) -> object:
-        """Nothing to do."""
-        return samples
+        """The samples as they are, or as float8 shipping would have brought them."""
+        return [self._shipped(sample) for sample in samples] if self._float8_states else samples
+
+    def _shipped(self, sample: Sample) -> Sample:
+        return replace(
+            sample,
+            aux=through_float8(sample.aux, self._hidden_size),
+            final_hidden=through_float8(sample.final_hidden, self._hidden_size),
+        )
 
     def step(self, batch: object) -> None:
         """See ``Trainer``."""
