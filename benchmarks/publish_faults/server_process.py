@@ -18,20 +18,11 @@ from typing import Any
 
 import grpc
 
+from benchmarks.publish_faults.control_plane import control_plane
 from rollout_server import access_options
-from rollout_server.acceptance_tracker import AcceptanceTracker
 from rollout_server.content_store import ContentStore, Key
-from rollout_server.control import Committed, RolloutControl
-from rollout_server.control_server import ControlServer
-from rollout_server.endpoint import _expected_draft, _ingest_draft
 from rollout_server.engine import Applied, Change, Description, UntrustedEngineError
-from rollout_server.layout_check import Expected
-from rollout_server.process import Settings
-from rollout_server.readiness import AcceptanceGuard
-from rollout_server.service import RolloutService
-from rollout_server.state_message import StateMessage
 from rollout_server.weight_source import WeightSource
-from rollout_server.weights import DRAFT, POLICY, Weights
 from slipstream.access import Access
 from slipstream.refusal import RefusedError
 from slipstream.tensors import digest
@@ -123,12 +114,6 @@ class _Store(ContentStore):
         super().write(key, tensor)
 
 
-class _Nobody:
-    """Takes no metrics."""
-
-    def committed(self, kind: str, outcome: str, took: Committed | None) -> None: ...
-
-
 def serve(draft: str, port: int, fault_file: str, options: Sequence[str] = ()) -> None:
     """Run until SIGTERM or a fault. The process's whole life.
 
@@ -147,33 +132,10 @@ def serve(draft: str, port: int, fault_file: str, options: Sequence[str] = ()) -
 
 
 async def _serve(draft_dir: Path, port: int, fault: Fault, access: Access) -> None:
-    engine = MemoryEngine(fault)
-    description = await engine.start()
     capacity = int(STAGES * (draft_dir / "model.safetensors").stat().st_size)
     # Beside the fault file, where the harness clears it away after a kill.
     store = _Store(Path(tempfile.mkdtemp(dir=fault.folder)), capacity, fault)
-    settings = Settings(
-        *(draft_dir, draft_dir, "127.0.0.1", port, 3, "probabilistic", capacity, 512, access)
-    )
-    draft, specs = _ingest_draft(settings, store)
-    tracker = AcceptanceTracker()
-    tracker.start(draft.version or 0)
-    policy = Weights(POLICY, None, WeightSource(directory=str(draft_dir)))
-    control = RolloutControl(engine, store, tracker, _Nobody(), draft, policy)
-    expected = _expected_draft(specs, description)
-    service = RolloutService(
-        control,
-        engine,
-        store,
-        tracker,
-        {DRAFT: expected, POLICY: Expected(POLICY, expected.layout, "bfloat16")},
-        StateMessage(control, 3, "probabilistic", "policy", 1),
-    )
-
-    def control_server() -> ControlServer:
-        guard = AcceptanceGuard(tracker, 512)
-        return ControlServer(service, control, engine, guard, lambda: True, lambda: None, access)
-
+    control_server = await control_plane(MemoryEngine(fault), store, draft_dir, access)
     server = control_server()
     await server.start("127.0.0.1", port)
     over = asyncio.Event()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import threading
 
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from policy_bridge import PolicyBridge
 from policy_bridge.null import NullCapture
 from slipstream.refusal import RefusedError, StatusCode
 
@@ -11,9 +15,10 @@ from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, BlackHole, FakeTrainer
 
 
-def test_a_lost_ack_and_a_restart_send_the_same_ids_again(
+def killed_with_three_unacknowledged(
     trainer: FakeTrainer, connect: Connect
-) -> None:
+) -> tuple[int, PolicyBridge, Qwen3ForCausalLM, dict[str, Tensor]]:
+    """The port of a trainer that was killed when it had received three samples, and who sent."""
     model, data = make_model(), batch((10,) * 3)
     trainer.ack = False
     server = trainer.serve()
@@ -23,8 +28,15 @@ def test_a_lost_ack_and_a_restart_send_the_same_ids_again(
     ship(bridge, model, data)
     trainer.wait_for(lambda: len(trainer.received) == 3)
     server.kill()
+    return server.port, bridge, model, data
+
+
+def test_a_lost_ack_and_a_restart_send_the_same_ids_again(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    port, bridge, *_ = killed_with_three_unacknowledged(trainer, connect)
     trainer.ack = True
-    with trainer.serve(server.port):
+    with trainer.serve(port):
         assert bridge.flush(DEADLINE)
     assert trainer.received[:3] == trainer.received[3:]
     stats = bridge.stats()
@@ -37,17 +49,9 @@ def test_a_trainer_that_lost_everything_is_told_again(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     """Killed and restarted empty: the policy is announced anew, unacknowledged samples come."""
-    model, data = make_model(), batch((10,) * 3)
-    trainer.ack = False
-    server = trainer.serve()
-    bridge = connect(server.address, model=model)
-    with bridge.sync(1):
-        pass
-    ship(bridge, model, data)
-    trainer.wait_for(lambda: len(trainer.received) == 3)
-    server.kill()
+    port, bridge, model, data = killed_with_three_unacknowledged(trainer, connect)
     fresh = FakeTrainer()
-    with fresh.serve(server.port):
+    with fresh.serve(port):
         assert bridge.flush(DEADLINE)
         with bridge.sync(2):
             pass
@@ -112,17 +116,9 @@ def test_a_stream_whose_first_credit_never_comes_is_opened_again(
 def test_another_draft_after_a_restart_sheds_what_no_longer_fits(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
-    model, data = make_model(), batch((10,) * 3)
-    trainer.ack = False
-    server = trainer.serve()
-    bridge = connect(server.address, model=model)
-    with bridge.sync(1):
-        pass
-    ship(bridge, model, data)
-    trainer.wait_for(lambda: len(trainer.received) == 3)
-    server.kill()
+    port, bridge, model, data = killed_with_three_unacknowledged(trainer, connect)
     other = FakeTrainer(layers=(1, 3, 6))
-    with other.serve(server.port):
+    with other.serve(port):
         assert bridge.flush(DEADLINE)
         assert bridge.stats().shed == {"draft_changed": 3}
         other.wait_for(lambda: other.sessions == 1)
