@@ -22,7 +22,8 @@ from policy_bridge.tap import ForwardTap
 from slipstream.refusal import RefusedError
 
 from .conftest import batch, make_model
-from .test_models import Peft, check_states, qwen3
+from .test_models import check_states, qwen3
+from .test_peft import adapted
 from .windows import LAYERS, Windows, assert_same_bits, gradients, session_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +74,7 @@ def test_what_cannot_be_captured_or_pushed_is_refused_by_name(one_rank: None) ->
             FullyShardedDataParallel(qwen3(), device_id=torch.device("cpu")), ModulePaths()
         )
     with pytest.raises(RefusedError, match="merge the adapters"):
-        policy_tensors(Peft(qwen3()), "")
+        policy_tensors(adapted(target_modules=["q_proj"]), "")
 
 
 def test_names_on_the_wire_are_the_policys_own() -> None:
