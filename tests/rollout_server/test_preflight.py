@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -95,13 +96,23 @@ def test_a_port_in_use() -> None:
 
 
 def rollout_server(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rollout_server.cli", *arguments],
-        capture_output=True,
+    """The command line, to its end; where it takes for ever, an error that says at what."""
+    command = [sys.executable, "-X", "faulthandler", "-m", "rollout_server.cli", *arguments]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+    try:
+        out, err = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        pytest.fail(f"it did not end: {process.communicate(timeout=60)[1]}")
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def test_the_command_line_refuses_with_status_2(policy_dir: Path, reduced: Path) -> None:
