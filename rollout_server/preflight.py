@@ -51,21 +51,22 @@ def check_draft_fits(model_dir: Path, draft_dir: Path) -> None:
 def _aux_layers(config: Mapping[str, Any], num_layers: int, path: str) -> tuple[int, ...]:
     nested: Mapping[str, Any] = config.get("eagle_config") or {}
     key = "eagle_aux_hidden_state_layer_ids"
-    default = default_aux_layers(num_layers)
     within = nested.get(key)
-    if not config.get(key) and within and list(within) != list(default):
+    ids = config.get(key) or within
+    if ids is None:
+        return default_aux_layers(num_layers)
+    # A policy of so few layers has no default, and so none that the nested list could mean.
+    usual = num_layers >= 8 and tuple(ids) == default_aux_layers(num_layers)
+    if not config.get(key) and not usual:
         # Whoever writes the list there counts the outputs of layers from 0; vLLM reads it as
         # "after L layers", serves states of one layer earlier, and nothing fails but acceptance.
         raise RefusedError(
             f"{path}: eagle_config.{key}",
-            list(within),
+            list(ids),
             f"{key} at top level, L meaning after L layers",
             "move it there, adding 1 to each where 0 means the output of the first layer; "
             "`draft-trainer releases import` does it where the meaning is certain",
         )
-    ids = config.get(key) or within
-    if ids is None:
-        return default
     layers = tuple(int(layer) for layer in ids)
     ascending = all(a < b for a, b in pairwise(layers))
     if not layers or not ascending or layers[0] < 0 or layers[-1] > num_layers:

@@ -54,6 +54,23 @@ def test_fitting_drafts_pass(
     check_draft_fits(policy_dir, reduced)
 
 
+def test_a_policy_too_shallow_for_the_default_layers(
+    tmp_path: Path, policy_dir: Path, reduced: Path
+) -> None:
+    """It needs a draft that names its layers, and takes one that does."""
+    shallow = tmp_path / "shallow"
+    shutil.copytree(policy_dir, shallow)
+    edit_config(shallow, num_hidden_layers=3)
+    edit_config(reduced, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    check_draft_fits(shallow, reduced)
+    nest_layers(reduced, [1, 2, 3])
+    with pytest.raises(RefusedError, match=r"eagle_config.eagle_aux_hidden_state_layer_ids"):
+        check_draft_fits(shallow, reduced)
+    edit_config(reduced, eagle_config=None)
+    with pytest.raises(RefusedError, match="at least 8 for the default auxiliary layers"):
+        check_draft_fits(shallow, reduced)
+
+
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
