@@ -18,6 +18,7 @@ import httpx
 from benchmarks.draft_training.report import Target, machine, target_table
 from benchmarks.hot_swap.load import complete_all
 from benchmarks.hot_swap.servers import MODEL
+from benchmarks.metrics_overhead.direct import Pieces, clock_seconds, direct_figures, direct_table
 from benchmarks.metrics_overhead.figures import ARMS, OFF, ON, Round, figures, table
 from benchmarks.metrics_overhead.server import ROUTE
 from examples.arithmetic_grpo.processes import Service, Services, free_port
@@ -26,6 +27,7 @@ from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "arithmetic_grpo"
 READY_SECONDS = 400.0
+DRAFT_LENGTH = 3
 SCRAPE_SECONDS = 1.0
 
 
@@ -40,7 +42,8 @@ class Measured:
         port, control = free_port(), free_port()
         argv = [
             *(sys.executable, "-m", "benchmarks.metrics_overhead.server", "serve"),
-            *(str(EXAMPLE / "policy"), "--draft", str(EXAMPLE / "draft"), "--draft-length", "3"),
+            *(str(EXAMPLE / "policy"), "--draft", str(EXAMPLE / "draft"), "--draft-length"),
+            str(DRAFT_LENGTH),
             *("--host", "127.0.0.1", "--port", str(port), "--control-port", str(control)),
             *("--served-model-name", MODEL, "--generation-config", "vllm", "--enforce-eager"),
             *("--max-model-len", "256", "--max-num-seqs", "64", "--dtype", "float32"),
@@ -48,12 +51,33 @@ class Measured:
         paths = [str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")]
         env = {
             "OMP_NUM_THREADS": "1",
+            # Bound to a core of vLLM's choice, the worker shares it now and then with the engine
+            # core, which spins: windows then differ by a factor of five.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         }
         self.http = f"http://127.0.0.1:{port}"
         self.service = Service("rollout-server", argv, log, f"127.0.0.1:{control}", env)
+
+    def pieces(self, seconds: float, requests: int) -> Pieces:
+        """What measuring took during the windows with it.
+
+        Args:
+            seconds: that those windows lasted.
+            requests: in flight during them.
+        """
+        answer = httpx.get(f"{self.http}{ROUTE}", timeout=30)
+        answer.raise_for_status()
+        spent = answer.json()
+        return Pieces(
+            step=seconds / spent["record_calls"],
+            clock=clock_seconds(requests, DRAFT_LENGTH),
+            record=spent["record_seconds"] / spent["record_calls"],
+            exposition=spent["exposition_seconds"],
+            scrape_every=SCRAPE_SECONDS,
+        )
 
     def measure(self, on: bool) -> None:
         """Turn measuring off or on; it is when this returns."""
@@ -88,9 +112,11 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        rounds = _measure(options, folder)
-    found = figures(rounds)
-    print(table(found))
+        rounds, pieces = _measure(options, folder)
+    found, timed = figures(rounds), direct_figures(pieces)
+    print(f"{table(found)}\n\n{direct_table(timed)}")
+    found["targets"] += timed.pop("targets")
+    found["piece_by_piece"] = timed
     print("\n" + target_table([Target(**target) for target in found["targets"]]))
     if options.json is not None:
         settings = {name: value for name, value in vars(options).items() if name != "json"}
@@ -99,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if all(target["ok"] for target in found["targets"]) else 1
 
 
-def _measure(options: argparse.Namespace, folder: Path) -> list[Round]:
+def _measure(options: argparse.Namespace, folder: Path) -> tuple[list[Round], Pieces]:
     prompts = [prompt_ids(problem) for problem in held_out_problems(options.requests)]
     _say("starting a rollout server")
     server = Measured(folder / "rollout-server.log")
@@ -108,17 +134,24 @@ def _measure(options: argparse.Namespace, folder: Path) -> list[Round]:
         for _ in range(options.warmup):
             complete_all(server.http, prompts, options.in_flight)
         rounds = []
+        measured = 0.0
         for number in range(options.rounds):
-            rounds.append(_round(server, prompts, options.in_flight, number))
+            rates, seconds = _round(server, prompts, options.in_flight, number)
+            rounds.append(rates)
+            measured += seconds
             _say(f"round {number + 1}: " + ", ".join(f"{rate:.0f}" for rate in rounds[-1].values()))
-        return rounds
+        return rounds, server.pieces(measured, options.in_flight)
 
 
 def _round(
     server: Measured, prompts: Sequence[Sequence[int]], in_flight: int, number: int
-) -> Round:
-    """The same greedy requests in each arm; whose turn comes first changes from round to round."""
-    rates = {}
+) -> tuple[Round, float]:
+    """The same greedy requests in each arm; whose turn comes first changes from round to round.
+
+    Returns:
+        Tokens per second of each arm, and the seconds of those with measuring.
+    """
+    rates, measured = {}, 0.0
     turn = number % len(ARMS)
     order = [*ARMS[turn:], *ARMS[:turn]]
     for arm in order if number % 2 == 0 else reversed(order):
@@ -127,8 +160,9 @@ def _round(
             began = time.perf_counter()
             completions = complete_all(server.http, prompts, in_flight)
             seconds = time.perf_counter() - began
+        measured += seconds if arm != OFF else 0.0
         rates[arm] = sum(map(len, completions)) / seconds
-    return {arm: rates[arm] for arm in ARMS}
+    return {arm: rates[arm] for arm in ARMS}, measured
 
 
 def _say(line: str) -> None:

@@ -6,11 +6,14 @@ counted by draft version. One process for both, because two differ by more than 
 
 from __future__ import annotations
 
+import statistics
 import sys
+import time
 from typing import Any
 
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import rollout_server.endpoint
@@ -27,6 +30,7 @@ class _Endpoint(ControlPlaneEndpoint):
     def attach_router(self, app: Any) -> None:
         super().attach_router(app)
         app.router.routes.insert(0, Route(ROUTE, _turn, methods=["POST"]))
+        app.router.routes.insert(0, Route(ROUTE, _spent, methods=["GET"]))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         await super().init_state(engine_client, state, args)
@@ -39,6 +43,8 @@ class _Measuring:
     engine_client: Any = None
     on = True
     record: Any = None
+    record_seconds = 0.0
+    record_calls = 0
 
 
 async def _turn(request: Request) -> Response:
@@ -49,15 +55,43 @@ async def _turn(request: Request) -> Response:
         return Response()
     _Measuring.on = on
     if on:
-        AcceptanceStatLogger.record = _Measuring.record  # type: ignore[method-assign]
+        AcceptanceStatLogger.record = _timed  # type: ignore[method-assign]
         API.cost_watch.start()
     else:
-        _Measuring.record = AcceptanceStatLogger.record
+        _Measuring.record = _Measuring.record or AcceptanceStatLogger.record
         AcceptanceStatLogger.record = _nothing  # type: ignore[method-assign]
         await API.cost_watch.stop()
     call = _Measuring.engine_client.engine_core.call_utility_async
     await call("slipstream_step_sums", on)
     return Response()
+
+
+async def _spent(request: Request) -> Response:
+    """What counting took since measuring was first turned on again, and what a scrape takes."""
+    from rollout_server.metrics import RolloutCollector
+
+    [ours] = [c for c in REGISTRY._collector_to_names if isinstance(c, RolloutCollector)]
+    alone = CollectorRegistry()
+    alone.register(ours)
+    scrapes = []
+    for _ in range(20):
+        began = time.perf_counter()
+        generate_latest(alone)
+        scrapes.append(time.perf_counter() - began)
+    return JSONResponse(
+        {
+            "record_seconds": _Measuring.record_seconds,
+            "record_calls": _Measuring.record_calls,
+            "exposition_seconds": statistics.median(scrapes),
+        }
+    )
+
+
+def _timed(*args: Any, **named: Any) -> None:
+    began = time.perf_counter()
+    _Measuring.record(*args, **named)
+    _Measuring.record_seconds += time.perf_counter() - began
+    _Measuring.record_calls += 1
 
 
 def _nothing(*args: object, **named: object) -> None:
