@@ -19,7 +19,7 @@ from benchmarks.draft_training.report import Target, machine, target_table
 from benchmarks.hot_swap.load import complete_all
 from benchmarks.hot_swap.servers import MODEL
 from benchmarks.metrics_overhead.direct import Pieces, clock_seconds, direct_figures, direct_table
-from benchmarks.metrics_overhead.figures import ARMS, OFF, ON, Round, figures, table
+from benchmarks.metrics_overhead.figures import ARMS, OFF, Round, figures, table
 from benchmarks.metrics_overhead.server import ROUTE
 from examples.arithmetic_grpo.processes import Service, Services, free_port
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
@@ -87,8 +87,8 @@ class Measured:
         answer.raise_for_status()
 
     @contextmanager
-    def scraped(self, wanted: bool) -> Iterator[None]:
-        """A Prometheus in small, if wanted: the first scrape at once."""
+    def scraped(self) -> Iterator[None]:
+        """A Prometheus in small: the first scrape at once."""
         over = threading.Event()
 
         def scrape() -> None:
@@ -98,14 +98,12 @@ class Measured:
                     over.wait(SCRAPE_SECONDS)
 
         thread = threading.Thread(target=scrape, daemon=True)
-        if wanted:
-            thread.start()
+        thread.start()
         try:
             yield
         finally:
             over.set()
-            if wanted:
-                thread.join(30)
+            thread.join(30)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -155,11 +153,9 @@ def _round(
         Tokens per second of each arm, and the seconds of those with measuring.
     """
     rates, measured = {}, 0.0
-    turn = number % len(ARMS)
-    order = [*ARMS[turn:], *ARMS[:turn]]
-    for arm in order if number % 2 == 0 else reversed(order):
+    for arm in ARMS if number % 2 == 0 else reversed(ARMS):
         server.measure(arm != OFF)
-        with server.scraped(arm == ON):
+        with server.scraped():
             began = time.perf_counter()
             completions = complete_all(server.http, prompts, in_flight)
             seconds = time.perf_counter() - began
@@ -176,13 +172,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.metrics_overhead",
         description="One real vLLM server of the arithmetic example's policy answers the same "
-        "greedy requests over and over: without Slipstream's metrics and step timing, with them, "
-        "and with them while /metrics is scraped every second. Progress goes to stderr, the table "
-        "to stdout.",
+        "greedy requests over and over while /metrics is scraped every second: with vLLM's own "
+        "metrics, and with Slipstream's and its step timing beside them. Progress goes to stderr, "
+        "the table to stdout.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--rounds", type=int, default=40, help="of a window for each arm")
+    add("--rounds", type=int, default=80, help="of a window for each arm")
     add("--requests", type=int, default=192, help="in a window")
     add("--in-flight", type=int, default=32, help="requests at a time")
     add("--warmup", type=int, default=3, help="windows before the first round")

@@ -1,7 +1,8 @@
 """``rollout-server``, with a route that turns Slipstream's measuring off and on while it runs.
 
-Off is as if Slipstream had no metrics: steps are not timed, nobody asks for them, and nothing is
-counted by draft version. One process for both, because two differ by more than what is measured.
+Off is as if Slipstream had no metrics: steps are not timed, nobody asks for them, nothing is
+counted by draft version or exposed; vLLM's own metrics stay. One process for both, because two
+differ by more than what is measured.
 """
 
 from __future__ import annotations
@@ -43,23 +44,31 @@ class _Measuring:
     engine_client: Any = None
     on = True
     record: Any = None
+    collector: Any = None
     record_seconds = 0.0
     record_calls = 0
 
 
 async def _turn(request: Request) -> Response:
     from rollout_server.acceptance import AcceptanceStatLogger
+    from rollout_server.metrics import RolloutCollector
 
+    if _Measuring.collector is None:
+        [_Measuring.collector] = [
+            c for c in REGISTRY._collector_to_names if isinstance(c, RolloutCollector)
+        ]
     on = request.query_params["on"] == "1"
     if on == _Measuring.on or API.cost_watch is None:
         return Response()
     _Measuring.on = on
     if on:
         AcceptanceStatLogger.record = _timed  # type: ignore[method-assign]
+        REGISTRY.register(_Measuring.collector)
         API.cost_watch.start()
     else:
         _Measuring.record = _Measuring.record or AcceptanceStatLogger.record
         AcceptanceStatLogger.record = _nothing  # type: ignore[method-assign]
+        REGISTRY.unregister(_Measuring.collector)
         await API.cost_watch.stop()
     call = _Measuring.engine_client.engine_core.call_utility_async
     await call("slipstream_step_sums", on)
@@ -68,11 +77,8 @@ async def _turn(request: Request) -> Response:
 
 async def _spent(request: Request) -> Response:
     """What counting took since measuring was first turned on again, and what a scrape takes."""
-    from rollout_server.metrics import RolloutCollector
-
-    [ours] = [c for c in REGISTRY._collector_to_names if isinstance(c, RolloutCollector)]
     alone = CollectorRegistry()
-    alone.register(ours)
+    alone.register(_Measuring.collector)
     scrapes = []
     for _ in range(20):
         began = time.perf_counter()

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.metrics_overhead.figures import OFF, ON, UNSCRAPED, figures, table
+from benchmarks.metrics_overhead.direct import Pieces, clock_seconds, direct_figures, direct_table
+from benchmarks.metrics_overhead.figures import OFF, ON, figures, table
 
 
 def test_rounds_are_compared_with_themselves() -> None:
     # The machine is twice as slow in the second round: its ratio is the same.
-    rounds = [
-        {OFF: 1000.0, UNSCRAPED: 1000.0, ON: 998.0},
-        {OFF: 500.0, UNSCRAPED: 510.0, ON: 499.0},
-        {OFF: 1000.0, UNSCRAPED: 900.0, ON: 700.0},
-    ]
+    rounds = [{OFF: 1000.0, ON: 998.0}, {OFF: 500.0, ON: 499.0}, {OFF: 1000.0, ON: 700.0}]
     found = figures(rounds)
     assert found["tokens_per_second"][OFF] == {"median": 1000.0, "min": 500.0, "max": 1000.0}
     assert found["ratio_to_off"][ON]["median"] == pytest.approx(0.998)
     (target,) = found["targets"]
+    # The high end of so few is the largest.
     assert target["ok"] and target["value"] == pytest.approx(0.002)
     assert "0.9980" in table(found)
-    rounds[1] = rounds[0] = {OFF: 500.0, UNSCRAPED: 500.0, ON: 497.0}
-    assert not figures(rounds)["targets"][0]["ok"]
+    assert not figures([{OFF: 500.0, ON: 497.0}] * 3)["targets"][0]["ok"]
+
+
+def test_pieces_add_up() -> None:
+    pieces = Pieces(step=0.02, clock=2e-6, record=28e-6, exposition=1e-3, scrape_every=1.0)
+    found = direct_figures(pieces)
+    assert found["share"] == pytest.approx(0.0025) and found["targets"][0]["ok"]
+    assert "0.250 %" in direct_table(found)
+    assert not direct_figures(replace(pieces, exposition=4e-3))["targets"][0]["ok"]
+    assert 0 < clock_seconds(8, 3, steps=2000) < 1e-3
