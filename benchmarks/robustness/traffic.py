@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import uuid
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,7 +28,6 @@ LAYERS = tuple(_CONFIG["eagle_aux_hidden_state_layer_ids"])
 HIDDEN, VOCAB, DRAFT_VOCAB = (
     _CONFIG[key] for key in ("target_hidden_size", "vocab_size", "draft_vocab_size")
 )
-_numbers = itertools.count()
 
 
 def open_run(run_id: str = RUN) -> pb.OpenRunRequest:
@@ -68,9 +67,12 @@ def announcement(session_id: str, version: int) -> list[pb.AnnouncePolicyRequest
 
 
 def sample(version: int = 1, tokens: int = 8, sample_id: str = "") -> pb.VerifierStates:
-    """One whose block is not placed yet: ``batch`` does that. Ids are never given twice."""
+    """One whose block is not placed yet: ``batch`` does that.
+
+    Its id is none that fuzzing makes of another one: numbers in their order it met.
+    """
     return pb.VerifierStates(
-        sample_id=sample_id or f"sound-{next(_numbers)}",
+        sample_id=sample_id or f"sound-{uuid.uuid4().hex}",
         policy_version=version,
         temperature=1.0,
         aux_layers=encode_layers(LAYERS),
@@ -116,7 +118,7 @@ def plain_sample(version: int = 1, tokens: int = 4) -> pb.StreamStatesRequest:
     count = torch.arange(tokens, dtype=torch.int32)
     return pb.StreamStatesRequest(
         sample=pb.VerifierStates(
-            sample_id=f"plain-{next(_numbers)}",
+            sample_id=f"plain-{uuid.uuid4().hex}",
             policy_version=version,
             temperature=1.0,
             token_ids=encode(count),
