@@ -23,6 +23,7 @@ import httpx
 
 from benchmarks.draft_training.report import Target, machine, target_table
 from benchmarks.ray_fleet.processes import (
+    ENV,
     EXAMPLE,
     JOB,
     RAY,
@@ -114,7 +115,9 @@ def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         new = _pids(ports.control)
         if options.submit:
             subprocess.run(
-                [*RAY, "job", "stop", "--address", dashboard_url(ports), JOB], check=True
+                [*RAY, "job", "stop", "--address", dashboard_url(ports), JOB],
+                check=True,
+                env=os.environ | ENV,
             )
         else:
             driver.stop(60)
@@ -143,7 +146,7 @@ def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def _ray_answers(ports: Ports, dashboard: bool) -> bool:
     argv = [*RAY, "health-check", "--address", f"127.0.0.1:{ports.gcs}"]
-    if subprocess.run(argv, capture_output=True, check=False).returncode:
+    if subprocess.run(argv, capture_output=True, check=False, env=os.environ | ENV).returncode:
         return False
     try:
         return not dashboard or httpx.get(f"{dashboard_url(ports)}/api/version").is_success
