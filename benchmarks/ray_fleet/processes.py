@@ -15,6 +15,8 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 JOB = "slipstream-fleet"
 ENV = {
     "OMP_NUM_THREADS": "1",
+    # vLLM would bind the workers of both servers to the same core, where one spins and one starves.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
