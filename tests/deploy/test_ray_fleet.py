@@ -36,6 +36,8 @@ def cluster() -> Iterator[None]:
     # Ray's workers find the packages where this process found them.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     ray.init(
+        # Its own, whatever cluster runs on this machine, or has left its address behind.
+        address="local",
         num_cpus=2,
         include_dashboard=False,
         object_store_memory=80 << 20,
