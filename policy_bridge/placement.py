@@ -23,8 +23,8 @@ DESCRIPTION_BYTES = 512
 
 # More than a piece of a payload takes beside its bytes.
 _FIELD_BYTES = 16
-# Small samples share a message, large ones do not wait.
-_BATCH_BYTES = 4 << 20
+# Samples that wait share a message, which costs the trainer as much as 2 MiB of states.
+_BATCH_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from policy_bridge.placement import Placed
-from slipstream.framing import frame, frames
+from slipstream.framing import Parts, frame, frames
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 _METHOD = pb.DESCRIPTOR.services_by_name["DraftTrainer"].methods_by_name["StreamStates"]
@@ -42,14 +42,15 @@ class StateStream:
         self._closing = False
         self.answered = False
         self.error: grpc.RpcError | None = None
-        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._requests.put(frame(pb.StreamStatesRequest(header=header)))
+        self._requests: queue.SimpleQueue[Parts | None] = queue.SimpleQueue()
+        self._requests.put([frame(pb.StreamStatesRequest(header=header))])
         # Not through the stub, which would copy each payload into a message and out of it.
         call = channel.stream_stream(
             f"/{_METHOD.containing_service.full_name}/{_METHOD.name}",
             response_deserializer=pb.StreamStatesResponse.FromString,
         )
-        self._call = call(iter(self._requests.get, None))
+        # Joined when gRPC asks for it: a copy made earlier is in no cache by then.
+        self._call = call(map(_joined, iter(self._requests.get, None)))
         self._reader = threading.Thread(target=self._read, name="slipstream-acks", daemon=True)
         self._reader.start()
 
@@ -81,11 +82,12 @@ class StateStream:
                 self._news = time.monotonic()
             self._waiting.update([placed.message.sample_id for placed in batch])
         sent = 0
-        for data in frames(request, [piece for placed in batch for piece in placed.payload]):
+        for parts in frames(request, [piece for placed in batch for piece in placed.payload]):
+            size = sum(map(len, parts))
             with self._changed:
-                self._credit -= len(data)
-            self._requests.put(data)
-            sent += len(data)
+                self._credit -= size
+            self._requests.put(parts)
+            sent += size
         return sent
 
     def silent_seconds(self) -> float:
@@ -137,3 +139,7 @@ def _contents(response: pb.StreamStatesResponse) -> tuple[Sequence[pb.Ack], int]
     if kind == "ack":
         return [response.ack], 0
     return [], response.credit.bytes
+
+
+def _joined(parts: Parts) -> bytes:
+    return b"".join(parts)  # type: ignore[arg-type]

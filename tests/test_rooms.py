@@ -30,7 +30,7 @@ TIMED = {
 }
 CORES = {
     "draft_trainer": (
-        *("eagle3/*", "training/*", "checkpoints/**/*", "recordings/*", "offline/*"),
+        *("eagle3/*", "kernels/*", "training/*", "checkpoints/**/*", "recordings/*", "offline/*"),
         *("feed/arena", "feed/draw_log", "feed/held", "feed/kept_policies", "feed/ledger"),
         *("feed/placement", "feed/policy_files", "feed/replay", "feed/reservation"),
         *("feed/sample", "feed/store", "feed/stored"),

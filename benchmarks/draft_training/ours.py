@@ -24,8 +24,8 @@ from benchmarks.draft_training.case import (
 )
 from draft_trainer.eagle3.batch import Batch
 from draft_trainer.eagle3.head import Eagle3Head, HeadConfig
-from draft_trainer.eagle3.kernels.library import use_kernels
 from draft_trainer.eagle3.objective import step_weights, ttt_objective
+from draft_trainer.kernels.library import use_kernels
 from draft_trainer.training.learner_config import LearnerConfig
 from draft_trainer.training.optimizer import HeadOptimizer
 

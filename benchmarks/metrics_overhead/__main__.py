@@ -7,19 +7,17 @@ import json
 import os
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 from benchmarks.draft_training.report import Target, machine, target_table
-from benchmarks.hot_swap.load import complete_all
 from benchmarks.hot_swap.servers import MODEL
 from benchmarks.metrics_overhead.direct import Pieces, clock_seconds, direct_figures, direct_table
-from benchmarks.metrics_overhead.figures import ARMS, OFF, Round, figures, table
+from benchmarks.metrics_overhead.figures import ARMS, OFF, ON, Round, figures, table
+from benchmarks.metrics_overhead.load import SteadyLoad
 from benchmarks.metrics_overhead.server import ROUTE
 from examples.arithmetic_grpo.processes import Service, Services, free_port
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
@@ -28,10 +26,39 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "arithmetic_grpo"
 READY_SECONDS = 400.0
 DRAFT_LENGTH = 3
-SCRAPE_SECONDS = 1.0
+PROMPTS = 192
+COMPLETION_TOKENS = 200
+SLICE_SECONDS = 1.0
+"""An arm's turn, with one scrape in it: shorter than what makes a shared machine fast or slow."""
+
 CORE = min(os.sched_getaffinity(0))
 """Of all the server's processes: vLLM's engine core spins, and where the kernel put it, beside the
 worker or not, windows differed by a factor of five. What metrics take on one core is throughput."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What the server has done, or did in a slice."""
+
+    seconds: float
+    tokens: float
+    drafts: float
+
+    def __add__(self, more: Done) -> Done:
+        return Done(
+            self.seconds + more.seconds, self.tokens + more.tokens, self.drafts + more.drafts
+        )
+
+    def __sub__(self, less: Done) -> Done:
+        return self + Done(-less.seconds, -less.tokens, -less.drafts)
+
+
+@dataclass(frozen=True)
+class Turned:
+    """Before measuring was turned, and after."""
+
+    before: Done
+    after: Done
 
 
 class Measured:
@@ -61,6 +88,7 @@ class Measured:
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         }
         self.http = f"http://127.0.0.1:{port}"
+        self._client = httpx.Client(base_url=self.http, timeout=30)
         self.service = Service("rollout-server", argv, log, f"127.0.0.1:{control}", env)
 
     def pieces(self, seconds: float, requests: int) -> Pieces:
@@ -70,7 +98,7 @@ class Measured:
             seconds: that those windows lasted.
             requests: in flight during them.
         """
-        answer = httpx.get(f"{self.http}{ROUTE}", timeout=30)
+        answer = self._client.get(ROUTE)
         answer.raise_for_status()
         spent = answer.json()
         return Pieces(
@@ -78,32 +106,19 @@ class Measured:
             clock=clock_seconds(requests, DRAFT_LENGTH),
             record=spent["record_seconds"] / spent["record_calls"],
             exposition=spent["exposition_seconds"],
-            scrape_every=SCRAPE_SECONDS,
+            scrape_every=SLICE_SECONDS,
         )
 
-    def measure(self, on: bool) -> None:
+    def turn(self, on: bool) -> Turned:
         """Turn measuring off or on; it is when this returns."""
-        answer = httpx.post(f"{self.http}{ROUTE}", params={"on": int(on)}, timeout=30)
+        answer = self._client.post(ROUTE, params={"on": int(on)})
         answer.raise_for_status()
+        turned = answer.json()
+        return Turned(Done(**turned["before"]), Done(**turned["after"]))
 
-    @contextmanager
-    def scraped(self) -> Iterator[None]:
-        """A Prometheus in small: the first scrape at once."""
-        over = threading.Event()
-
-        def scrape() -> None:
-            with httpx.Client(base_url=self.http, timeout=30) as client:
-                while not over.is_set():
-                    client.get("/metrics").raise_for_status()
-                    over.wait(SCRAPE_SECONDS)
-
-        thread = threading.Thread(target=scrape, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join(30)
+    def scrape(self) -> None:
+        """As Prometheus does."""
+        self._client.get("/metrics").raise_for_status()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -127,41 +142,54 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace, folder: Path) -> tuple[list[Round], Pieces]:
-    prompts = [prompt_ids(problem) for problem in held_out_problems(options.requests)]
+    prompts = [prompt_ids(problem) for problem in held_out_problems(PROMPTS)]
     _say("starting a rollout server")
     server = Measured(folder / "rollout-server.log")
     with Services(server.service):
         server.service.wait_ready(READY_SECONDS)
-        for _ in range(options.warmup):
-            complete_all(server.http, prompts, options.in_flight)
-        rounds = []
-        measured = 0.0
-        for number in range(options.rounds):
-            rates, seconds = _round(server, prompts, options.in_flight, number)
-            rounds.append(rates)
-            measured += seconds
-            _say(f"round {number + 1}: " + ", ".join(f"{rate:.0f}" for rate in rounds[-1].values()))
-        return rounds, server.pieces(measured, options.in_flight)
+        with SteadyLoad(server.http, prompts, options.in_flight, COMPLETION_TOKENS) as load:
+            _say(f"{options.in_flight} requests in flight; {options.warmup:g} s of warm-up")
+            # Measuring: what a plain step costs is found out now, and not in a slice.
+            time.sleep(options.warmup)
+            # In the first turn the benchmark puts its own counting in place.
+            server.turn(on=True)
+            rounds, measured = [], 0.0
+            for number in range(options.rounds):
+                one, seconds = _round(server, number)
+                load.check()
+                rounds.append(one)
+                measured += seconds
+                if number % 10 == 9:
+                    _say(f"round {number + 1}: " + _brief(one))
+            return rounds, server.pieces(measured, options.in_flight)
 
 
-def _round(
-    server: Measured, prompts: Sequence[Sequence[int]], in_flight: int, number: int
-) -> tuple[Round, float]:
-    """The same greedy requests in each arm; whose turn comes first changes from round to round.
+def _round(server: Measured, number: int) -> tuple[Round, float]:
+    """Off, on, on, off, or the other way round: what drifts over four slices is in both arms.
 
     Returns:
-        Tokens per second of each arm, and the seconds of those with measuring.
+        Rates of each arm, and the seconds of those with measuring.
     """
-    rates, measured = {}, 0.0
-    for arm in ARMS if number % 2 == 0 else reversed(ARMS):
-        server.measure(arm != OFF)
-        with server.scraped():
-            began = time.perf_counter()
-            completions = complete_all(server.http, prompts, in_flight)
-            seconds = time.perf_counter() - began
-        measured += seconds if arm != OFF else 0.0
-        rates[arm] = sum(map(len, completions)) / seconds
-    return {arm: rates[arm] for arm in ARMS}, measured
+    order = (OFF, ON, ON, OFF) if number % 2 == 0 else (ON, OFF, OFF, ON)
+    parts: dict[str, list[Done]] = {arm: [] for arm in ARMS}
+    began = server.turn(order[0] == ON).after
+    for arm, following in zip(order, (*order[1:], order[0]), strict=True):
+        time.sleep(SLICE_SECONDS / 2)
+        server.scrape()
+        time.sleep(SLICE_SECONDS / 2)
+        turned = server.turn(following == ON)
+        parts[arm].append(turned.before - began)
+        began = turned.after
+    totals = {arm: done[0] + done[1] for arm, done in parts.items()}
+    rates = {
+        arm: {"drafts": done.drafts / done.seconds, "tokens": done.tokens / done.seconds}
+        for arm, done in totals.items()
+    }
+    return rates, totals[ON].seconds
+
+
+def _brief(one: Round) -> str:
+    return ", ".join(f"{arm} {rates['drafts']:.0f} drafts/s" for arm, rates in one.items())
 
 
 def _say(line: str) -> None:
@@ -171,17 +199,16 @@ def _say(line: str) -> None:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.metrics_overhead",
-        description="One real vLLM server of the arithmetic example's policy answers the same "
-        "greedy requests over and over while /metrics is scraped every second: with vLLM's own "
-        "metrics, and with Slipstream's and its step timing beside them. Progress goes to stderr, "
-        "the table to stdout.",
+        description="One real vLLM server of the arithmetic example's policy under a steady load "
+        "of long completions, in slices of a second with one scrape of /metrics each: with vLLM's "
+        "own metrics, and with Slipstream's and its step timing beside them. Progress goes to "
+        "stderr, the table to stdout.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--rounds", type=int, default=80, help="of a window for each arm")
-    add("--requests", type=int, default=192, help="in a window")
+    add("--rounds", type=int, default=200, help="of two slices for each arm, 4 s")
     add("--in-flight", type=int, default=32, help="requests at a time")
-    add("--warmup", type=int, default=3, help="windows before the first round")
+    add("--warmup", type=float, default=30.0, help="seconds of load before the first round")
     add("--keep", type=Path, metavar="DIR", help="folder for the server's log")
     add("--json", type=Path, help="write figures and targets there")
     return parser.parse_args(argv)

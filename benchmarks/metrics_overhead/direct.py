@@ -1,7 +1,7 @@
 """What Slipstream's measuring takes of a step, added up from its own pieces.
 
-Throughput on a shared machine varies by a quarter from window to window, so that windows cannot
-tell half a percent in any time that somebody would wait. The pieces can be timed one by one.
+Throughput on a shared machine varies by much more than half a percent from slice to slice, and it
+takes hundreds of them to see that little. The pieces can be timed one by one.
 """
 
 from __future__ import annotations

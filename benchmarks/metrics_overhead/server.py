@@ -17,12 +17,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+import rollout_server.cost_watch
 import rollout_server.endpoint
+from rollout_server.acceptance import AcceptanceStatLogger
 from rollout_server.cli import main
 from rollout_server.endpoint import ControlPlaneEndpoint
+from rollout_server.metrics import RolloutCollector
 from rollout_server.process import API
 
 ROUTE = "/measure"
+LOOK_SECONDS = 0.4
 
 
 class _Endpoint(ControlPlaneEndpoint):
@@ -39,51 +43,50 @@ class _Endpoint(ControlPlaneEndpoint):
 
 
 class _Measuring:
-    """What is to be turned."""
+    """What is to be turned, and what the server has done."""
 
     engine_client: Any = None
     on = True
     record: Any = None
     collector: Any = None
+    tokens = 0
+    drafts = 0
     record_seconds = 0.0
     record_calls = 0
 
 
 async def _turn(request: Request) -> Response:
-    from rollout_server.acceptance import AcceptanceStatLogger
-    from rollout_server.metrics import RolloutCollector
-
+    """The work done before and after turning: what turning takes is in neither slice."""
+    before = _done()
+    on = request.query_params["on"] == "1"
     if _Measuring.collector is None:
         [_Measuring.collector] = [
             c for c in REGISTRY._collector_to_names if isinstance(c, RolloutCollector)
         ]
-    on = request.query_params["on"] == "1"
-    if on == _Measuring.on or API.cost_watch is None:
-        return Response()
-    _Measuring.on = on
-    if on:
-        AcceptanceStatLogger.record = _timed  # type: ignore[method-assign]
-        REGISTRY.register(_Measuring.collector)
-        API.cost_watch.start()
-    else:
-        _Measuring.record = _Measuring.record or AcceptanceStatLogger.record
-        AcceptanceStatLogger.record = _nothing  # type: ignore[method-assign]
-        REGISTRY.unregister(_Measuring.collector)
-        await API.cost_watch.stop()
-    call = _Measuring.engine_client.engine_core.call_utility_async
-    await call("slipstream_step_sums", on)
-    return Response()
+        _Measuring.record = AcceptanceStatLogger.record
+        AcceptanceStatLogger.record = _step  # type: ignore[method-assign, assignment]
+    if on != _Measuring.on and API.cost_watch is not None:
+        _Measuring.on = on
+        if on:
+            REGISTRY.register(_Measuring.collector)
+            API.cost_watch.start()
+        else:
+            REGISTRY.unregister(_Measuring.collector)
+            await API.cost_watch.stop()
+        call = _Measuring.engine_client.engine_core.call_utility_async
+        await call("slipstream_step_sums", on)
+    return JSONResponse({"before": before, "after": _done()})
 
 
-async def _spent(request: Request) -> Response:
-    """What counting took since measuring was first turned on again, and what a scrape takes."""
+async def _spent(_: Request) -> Response:
+    """What counting took since the first turn, and what a scrape takes."""
     alone = CollectorRegistry()
     alone.register(_Measuring.collector)
     scrapes = []
-    for _ in range(20):
-        began = time.perf_counter()
+    for _scrape in range(20):
+        began = time.thread_time()
         generate_latest(alone)
-        scrapes.append(time.perf_counter() - began)
+        scrapes.append(time.thread_time() - began)
     return JSONResponse(
         {
             "record_seconds": _Measuring.record_seconds,
@@ -93,17 +96,36 @@ async def _spent(request: Request) -> Response:
     )
 
 
-def _timed(*args: Any, **named: Any) -> None:
-    began = time.perf_counter()
-    _Measuring.record(*args, **named)
-    _Measuring.record_seconds += time.perf_counter() - began
-    _Measuring.record_calls += 1
+def _done() -> dict[str, float]:
+    return {
+        "seconds": time.perf_counter(),
+        "tokens": _Measuring.tokens,
+        "drafts": _Measuring.drafts,
+    }
 
 
-def _nothing(*args: object, **named: object) -> None:
-    """Counts nothing."""
+def _step(
+    logger: AcceptanceStatLogger,
+    scheduler_stats: Any,
+    iteration_stats: Any,
+    *args: Any,
+    **named: Any,
+) -> None:
+    """An engine step: counted for the benchmark whether it is measured or not."""
+    if scheduler_stats is not None and scheduler_stats.spec_decoding_stats is not None:
+        _Measuring.drafts += scheduler_stats.spec_decoding_stats.num_drafts
+    if iteration_stats is not None:
+        _Measuring.tokens += iteration_stats.num_generation_tokens
+    if _Measuring.on:
+        # Of this thread: the engine takes the core in between.
+        began = time.thread_time()
+        _Measuring.record(logger, scheduler_stats, iteration_stats, *args, **named)
+        _Measuring.record_seconds += time.thread_time() - began
+        _Measuring.record_calls += 1
 
 
 if __name__ == "__main__":
     rollout_server.endpoint.ControlPlaneEndpoint = _Endpoint  # type: ignore[misc]
+    # Several looks in a slice, where the product takes one in two seconds.
+    rollout_server.cost_watch.LOOK_SECONDS = LOOK_SECONDS
     sys.exit(main())

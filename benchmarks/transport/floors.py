@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,14 @@ from slipstream.checksums import BLOCK_BYTES, KINDS, Bytes, all_finite, hasher
 def states_of(samples: Sequence[Sample]) -> list[Bytes]:
     """The bytes of every sample's auxiliary states."""
     return [s.tensors.aux.view(torch.uint8).numpy().reshape(-1) for s in samples]
+
+
+def messages_of(samples: Sequence[Sample]) -> list[bytes]:
+    """As many byte strings as samples, of their sizes and with their bytes.
+
+    One message sent over and over is in a cache all the time, and one of zeros is a single page.
+    """
+    return [sample.block.numpy().tobytes()[:MAX_MESSAGE_BYTES] for sample in samples]
 
 
 def copy_rate(sources: Sequence[Bytes], destinations: Sequence[Bytes]) -> float:
@@ -41,16 +50,15 @@ def read_rate(sources: Sequence[Bytes]) -> float:
     return sum(map(len, sources)) / (time.perf_counter() - started)
 
 
-def bare_seconds(address: str, size: int, count: int, window_bytes: int) -> float:
-    """Seconds to send ``count`` byte strings of ``size`` through gRPC, each answered by a byte.
+def bare_seconds(address: str, messages: Sequence[bytes], count: int, window_bytes: int) -> float:
+    """Seconds to send ``count`` of ``messages`` through gRPC, each answered by a byte.
 
     In flight is as much as the real stream may have: without a bound gRPC queues all of them.
     """
-    message = bytes(min(size, MAX_MESSAGE_BYTES))
-    room = threading.BoundedSemaphore(max(1, window_bytes // size))
+    room = threading.BoundedSemaphore(max(1, window_bytes // len(messages[0])))
 
-    def messages() -> Iterator[bytes]:
-        for _ in range(count):
+    def sent() -> Iterator[bytes]:
+        for message in itertools.islice(itertools.cycle(messages), count):
             room.acquire()
             yield message
 
@@ -59,7 +67,7 @@ def bare_seconds(address: str, size: int, count: int, window_bytes: int) -> floa
         assert next(call(iter([b"warm"]))) == b"1"
         started = time.perf_counter()
         answers = 0
-        responses: grpc.Call = call(messages())
+        responses: grpc.Call = call(sent())
         for _ in responses:  # type: ignore[attr-defined]
             answers += 1
             room.release()

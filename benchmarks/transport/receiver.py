@@ -20,11 +20,13 @@ import grpc
 import torch
 
 from benchmarks.transport.case import AUX_LAYERS, MAX_TOKENS, POLICY_VERSION, RUN, VOCAB
+from draft_trainer.allocator import keep_freed_memory
 from draft_trainer.checkpoints.checkpoint import save_draft
 from draft_trainer.config import parse_config
 from draft_trainer.eagle3.head import Eagle3Head
 from draft_trainer.eagle3.head_config import HeadConfig
 from draft_trainer.eagle3.policy_head import PolicyHead
+from draft_trainer.kernels.library import use_kernels
 from draft_trainer.sidecar.server import TrainerServer
 from slipstream.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from slipstream.schema import SCHEMA_VERSION
@@ -87,6 +89,8 @@ def main() -> None:
                 "replay": {"capacity_bytes": options.replay_bytes},
             }
         )
+        use_kernels(config.training.cpu_kernels)
+        keep_freed_memory()
         trainer = TrainerServer(config)
         # What is measured ends in the replay buffer; training would take the core from it.
         trainer.loop.start = lambda: None  # type: ignore[method-assign]

@@ -71,7 +71,7 @@ def add_to(commands: Any) -> None:
 def _fit(arguments: argparse.Namespace) -> int:
     import torch
 
-    from draft_trainer.eagle3.kernels.library import use_kernels
+    from draft_trainer.kernels.library import use_kernels
     from draft_trainer.offline.fit import Fit, FitFolders
     from draft_trainer.offline.fit_config import fit_config
     from draft_trainer.offline.progress import Progress

@@ -40,8 +40,9 @@ def add_to(commands: Any) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    from draft_trainer.allocator import keep_freed_memory
     from draft_trainer.config import load_config
-    from draft_trainer.eagle3.kernels.library import use_kernels
+    from draft_trainer.kernels.library import use_kernels
     from draft_trainer.sidecar.server import TrainerServer
     from draft_trainer.training.ranks import RankLostError, Ranks
 
@@ -51,9 +52,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         stream=sys.stderr,
     )
     config = load_config(arguments.config)
-    if config.training.device == "cpu":
-        # Here, so that no training step waits for a compiler.
-        logging.getLogger(__name__).info(use_kernels(config.training.cpu_kernels))
+    # Here, so that no training step waits for a compiler.
+    logging.getLogger(__name__).info(use_kernels(config.training.cpu_kernels))
+    keep_freed_memory()
     try:
         ranks = Ranks.join(config.training.rank_timeout_s, config.training.device)
         if ranks.rank > 0:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from draft_trainer.eagle3.causal import causal_attention, causal_attention_backward
-from draft_trainer.eagle3.kernels.library import kernels_for
-from draft_trainer.eagle3.kernels.own import MOST_STEPS, own_backward, own_forward
+from draft_trainer.kernels.library import kernels_for
+from draft_trainer.kernels.own import MOST_STEPS, own_backward, own_forward
 
 
 def ttt_attention(

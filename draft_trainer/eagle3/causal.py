@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draft_trainer.eagle3.kernels.causal import causal_backward, causal_forward
-from draft_trainer.eagle3.kernels.library import kernels_for
+from draft_trainer.kernels.causal import causal_backward, causal_forward
+from draft_trainer.kernels.library import kernels_for
 
 _LOG2E = 1.4426950408889634
 _QUERY_BLOCK = {"cpu": 64, "cuda": 1024}

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_trainer.eagle3.kernels.library import kernels_for
-from draft_trainer.eagle3.kernels.rows import norm_backward, norm_forward
+from draft_trainer.kernels.library import kernels_for
+from draft_trainer.kernels.rows import norm_backward, norm_forward
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_trainer.eagle3.kernels.library import kernels_for
-from draft_trainer.eagle3.kernels.rows import rotate
+from draft_trainer.kernels.library import kernels_for
+from draft_trainer.kernels.rows import rotate
 
 
 def rotate_heads(x: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:

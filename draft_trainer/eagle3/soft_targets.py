@@ -27,9 +27,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from draft_trainer.eagle3.kernels.library import kernels_for
-from draft_trainer.eagle3.kernels.score_rows import score_rows
 from draft_trainer.eagle3.matmul import product
+from draft_trainer.kernels.library import kernels_for
+from draft_trainer.kernels.score_rows import score_rows
 
 Target = Literal["kl", "tv", "lk"]
 METRICS = ("loss", "top1_agreement", "acceptance", "outside_mass")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draft_trainer.eagle3.kernels.library import kernels_for
-from draft_trainer.eagle3.kernels.rows import swiglu_backward, swiglu_forward
+from draft_trainer.kernels.library import kernels_for
+from draft_trainer.kernels.rows import swiglu_backward, swiglu_forward
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

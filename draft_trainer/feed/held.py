@@ -131,11 +131,12 @@ class HeldSamples:
             while nbytes > 0 and (candidate := next(candidates, None)) is not None:
                 worst.append(candidate)
                 nbytes -= candidate.extent.size
-        self._drop([*spent, *worst])
+            self._drop([*spent, *worst])
+            untrained = sum([self.replay.remove(sample) for sample in worst])
         for sample in spent:
             del self.spent[sample]
         self._count("unsaved", len(spent))
-        self._count("capacity", sum([self.replay.remove(sample) for sample in worst]))
+        self._count("capacity", untrained)
         return bool(spent or worst)
 
     def _drop(self, samples: Sequence[StoredSample]) -> None:

@@ -12,6 +12,7 @@ from draft_trainer.feed.contents import check_contents
 from draft_trainer.feed.receive import Memories, receive
 from draft_trainer.feed.received import Received, group_in
 from draft_trainer.feed.session import Run
+from draft_trainer.feed.small import Arriving, is_small, receive_together
 from draft_trainer.feed.store import Reservation, SampleStore
 from draft_trainer.feed.validate import Expected, check_sample_id, declared, kept_layout
 from draft_trainer.recordings.recorder import Recorder
@@ -22,6 +23,8 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 
 _LEAST_CREDIT = 1 << 16
 _SMALL_BYTES = 1 << 16
+# Of one layout, from which on checking them together takes less.
+_FEWEST_TOGETHER = 4
 
 
 class Ingest:
@@ -76,12 +79,16 @@ class Ingest:
                 self._refuse(acks[at], error)
             return acks
         taken: list[tuple[int, Reservation, Received]] = []
+        there = self._small_together(samples, wanted, rooms)
         for (at, arriving), layout, room in zip(wanted, kept, rooms, strict=True):
             message, memories = samples[at]
             try:
                 if isinstance(room, RefusedError):
                     raise room
-                sample = self._receive(message, memories, arriving, room, layout)
+                if at not in there:
+                    receive(message, memories, arriving, room.block, layout)
+                    check_contents(room.block, layout, self.expected)
+                sample = _received(message, room, layout)
             except RefusedError as error:
                 if isinstance(room, Reservation):
                     room.release()
@@ -133,24 +140,26 @@ class Ingest:
                     self._refuse(acks[at], error)
         return wanted
 
-    def _receive(
+    def _small_together(
         self,
-        message: pb.VerifierStates,
-        memories: Memories,
-        arriving: Layout,
-        room: Reservation,
-        layout: Layout,
-    ) -> Received:
-        block = room.block
-        receive(message, memories, arriving, block, layout)
-        check_contents(block, layout, self.expected)
-        return Received(
-            sample_id=message.sample_id,
-            policy_version=message.policy_version,
-            temperature=message.temperature,
-            layout=layout,
-            group=group_in(message.sample_id, block, layout),
-        )
+        samples: Sequence[tuple[pb.VerifierStates, Memories]],
+        wanted: Sequence[tuple[int, Layout]],
+        rooms: Sequence[Reservation | RefusedError],
+    ) -> set[int]:
+        """Indices of small samples that are in their rooms, checked."""
+        # Equal layouts are the same object; a hash of all of its fields is dear for each sample.
+        groups: dict[int, list[tuple[int, Arriving]]] = {}
+        for (at, layout), room in zip(wanted, rooms, strict=True):
+            message, memories = samples[at]
+            if isinstance(room, Reservation) and is_small(message, layout):
+                arriving = Arriving(message, memories, layout, room.block)
+                groups.setdefault(id(layout), []).append((at, arriving))
+        there: set[int] = set()
+        for group in groups.values():
+            if len(group) >= _FEWEST_TOGETHER:
+                right = receive_together([arriving for _, arriving in group], self.expected)
+                there |= {at for (at, _), good in zip(group, right, strict=True) if good}
+        return there
 
     def _accept(
         self, run: Run, acks: list[pb.Ack], taken: Sequence[tuple[int, Reservation, Received]]
@@ -189,6 +198,16 @@ class Ingest:
         ack.refusal.CopyFrom(error.to_proto())
         # The first word is a field of VerifierStates: a bounded set of metric labels.
         self._board.refused(error.field.partition(".")[0])
+
+
+def _received(message: pb.VerifierStates, room: Reservation, layout: Layout) -> Received:
+    return Received(
+        sample_id=message.sample_id,
+        policy_version=message.policy_version,
+        temperature=message.temperature,
+        layout=layout,
+        group=group_in(message.sample_id, room.block, layout),
+    )
 
 
 @dataclass

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from draft_trainer.feed.validate import TENSORS
-from slipstream.checksums import Bytes, all_finite, copy_checked
+from draft_trainer.kernels.checked_copy import fused_copy_checked
+from slipstream.checksums import Bytes, all_finite
 from slipstream.fp8 import LARGEST, dequantize_into
 from slipstream.packed import ALIGNMENT, FLOAT8, Layout, PackedTensors, tensors_in
 from slipstream.refusal import RefusedError
@@ -57,7 +58,7 @@ def receive(
         finite = all_finite(block[arriving.aux_at : arriving.nbytes], arriving.dtype)
         _refuse_not_finite(finite, block, arriving)
         return
-    source = _source(message.packed.span, memories)
+    source = source_of(message.packed.span, memories)
     if arriving.dtype == FLOAT8:
         arrived = np.empty(arriving.nbytes, dtype=np.uint8)
         _copy(message.packed, source, arrived, arriving)
@@ -67,7 +68,7 @@ def receive(
 
 
 def _copy(packed: pb.PackedStates, source: Sequence[Bytes], block: Bytes, layout: Layout) -> None:
-    checksum, finite = copy_checked(
+    checksum, finite = fused_copy_checked(
         source, block, packed.checksum_kind, layout.dtype, layout.aux_at
     )
     if checksum != packed.checksum:
@@ -80,7 +81,8 @@ def _copy(packed: pb.PackedStates, source: Sequence[Bytes], block: Bytes, layout
     _refuse_not_finite(finite, block, layout)
 
 
-def _source(span: pb.Span, memories: Memories) -> Sequence[Bytes]:
+def source_of(span: pb.Span, memories: Memories) -> Sequence[Bytes]:
+    """The bytes that a span points to, in pieces of whole floats. Raises RefusedError: outside."""
     start, end = span.offset, span.offset + span.bytes
     if span.memory == pb.MEMORY_PAYLOAD:
         size = sum(map(len, memories.payload))

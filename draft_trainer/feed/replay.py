@@ -137,7 +137,8 @@ class ReplayBuffer(Generic[T]):
 
     def worst(self, spared: Callable[[T], bool] = lambda sample: False) -> Generator[T, None, None]:
         """Samples in the order in which to give them up: of the oldest version first, and of
-        those the ones trained on. The buffer may be changed when the generator is closed.
+        those the ones trained on. Until the generator is closed what it yielded may be removed,
+        and nothing else may be changed.
 
         Args:
             spared: which samples are of no use to give up now.
@@ -154,7 +155,8 @@ class ReplayBuffer(Generic[T]):
                         yield sample
         finally:
             for item in passed:
-                heapq.heappush(self._to_evict, item)
+                if self._is_valid(*item[1:]):
+                    heapq.heappush(self._to_evict, item)
 
     def remove(self, sample: T) -> bool:
         """Give up a sample that is here; whether it was to be trained on and never was."""

@@ -56,16 +56,16 @@ class Framed:
         return replace(self, nbytes=nbytes, ahead=tuple(framed.payload for framed in ahead))
 
 
+Parts = list["bytes | Bytes"]
+"""Of a serialized message, to be joined: the payload among them is not copied yet."""
+
+
 def frame(request: pb.StreamStatesRequest, payload: Sequence[Bytes] = ()) -> bytes:
     """``request`` serialized, with a payload that is copied once."""
-    parts: list[bytes | Bytes] = [request.SerializeToString()]
-    length = sum(len(piece) for piece in payload)
-    if length:
-        parts += [_field(_PAYLOAD, length), *payload]
-    return b"".join(parts)  # type: ignore[arg-type]
+    return b"".join(_parts(request, payload))  # type: ignore[arg-type]
 
 
-def frames(request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> Iterator[bytes]:
+def frames(request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> Iterator[Parts]:
     """The messages of ``request``: one, or where the payload is long pieces of it ahead of that.
 
     gRPC copies a message several times and takes fresh memory for each copy; in pieces that a
@@ -80,9 +80,9 @@ def frames(request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> Iterato
             piece[start : start + step] for piece in payload for start in range(0, len(piece), step)
         ]
         for piece in ahead:
-            yield frame(pb.StreamStatesRequest(), [piece])
+            yield _parts(pb.StreamStatesRequest(), [piece])
         payload = [last]
-    yield frame(request, payload)
+    yield _parts(request, payload)
 
 
 def frame_chunk(name: str, offset: int, data: memoryview) -> bytes:
@@ -133,6 +133,14 @@ def unframe(data: bytes) -> Framed:
         at += length
     request = pb.StreamStatesRequest.FromString(b"".join(rest))
     return Framed(request, payload, len(data))
+
+
+def _parts(request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> Parts:
+    parts: Parts = [request.SerializeToString()]
+    length = sum(map(len, payload))
+    if length:
+        parts += [_field(_PAYLOAD, length), *payload]
+    return parts
 
 
 def _field(number: int, length: int) -> bytes:

@@ -7,20 +7,27 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.metrics_overhead.direct import Pieces, clock_seconds, direct_figures, direct_table
-from benchmarks.metrics_overhead.figures import OFF, ON, figures, table
+from benchmarks.metrics_overhead.figures import OFF, ON, Round, figures, table
+
+
+def _round(off: float, on: float) -> Round:
+    return {
+        OFF: {"drafts": off, "tokens": 2.5 * off},
+        ON: {"drafts": on, "tokens": 2.0 * on},
+    }
 
 
 def test_rounds_are_compared_with_themselves() -> None:
     # The machine is twice as slow in the second round: its ratio is the same.
-    rounds = [{OFF: 1000.0, ON: 998.0}, {OFF: 500.0, ON: 499.0}, {OFF: 1000.0, ON: 700.0}]
-    found = figures(rounds)
-    assert found["tokens_per_second"][OFF] == {"median": 1000.0, "min": 500.0, "max": 1000.0}
-    assert found["ratio_to_off"][ON]["median"] == pytest.approx(0.998)
+    found = figures([_round(1000.0, 998.0), _round(500.0, 499.0), _round(1000.0, 700.0)])
+    assert found["rates"][OFF]["drafts"] == {"median": 1000.0, "min": 500.0, "max": 1000.0}
+    assert found["ratio_to_off"]["drafts"]["median"] == pytest.approx(0.998)
+    assert found["ratio_to_off"]["tokens"]["median"] == pytest.approx(0.998 * 0.8)
     (target,) = found["targets"]
-    # The high end of so few is the largest.
+    # Drafts count: what they yield is chance.
     assert target["ok"] and target["value"] == pytest.approx(0.002)
     assert "0.9980" in table(found)
-    assert not figures([{OFF: 500.0, ON: 497.0}] * 3)["targets"][0]["ok"]
+    assert not figures([_round(500.0, 497.0)] * 3)["targets"][0]["ok"]
 
 
 def test_pieces_add_up() -> None:

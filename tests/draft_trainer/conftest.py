@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_trainer.eagle3.kernels.library import using_kernels
+from draft_trainer.kernels.library import using_kernels
 from tests.draft_trainer.recordings import record_tiny
 
 

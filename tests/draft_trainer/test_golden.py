@@ -18,9 +18,9 @@ from torch import Tensor
 
 from draft_trainer.eagle3.batch import Batch
 from draft_trainer.eagle3.head import Eagle3Head, HeadConfig
-from draft_trainer.eagle3.kernels.library import using_kernels
 from draft_trainer.eagle3.objective import Objective, step_weights, ttt_objective
 from draft_trainer.eagle3.unroll import ahead, ttt_unroll
+from draft_trainer.kernels.library import using_kernels
 
 STEPS = 4
 EPS = 1e-5

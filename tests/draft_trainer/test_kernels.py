@@ -10,12 +10,12 @@ from torch import Tensor
 
 from draft_trainer.eagle3 import soft_targets
 from draft_trainer.eagle3.attention import ttt_attention
-from draft_trainer.eagle3.kernels import library
-from draft_trainer.eagle3.kernels.library import kernels_for, use_kernels, using_kernels
 from draft_trainer.eagle3.rms_norm import rms_norm
 from draft_trainer.eagle3.rotary import rotate_heads
 from draft_trainer.eagle3.soft_targets import Target
 from draft_trainer.eagle3.swiglu import swiglu
+from draft_trainer.kernels import library
+from draft_trainer.kernels.library import kernels_for, use_kernels, using_kernels
 from slipstream.refusal import RefusedError
 
 compiled = pytest.mark.skipif(

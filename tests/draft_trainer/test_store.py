@@ -424,3 +424,22 @@ def test_a_sample_outside_its_reservation_is_an_error_of_the_caller(tmp_path: Pa
     with pytest.raises(AssertionError, match="does not lie in the reservation"):
         store.accept([(other, sample)])  # type: ignore[list-item]
     assert store.accept([(reservation, sample)]) == [True]
+
+
+def test_a_duplicate_among_many_is_told_apart_whether_it_came_before_or_with_them(
+    tmp_path: Path,
+) -> None:
+    store = open_store(tmp_path / "s")
+    assert put(store, "b")
+    many = [received(store, name) for name in ("a", "b", "c", "a", "d")]
+    assert store.accept(many) == [True, False, True, False, True]
+    assert [store.seen(name) for name in "abcde"] == [True, True, True, True, False]
+    assert len(store) == 4
+    # Each is drawn from its own bytes: numbers were not mixed up.
+    drawn = store.draw("", 1 << 20).samples
+    assert sorted(sample.sample_id for sample in drawn) == ["a", "b", "c", "d"]
+    for sample in drawn:
+        fresh, other = received(store, sample.sample_id)
+        assert torch.equal(sample.aux.view(torch.int16), other.aux.view(torch.int16))
+        fresh.release()
+    store.close()

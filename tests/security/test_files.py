@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_trainer.eagle3.kernels.library import _check_own
+from draft_trainer.kernels.library import _check_own
 from rollout_server.checkpoint import read_layout
 from rollout_server.content_store import ContentStore
 from rollout_server.store_directory import make_directory

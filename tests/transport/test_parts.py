@@ -268,7 +268,7 @@ def test_a_frame_is_what_protobuf_would_write(size: int) -> None:
 def test_a_long_payload_goes_ahead_in_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(framing, "PIECE_BYTES", 256)
     payload = np.arange(size, dtype=np.uint64).astype(np.uint8)
-    *ahead, last = [unframe(data) for data in frames(requests(), [payload])]
+    *ahead, last = [unframe(b"".join(parts)) for parts in frames(requests(), [payload])]
     assert len(ahead) == max(0, round(size / 256) - 1)
     assert all(len(framed.payload) % 64 == 0 for framed in ahead)
     assert all(framed.request == pb.StreamStatesRequest() for framed in ahead)

@@ -7,7 +7,7 @@ from ctypes import CDLL, c_int, c_int64
 import torch
 from torch import Tensor
 
-from draft_trainer.eagle3.kernels.library import pointer
+from draft_trainer.kernels.library import pointer
 
 _TARGETS = {"kl": 0, "tv": 1, "lk": 2}
 

@@ -22,7 +22,7 @@ from slipstream.refusal import RefusedError
 
 Mode = Literal["auto", "on", "off"]
 
-_SOURCES = ("score_rows.c", "causal.c", "own.c", "rows.c")
+_SOURCES = ("score_rows.c", "causal.c", "own.c", "rows.c", "checked_copy.c")
 _FUNCTIONS = (
     *("score_rows", "causal_forward", "causal_backward", "own_forward", "own_backward"),
     *("swiglu_forward", "swiglu_backward", "norm_forward", "norm_backward", "rotate"),
@@ -77,9 +77,14 @@ def using_kernels(mode: Mode) -> Iterator[None]:
 
 def kernels_for(x: Tensor) -> ctypes.CDLL | None:
     """The kernels, if they run on tensors like ``x``: on a CPU, in float32 or bfloat16."""
-    if _mode == "off" or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return None
-    return _built().functions
+    return all_kernels()
+
+
+def all_kernels() -> ctypes.CDLL | None:
+    """The kernels, if they run in this process."""
+    return None if _mode == "off" else _built().functions
 
 
 def pointer(x: Tensor) -> ctypes.c_void_p:
@@ -107,6 +112,7 @@ def _built() -> _Built:
         return _Built(None, f"plain torch, because {error}")
     for name in _FUNCTIONS:
         getattr(functions, name).restype = None
+    functions.checked_copy.restype = ctypes.c_uint64
     return _Built(functions, said)
 
 

@@ -9,7 +9,7 @@ from ctypes import CDLL, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from draft_trainer.eagle3.kernels.library import pointer
+from draft_trainer.kernels.library import pointer
 
 MOST_STEPS = 16
 """As in own.c: what ``training.ttt_steps`` allows."""

@@ -1,0 +1,159 @@
+"""Small samples that are checked together get the verdict that each would get alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from draft_trainer.feed.contents import check_contents
+from draft_trainer.feed.receive import Memories, receive
+from draft_trainer.feed.small import Arriving, is_small, receive_together
+from draft_trainer.feed.validate import Expected
+from slipstream.checksums import KINDS, Bytes, checksum_of
+from slipstream.packed import Layout, layout_of
+from slipstream.refusal import RefusedError
+from slipstream.tensors import dtype_to_wire
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+TOKENS, HIDDEN, LAYERS, VOCAB = 9, 16, (1, 2), 50
+LAYOUT = layout_of(TOKENS, len(LAYERS), HIDDEN, torch.bfloat16)
+EXPECTED = Expected(HIDDEN, VOCAB, LAYERS, 64)
+
+
+def good(seed: int, layout: Layout = LAYOUT) -> Bytes:
+    """A block that is right."""
+    rng = np.random.default_rng(seed)
+    block = np.zeros(layout.nbytes, dtype=np.uint8)
+    numbers = block[: 12 * TOKENS].view(np.int32).reshape(3, TOKENS)
+    numbers[0], numbers[1] = rng.integers(0, VOCAB, TOKENS), np.arange(TOKENS) + 7 * seed
+    block[12 * TOKENS : 16 * TOKENS].view(np.float32)[:] = -rng.random(TOKENS)
+    block[layout.mask_at : layout.mask_at + TOKENS] = np.arange(TOKENS) > 3
+    states = torch.from_numpy(rng.normal(size=(layout.nbytes - layout.aux_at) // 2))
+    # The padding behind each kind of state stays zero.
+    aux = block[layout.aux_at :].view(np.uint16)[: TOKENS * HIDDEN * len(LAYERS)]
+    aux[:] = states.bfloat16().view(torch.uint16).numpy()[: len(aux)]
+    return block
+
+
+def number(at: int, value: int) -> Callable[[Bytes], None]:
+    """Sets one of the integers [3, T]."""
+    return lambda block: block[4 * at : 4 * at + 4].view(np.int32).__setitem__(0, value)
+
+
+def real(at: int, value: float) -> Callable[[Bytes], None]:
+    """Sets one of the floats [2, T]."""
+    start = 12 * TOKENS + 4 * at
+    return lambda block: block[start : start + 4].view(np.float32).__setitem__(0, value)
+
+
+def byte(at: int, value: int) -> Callable[[Bytes], None]:
+    """Sets a byte."""
+    return lambda block: block.__setitem__(at, value)
+
+
+def nothing_to_learn(block: Bytes) -> None:
+    block[LAYOUT.mask_at : LAYOUT.mask_at + TOKENS] = 0
+
+
+def two_sequences(block: Bytes) -> None:
+    numbers = block[: 12 * TOKENS].view(np.int32).reshape(3, TOKENS)
+    numbers[1, 5:], numbers[2, 5:] = np.arange(TOKENS - 5), 1
+
+
+WRONG: dict[str, Callable[[Bytes], None]] = {
+    "a token beyond the vocabulary": number(3, VOCAB),
+    "a negative token": number(0, -1),
+    "a position that is left out": number(TOKENS + 4, 99),
+    "a negative position": number(TOKENS, -1),
+    "a segment that comes back": number(2 * TOKENS + 4, 5),
+    "a log-prob above 0": real(2, 0.5),
+    "a log-prob that is not a number": real(2, float("nan")),
+    "an infinite logit": real(TOKENS + 2, float("inf")),
+    "a mask of 2": byte(LAYOUT.mask_at + 5, 2),
+    "nothing to learn": nothing_to_learn,
+    "a state that is not a number": lambda block: (
+        block[LAYOUT.aux_at :].view(np.uint16).__setitem__(4, 0x7FC0)
+    ),
+    "an infinite last state": lambda block: block[-2:].view(np.uint16).__setitem__(0, 0xFF80),
+}
+# Right, but not the usual case: left to the checks of one sample.
+UNUSUAL: dict[str, Callable[[Bytes], None]] = {"two sequences": two_sequences}
+
+
+def arriving(data: Bytes, checksum: int | None = None, kind: int = KINDS[0]) -> Arriving:
+    span = pb.Span(memory=pb.MEMORY_PAYLOAD, offset=0, bytes=len(data))
+    packed = pb.PackedStates(
+        tokens=TOKENS,
+        states_dtype=dtype_to_wire(torch.bfloat16),
+        span=span,
+        checksum=checksum_of([data], KINDS[0]) if checksum is None else checksum,
+        checksum_kind=kind,  # type: ignore[arg-type]
+    )
+    message = pb.VerifierStates(sample_id="x", packed=packed)
+    return Arriving(message, Memories([data]), LAYOUT, np.full_like(data, 0xEE))
+
+
+def alone(sample: Arriving) -> bool:
+    block = np.empty_like(sample.block)
+    try:
+        receive(sample.message, sample.memories, LAYOUT, block, LAYOUT)
+        check_contents(block, LAYOUT, EXPECTED)
+    except RefusedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", [*WRONG, *UNUSUAL])
+def test_one_that_is_wrong_costs_the_others_nothing(name: str) -> None:
+    blocks = [good(seed) for seed in range(5)]
+    (WRONG | UNUSUAL)[name](blocks[2])
+    batch = [arriving(block) for block in blocks]
+    assert receive_together(batch, EXPECTED) == [True, True, False, True, True]
+    assert [alone(sample) for sample in batch] == [True, True, name in UNUSUAL, True, True]
+    for at, sample in enumerate(batch):
+        kept = np.full_like(blocks[at], 0xEE) if at == 2 else blocks[at]
+        assert np.array_equal(sample.block, kept)
+
+
+def test_a_changed_byte_anywhere_is_never_taken() -> None:
+    block = good(1)
+    checksum = checksum_of([block], KINDS[0])
+    batch = []
+    for at in range(len(block)):
+        changed = block.copy()
+        changed[at] ^= 1
+        batch.append(arriving(changed, checksum))
+    assert receive_together([*batch, arriving(block)], EXPECTED) == [False] * len(batch) + [True]
+
+
+def test_a_span_outside_and_an_unknown_checksum_are_left_to_the_one_that_names_them() -> None:
+    outside, unknown = arriving(good(0)), arriving(good(1), kind=77)
+    outside.message.packed.span.offset = 64
+    batch = [outside, unknown, arriving(good(2))]
+    assert receive_together(batch, EXPECTED) == [False, False, True]
+
+
+def test_bytes_at_random_get_the_same_verdict() -> None:
+    rng = np.random.default_rng(0)
+    batch = []
+    for seed in range(2000):
+        block = good(seed % 50)
+        for _ in range(rng.integers(0, 3)):
+            block[rng.integers(0, len(block))] = rng.choice([0, 1, 2, 0x7F, 0x80, 0xFF])
+        batch.append(arriving(block))
+    together = receive_together(batch, EXPECTED)
+    for right, sample in zip(together, batch, strict=True):
+        # Another segment number may be right alone.
+        segments = sample.memories.payload[0][8 * TOKENS : 12 * TOKENS]
+        assert right == alone(sample) or (not right and segments.any())
+    assert 500 < sum(together) < 1900
+
+
+def test_float8_and_large_ones_are_left_out() -> None:
+    packed, plain = arriving(good(0)).message, pb.VerifierStates(sample_id="x")
+    assert is_small(packed, LAYOUT) and not is_small(plain, LAYOUT)
+    assert not is_small(packed, layout_of(TOKENS, 2, HIDDEN, torch.float8_e4m3fn))
+    assert not is_small(packed, layout_of(1000, 2, HIDDEN, torch.bfloat16))
