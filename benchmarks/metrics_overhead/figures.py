@@ -57,7 +57,10 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def table(found: Mapping[str, Any]) -> str:
     """For people."""
     head = f"{'':<26}{'drafts/s':>10}{'(min .. max)':>18}{'tokens/s':>10}"
-    lines = [f"{found['rounds']} rounds of two slices in each arm", head]
+    lines = [
+        f"{found['rounds']} rounds: a slice with measuring, and those before and after it",
+        head,
+    ]
     for arm, rates in found["rates"].items():
         drafts, tokens = rates["drafts"], rates["tokens"]
         text = f"({drafts['min']:.0f} .. {drafts['max']:.0f})"
