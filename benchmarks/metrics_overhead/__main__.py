@@ -157,7 +157,8 @@ def _measure(options: argparse.Namespace, folder: Path) -> tuple[list[Round], Pi
             time.sleep(options.warmup)
             # In the first turn the benchmark puts its own counting in place.
             server.turn(on=True)
-            rounds, measured = [], 0.0
+            rounds: list[Round] = []
+            measured = 0.0
             began = server.turn(on=False).after
             before, began = _slice(server, began, then=ON)
             for number in range(options.rounds):
