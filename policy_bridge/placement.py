@@ -23,8 +23,10 @@ DESCRIPTION_BYTES = 512
 
 # More than a piece of a payload takes beside its bytes.
 _FIELD_BYTES = 16
-# Samples that wait share a message, which costs the trainer as much as 2 MiB of states.
+# Samples that wait are described together: what the trainer does once for a batch, and its answer,
+# cost it as much as a MiB of states. Less of them inline, where they wait in no ring.
 _BATCH_BYTES = 16 << 20
+_INLINE_BATCH_BYTES = 4 * PIECE_BYTES
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Placement:
     @property
     def batch_bytes(self) -> int:
         """Bytes of states after which a message is full."""
-        return _BATCH_BYTES if self._ring is not None else PIECE_BYTES
+        return _BATCH_BYTES if self._ring is not None else _INLINE_BATCH_BYTES
 
     @property
     def ring_bytes(self) -> tuple[int, int] | None:

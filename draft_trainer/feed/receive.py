@@ -115,7 +115,9 @@ def _cut(pieces: Sequence[Bytes], start: int, end: int) -> Sequence[Bytes]:
     """The bytes from ``start`` to ``end``, in pieces of whole floats."""
     found, at = [], 0
     for piece in pieces:
-        part = piece[max(start - at, 0) : max(end - at, 0)]
+        if at >= end:
+            break
+        part = piece[max(start - at, 0) : end - at]
         if len(part):
             found.append(part)
         at += len(piece)
