@@ -24,9 +24,8 @@ DESCRIPTION_BYTES = 512
 # More than a piece of a payload takes beside its bytes.
 _FIELD_BYTES = 16
 # Samples that wait are described together: what the trainer does once for a batch, and its answer,
-# cost it as much as a MiB of states. Less of them inline, where they wait in no ring.
+# cost it as much as a MiB of states. Inline four messages' worth of them was no faster than one.
 _BATCH_BYTES = 16 << 20
-_INLINE_BATCH_BYTES = 4 * PIECE_BYTES
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Placement:
     @property
     def batch_bytes(self) -> int:
         """Bytes of states after which a message is full."""
-        return _BATCH_BYTES if self._ring is not None else _INLINE_BATCH_BYTES
+        return _BATCH_BYTES if self._ring is not None else PIECE_BYTES
 
     @property
     def ring_bytes(self) -> tuple[int, int] | None:

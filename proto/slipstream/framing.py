@@ -76,9 +76,12 @@ def frames(request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> Iterato
     if count > 1:
         # Evenly: a message costs as much for a few bytes that were left over.
         step = -(-length // (count * ALIGNMENT)) * ALIGNMENT
-        *ahead, payload = _cut_every(step, payload)
-        for group in ahead:
-            yield _parts(pb.StreamStatesRequest(), group)
+        *ahead, last = [
+            piece[start : start + step] for piece in payload for start in range(0, len(piece), step)
+        ]
+        for piece in ahead:
+            yield _parts(pb.StreamStatesRequest(), [piece])
+        payload = [last]
     yield _parts(request, payload)
 
 
@@ -138,21 +141,6 @@ def _parts(request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> Parts:
     if length:
         parts += [_field(_PAYLOAD, length), *payload]
     return parts
-
-
-def _cut_every(step: int, payload: Sequence[Bytes]) -> list[list[Bytes]]:
-    """Groups of ``step`` bytes of a payload that is not empty; the last one of what is left."""
-    groups: list[list[Bytes]] = [[]]
-    room = step
-    for piece in payload:
-        while len(piece):
-            if not room:
-                groups.append([])
-                room = step
-            groups[-1].append(piece[:room])
-            taken = len(groups[-1][-1])
-            piece, room = piece[taken:], room - taken
-    return groups
 
 
 def _field(number: int, length: int) -> bytes:
