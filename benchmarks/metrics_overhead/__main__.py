@@ -177,8 +177,8 @@ def _slice(server: Measured, began: Done, then: str) -> tuple[Done, Done]:
     """What was done in it, and what had been done when the next one began.
 
     Slices alternate, so that each of them follows a turn: what turning sets off, in the engine or
-    in the caches, is the same in both arms. In an order of off, on, on, off it was not, and every
-    second round came out six percent too high.
+    in the caches, is the same in both arms. In an order of off, on, on, off the rounds that began
+    with measuring showed it six percent slower, and the others did not.
     """
     time.sleep(SLICE_SECONDS / 2)
     server.scrape()
