@@ -1,7 +1,7 @@
 """Ratios of slices of one round, and whether they keep to the target.
 
 A slice's rate is counted in drafts, one for each request of each engine step: what metrics take
-makes a step longer, while how many tokens a draft yields is chance, and three times that noise.
+makes a step longer, while how many tokens a draft yields is chance.
 """
 
 from __future__ import annotations

@@ -42,10 +42,6 @@ CREATE TABLE policies (version INTEGER PRIMARY KEY, lm_head TEXT NOT NULL, embed
 """
 
 
-Addition = tuple[bytes, int, int, str]
-"""An accepted sample: key, start and size of its extent, layout."""
-
-
 @dataclass(frozen=True)
 class Row:
     """A sample that is held: its number, its extent, how it lies there, how often it was drawn."""
@@ -132,27 +128,13 @@ class Ledger:
                 StatusCode.RESOURCE_EXHAUSTED,
             ) from error
 
-    def add(self, samples: Sequence[Addition]) -> list[int | None]:
-        """Record accepted samples.
-
-        Returns:
-            The number of each, or None where its key was recorded before.
-        """
-        # Numbered here, so that one call takes all of them: one for each was a quarter of what a
-        # small sample costs.
-        (last,) = self._database.execute("SELECT max(number) FROM samples").fetchone()
-        first = (last or 0) + 1
-        cursor = self._database.executemany(
-            "INSERT OR IGNORE INTO samples (number, key, start, size, layout) "
-            "VALUES (?, ?, ?, ?, ?)",
-            [(number, *sample) for number, sample in enumerate(samples, first)],
+    def add(self, key: bytes, start: int, size: int, layout: str) -> int | None:
+        """Record an accepted sample; its number, or None where its key was recorded before."""
+        cursor = self._database.execute(
+            "INSERT OR IGNORE INTO samples (key, start, size, layout) VALUES (?, ?, ?, ?)",
+            (key, start, size, layout),
         )
-        numbers = range(first, first + len(samples))
-        if cursor.rowcount == len(samples):
-            return list(numbers)
-        query = "SELECT number FROM samples WHERE number >= ?"
-        new = {number for (number,) in self._database.execute(query, (first,))}
-        return [number if number in new else None for number in numbers]
+        return cursor.lastrowid if cursor.rowcount else None
 
     def knows(self, key: bytes) -> bool:
         """Whether a sample was recorded, and is not forgotten."""

@@ -128,12 +128,11 @@ class SampleStore:
         described = [Description.of(sample, room.block) for room, sample in samples]
         texts = [description.to_json() for description in described]
         with self._lock:
-            additions = [
-                (key_of(self._run_id, sample.sample_id), room.extent.start, room.extent.size, text)
-                for (room, sample), text in zip(samples, texts, strict=True)
-            ]
+            numbers = []
             with self._ledger.transaction():
-                numbers = self._ledger.add(additions)
+                for (room, sample), text in zip(samples, texts, strict=True):
+                    key, extent = key_of(self._run_id, sample.sample_id), room.extent
+                    numbers.append(self._ledger.add(key, extent.start, extent.size, text))
             for (room, _), number, description in zip(samples, numbers, described, strict=True):
                 if number is not None:
                     self._held.add(StoredSample(number, room.extent, description))

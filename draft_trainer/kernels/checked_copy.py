@@ -8,19 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from draft_trainer.kernels.library import all_kernels
-from slipstream.checksums import XXH3_64, Bytes, copy_checked
+from slipstream.checksums import XXH3_64, Bytes, copy_checked, infinity_bits
 
 # Below it calling costs more than the passes: they are over what the first-level cache holds.
 _SMALLEST_BYTES = 16 << 10
 _STRIPE = 64
-# All bits of a float's infinity but its sign: a float that has them is infinite or not a number.
-_INFINITY = {
-    torch.bfloat16: 0x7F80,
-    torch.float16: 0x7C00,
-    torch.float32: 0x7F80_0000,
-    # No infinities; the only NaNs are all ones.
-    torch.float8_e4m3fn: 0x7F,
-}
 
 
 def fused_copy_checked(
@@ -32,12 +24,9 @@ def fused_copy_checked(
         RefusedError: as ``copy_checked``.
     """
     kernels = all_kernels() if kind == XXH3_64 and len(destination) > _SMALLEST_BYTES else None
-    addresses = [piece.ctypes.data for piece in pieces] if kernels is not None else []
-    whole = all(
-        number % _STRIPE == 0 for number in (destination.ctypes.data, states_at, *map(len, pieces))
-    )
-    if kernels is None or not whole or sum(map(len, pieces)) != len(destination):
+    if kernels is None or not _in_stripes(pieces, destination, states_at):
         return copy_checked(pieces, destination, kind, dtype, states_at)
+    addresses = [piece.ctypes.data for piece in pieces]
     count = len(pieces)
     finite = ctypes.c_int64()
     checksum: int = kernels.checked_copy(
@@ -47,7 +36,14 @@ def fused_copy_checked(
         ctypes.c_int64(count),
         ctypes.c_int64(states_at),
         ctypes.c_int64(dtype.itemsize),
-        ctypes.c_uint32(_INFINITY[dtype]),
+        ctypes.c_uint32(infinity_bits(dtype)),
         ctypes.byref(finite),
     )
     return checksum, bool(finite.value)
+
+
+def _in_stripes(pieces: Sequence[Bytes], destination: Bytes, states_at: int) -> bool:
+    """Whether the pieces fill the destination, and everything begins and ends with a stripe."""
+    sizes = list(map(len, pieces))
+    bounds = (destination.ctypes.data, states_at, *sizes)
+    return sum(sizes) == len(destination) and all(number % _STRIPE == 0 for number in bounds)

@@ -47,6 +47,14 @@ _INFINITY: dict[torch.dtype, tuple[type, int, type, int]] = {
 }
 
 
+def infinity_bits(dtype: torch.dtype) -> int:
+    """Of positive infinity: a float with all of them set is infinite or not a number.
+
+    float8_e4m3fn has no infinities; there they are those of its NaNs.
+    """
+    return _INFINITY[dtype][1]
+
+
 class Hasher(Protocol):
     """A running checksum."""
 
