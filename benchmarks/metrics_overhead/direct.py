@@ -7,7 +7,7 @@ takes hundreds of them to see that little. The pieces can be timed one by one.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -41,13 +41,22 @@ class Pieces:
         return (self.clock + self.record) / self.step + self.exposition / self.scrape_every
 
 
-def clock_seconds(requests: int, draft_length: int, steps: int = 20_000) -> float:
+def clock_seconds(
+    requests: int,
+    draft_length: int,
+    steps: int = 2_000,
+    rounds: int = 15,
+    timer: Callable[[], float] = time.thread_time,
+) -> float:
     """What the step clock adds to a step with so many requests, over a scheduler that does nothing.
 
     Args:
         requests: that draft in every step.
         draft_length: tokens drafted of each.
-        steps: to divide by.
+        steps: in a row with the clock off, then with it on.
+        rounds: of which the quickest with and the quickest without count, as ``timeit`` has it:
+            a pause of the machine that falls into one row alone once made the difference negative.
+        timer: seconds; the thread's own CPU time, so that what else runs does not count.
     """
     output = SimpleNamespace(
         num_scheduled_tokens={str(n): 1 + draft_length for n in range(requests)},
@@ -64,14 +73,15 @@ def clock_seconds(requests: int, draft_length: int, steps: int = 20_000) -> floa
         ),
     )
     clock = StepClock(core, cast(SchedulerSwitch, SimpleNamespace(enabled=True)))
-    took = {}
-    for measured in (False, True):
-        clock.measure(measured)
-        began = time.perf_counter()
-        for _ in range(steps):
-            core.scheduler.update_from_output(core.scheduler.schedule())
-        took[measured] = (time.perf_counter() - began) / steps
-    return took[True] - took[False]
+    took: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(rounds):
+        for measured, rows in took.items():
+            clock.measure(measured)
+            began = timer()
+            for _ in range(steps):
+                core.scheduler.update_from_output(core.scheduler.schedule())
+            rows.append(timer() - began)
+    return (min(took[True]) - min(took[False])) / steps
 
 
 def direct_figures(pieces: Pieces) -> dict[str, Any]:

@@ -36,4 +36,9 @@ def test_pieces_add_up() -> None:
     assert found["share"] == pytest.approx(0.0025) and found["targets"][0]["ok"]
     assert "0.250 %" in direct_table(found)
     assert not direct_figures(replace(pieces, exposition=4e-3))["targets"][0]["ok"]
-    assert 0 < clock_seconds(8, 3, steps=2000) < 1e-3
+
+
+def test_the_clock_costs_what_its_quickest_rows_differ_by() -> None:
+    # Rows of 100 steps, off and on in turn: 1 and 4 seconds, 9 (a pause) and 3, 2 and 5.
+    readings = iter([0.0, 1.0, 1.0, 5.0, 5.0, 14.0, 14.0, 17.0, 17.0, 19.0, 19.0, 24.0])
+    assert clock_seconds(8, 3, steps=100, rounds=3, timer=lambda: next(readings)) == 0.02

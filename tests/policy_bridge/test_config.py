@@ -16,24 +16,22 @@ from .conftest import batch, make_model, ship
 
 
 def test_the_import_is_light_and_keeps_to_its_room() -> None:
+    # What is not loaded takes no time: nothing but the standard library, until a name is used.
     code = """
-import json, sys, time
-started = time.process_time()
+import json, sys
+before = set(sys.modules)
 import policy_bridge
-seconds = time.process_time() - started
-light = sorted({"torch", "grpc"} & set(sys.modules))
+packages = {name.partition(".")[0] for name in set(sys.modules) - before}
 policy_bridge.PolicyBridge, policy_bridge.null_bridge
 banned = {"vllm", "ray", "transformers", "draft_trainer", "rollout_server"}
-print(json.dumps([light, sorted(banned & set(sys.modules)), seconds]))
+print(json.dumps([sorted(packages - sys.stdlib_module_names), sorted(banned & set(sys.modules))]))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
-    light, banned, seconds = json.loads(done.stdout)
-    assert light == []
+    packages, banned = json.loads(done.stdout)
+    assert packages == ["policy_bridge"]
     assert banned == []
-    # Its own processor time; the promise to users is two seconds.
-    assert seconds < 1.0
 
 
 def test_unknown_names_are_attribute_errors() -> None:
