@@ -43,7 +43,7 @@ RING_BYTES = 128 << 20
 """Of the largest samples more than two: the bridge writes one while the trainer reads another."""
 
 LARGE = [Case(4096, tokens, 512 << 20) for tokens in (32, 256, 1024)]
-SMALL = [Case(64, tokens, 8 << 20) for tokens in (4, 16)]
+SMALL = [Case(64, tokens, (2 << 20) * tokens) for tokens in (4, 16)]
 
 
 def one_round(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -12,23 +11,16 @@ import grpc
 from draft_trainer.feed.ingest import CreditWindow, Ingest
 from draft_trainer.feed.receive import Memories
 from draft_trainer.feed.session import Run
+from draft_trainer.sidecar.inbox import Arrived, Inbox, samples_in
 from draft_trainer.sidecar.refusals import wrong_kind
 from slipstream.framing import Framed
 from slipstream.refusal import RefusedError
 from slipstream.ring import RingFile
 from slipstream.v1 import draft_trainer_pb2 as pb
 
-# What one transaction of the store takes: more would only keep the first ones waiting.
-_TOGETHER_SAMPLES = 512
-_TOGETHER_BYTES = 16 << 20
 _TICK = 1.0
-# Messages that are read ahead. Credit counts bytes, and 64 MiB are 32 million empty samples.
-_MOST_WAITING = 1024
 _MOST_SAMPLES = 4096
 _MOST_PIECES = 1024
-
-_Arrived = tuple[Framed, float]
-"""A request, and when it came (monotonic seconds)."""
 
 
 class StateStream:
@@ -61,10 +53,9 @@ class StateStream:
         self._ingest = ingest
         self._run = run
         self._ring = ring
-        self._waiting: queue.SimpleQueue[_Arrived | RefusedError | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(_MOST_WAITING)
+        flight = window.left if ring is None else min(window.left, ring.nbytes)
+        self._inbox = Inbox(flight)
         self._idle_seconds = idle_seconds
-        self._ended = False
         threading.Thread(target=self._read, name="state-stream", daemon=True).start()
 
     def responses(self) -> Iterator[pb.StreamStatesResponse]:
@@ -78,12 +69,12 @@ class StateStream:
             yield pb.StreamStatesResponse(credit=pb.Credit(bytes=self._window.left))
             yield from self._answers()
         finally:
-            self._ended = True
+            self._inbox.end()
 
     def _answers(self) -> Iterator[pb.StreamStatesResponse]:
         heard = time.monotonic()
-        while not self._ended:
-            together = self._next()
+        while not self._inbox.done:
+            together = self._inbox.take(_TICK)
             if not together:
                 if time.monotonic() - heard > self._idle_seconds:
                     return
@@ -92,14 +83,14 @@ class StateStream:
             samples = []
             for framed, _ in together:
                 memories = Memories((*framed.ahead, framed.payload), self._ring)
-                samples += [(message, memories) for message in _samples(framed.request)]
+                samples += [(message, memories) for message in samples_in(framed.request)]
             acks = self._ingest.take(self._run, samples)
             self._count(together, [message for message, _ in samples], acks)
             yield from self._answer([framed for framed, _ in together], acks)
 
     def _count(
         self,
-        together: Sequence[_Arrived],
+        together: Sequence[Arrived],
         messages: Sequence[pb.VerifierStates],
         acks: Sequence[pb.Ack],
     ) -> None:
@@ -113,7 +104,7 @@ class StateStream:
                 and ack.status != pb.ACK_STATUS_REFUSED
             )
         now = time.monotonic()
-        waited = [(now - at, len(_samples(framed.request))) for framed, at in together]
+        waited = [(now - at, len(samples_in(framed.request))) for framed, at in together]
         self._ingest.answered(nbytes, waited)
 
     def _answer(
@@ -121,7 +112,7 @@ class StateStream:
     ) -> Iterator[pb.StreamStatesResponse]:
         batched, credit, at = [], 0, 0
         for framed in together:
-            count = len(_samples(framed.request))
+            count = len(samples_in(framed.request))
             self._window.give_back(framed.nbytes)
             if framed.request.WhichOneof("kind") == "sample":
                 yield pb.StreamStatesResponse(ack=acks[at])
@@ -132,28 +123,6 @@ class StateStream:
             at += count
         if batched:
             yield pb.StreamStatesResponse(acks=pb.AckBatch(acks=batched, credit_bytes=credit))
-
-    def _next(self) -> list[_Arrived]:
-        """What waits, at least one message; none when a second passed or the stream ended."""
-        together: list[_Arrived] = []
-        samples = nbytes = 0
-        while samples < _TOGETHER_SAMPLES and nbytes < _TOGETHER_BYTES:
-            try:
-                item = self._waiting.get(block=not together, timeout=_TICK)
-            except queue.Empty:
-                break
-            if item is None:
-                self._ended = True
-                break
-            if isinstance(item, RefusedError):
-                raise item
-            self._room.release()
-            together.append(item)
-            framed, _ = item
-            messages = _samples(framed.request)
-            samples += len(messages)
-            nbytes += sum(message.packed.span.bytes for message in messages) or framed.nbytes
-        return together
 
     def _read(self) -> None:
         ahead: list[Framed] = []
@@ -183,19 +152,14 @@ class StateStream:
                         )
                     ahead.append(framed)
                     continue
-                while not self._room.acquire(timeout=_TICK):
-                    if self._ended:
+                while not self._inbox.put(framed.behind(ahead), arrived, _TICK):
+                    if self._inbox.ended:
                         return
-                self._waiting.put((framed.behind(ahead), arrived))
                 ahead = []
         except RefusedError as error:
-            self._waiting.put(error)
+            self._inbox.end(error)
         except grpc.RpcError:
             # The call was cancelled.
             pass
         finally:
-            self._waiting.put(None)
-
-
-def _samples(request: pb.StreamStatesRequest) -> Sequence[pb.VerifierStates]:
-    return [request.sample] if request.WhichOneof("kind") == "sample" else request.batch.samples
+            self._inbox.end()
