@@ -3,7 +3,9 @@
 ``python -m benchmarks.transport [--json PATH] [--rounds N] [--quick]``. Two processes: the bridge's
 outbox and shipper send, a whole trainer receives, validates and stores. With two cores each process
 has one. Everything is measured in turn in every round: one memcpy, one read pass with checksum and
-finiteness, a bare gRPC bytes stream of the same message size, both transports.
+finiteness, a bare gRPC bytes stream of the same message size, both transports. The bare stream goes
+to a plain process, and once more to the trainer's ("kept": it keeps freed memory, which helps any
+stream), where it copies and checks nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from benchmarks.transport.floors import (
     read_rate,
     states_of,
 )
+from benchmarks.transport.process import Process
 from benchmarks.transport.report import Measured, table, targets, to_dict
-from benchmarks.transport.sender import Receiver, Sender
+from benchmarks.transport.sender import Sender
 from policy_bridge.sample import Sample
 from slipstream.channel import MAX_MESSAGE_BYTES
 from slipstream.checksums import KINDS
@@ -48,7 +51,8 @@ SMALL = [Case(64, tokens, (2 << 20) * tokens) for tokens in (4, 16)]
 
 def one_round(
     measured: Measured,
-    receiver: Receiver,
+    receiver: Process,
+    bare: Process,
     senders: dict[str, Sender],
     samples: list[Sample],
     messages: list[bytes],
@@ -64,13 +68,14 @@ def one_round(
     measured.add("rates", "plain", 1.0 / (1.0 / copied + 1.0 / plain))
     fewer = max(4, case.count // 8) if case.sample_bytes >= 1 << 20 else case.count
     size = samples[0].layout.nbytes
-    receiver_cpu, own_cpu = receiver.cpu_seconds(), time.process_time()
-    seconds = bare_seconds(receiver.bare, messages, fewer, MAX_MESSAGE_BYTES)
-    own_cpu = time.process_time() - own_cpu
-    receiver_cpu = receiver.cpu_seconds() - receiver_cpu
-    measured.add("rates", "bare", fewer * size / seconds)
-    measured.add("cpu", "bare sender", own_cpu / (fewer * size / 1e9))
-    measured.add("cpu", "bare receiver", receiver_cpu / (fewer * size / 1e9))
+    for name, process in (("bare", bare), ("kept", receiver)):
+        receiver_cpu, own_cpu = process.cpu_seconds(), time.process_time()
+        seconds = bare_seconds(process.addresses[-1], messages, fewer, MAX_MESSAGE_BYTES)
+        own_cpu = time.process_time() - own_cpu
+        receiver_cpu = process.cpu_seconds() - receiver_cpu
+        measured.add("rates", name, fewer * size / seconds)
+        measured.add("cpu", f"{name} sender", own_cpu / (fewer * size / 1e9))
+        measured.add("cpu", f"{name} receiver", receiver_cpu / (fewer * size / 1e9))
     for name, sender in senders.items():
         count = fewer if name == "inline" else case.count
         seconds, own, others = sender.send(samples, count)
@@ -100,12 +105,13 @@ def main() -> None:
             with ExitStack() as stack:
                 core = cores[-1] if len(cores) > 1 else None
                 replay_bytes = REPLAY_BYTES if kind == "large" else SMALL_REPLAY_BYTES
-                receiver = stack.enter_context(
-                    Receiver(case.hidden_size, replay_bytes, RING_BYTES, core)
-                )
-                senders = {}
+                argv = [f"--hidden-size={case.hidden_size}", f"--replay-bytes={replay_bytes}"]
+                argv = ["benchmarks.transport.receiver", *argv, f"--ring-bytes={RING_BYTES}"]
+                receiver = stack.enter_context(Process(argv, core))
+                bare = stack.enter_context(Process(["benchmarks.transport.bare"], core))
+                address, senders = receiver.addresses[0], {}
                 for name, transport in (("ring", "auto"), ("inline", "grpc")):
-                    senders[name] = Sender(receiver, case.hidden_size, transport)
+                    senders[name] = Sender(receiver, address, case.hidden_size, transport)
                     stack.callback(senders[name].close)
                 assert senders["ring"].transport() == "shared_memory"
                 samples = make_samples(case, MEMORY_BYTES)
@@ -115,7 +121,7 @@ def main() -> None:
                 messages = messages_of(samples)
                 measured = Measured(case)
                 for _ in range(rounds):
-                    one_round(measured, receiver, senders, samples, messages)
+                    one_round(measured, receiver, bare, senders, samples, messages)
             results[kind].append(measured)
             print(table(measured), flush=True)
     print(f"\nchecksum: {pb.ChecksumKind.Name(KINDS[0])}; cores: {len(cores)}")

@@ -1,4 +1,4 @@
-"""The receiving process: a trainer whose learner never starts, and a bare gRPC bytes stream.
+"""The receiving process: a trainer whose learner never starts, and a bare stream beside it.
 
 ``python -m benchmarks.transport.receiver --hidden-size H --replay-bytes N --ring-bytes N``. Prints
 the trainer's address and the bare server's; then, for every line on standard input, the process's
@@ -12,13 +12,11 @@ import gc
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import grpc
 import torch
 
+from benchmarks.transport.bare import bare_server
 from benchmarks.transport.case import AUX_LAYERS, MAX_TOKENS, POLICY_VERSION, RUN, VOCAB
 from draft_trainer.allocator import keep_freed_memory
 from draft_trainer.checkpoints.checkpoint import save_draft
@@ -28,7 +26,7 @@ from draft_trainer.eagle3.head_config import HeadConfig
 from draft_trainer.eagle3.policy_head import PolicyHead
 from draft_trainer.kernels.library import use_kernels
 from draft_trainer.sidecar.server import TrainerServer
-from slipstream.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from slipstream.channel import MAX_MESSAGE_BYTES
 from slipstream.schema import SCHEMA_VERSION
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -51,17 +49,6 @@ def _draft(folder: Path, hidden_size: int) -> Path:
     head = Eagle3Head(config, None)
     save_draft(folder, config, head, None)
     return folder
-
-
-def _bare() -> tuple[grpc.Server, int]:
-    def answer(requests: Iterator[bytes], _: grpc.ServicerContext) -> Iterator[bytes]:
-        for _message in requests:
-            yield b"1"
-
-    server = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS)
-    handlers = {"Stream": grpc.stream_stream_rpc_method_handler(answer)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Bare", handlers),))
-    return server, server.add_insecure_port("127.0.0.1:0")
 
 
 def main() -> None:
@@ -106,7 +93,7 @@ def main() -> None:
         ).run
         matrix = torch.zeros(VOCAB, options.hidden_size, dtype=torch.bfloat16)
         run.add_policy(PolicyHead(POLICY_VERSION, matrix, matrix))
-        bare, port = _bare()
+        bare, port = bare_server()
         bare.start()
         # As ``draft-trainer serve`` does.
         gc.collect()

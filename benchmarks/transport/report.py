@@ -16,8 +16,7 @@ class Measured:
 
     Attributes:
         case: what was sent.
-        rates: bytes a second: memcpy, read, floor, bare, inline, ring, float8; of the float8
-            transport the bytes of the bfloat16 states count.
+        rates: bytes a second: memcpy, read, floor, bare, kept, inline, ring.
         cpu: CPU seconds a GB: "inline sender" and so on.
         microseconds: a message, of ``ring`` and ``inline``.
     """
@@ -72,9 +71,14 @@ def table(measured: Measured) -> str:
     lines = [f"\n{measured.case.label} a sample, {measured.case.count} a round"]
     for name, rates in measured.rates.items():
         lines.append(f"  {name:<8}{_spread([rate / 1e9 for rate in rates])} GB/s")
-    for name, to in (("ring", "floor"), ("ring", "inline"), ("inline", "bare"), ("ring", "plain")):
-        if name in measured.rates and to in measured.rates:
-            lines.append(f"  {name} / {to:<14}{_spread(measured.ratio(name, to))}")
+    for name, to in (
+        ("ring", "floor"),
+        ("ring", "inline"),
+        ("inline", "bare"),
+        ("inline", "kept"),
+        ("ring", "plain"),
+    ):
+        lines.append(f"  {f'{name} / {to}':<16}{_spread(measured.ratio(name, to))}")
     for name, values in measured.microseconds.items():
         lines.append(f"  {name:<8}{_spread(values)} us a message")
     for name, values in measured.cpu.items():

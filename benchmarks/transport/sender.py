@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 
 from benchmarks.transport.case import RUN, VOCAB
+from benchmarks.transport.process import Process
 from policy_bridge.config import BridgeConfig
 from policy_bridge.outbox import Outbox
 from policy_bridge.sample import Sample
@@ -23,79 +22,34 @@ DEADLINE = 120.0
 _PREFIXES = itertools.count()
 
 
-class Receiver:
-    """The receiving process, owned here; on ``core`` if there is more than one.
-
-    Attributes:
-        address: of the trainer.
-        bare: of the bare gRPC server.
-    """
-
-    def __init__(self, hidden_size: int, replay_bytes: int, ring_bytes: int, core: int | None):
-        command = [sys.executable, "-m", "benchmarks.transport.receiver"]
-        command += ["--hidden-size", str(hidden_size), "--replay-bytes", str(replay_bytes)]
-        command += ["--ring-bytes", str(ring_bytes)]
-        if core is not None:
-            command = ["taskset", "-c", str(core), *command]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.address, self.bare = self._answer().split()
-
-    def cpu_seconds(self) -> float:
-        """CPU seconds of the process so far."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return float(self._answer())
-
-    def __enter__(self) -> Receiver:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the receiving process ended; its message is above")
-        return line
-
-
 class Sender:
     """One open stream to the receiver.
 
     Args:
-        receiver: with the trainer.
+        receiver: the process with the trainer.
+        address: of the trainer.
         hidden_size: H.
         transport: of ``BridgeConfig``.
         states_dtype: of ``BridgeConfig``.
     """
 
     def __init__(
-        self, receiver: Receiver, hidden_size: int, transport: str, states_dtype: str = ""
+        self,
+        receiver: Process,
+        address: str,
+        hidden_size: int,
+        transport: str,
+        states_dtype: str = "",
     ) -> None:
         config = BridgeConfig(
-            trainer=receiver.address, run_id=RUN, transport=transport, states_dtype=states_dtype
+            trainer=address, run_id=RUN, transport=transport, states_dtype=states_dtype
         )
         spec = pb.PolicySpec(hidden_size=hidden_size, vocab_size=VOCAB, num_hidden_layers=36)
         modules = SimpleNamespace(spec=lambda name: spec, layers=[None] * 36, vocab_size=VOCAB)
         self._counters = Counters()
         # The samples' memory is here anyway; the outbox holds references.
         self._outbox = Outbox(1 << 62, self._counters)
-        self._channel = open_channel(receiver.address)
+        self._channel = open_channel(address)
         self._shipper = Shipper(
             self._channel,
             modules,  # type: ignore[arg-type]
