@@ -4,7 +4,8 @@ SQLite in WAL mode, without fsync: what was committed survives kill -9, because 
 cache. A crash of the machine may lose it, and ``placement`` then begins anew.
 
 A sample's row outlives the sample, so that it is recognised when it is sent again; its ``start``
-is NULL then. Draws are numbered over the whole life of the ledger. The draws since the training
+is NULL then. The keys of all rows are in memory too: an index of hashes made every sample change a
+page of its own, and writing those was a tenth of what a small sample cost. Draws are numbered over the whole life of the ledger. The draws since the training
 state that a restart may resume are kept one by one, so that they can be undone.
 """
 
@@ -28,7 +29,7 @@ _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE samples (
     number INTEGER PRIMARY KEY,
-    key BLOB NOT NULL UNIQUE,
+    key BLOB NOT NULL,
     start INTEGER,
     size INTEGER NOT NULL,
     layout TEXT,
@@ -67,6 +68,8 @@ class Ledger:
     def __init__(self, path: Path, entries: int) -> None:
         self._path = path
         self._entries = entries
+        # By the transaction that is open, in order: keys, and whether they were known before.
+        self._changes: list[tuple[bytes, bool]] = []
         # SQLite's own mode would let others read it in a folder that they may enter.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -88,6 +91,7 @@ class Ledger:
                 )
             query = "SELECT count(*) FROM samples WHERE start IS NULL"
             (self._dropped,) = self._database.execute(query).fetchone()
+            self._known = {key for (key,) in self._database.execute("SELECT key FROM samples")}
         except sqlite3.DatabaseError as error:
             self._database.close()
             raise RefusedError(
@@ -109,6 +113,7 @@ class Ledger:
             RefusedError: they cannot be written (RESOURCE_EXHAUSTED); nothing was changed.
         """
         dropped = self._dropped
+        self._changes = []
         try:
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -116,6 +121,8 @@ class Ledger:
                 self._database.execute("COMMIT")
             except BaseException:
                 self._dropped = dropped
+                for key, was_known in reversed(self._changes):
+                    (self._known.add if was_known else self._known.discard)(key)
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
                 raise
@@ -130,16 +137,19 @@ class Ledger:
 
     def add(self, key: bytes, start: int, size: int, layout: str) -> int | None:
         """Record an accepted sample; its number, or None where its key was recorded before."""
+        if key in self._known:
+            return None
         cursor = self._database.execute(
-            "INSERT OR IGNORE INTO samples (key, start, size, layout) VALUES (?, ?, ?, ?)",
+            "INSERT INTO samples (key, start, size, layout) VALUES (?, ?, ?, ?)",
             (key, start, size, layout),
         )
-        return cursor.lastrowid if cursor.rowcount else None
+        self._known.add(key)
+        self._changes.append((key, False))
+        return cursor.lastrowid
 
     def knows(self, key: bytes) -> bool:
         """Whether a sample was recorded, and is not forgotten."""
-        query = "SELECT 1 FROM samples WHERE key = ?"
-        return self._database.execute(query, (key,)).fetchone() is not None
+        return key in self._known
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Their extents may be used again; their keys are remembered for a while."""
@@ -150,11 +160,14 @@ class Ledger:
         self._dropped += len(numbers)
         beyond = self._dropped - self._entries
         if beyond > 0:
-            self._database.execute(
-                "DELETE FROM samples WHERE number IN (SELECT number FROM samples "
-                "WHERE start IS NULL ORDER BY number LIMIT ?)",
-                (beyond,),
+            oldest = "FROM samples WHERE start IS NULL ORDER BY number LIMIT ?"
+            rows = self._database.execute(f"SELECT number, key {oldest}", (beyond,)).fetchall()
+            self._database.executemany(
+                "DELETE FROM samples WHERE number = ?", [(number,) for number, _ in rows]
             )
+            keys = [key for _, key in rows]
+            self._known.difference_update(keys)
+            self._changes += [(key, True) for key in keys]
             self._dropped -= beyond
 
     def held(self) -> list[Row]:

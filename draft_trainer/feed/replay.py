@@ -72,6 +72,8 @@ class ReplayBuffer(Generic[T]):
         # Only an entry's last push counts: what was pushed before it changed, or left, is passed
         # over when it comes up.
         self._pushes = 0
+        # What was pushed since the last draw gets its place in the order with the next one.
+        self._fresh: list[tuple[int, str]] = []
         self._to_draw: list[tuple[tuple[int, bytes, int], int, str]] = []
         self._to_evict: list[tuple[tuple[int, int, int], int, str]] = []
 
@@ -100,6 +102,10 @@ class ReplayBuffer(Generic[T]):
         Returns:
             Empty when nothing is left to train on.
         """
+        for pushed, name in self._fresh:
+            if self._is_valid(pushed, name):
+                heapq.heappush(self._to_draw, (self._draw_key(self._entries[name]), pushed, name))
+        self._fresh.clear()
         chosen: list[_Entry[T]] = []
         tokens = 0
         while self._to_draw:
@@ -198,10 +204,12 @@ class ReplayBuffer(Generic[T]):
         entry.pushed = self._pushes
         name = entry.sample.sample_id
         if not entry.held_out:
-            heapq.heappush(self._to_draw, (self._draw_key(entry), entry.pushed, name))
+            self._fresh.append((entry.pushed, name))
         heapq.heappush(self._to_evict, (self._evict_key(entry), entry.pushed, name))
         # Where nothing is drawn, or nothing evicted, old items would pile up for ever.
         bound = 2 * len(self._entries) + _SLACK
+        if len(self._fresh) > bound:
+            self._fresh = [item for item in self._fresh if self._is_valid(*item)]
         if len(self._to_draw) > bound:
             self._to_draw = [item for item in self._to_draw if self._is_valid(*item[1:])]
             heapq.heapify(self._to_draw)

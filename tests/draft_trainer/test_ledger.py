@@ -1,0 +1,71 @@
+"""What the ledger remembers in memory is what its database says."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from draft_trainer.feed.ledger import Ledger, key_of
+from slipstream.refusal import RefusedError
+
+A, B, C = (key_of("run", name) for name in "abc")
+
+
+def add(ledger: Ledger, *keys: bytes) -> list[int | None]:
+    with ledger.transaction():
+        return [ledger.add(key, 64 * at, 64, "{}") for at, key in enumerate(keys)]
+
+
+def drop(ledger: Ledger, *numbers: int) -> None:
+    with ledger.transaction():
+        ledger.drop(numbers)
+
+
+def test_keys_are_numbered_once(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger", 10)
+    assert add(ledger, A, B, A) == [1, 2, None]
+    assert add(ledger, B, C) == [None, 3]
+    assert [ledger.knows(key) for key in (A, B, C)] == [True] * 3
+    ledger.close()
+    again = Ledger(tmp_path / "ledger", 10)
+    assert add(again, A, B, C) == [None] * 3
+    assert [row.number for row in again.held()] == [1, 2, 3]
+    again.close()
+
+
+def test_what_was_rolled_back_is_not_known(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger", 1)
+    add(ledger, A)
+    drop(ledger, 1)
+    with pytest.raises(RefusedError, match="disk is full"), ledger.transaction():
+        assert ledger.add(B, 0, 64, "{}") == 2
+        # Of those that are dropped only the newest is remembered, and so A is new again.
+        ledger.drop([2])
+        assert ledger.knows(B) and not ledger.knows(A)
+        assert ledger.add(A, 64, 64, "{}") == 3
+        ledger.drop([3])
+        assert ledger.knows(A) and not ledger.knows(B)
+        raise sqlite3.OperationalError("database or disk is full")
+    assert ledger.knows(A) and not ledger.knows(B)
+    # The sample that was not acknowledged is sent again.
+    assert add(ledger, A, B) == [None, 2]
+    drop(ledger, 2)
+    assert ledger.knows(B) and not ledger.knows(A)
+    assert ledger.rows()["samples"] == 1
+    ledger.close()
+
+
+def test_a_ledger_with_an_index_of_its_keys_is_read_and_written(tmp_path: Path) -> None:
+    # As every ledger had it before the keys were held in memory.
+    Ledger(tmp_path / "ledger", 10).close()
+    with closing(sqlite3.connect(tmp_path / "ledger")) as database, database:
+        database.execute("CREATE UNIQUE INDEX keys ON samples (key)")
+        database.execute("INSERT INTO samples (key, start, size) VALUES (?, NULL, 64)", (A,))
+    ledger = Ledger(tmp_path / "ledger", 1)
+    assert add(ledger, A, B) == [None, 2]
+    drop(ledger, 2)
+    assert not ledger.knows(A) and add(ledger, A) == [3]
+    ledger.close()
