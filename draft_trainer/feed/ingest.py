@@ -19,6 +19,7 @@ from draft_trainer.recordings.recorder import Recorder
 from draft_trainer.sidecar.board import Board
 from slipstream.packed import Layout
 from slipstream.refusal import RefusedError, StatusCode
+from slipstream.ring import RingTruncatedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 _LEAST_CREDIT = 1 << 16
@@ -65,7 +66,7 @@ class Ingest:
         A bad sample is refused in its own answer and costs the others nothing.
 
         Raises:
-            RefusedError: the stream's ring was truncated; nothing was taken.
+            RingTruncatedError: the stream's ring was truncated; nothing was taken.
         """
         for ring in {memories.ring for _, memories in samples if memories.ring is not None}:
             ring.check()
@@ -89,6 +90,9 @@ class Ingest:
                     receive(message, memories, arriving, room.block, layout)
                     check_contents(room.block, layout, self.expected)
                 sample = _received(message, room, layout)
+            except RingTruncatedError:
+                # Nothing of this stream can be read: it is not for the sample to answer for.
+                raise
             except RefusedError as error:
                 if isinstance(room, Reservation):
                     room.release()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +11,12 @@ import torch
 
 from draft_trainer.feed.validate import TENSORS
 from draft_trainer.kernels.checked_copy import fused_copy_checked
+from draft_trainer.kernels.guarded import SourceGoneError
 from slipstream.checksums import Bytes, all_finite
 from slipstream.fp8 import LARGEST, dequantize_into
 from slipstream.packed import ALIGNMENT, FLOAT8, Layout, PackedTensors, tensors_in
 from slipstream.refusal import RefusedError
-from slipstream.ring import HEADER_BYTES, RingFile
+from slipstream.ring import HEADER_BYTES, RingFile, RingTruncatedError
 from slipstream.tensors import checked_data
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -52,6 +54,7 @@ def receive(
 
     Raises:
         RefusedError: a span that is outside, a wrong checksum, or a state that is not finite.
+        RingTruncatedError: the ring was cut short while it was read.
     """
     if not message.HasField("packed"):
         _fill(message, block, arriving)
@@ -61,16 +64,23 @@ def receive(
     source = source_of(message.packed.span, memories)
     if arriving.dtype == FLOAT8:
         arrived = np.empty(arriving.nbytes, dtype=np.uint8)
-        _copy(message.packed, source, arrived, arriving)
+        _copy(message.packed, source, arrived, arriving, memories.ring)
         _decode(_tensors(arrived, arriving), _tensors(block, kept))
     else:
-        _copy(message.packed, source, block, arriving)
+        _copy(message.packed, source, block, arriving, memories.ring)
 
 
-def _copy(packed: pb.PackedStates, source: Sequence[Bytes], block: Bytes, layout: Layout) -> None:
-    checksum, finite = fused_copy_checked(
-        source, block, packed.checksum_kind, layout.dtype, layout.aux_at
-    )
+def _copy(
+    packed: pb.PackedStates,
+    source: Sequence[Bytes],
+    block: Bytes,
+    layout: Layout,
+    ring: RingFile | None,
+) -> None:
+    with ring_there(ring):
+        checksum, finite = fused_copy_checked(
+            source, block, packed.checksum_kind, layout.dtype, layout.aux_at
+        )
     if checksum != packed.checksum:
         raise RefusedError(
             "packed.checksum",
@@ -79,6 +89,20 @@ def _copy(packed: pb.PackedStates, source: Sequence[Bytes], block: Bytes, layout
             "send it again; if it repeats, look for a faulty link or an altered buffer",
         )
     _refuse_not_finite(finite, block, layout)
+
+
+@contextmanager
+def ring_there(ring: RingFile | None) -> Iterator[None]:
+    """Says by name what is wrong where a copy's source was gone: only a ring can be cut short.
+
+    Raises:
+        RingTruncatedError: that happened in the body.
+    """
+    try:
+        yield
+    except SourceGoneError:
+        assert ring is not None, "a payload is the process's own memory"
+        raise RingTruncatedError.of("less while it was read", ring.nbytes) from None
 
 
 def source_of(span: pb.Span, memories: Memories) -> Sequence[Bytes]:

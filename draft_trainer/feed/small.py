@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draft_trainer.feed.contents import LOGPROB_TOLERANCE
-from draft_trainer.feed.receive import Memories, source_of
+from draft_trainer.feed.receive import Memories, ring_there, source_of
 from draft_trainer.feed.validate import Expected
+from draft_trainer.kernels.guarded import guarded_gather
 from slipstream.checksums import Bytes, checksum_of, finite_rows
 from slipstream.packed import FLOAT8, Layout
 from slipstream.refusal import RefusedError
@@ -51,11 +52,14 @@ def receive_together(samples: Sequence[Arriving], expected: Expected) -> list[bo
     """Bring samples into their blocks, checked as by ``receive`` and ``check_contents``.
 
     Args:
-        samples: at least one, all small, of one layout.
+        samples: at least one, all small, of one layout and one stream.
         expected: of every sample.
 
     Returns:
         Whether each is in its block and right; the block of any other one is as it was.
+
+    Raises:
+        RingTruncatedError: the ring was cut short while it was read.
     """
     layout = samples[0].layout
     found: list[Bytes] = []
@@ -70,7 +74,9 @@ def receive_together(samples: Sequence[Arriving], expected: Expected) -> list[bo
             pieces = [np.zeros(layout.nbytes, dtype=np.uint8)]
         found += pieces
     # The copy: the original may be shared memory that its other owner changes.
-    rows = np.concatenate(found).reshape(len(samples), layout.nbytes)
+    rows = np.empty((len(samples), layout.nbytes), dtype=np.uint8)
+    with ring_there(samples[0].memories.ring):
+        guarded_gather(found, rows.reshape(-1))
     right &= _contents_right(rows, layout, expected)
     right &= finite_rows(rows[:, layout.aux_at :], layout.dtype)
     answers: list[bool] = right.tolist()

@@ -3,6 +3,7 @@
  * reads it much later. The hash is XXH3_64bits with seed 0 of inputs of more than 240 bytes, from
  * its specification (Collet, github.com/Cyan4973/xxHash, doc/xxhash_spec.md), for little-endian
  * processors. */
+#include "guarded.h"
 #include "numbers.h"
 #ifdef __SSE2__
 #include <immintrin.h>
@@ -143,13 +144,31 @@ INLINE uint64_t copy(uint8_t *to, const uint8_t *const *pieces, const int64_t *s
     return digest(&state, (uint64_t)nbytes);
 }
 
+typedef struct {
+    uint8_t *to;
+    const uint8_t *const *pieces;
+    const int64_t *sizes;
+    int64_t count, states_at, item;
+    uint32_t infinity;
+    int64_t finite;
+    uint64_t checksum;
+} Copy;
+
+static void run(void *what) {
+    Copy *c = what;
+    /* The size of a float as a constant. */
+#define COPY(ITEM) \
+    copy(c->to, c->pieces, c->sizes, c->count, c->states_at, ITEM, c->infinity, &c->finite)
+    c->checksum = c->item == 1 ? COPY(1) : c->item == 2 ? COPY(2) : COPY(4);
+#undef COPY
+}
+
 /* `to` begins at a multiple of 64; pieces have whole stripes, 256 bytes or more together; floats of
- * `item` bytes begin at `states_at`, a whole number of stripes. */
+ * `item` bytes begin at `states_at`, a whole number of stripes. `finite` is -1 where a piece is not
+ * there any more: the file that it is mapped from was cut short. */
 uint64_t checked_copy(uint8_t *to, const uint8_t *const *pieces, const int64_t *sizes, int64_t count,
                       int64_t states_at, int64_t item, uint32_t infinity, int64_t *finite) {
-    switch (item) {
-        case 1: return copy(to, pieces, sizes, count, states_at, 1, infinity, finite);
-        case 2: return copy(to, pieces, sizes, count, states_at, 2, infinity, finite);
-        default: return copy(to, pieces, sizes, count, states_at, 4, infinity, finite);
-    }
+    Copy all = {to, pieces, sizes, count, states_at, item, infinity, 0, 0};
+    *finite = guarded(run, &all) ? -1 : all.finite;
+    return all.checksum;
 }

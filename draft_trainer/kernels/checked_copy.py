@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from draft_trainer.kernels.guarded import SourceGoneError, arguments, guarded_gather
 from draft_trainer.kernels.library import all_kernels
 from slipstream.checksums import XXH3_64, Bytes, copy_checked, infinity_bits
 
@@ -22,23 +23,26 @@ def fused_copy_checked(
 
     Raises:
         RefusedError: as ``copy_checked``.
+        SourceGoneError: a piece is of a file that was cut short; see ``guarded_gather``.
     """
-    kernels = all_kernels() if kind == XXH3_64 and len(destination) > _SMALLEST_BYTES else None
-    if kernels is None or not _in_stripes(pieces, destination, states_at):
+    kernels = all_kernels()
+    if kernels is None:
         return copy_checked(pieces, destination, kind, dtype, states_at)
-    addresses = [piece.ctypes.data for piece in pieces]
-    count = len(pieces)
+    large = len(destination) > _SMALLEST_BYTES and _in_stripes(pieces, destination, states_at)
+    if kind != XXH3_64 or not large:
+        guarded_gather(pieces, destination)
+        return copy_checked([destination], destination, kind, dtype, states_at)
     finite = ctypes.c_int64()
     checksum: int = kernels.checked_copy(
         ctypes.c_void_p(destination.ctypes.data),
-        (ctypes.c_void_p * count)(*addresses),
-        (ctypes.c_int64 * count)(*map(len, pieces)),
-        ctypes.c_int64(count),
+        *arguments(pieces),
         ctypes.c_int64(states_at),
         ctypes.c_int64(dtype.itemsize),
         ctypes.c_uint32(infinity_bits(dtype)),
         ctypes.byref(finite),
     )
+    if finite.value < 0:
+        raise SourceGoneError
     return checksum, bool(finite.value)
 
 

@@ -22,7 +22,7 @@ from slipstream.refusal import RefusedError
 
 Mode = Literal["auto", "on", "off"]
 
-_SOURCES = ("score_rows.c", "causal.c", "own.c", "rows.c", "checked_copy.c")
+_SOURCES = ("score_rows.c", "causal.c", "own.c", "rows.c", "checked_copy.c", "guarded.c")
 _FUNCTIONS = (
     *("score_rows", "causal_forward", "causal_backward", "own_forward", "own_backward"),
     *("swiglu_forward", "swiglu_backward", "norm_forward", "norm_backward", "rotate"),
@@ -113,6 +113,8 @@ def _built() -> _Built:
     for name in _FUNCTIONS:
         getattr(functions, name).restype = None
     functions.checked_copy.restype = ctypes.c_uint64
+    if functions.expect_faults():
+        return _Built(None, "plain torch, because SIGBUS cannot be handled here")
     return _Built(functions, said)
 
 

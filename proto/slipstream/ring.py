@@ -30,6 +30,21 @@ _HEADER = struct.Struct(f"<8sIIQ{NONCE_BYTES}s")  # magic, version, header bytes
 _NAME = re.compile(r"slipstream-ring-[0-9a-f]{32}")
 
 
+class RingTruncatedError(RefusedError):
+    """The file is shorter than it was made: nothing in it is to be touched any more."""
+
+    @classmethod
+    def of(cls, found: str, nbytes: int) -> RingTruncatedError:
+        """A ring of ``nbytes`` bytes, with what was found instead."""
+        return cls(
+            "shared_memory",
+            found,
+            f"{nbytes} bytes, as it was made",
+            "look for who truncates files there; states go by gRPC until then",
+            StatusCode.DATA_LOSS,
+        )
+
+
 class RingFile:
     """One end's mapping of a ring. ``create`` on the trainer's side, ``attach`` on the bridge's.
 
@@ -121,17 +136,11 @@ class RingFile:
         """Call before touching the memory: beyond the end of a truncated file that is SIGBUS.
 
         Raises:
-            RefusedError: the file was truncated.
+            RingTruncatedError: that is what it is.
         """
         size = os.fstat(self._descriptor).st_size
         if size < self.nbytes:
-            raise RefusedError(
-                "shared_memory",
-                f"{size} bytes",
-                f"{self.nbytes} bytes, as it was made",
-                "look for who truncates files there; states go by gRPC until then",
-                StatusCode.DATA_LOSS,
-            )
+            raise RingTruncatedError.of(f"{size} bytes", self.nbytes)
 
     def span(self, offset: int, nbytes: int) -> Bytes:
         """uint8 [nbytes] of the ring; the caller has checked the bounds and called ``check``."""

@@ -11,6 +11,7 @@ from benchmarks.acceptance_curve.curve import (
     Acceptance,
     Mark,
     curve_table,
+    float8_targets,
     ladder,
     ladder_table,
     seconds_to,
@@ -78,3 +79,14 @@ def test_a_slower_rung_or_none_at_all_misses() -> None:
     found = targets(ladder(curves, "ours", ["peer"], (1.4, 1.9)))
     assert [target.ok for target in found] == [False, True]
     assert [target.ok for target in targets(ladder(curves, "ours", ["peer"], (2.5,)))] == [False]
+
+
+def test_float8_states_may_cost_what_chance_explains() -> None:
+    """Three standard errors of the difference of two drafts, each of 1000 steps."""
+    plain = curve((0, 1.0), (1, 2.0), (2, 2.5))
+    same, worse = float8_targets(plain, curve((0, 1.0), (1, 2.0), (2, 2.25)))
+    assert same.ok and same.value == 0.0 and "1000 tokens" in same.name
+    # The first 1500 drafted tokens of 1000 steps: a step has one or two, so half a token of spread.
+    spread = 3 * (0.25 / 1000 + 0.1875 / 1000) ** 0.5
+    assert not worse.ok and worse.value == pytest.approx(-0.25)
+    assert worse.bound == f">= {-spread:.3f}"

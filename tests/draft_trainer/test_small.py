@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +15,11 @@ from draft_trainer.feed.contents import check_contents
 from draft_trainer.feed.receive import Memories, receive
 from draft_trainer.feed.small import Arriving, is_small, receive_together
 from draft_trainer.feed.validate import Expected
+from draft_trainer.kernels.library import using_kernels
 from slipstream.checksums import KINDS, Bytes, checksum_of
 from slipstream.packed import Layout, layout_of
-from slipstream.refusal import RefusedError
+from slipstream.refusal import RefusedError, StatusCode
+from slipstream.ring import HEADER_BYTES, RingFile, RingTruncatedError
 from slipstream.tensors import dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -150,6 +155,33 @@ def test_bytes_at_random_get_the_same_verdict() -> None:
         segments = sample.memories.payload[0][8 * TOKENS : 12 * TOKENS]
         assert right == alone(sample) or (not right and segments.any())
     assert 500 < sum(together) < 1900
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
+def test_a_ring_that_is_cut_short_while_it_is_read_is_an_error_by_name(tmp_path: Path) -> None:
+    ring = RingFile.create(tmp_path, 1 << 20)
+    blocks, at, batch = [good(seed) for seed in range(8)], HEADER_BYTES, []
+    for block in blocks:
+        ring.span(at, len(block))[:] = block
+        sample = arriving(block)
+        sample.message.packed.span.CopyFrom(
+            pb.Span(memory=pb.MEMORY_RING, offset=at, bytes=len(block))
+        )
+        memories = Memories([], ring)
+        batch.append(Arriving(sample.message, memories, LAYOUT, np.zeros_like(block)))
+        # Some on either side of where it will end.
+        at += 1 << 16
+    with using_kernels("on"):
+        assert receive_together(batch, EXPECTED) == [True] * 8
+        os.ftruncate(ring._descriptor, 1 << 18)
+        with pytest.raises(RingTruncatedError, match="less while it was read"):
+            receive_together(batch, EXPECTED)
+        assert receive_together(batch[:3], EXPECTED) == [True] * 3
+        with pytest.raises(RingTruncatedError) as caught:
+            sample = batch[-1]
+            receive(sample.message, sample.memories, LAYOUT, sample.block, LAYOUT)
+    assert caught.value.code is StatusCode.DATA_LOSS
+    ring.close()
 
 
 def test_float8_and_large_ones_are_left_out() -> None:

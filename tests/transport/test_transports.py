@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from draft_trainer.kernels.library import using_kernels
 from draft_trainer.sidecar.server import TrainerServer
 from policy_bridge.placement import Placement
 from slipstream import framing
@@ -167,6 +169,32 @@ def test_a_truncated_ring_ends_the_stream_and_loses_nothing(
     found = kept(server)
     for sample in sent:
         assert_same(found[sample.sample_id], sample)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
+def test_a_ring_that_is_truncated_while_it_is_read_costs_no_process(
+    trainer: Trainer, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = trainer
+    check, cut = RingFile.check, []
+
+    def check_then_cut(self: RingFile) -> None:
+        check(self)
+        # The bridge has looked, and written; now the trainer has looked.
+        cut.append(self)
+        if len(cut) == 2:
+            os.ftruncate(self._descriptor, 4096)
+
+    monkeypatch.setattr(RingFile, "check", check_then_cut)
+    (sent,) = samples(1, seed=3)
+    with using_kernels("on"), sending(server.address, shared_memory=str(memory)) as sender:
+        sender.send(sent)
+        sender.flush()
+        stats = sender.stats()
+    assert len(cut) == 2 and cut[0] is not cut[1]
+    assert (stats.accepted, stats.refused, stats.transport) == (1, 0, "grpc")
+    assert "less while it was read" in stats.transport_reason
+    assert_same(kept(server)[sent.sample_id], sent)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "grpc"])
