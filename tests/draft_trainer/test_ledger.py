@@ -47,9 +47,11 @@ def test_what_was_rolled_back_is_not_known(tmp_path: Path) -> None:
         assert ledger.knows(B) and not ledger.knows(A)
         assert ledger.add(A, 64, 64, "{}") == 3
         ledger.drop([3])
-        assert ledger.knows(A) and not ledger.knows(B)
+        assert ledger.add(C, 128, 64, "{}") == 4
+        ledger.drop([4])
+        assert [ledger.knows(key) for key in (A, B, C)] == [False, False, True]
         raise sqlite3.OperationalError("database or disk is full")
-    assert ledger.knows(A) and not ledger.knows(B)
+    assert [ledger.knows(key) for key in (A, B, C)] == [True, False, False]
     # The sample that was not acknowledged is sent again.
     assert add(ledger, A, B) == [None, 2]
     drop(ledger, 2)
