@@ -152,12 +152,13 @@ class Ingest:
     ) -> set[int]:
         """Indices of small samples that are in their rooms, checked."""
         # Equal layouts are the same object; a hash of all of its fields is dear for each sample.
-        groups: dict[int, list[tuple[int, Arriving]]] = {}
+        groups: dict[tuple[int, int], list[tuple[int, Arriving]]] = {}
         for (at, layout), room in zip(wanted, rooms, strict=True):
             message, memories = samples[at]
             if isinstance(room, Reservation) and is_small(message, layout):
                 arriving = Arriving(message, memories, layout, room.block)
-                groups.setdefault(id(layout), []).append((at, arriving))
+                key = id(layout), message.packed.span.memory
+                groups.setdefault(key, []).append((at, arriving))
         there: set[int] = set()
         for group in groups.values():
             if len(group) >= _FEWEST_TOGETHER:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from draft_trainer.feed.contents import LOGPROB_TOLERANCE
 from draft_trainer.feed.receive import Memories, ring_there, source_of
 from draft_trainer.feed.validate import Expected
-from draft_trainer.kernels.guarded import guarded_gather
+from draft_trainer.kernels.guarded import guarded_rows
 from slipstream.checksums import Bytes, checksum_of, finite_rows
 from slipstream.packed import FLOAT8, Layout
 from slipstream.refusal import RefusedError
@@ -52,7 +52,7 @@ def receive_together(samples: Sequence[Arriving], expected: Expected) -> list[bo
     """Bring samples into their blocks, checked as by ``receive`` and ``check_contents``.
 
     Args:
-        samples: at least one, all small, of one layout and one stream.
+        samples: at least one, all small, of one layout, of one stream and in one kind of memory.
         expected: of every sample.
 
     Returns:
@@ -61,31 +61,40 @@ def receive_together(samples: Sequence[Arriving], expected: Expected) -> list[bo
     Raises:
         RingTruncatedError: the ring was cut short while it was read.
     """
-    layout = samples[0].layout
-    found: list[Bytes] = []
-    right = np.ones(len(samples), dtype=np.bool_)
+    answers = [False] * len(samples)
+    there: list[int] = []
+    pieces: list[Bytes] = []
     for at, sample in enumerate(samples):
         try:
-            pieces = source_of(sample.message.packed.span, sample.memories)
+            pieces += source_of(sample.message.packed.span, sample.memories)
+            there.append(at)
         except RefusedError:
-            pieces = []
-        if not pieces:
-            right[at] = False
-            pieces = [np.zeros(layout.nbytes, dtype=np.uint8)]
-        found += pieces
-    # The copy: the original may be shared memory that its other owner changes.
-    rows = np.empty((len(samples), layout.nbytes), dtype=np.uint8)
-    with ring_there(samples[0].memories.ring):
-        guarded_gather(found, rows.reshape(-1))
-    right &= _contents_right(rows, layout, expected)
+            continue
+    if not there:
+        return answers
+    layout = samples[0].layout
+    rows = _copies([samples[at] for at in there], pieces, layout)
+    right = _contents_right(rows, layout, expected)
     right &= finite_rows(rows[:, layout.aux_at :], layout.dtype)
-    answers: list[bool] = right.tolist()
-    for at, (sample, row) in enumerate(zip(samples, rows, strict=True)):
-        if answers[at] and _is_of(row, sample.message.packed):
-            sample.block[:] = row
-        else:
-            answers[at] = False
+    for at, row, good in zip(there, rows, right.tolist(), strict=True):
+        if good and _is_of(row, samples[at].message.packed):
+            samples[at].block[:] = row
+            answers[at] = True
     return answers
+
+
+def _copies(samples: Sequence[Arriving], pieces: Sequence[Bytes], layout: Layout) -> Bytes:
+    """The blocks as they arrived, uint8 [n, layout.nbytes]. They are what is checked: the ring is
+    shared memory, which its other owner may change."""
+    rows = np.empty((len(samples), layout.nbytes), dtype=np.uint8)
+    ring = samples[0].memories.ring
+    if ring is None or samples[0].message.packed.span.memory != pb.MEMORY_RING:
+        np.concatenate(pieces, out=rows.reshape(-1))
+    else:
+        offsets = [sample.message.packed.span.offset for sample in samples]
+        with ring_there(ring):
+            guarded_rows(ring.span(0, ring.nbytes), offsets, rows)
+    return rows
 
 
 def _is_of(row: Bytes, packed: pb.PackedStates) -> bool:

@@ -32,10 +32,34 @@ def guarded_gather(pieces: Sequence[Bytes], destination: Bytes) -> None:
         raise SourceGoneError
 
 
+def guarded_rows(source: Bytes, offsets: Sequence[int], rows: Bytes) -> None:
+    """Copy rows that lie in ``source``: as ``guarded_gather``, for many small pieces of one memory.
+
+    Args:
+        source: uint8 [N].
+        offsets: where each row begins, within ``source``.
+        rows: uint8 [len(offsets), n], contiguous.
+
+    Raises:
+        SourceGoneError: a row is gone.
+    """
+    kernels, (count, nbytes) = all_kernels(), rows.shape
+    if kernels is None:
+        for row, offset in zip(rows, offsets, strict=True):
+            row[:] = source[offset : offset + nbytes]
+        return
+    # The address of an array costs as much as all else here: one is asked for, and not each row's.
+    addresses = np.array(offsets, dtype=np.int64) + source.ctypes.data
+    sizes = np.full(count, nbytes, dtype=np.int64)
+    given = [ctypes.c_void_p(array.ctypes.data) for array in (rows, addresses, sizes)]
+    if kernels.guarded_copy(*given, ctypes.c_int64(count)):
+        raise SourceGoneError
+
+
 def arguments(pieces: Sequence[Bytes]) -> tuple[Any, Any, ctypes.c_int64]:
     """Addresses, sizes and their number, for a kernel; the caller keeps the pieces meanwhile."""
     count = len(pieces)
-    addresses = [piece.__array_interface__["data"][0] for piece in pieces]
+    addresses = [piece.ctypes.data for piece in pieces]
     return (
         (ctypes.c_void_p * count)(*addresses),
         (ctypes.c_int64 * count)(*map(len, pieces)),
