@@ -19,8 +19,10 @@ def gather_into(host: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         parts: [T, width] each, on one device.
     """
     if parts[0].device.type == "cpu":
-        columns = host.split([part.shape[-1] for part in parts], dim=1)
-        for column, part in zip(columns, parts, strict=True):
-            column.copy_(part)
+        at = 0
+        for part in parts:
+            width = part.shape[-1]
+            host.narrow(1, at, width).copy_(part)
+            at += width
     else:
         host.copy_(torch.cat([part.to(host.dtype) for part in parts], -1), non_blocking=True)
