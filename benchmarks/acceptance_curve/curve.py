@@ -118,13 +118,15 @@ class Rung:
 
 
 def ladder(curves: Curves, ours: str, peers: Sequence[str], lengths: Sequence[float]) -> list[Rung]:
-    """The seconds to every acceptance length that ours and at least one of the peers reached."""
+    """The seconds to every acceptance length that ours and at least one of the peers reached.
+
+    None where one side did not take part (``--only``)."""
     rungs = []
     for length in lengths:
         wall = {name: seconds_to(marks, length) for name, marks in curves.items()}
         cpu = {name: seconds_to(marks, length, "cpu") for name, marks in curves.items()}
-        there = {name: found for name in peers if (found := wall[name]) is not None}
-        mine, my_cpu = wall[ours], cpu[ours]
+        there = {name: found for name in peers if (found := wall.get(name)) is not None}
+        mine, my_cpu = wall.get(ours), cpu.get(ours)
         if not there or not mine or not my_cpu:
             continue
         peer = min(there, key=lambda name: there[name])

@@ -81,12 +81,20 @@ def test_a_slower_rung_or_none_at_all_misses() -> None:
     assert [target.ok for target in targets(ladder(curves, "ours", ["peer"], (2.5,)))] == [False]
 
 
+def test_without_a_peer_there_is_no_ladder() -> None:
+    """And what was measured is not lost for it."""
+    alone = {"ours": curve((0, 1.0), (1, 2.0)), "float8": curve((0, 1.0), (1, 1.9))}
+    assert ladder(alone, "ours", ["peer"], [1.5]) == []
+    assert ladder({"peer": alone["ours"]}, "ours", ["peer"], [1.5]) == []
+    assert "ours" in ladder_table([], list(alone))
+
+
 def test_float8_states_may_cost_what_chance_explains() -> None:
     """Three standard errors of the difference of two drafts, each of 1000 steps."""
     plain = curve((0, 1.0), (1, 2.0), (2, 2.5))
     same, worse = float8_targets(plain, curve((0, 1.0), (1, 2.0), (2, 2.25)))
     assert same.ok and same.value == 0.0 and "1000 tokens" in same.name
-    # The first 1500 drafted tokens of 1000 steps: a step has one or two, so half a token of spread.
+    # Steps accept one or two tokens: half of them two, variance 1/4, or a quarter, variance 3/16.
     spread = 3 * (0.25 / 1000 + 0.1875 / 1000) ** 0.5
     assert not worse.ok and worse.value == pytest.approx(-0.25)
     assert worse.bound == f">= {-spread:.3f}"
