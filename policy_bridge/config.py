@@ -46,9 +46,9 @@ class BridgeConfig:
             included; the role operate.
         bytes_per_step: most bytes one ``capture`` may ship; 0 turns capture off.
         outbox_bytes: bound on states that wait in host memory, unacknowledged ones included.
-        states_dtype: cast hidden states to this before shipping; empty keeps the policy's. What
-            float8_e4m3 costs in acceptance: benchmarks/results/acceptance_curve_float8.json.
+        states_dtype: cast hidden states to this before shipping; empty keeps the policy's.
             "float8_e4m3" ships a scale for each row with them; the trainer decodes to bfloat16.
+            What that costs in acceptance: benchmarks/results/acceptance_curve_float8.json.
         transport: "shared_memory" or "grpc" for the states, or "auto": shared memory where both
             see the same. "shared_memory" is preferred, not insisted on: states go by gRPC where
             there is none, and ``stats().transport_reason`` says why.

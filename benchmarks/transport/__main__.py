@@ -109,9 +109,9 @@ def main() -> None:
                 argv = ["benchmarks.transport.receiver", *argv, f"--ring-bytes={RING_BYTES}"]
                 receiver = stack.enter_context(Process(argv, core))
                 bare = stack.enter_context(Process(["benchmarks.transport.bare"], core))
-                address, senders = receiver.addresses[0], {}
+                senders = {}
                 for name, transport in (("ring", "auto"), ("inline", "grpc")):
-                    senders[name] = Sender(receiver, address, case.hidden_size, transport)
+                    senders[name] = Sender(receiver, case.hidden_size, transport)
                     stack.callback(senders[name].close)
                 assert senders["ring"].transport() == "shared_memory"
                 samples = make_samples(case, MEMORY_BYTES)

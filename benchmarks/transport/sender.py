@@ -26,8 +26,7 @@ class Sender:
     """One open stream to the receiver.
 
     Args:
-        receiver: the process with the trainer.
-        address: of the trainer.
+        receiver: the process with the trainer, whose address it prints first.
         hidden_size: H.
         transport: of ``BridgeConfig``.
         states_dtype: of ``BridgeConfig``.
@@ -36,11 +35,11 @@ class Sender:
     def __init__(
         self,
         receiver: Process,
-        address: str,
         hidden_size: int,
         transport: str,
         states_dtype: str = "",
     ) -> None:
+        address = receiver.addresses[0]
         config = BridgeConfig(
             trainer=address, run_id=RUN, transport=transport, states_dtype=states_dtype
         )

@@ -30,7 +30,7 @@ def fused_copy_checked(
         return copy_checked(pieces, destination, kind, dtype, states_at)
     large = len(destination) > _SMALLEST_BYTES and _in_stripes(pieces, destination, states_at)
     if kind != XXH3_64 or not large:
-        guarded_gather(pieces, destination)
+        guarded_gather(kernels, pieces, destination)
         return copy_checked([destination], destination, kind, dtype, states_at)
     finite = ctypes.c_int64()
     checksum: int = kernels.checked_copy(

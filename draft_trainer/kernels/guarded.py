@@ -16,24 +16,24 @@ class SourceGoneError(Exception):
     """The file that a piece is mapped from was cut short; what was copied is worth nothing."""
 
 
-def guarded_gather(pieces: Sequence[Bytes], destination: Bytes) -> None:
+def guarded_gather(kernels: ctypes.CDLL, pieces: Sequence[Bytes], destination: Bytes) -> None:
     """Copy pieces one after the other: uint8, together as long as ``destination``.
 
-    Without the kernels a piece that is gone is SIGBUS, which ends the process.
+    Args:
+        kernels: of ``all_kernels``; without them a piece that is gone is SIGBUS.
+        pieces, destination: see above.
 
     Raises:
         SourceGoneError: a piece is gone.
     """
-    kernels = all_kernels()
-    if kernels is None:
-        np.concatenate(pieces, out=destination)
-        return
     if kernels.guarded_copy(ctypes.c_void_p(destination.ctypes.data), *arguments(pieces)):
         raise SourceGoneError
 
 
 def guarded_rows(source: Bytes, offsets: Sequence[int], rows: Bytes) -> None:
     """Copy rows that lie in ``source``: as ``guarded_gather``, for many small pieces of one memory.
+
+    Without the kernels a row that is gone is SIGBUS, which ends the process.
 
     Args:
         source: uint8 [N].

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from draft_trainer.kernels.checked_copy import fused_copy_checked
 from draft_trainer.kernels.guarded import SourceGoneError, guarded_gather
-from draft_trainer.kernels.library import using_kernels
+from draft_trainer.kernels.library import all_kernels, using_kernels
 from slipstream.checksums import CRC32, XXH3_64, Bytes
 
 pytestmark = pytest.mark.skipif(
@@ -53,12 +53,13 @@ def test_a_copy_of_what_is_gone_is_an_error_and_the_next_one_works(
 ) -> None:
     file, memory = mapped
     os.ftruncate(file, nbytes)
-    copy = np.zeros(SIZE, dtype=np.uint8)
+    copy, library = np.zeros(SIZE, dtype=np.uint8), all_kernels()
+    assert library is not None
     for _ in range(3):
         with pytest.raises(SourceGoneError):
             fused_copy_checked([memory], copy, kind, torch.bfloat16, 0)
         with pytest.raises(SourceGoneError):
-            guarded_gather([memory[:64], memory[-64:]], copy[:128])
+            guarded_gather(library, [memory[:64], memory[-64:]], copy[:128])
     sound = np.arange(SIZE, dtype=np.uint8) % 60
     checksum, finite = fused_copy_checked([sound], copy, XXH3_64, torch.bfloat16, 0)
     assert finite and checksum == xxh3_64_intdigest(sound)
