@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -203,7 +204,10 @@ class PolicyBridge:
 
     def flush(self, timeout: float) -> bool:
         """Wait until everything captured was acknowledged or shed. False: not in time."""
-        return self._outbox.wait_empty(timeout)
+        deadline = time.monotonic() + timeout
+        return self._runner.wait_idle(timeout) and self._outbox.wait_empty(
+            max(0.0, deadline - time.monotonic())
+        )
 
     def stats(self) -> BridgeStats:
         """Every counter at this moment."""

@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 
 from policy_bridge.batch import aligned, check_shape
-from policy_bridge.capture_plan import CapturePlan, HostRecord, Record
+from policy_bridge.capture_plan import CapturePlan, Chosen, HostRecord, Record
 from policy_bridge.extraction import (
     candidates_of,
     extract,
@@ -108,6 +108,7 @@ class Capture:
                 not fit it.
         """
         if self._refused:
+            self._tap.__exit__()
             return
         try:
             self._ship(
@@ -120,6 +121,8 @@ class Capture:
                 acceptance,
             )
         except RefusedError as error:
+            self._tap.__exit__()
+            self._records = []
             self._refuse(error)
 
     def _ship(
@@ -178,11 +181,10 @@ class Capture:
             self._submit(max(1, self._plan.forwards - self._recorded + 1))
 
     def _refuse(self, error: RefusedError) -> None:
+        # Also called from the side: then the hooks come off with the next call of the window.
         if self._refused:
             raise error
         self._refused = True
-        self._tap.__exit__()
-        self._records = []
         self._counters.add(captures_refused=1)
         self._plan.refuse(error)
 
@@ -192,21 +194,28 @@ class Capture:
         if not records:
             return
 
-        def job() -> None:
+        def choose() -> list[Chosen] | None:
             try:
                 with torch.no_grad():
-                    # Jobs run one after the other: what the last one left is known here.
-                    self._budget -= self._choose_and_offer(records, self._budget // passes_left)
+                    return self._choose(records, passes_left)
+            except RefusedError as error:
+                self._refuse(error)
+                return None
+
+        def copy(chosen: list[Chosen]) -> None:
+            try:
+                with torch.no_grad():
+                    self._copy_and_offer(chosen)
             except RefusedError as error:
                 self._refuse(error)
             else:
                 self._plan.done()
 
-        if not self._plan.runner.submit(job):
+        if not self._plan.runner.submit(choose, copy):
             self._counters.shed("copies_behind", sum(len(r.token_ids) for r in records), 0)
 
-    def _choose_and_offer(self, records: list[Record], budget_bytes: int) -> int:
-        """Returns the bytes that were chosen."""
+    def _choose(self, records: list[Record], passes_left: int) -> list[Chosen]:
+        """What goes out, its numbers on the host, most wanted first."""
         plan = self._plan
         records = [replace(record, host=HostRecord.of(record)) for record in records]
         candidates = [
@@ -214,31 +223,45 @@ class Capture:
             for index, record in enumerate(records)
             for candidate in candidates_of(plan, index, record)
         ]
-        chosen = choose(plan.selector, candidates, budget_bytes)
+        # Choices are made one after the other: what the last one left is known here.
+        wanted = choose(plan.selector, candidates, self._budget // passes_left)
+        self._budget -= sum(candidate.nbytes for candidate in wanted)
         self._counters.add(
             captured_tokens=sum(
                 span.end - span.start for r in records if r.host for span in r.host.spans
             ),
-            chosen_samples=len(chosen),
-            chosen_tokens=sum(candidate.tokens for candidate in chosen),
-            not_chosen_samples=len(candidates) - len(chosen),
+            chosen_samples=len(wanted),
+            chosen_tokens=sum(candidate.tokens for candidate in wanted),
+            not_chosen_samples=len(candidates) - len(wanted),
         )
-        filled = []
-        for rank, candidate in enumerate(chosen):
+        chosen = []
+        for rank, candidate in enumerate(wanted):
             record = records[candidate.forward]
             numbers = numbers_of(plan, record, candidate)
             if numbers is None:
                 self._counters.shed("non_finite", 1, candidate.nbytes)
                 continue
-            priority = PRIORITIES - 1 - rank * PRIORITIES // len(chosen)
-            sample = extract(plan, record, candidate, numbers, priority)
+            priority = PRIORITIES - 1 - rank * PRIORITIES // len(wanted)
+            chosen.append(Chosen(record.states, candidate, numbers, priority))
+        _check_unwritten(chosen)
+        return chosen
+
+    def _copy_and_offer(self, chosen: list[Chosen]) -> None:
+        plan = self._plan
+        filled = []
+        for one in chosen:
+            sample = extract(plan, one)
             if sample is not None:
-                filled.append((sample, priority))
-        for record in records:
-            record.states.check_unwritten()
+                filled.append((sample, one.priority))
+        # Again: the loop has gone on meanwhile.
+        _check_unwritten(chosen)
         plan.runner.settle()
         # Only when all are filled: the first one wakes the shipper, which takes the interpreter's
         # lock whenever an operation here lets go of it.
         for sample, priority in filled:
             plan.offer(sample, priority)
-        return sum(candidate.nbytes for candidate in chosen)
+
+
+def _check_unwritten(chosen: Sequence[Chosen]) -> None:
+    for states in {id(one.states): one.states for one in chosen}.values():
+        states.check_unwritten()

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from policy_bridge.batch import Span, spans_of
 from policy_bridge.modules import PolicyModules
+from policy_bridge.runner import Inline, Runner
 from policy_bridge.sample import Sample
-from policy_bridge.selection import Selector
+from policy_bridge.selection import Candidate, Selector
 from policy_bridge.session import Session
-from policy_bridge.side_stream import Inline, Runner
 from policy_bridge.tap import ForwardStates
+from slipstream.packed import Numbers
 from slipstream.refusal import RefusedError
 
 
@@ -122,11 +123,29 @@ class HostRecord:
         spans = spans_of(record.attention_mask, record.position_ids, (shape[0], shape[1]))
         return cls(
             spans=spans,
-            token_ids=record.token_ids.cpu().numpy().astype(np.int32, copy=False),
+            # A copy in any case: the loop may write into its own before the sample is written.
+            token_ids=record.token_ids.cpu().numpy().astype(np.int32),
             loss_mask=record.loss_mask.cpu().numpy(),
             logprobs=_floats(record.logprobs),
             logits=_floats(record.logits),
         )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What goes out, apart from its states.
+
+    Attributes:
+        states: of its pass.
+        candidate: which rows of it.
+        numbers: on the host.
+        priority: 0 to ``PRIORITIES`` - 1.
+    """
+
+    states: ForwardStates
+    candidate: Candidate
+    numbers: Numbers
+    priority: int
 
 
 def _floats(values: torch.Tensor | None) -> NDArray[np.float32] | None:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from policy_bridge.batch import scores_of
-from policy_bridge.capture_plan import CapturePlan, HostRecord, Record
+from policy_bridge.capture_plan import CapturePlan, Chosen, HostRecord, Record
 from policy_bridge.gather import gather_into
 from policy_bridge.logprobs import (
     picked_logits,
@@ -84,23 +84,21 @@ def numbers_of(plan: CapturePlan, record: Record, chosen: Candidate) -> Numbers 
     )
 
 
-def extract(
-    plan: CapturePlan, record: Record, chosen: Candidate, numbers: Numbers, priority: int
-) -> Sample | None:
+def extract(plan: CapturePlan, chosen: Chosen) -> Sample | None:
     """The chosen tokens in memory of their own, to be read after the runner's ``settle``.
 
     Returns:
         None where there is no memory for a sample of this priority.
     """
-    states = record.states
+    states, candidate = chosen.states, chosen.candidate
     dtype = _dtype_of(plan, states.final)
-    layout = layout_of(chosen.tokens, len(states.aux), states.final.shape[-1], dtype)
-    loan = plan.reserve(layout.nbytes, priority)
+    layout = layout_of(candidate.tokens, len(states.aux), states.final.shape[-1], dtype)
+    loan = plan.reserve(layout.nbytes, chosen.priority)
     if loan is None:
         return None
-    write_numbers(numbers, layout, loan.numpy())
+    write_numbers(chosen.numbers, layout, loan.numpy())
     aux, final = states_in(loan, layout)
-    row, start, tokens = chosen.row, chosen.start, chosen.tokens
+    row, start, tokens = candidate.row, candidate.start, candidate.tokens
     gather_into(aux, [layer[row].narrow(0, start, tokens) for layer in states.aux])
     gather_into(final, [states.final[row].narrow(0, start, tokens)])
     return Sample(

@@ -6,7 +6,7 @@ from policy_bridge.config import BridgeConfig
 from policy_bridge.modules import PolicyModules
 from policy_bridge.outbox import Outbox
 from policy_bridge.pool import HostPool
-from policy_bridge.side_stream import Inline, Runner, runner_for
+from policy_bridge.runner import Inline, Runner, runner_for
 from policy_bridge.stats import Counters
 
 

@@ -38,8 +38,8 @@ CORES = {
     ),
     "policy_bridge": (
         *("batch", "call_hooks", "capture", "capture_plan", "extraction", "gather", "gate"),
-        *("logprobs", "matrices", "modules", "outbox", "pool", "selection", "side_stream"),
-        *("switch", "tap", "wrappers"),
+        *("logprobs", "matrices", "modules", "outbox", "pool", "runner", "selection"),
+        *("side_thread", "switch", "tap", "wrappers"),
     ),
     "rollout_server": ("reload", "content_store", "control", "acceptance_tracker", "weights"),
 }

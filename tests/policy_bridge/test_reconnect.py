@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
@@ -173,3 +174,33 @@ def test_a_trainer_that_never_answers_costs_only_the_deadlines(connect: Connect)
         thread.start()
         assert done.wait(DEADLINE)
         assert bridge.stats().syncs == 3
+
+
+def test_states_that_come_after_the_draft_changed_are_not_taken_for_its_own(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    # The message names the session's layers: states of other ones would train under their names.
+    # What keeps them apart is that their version was announced with the draft before.
+    model, data = make_model(), batch((10, 7))
+    with trainer.serve() as server:
+        port = server.port
+        bridge = connect(server.address, model=model)
+        with bridge.sync(1):
+            pass
+        window = bridge.capture()
+        window.__enter__()
+    other = FakeTrainer(layers=(1, 3, 6))
+    with other.serve(port):
+        other.wait_for(lambda: other.sessions == 1)
+        assert bridge.wait_connected(DEADLINE)
+        with bridge.sync(2):
+            pass
+        with torch.no_grad():
+            model(data["input_ids"])
+            window.ship(**data)
+            window.__exit__(None, None, None)
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+        assert bridge.stats().shed == {"policy_not_announced": 2}
+        assert bridge.stats().accepted == 2
+    assert {s.policy_version for s in other.samples.values()} == {2}

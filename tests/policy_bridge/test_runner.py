@@ -1,0 +1,213 @@
+"""Where choice and copies run, what is waited for, and what becomes of what waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from policy_bridge import capture, extraction
+from policy_bridge.gather import gather_into
+from policy_bridge.runner import HostRunner
+from policy_bridge.side_thread import JOBS, SideThread
+from slipstream.refusal import RefusedError
+
+from .conftest import Connect, batch, make_model, ship
+from .doubles import DEADLINE, FakeTrainer
+
+
+@pytest.fixture
+def side() -> Iterator[SideThread]:
+    side = SideThread("test")
+    yield side
+    side.close()
+
+
+def hold(side: SideThread) -> threading.Event:
+    """Keep the thread busy until the event is set."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def job() -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE)
+
+    assert side.submit(job)
+    assert begun.wait(DEADLINE)
+    return go_on
+
+
+def test_jobs_run_in_order_in_a_thread_of_their_own(side: SideThread) -> None:
+    ran: list[tuple[int, int]] = []
+    go_on = hold(side)
+    for number in range(JOBS):
+        assert side.submit(lambda n=number: ran.append((n, threading.get_ident())))  # type: ignore[misc]
+    assert not side.submit(lambda: ran.append((-1, 0)))
+    assert not side.wait_idle(0.0)
+    go_on.set()
+    assert side.wait_idle(DEADLINE)
+    assert [number for number, _ in ran] == list(range(JOBS))
+    assert threading.get_ident() not in {thread for _, thread in ran}
+
+
+def test_an_error_is_raised_once_by_the_next_submit(side: SideThread) -> None:
+    def job() -> None:
+        raise RefusedError("states", "late", "early", "hurry")
+
+    assert side.submit(job)
+    assert side.wait_idle(DEADLINE)
+    with pytest.raises(RefusedError, match="hurry"):
+        side.submit(lambda: None)
+    assert side.submit(lambda: None)
+
+
+def test_closing_finishes_what_waits_and_takes_no_more(side: SideThread) -> None:
+    ran: list[int] = []
+    go_on = hold(side)
+    for number in range(JOBS):
+        assert side.submit(lambda n=number: ran.append(n))  # type: ignore[misc]
+    closing = threading.Thread(target=side.close)
+    closing.start()
+    go_on.set()
+    closing.join(DEADLINE)
+    assert ran == list(range(JOBS))
+    assert not side.submit(lambda: None)
+    assert side.wait_idle(0.0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_broke_takes_no_more(side: SideThread) -> None:
+    go_on = hold(side)
+    assert side.submit(lambda: [][0])
+    assert side.submit(lambda: None)
+    go_on.set()
+    side._thread.join(DEADLINE)
+    assert side.wait_idle(0.0)
+    assert not side.submit(lambda: None)
+
+
+def test_on_a_host_the_choice_is_made_at_once_and_copied_beside() -> None:
+    runner, caller = HostRunner(), threading.get_ident()
+    threads: list[tuple[str, int]] = []
+
+    def choose() -> list[int] | None:
+        threads.append(("choose", threading.get_ident()))
+        return [1]
+
+    def copy(chosen: list[int]) -> None:
+        assert chosen == [1]
+        threads.append(("copy", threading.get_ident()))
+
+    assert runner.submit(choose, copy)
+    assert runner.wait_idle(DEADLINE)
+    assert [what for what, _ in threads] == ["choose", "copy"]
+    assert threads[0][1] == caller != threads[1][1]
+    assert runner.submit(lambda: None, copy)
+    assert runner.wait_idle(DEADLINE)
+    assert len(threads) == 2
+    # Too much waits: nothing is given up, the caller copies.
+    go_on = hold(runner._thread)
+    for _ in range(JOBS + 1):
+        assert runner.submit(choose, copy)
+    assert [thread for what, thread in threads[2:] if what == "copy"] == [caller]
+    go_on.set()
+    runner.close()
+    assert [what for what, _ in threads].count("copy") == JOBS + 2
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No sample is extracted before this is set."""
+    go_on, extract = threading.Event(), extraction.extract
+
+    def late(*args: object) -> object:
+        assert go_on.wait(DEADLINE)
+        return extract(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(capture, "extract", late)
+    yield go_on
+    go_on.set()
+
+
+def test_flush_waits_for_copies(
+    trainer: FakeTrainer, connect: Connect, held: threading.Event
+) -> None:
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=(model := make_model()))
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, batch((9, 12)))
+        assert not bridge.flush(0.0)
+        held.set()
+        assert bridge.flush(DEADLINE)
+        assert bridge.stats().accepted == len(trainer.samples) == 2
+
+
+def test_close_ships_what_is_still_to_be_copied(
+    trainer: FakeTrainer, connect: Connect, held: threading.Event
+) -> None:
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=(model := make_model()), drain_seconds=DEADLINE)
+        with bridge.sync(1):
+            pass
+        # One copy runs, another one waits.
+        ship(bridge, model, batch((9, 12)))
+        ship(bridge, model, batch((7, 8)))
+        closing = threading.Thread(target=bridge.close)
+        closing.start()
+        side = bridge._runner._thread  # type: ignore[attr-defined]
+        with side._changed:
+            assert side._changed.wait_for(lambda: side._closed, DEADLINE)
+        held.set()
+        closing.join(DEADLINE)
+        assert bridge.stats().accepted == len(trainer.samples) == 4
+
+
+def test_what_the_loop_writes_after_ship_does_not_go_out(
+    trainer: FakeTrainer, connect: Connect, held: threading.Event
+) -> None:
+    model, data = make_model(), batch((9,))
+    data["input_ids"] = data["input_ids"].int()
+    before = data["input_ids"].clone()
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, data)
+        data["input_ids"].zero_()
+        held.set()
+        assert bridge.flush(DEADLINE)
+        (sample,) = trainer.samples.values()
+        assert trainer.tensor(sample, "token_ids").tolist() == before[0].tolist()
+
+
+def test_states_written_between_ship_and_copy_are_refused(
+    trainer: FakeTrainer, connect: Connect, held: threading.Event
+) -> None:
+    model, data = make_model(), batch((9,))
+    seen: list[torch.Tensor] = []
+    model.model.layers[4].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, strict=True)
+        with bridge.sync(1):
+            pass
+        with torch.no_grad():
+            ship(bridge, model, data)
+            seen[0].mul_(2.0)
+        held.set()
+        assert bridge.flush(DEADLINE)
+        assert bridge.stats().captures_refused == 1
+        with pytest.raises(RefusedError, match="written in place"):
+            ship(bridge, model, data)
+        assert bridge.stats().outbox_samples == 0 == len(trainer.samples)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 15, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide_states_are_gathered_in_blocks(tokens: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(tokens, width, generator=generator) for width in (4096, 64, 40_000)]
+    host = torch.full((tokens, 4096 + 64 + 40_000), torch.nan, dtype=dtype)
+    gather_into(host, parts)
+    assert torch.equal(host, torch.cat(parts, -1).to(dtype))
