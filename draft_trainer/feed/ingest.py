@@ -157,7 +157,8 @@ class Ingest:
             message, memories = samples[at]
             if isinstance(room, Reservation) and is_small(message, layout):
                 arriving = Arriving(message, memories, layout, room.block)
-                key = id(layout), message.packed.span.memory
+                in_ring = message.packed.span.memory == pb.MEMORY_RING
+                key = id(layout), id(memories.ring if in_ring else memories)
                 groups.setdefault(key, []).append((at, arriving))
         there: set[int] = set()
         for group in groups.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -34,6 +35,11 @@ class Memories:
 
     payload: Sequence[Bytes]
     ring: RingFile | None = None
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        """Of all pieces together."""
+        return sum(map(len, self.payload))
 
 
 def receive(
@@ -107,16 +113,25 @@ def ring_there(ring: RingFile | None) -> Iterator[None]:
 
 def source_of(span: pb.Span, memories: Memories) -> Sequence[Bytes]:
     """The bytes that a span points to, in pieces of whole floats. Raises RefusedError: outside."""
-    start, end = span.offset, span.offset + span.bytes
+    start = start_of(span, memories)
     if span.memory == pb.MEMORY_PAYLOAD:
-        size = sum(map(len, memories.payload))
-        if end > size:
-            raise _outside(span, f"within the payload's {size} bytes")
-        return _cut(memories.payload, start, end)
-    if span.memory != pb.MEMORY_RING:
+        return _cut(memories.payload, start, start + span.bytes)
+    assert memories.ring is not None
+    return [memories.ring.span(start, span.bytes)]
+
+
+def start_of(span: pb.Span, memories: Memories) -> int:
+    """Where the bytes that a span points to begin. Raises RefusedError: outside its memory."""
+    memory, start = span.memory, span.offset
+    end = start + span.bytes
+    if memory == pb.MEMORY_PAYLOAD:
+        if end > memories.payload_bytes:
+            raise _outside(span, f"within the payload's {memories.payload_bytes} bytes")
+        return start
+    if memory != pb.MEMORY_RING:
         raise RefusedError(
             "packed.span.memory",
-            span.memory,
+            memory,
             "MEMORY_PAYLOAD or MEMORY_RING",
             "say what the span points into",
         )
@@ -132,7 +147,7 @@ def source_of(span: pb.Span, memories: Memories) -> Sequence[Bytes]:
         raise _outside(
             span, f"within [{HEADER_BYTES}, {ring.nbytes}), from a multiple of {ALIGNMENT} on"
         )
-    return [ring.span(start, span.bytes)]
+    return start
 
 
 def _cut(pieces: Sequence[Bytes], start: int, end: int) -> Sequence[Bytes]:

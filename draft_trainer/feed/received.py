@@ -17,7 +17,8 @@ from slipstream.checksums import Bytes
 from slipstream.packed import Layout, tensors_in
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+# Not frozen: setting fields past that takes three times as long, for every small sample.
+@dataclass(eq=False, slots=True)
 class Received:
     """What the store needs to know of a sample.
 

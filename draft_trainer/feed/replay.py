@@ -6,7 +6,7 @@ import hashlib
 import heapq
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from draft_trainer.feed.sample import is_held_out
 from slipstream.refusal import RefusedError
@@ -30,13 +30,18 @@ class Replayable(Protocol):
 T = TypeVar("T", bound=Replayable)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry(Generic[T]):
     sample: T
     arrival: int
     held_out: bool
     times_drawn: int
     pushed: int = 0
+
+
+# In the order of its numbers, then of the push, whose number no other item has.
+_ToDraw = tuple[int, bytes, int, int, _Entry[T]]
+_ToEvict = tuple[int, int, int, int, _Entry[T]]
 
 
 class ReplayBuffer(Generic[T]):
@@ -70,12 +75,12 @@ class ReplayBuffer(Generic[T]):
         self._arrivals = 0
         self._pending = 0
         # Only an entry's last push counts: what was pushed before it changed, or left, is passed
-        # over when it comes up.
+        # over when it comes up. 0 is no push's number.
         self._pushes = 0
         # What was pushed since the last draw gets its place in the order with the next one.
-        self._fresh: list[tuple[int, str]] = []
-        self._to_draw: list[tuple[tuple[int, bytes, int], int, str]] = []
-        self._to_evict: list[tuple[tuple[int, int, int], int, str]] = []
+        self._fresh: list[tuple[int, _Entry[T]]] = []
+        self._to_draw: list[_ToDraw[T]] = []
+        self._to_evict: list[_ToEvict[T]] = []
 
     @property
     def held_out_samples(self) -> int:
@@ -102,18 +107,17 @@ class ReplayBuffer(Generic[T]):
         Returns:
             Empty when nothing is left to train on.
         """
-        for pushed, name in self._fresh:
-            if self._is_valid(pushed, name):
-                heapq.heappush(self._to_draw, (self._draw_key(self._entries[name]), pushed, name))
+        for pushed, entry in self._fresh:
+            if entry.pushed == pushed:
+                heapq.heappush(self._to_draw, self._draw_item(entry))
         self._fresh.clear()
         chosen: list[_Entry[T]] = []
         tokens = 0
         while self._to_draw:
-            _, pushed, name = self._to_draw[0]
-            if not self._is_valid(pushed, name):
+            *_, pushed, entry = self._to_draw[0]
+            if entry.pushed != pushed:
                 heapq.heappop(self._to_draw)
                 continue
-            entry = self._entries[name]
             size = entry.sample.num_tokens
             if chosen and tokens + size > max_tokens:
                 break
@@ -153,20 +157,20 @@ class ReplayBuffer(Generic[T]):
         try:
             while self._to_evict:
                 item = heapq.heappop(self._to_evict)
-                _, pushed, name = item
-                if self._is_valid(pushed, name):
+                if _counts(item):
                     passed.append(item)
-                    sample = self._entries[name].sample
+                    sample = item[-1].sample
                     if not spared(sample):
                         yield sample
         finally:
             for item in passed:
-                if self._is_valid(*item[1:]):
+                if _counts(item):
                     heapq.heappush(self._to_evict, item)
 
     def remove(self, sample: T) -> bool:
         """Give up a sample that is here; whether it was to be trained on and never was."""
         entry = self._entries.pop(sample.sample_id)
+        entry.pushed = 0
         pending = _is_pending(entry)
         self._pending -= pending
         return pending
@@ -202,34 +206,32 @@ class ReplayBuffer(Generic[T]):
     def _push(self, entry: _Entry[T]) -> None:
         self._pushes += 1
         entry.pushed = self._pushes
-        name = entry.sample.sample_id
         if not entry.held_out:
-            self._fresh.append((entry.pushed, name))
-        heapq.heappush(self._to_evict, (self._evict_key(entry), entry.pushed, name))
+            self._fresh.append((entry.pushed, entry))
+        # Oldest version first; within a version what has been trained on goes first.
+        order = (entry.sample.policy_version, -entry.times_drawn, entry.arrival)
+        heapq.heappush(self._to_evict, (*order, entry.pushed, entry))
         # Where nothing is drawn, or nothing evicted, old items would pile up for ever.
         bound = 2 * len(self._entries) + _SLACK
         if len(self._fresh) > bound:
-            self._fresh = [item for item in self._fresh if self._is_valid(*item)]
+            self._fresh = [item for item in self._fresh if _counts(item)]
         if len(self._to_draw) > bound:
-            self._to_draw = [item for item in self._to_draw if self._is_valid(*item[1:])]
+            self._to_draw = [item for item in self._to_draw if _counts(item)]
             heapq.heapify(self._to_draw)
         if len(self._to_evict) > bound:
-            self._to_evict = [item for item in self._to_evict if self._is_valid(*item[1:])]
+            self._to_evict = [item for item in self._to_evict if _counts(item)]
             heapq.heapify(self._to_evict)
 
-    def _is_valid(self, pushed: int, name: str) -> bool:
-        entry = self._entries.get(name)
-        return entry is not None and entry.pushed == pushed
-
-    def _draw_key(self, entry: _Entry[T]) -> tuple[int, bytes, int]:
+    def _draw_item(self, entry: _Entry[T]) -> _ToDraw[T]:
         times = entry.times_drawn
         text = f"{self._seed}:{times}:{entry.sample.sample_id}"
         tie = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return times - entry.sample.policy_version, tie, entry.arrival
+        order = (times - entry.sample.policy_version, tie, entry.arrival)
+        return (*order, entry.pushed, entry)
 
-    def _evict_key(self, entry: _Entry[T]) -> tuple[int, int, int]:
-        # Oldest version first; within a version what has been trained on goes first.
-        return entry.sample.policy_version, -entry.times_drawn, entry.arrival
+
+def _counts(item: tuple[Any, ...]) -> bool:
+    return bool(item[-1].pushed == item[-2])
 
 
 def _is_pending(entry: _Entry[T]) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draft_trainer.feed.contents import LOGPROB_TOLERANCE
-from draft_trainer.feed.receive import Memories, ring_there, source_of
+from draft_trainer.feed.receive import Memories, ring_there, source_of, start_of
 from draft_trainer.feed.validate import Expected
 from draft_trainer.kernels.guarded import guarded_rows
 from slipstream.checksums import Bytes, checksum_of, finite_rows
@@ -26,7 +26,8 @@ SMALL_BYTES = 16 << 10
 """Of a block that is worth it."""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: setting fields past that takes three times as long, for every small sample.
+@dataclass(eq=False, slots=True)
 class Arriving:
     """A sample whose declarations were checked.
 
@@ -52,7 +53,8 @@ def receive_together(samples: Sequence[Arriving], expected: Expected) -> list[bo
     """Bring samples into their blocks, checked as by ``receive`` and ``check_contents``.
 
     Args:
-        samples: at least one, all small, of one layout, of one stream and in one kind of memory.
+        samples: at least one, all small, of one layout and in one memory: the ring of a stream, or
+            the payload of a message.
         expected: of every sample.
 
     Returns:
@@ -63,17 +65,17 @@ def receive_together(samples: Sequence[Arriving], expected: Expected) -> list[bo
     """
     answers = [False] * len(samples)
     there: list[int] = []
-    pieces: list[Bytes] = []
+    starts: list[int] = []
     for at, sample in enumerate(samples):
         try:
-            pieces += source_of(sample.message.packed.span, sample.memories)
+            starts.append(start_of(sample.message.packed.span, sample.memories))
             there.append(at)
         except RefusedError:
             continue
     if not there:
         return answers
     layout = samples[0].layout
-    rows = _copies([samples[at] for at in there], pieces, layout)
+    rows = _copies([samples[at] for at in there], starts, layout)
     right = _contents_right(rows, layout, expected)
     right &= finite_rows(rows[:, layout.aux_at :], layout.dtype)
     for at, row, good in zip(there, rows, right.tolist(), strict=True):
@@ -83,17 +85,20 @@ def receive_together(samples: Sequence[Arriving], expected: Expected) -> list[bo
     return answers
 
 
-def _copies(samples: Sequence[Arriving], pieces: Sequence[Bytes], layout: Layout) -> Bytes:
+def _copies(samples: Sequence[Arriving], starts: Sequence[int], layout: Layout) -> Bytes:
     """The blocks as they arrived, uint8 [n, layout.nbytes]. They are what is checked: the ring is
     shared memory, which its other owner may change."""
     rows = np.empty((len(samples), layout.nbytes), dtype=np.uint8)
-    ring = samples[0].memories.ring
-    if ring is None or samples[0].message.packed.span.memory != pb.MEMORY_RING:
-        np.concatenate(pieces, out=rows.reshape(-1))
+    memories = samples[0].memories
+    if samples[0].message.packed.span.memory == pb.MEMORY_RING:
+        assert memories.ring is not None, "a span in it was found to be right"
+        with ring_there(memories.ring):
+            guarded_rows(memories.ring.span(0, memories.ring.nbytes), starts, rows)
+    elif len(memories.payload) == 1:
+        guarded_rows(memories.payload[0], starts, rows)
     else:
-        offsets = [sample.message.packed.span.offset for sample in samples]
-        with ring_there(ring):
-            guarded_rows(ring.span(0, ring.nbytes), offsets, rows)
+        pieces = [source_of(sample.message.packed.span, memories) for sample in samples]
+        np.concatenate([part for parts in pieces for part in parts], out=rows.reshape(-1))
     return rows
 
 

@@ -128,11 +128,12 @@ class SampleStore:
         described = [Description.of(sample, room.block) for room, sample in samples]
         texts = [description.to_json() for description in described]
         with self._lock:
-            numbers = []
+            rows = [
+                (key_of(self._run_id, sample.sample_id), room.extent.start, room.extent.size, text)
+                for (room, sample), text in zip(samples, texts, strict=True)
+            ]
             with self._ledger.transaction():
-                for (room, sample), text in zip(samples, texts, strict=True):
-                    key, extent = key_of(self._run_id, sample.sample_id), room.extent
-                    numbers.append(self._ledger.add(key, extent.start, extent.size, text))
+                numbers = self._ledger.add(rows)
             for (room, _), number, description in zip(samples, numbers, described, strict=True):
                 if number is not None:
                     self._held.add(StoredSample(number, room.extent, description))

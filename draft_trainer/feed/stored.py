@@ -22,7 +22,8 @@ _FACTS = ("sample_id", "policy_version", "temperature")
 _TENSORS = tuple(field.name for field in fields(Sample) if field.name not in _FACTS)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+# Not frozen: setting fields past that takes three times as long, for every small sample.
+@dataclass(eq=False, slots=True)
 class Description:
     """Everything about a sample but where its bytes are.
 
@@ -85,7 +86,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class StoredSample:
     """Everything about a sample but its bytes, which are read when they are needed.
 

@@ -52,7 +52,8 @@ def ledger(folder: Path, draws: dict[str, int]) -> Path:
     held.mkdir()
     rows = Ledger(held / LEDGER, 100)
     with rows.transaction():
-        numbers = {name: rows.add(key_of(RUN, name), 0, 64, "[]") or 0 for name in draws}
+        added = rows.add([(key_of(RUN, name), 0, 64, "[]") for name in draws])
+        numbers = {name: number or 0 for name, number in zip(draws, added, strict=True)}
         for draw in range(max(draws.values())):
             rows.record_draw(draw, [numbers[n] for n, times in draws.items() if times > draw])
         rows.drop(list(numbers.values()))

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from draft_trainer.config import ReplayConfig
+from draft_trainer.feed import ingest
 from draft_trainer.feed.contents import check_contents
+from draft_trainer.feed.ingest import Ingest
 from draft_trainer.feed.receive import Memories, receive
 from draft_trainer.feed.small import Arriving, is_small, receive_together
+from draft_trainer.feed.store import SampleStore
 from draft_trainer.feed.validate import Expected
 from draft_trainer.kernels.library import using_kernels
+from draft_trainer.sidecar.board import Board
 from slipstream.checksums import KINDS, Bytes, checksum_of
-from slipstream.packed import Layout, layout_of
+from slipstream.layers import encode_layers
+from slipstream.packed import Layout, layout_of, tensors_in
 from slipstream.refusal import RefusedError, StatusCode
 from slipstream.ring import HEADER_BYTES, RingFile, RingTruncatedError
 from slipstream.tensors import dtype_to_wire
@@ -101,6 +109,18 @@ def arriving(data: Bytes, checksum: int | None = None, kind: int = KINDS[0]) -> 
     return Arriving(message, Memories([data]), LAYOUT, np.full_like(data, 0xEE))
 
 
+def one_message(samples: list[Arriving], pieces: int = 1) -> list[Arriving]:
+    """The samples with their blocks one after the other in one payload, of so many pieces."""
+    blocks = [sample.memories.payload[0] for sample in samples]
+    payload, at = np.concatenate(blocks), 0
+    for sample, block in zip(samples, blocks, strict=True):
+        sample.message.packed.span.offset += at
+        at += len(block)
+    step = -(-len(payload) // pieces // 64) * 64
+    memories = Memories([payload[start : start + step] for start in range(0, at, step)])
+    return [Arriving(s.message, memories, s.layout, s.block) for s in samples]
+
+
 def alone(sample: Arriving) -> bool:
     block = np.empty_like(sample.block)
     try:
@@ -111,11 +131,13 @@ def alone(sample: Arriving) -> bool:
     return True
 
 
+@pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("name", [*WRONG, *UNUSUAL])
-def test_one_that_is_wrong_costs_the_others_nothing(name: str) -> None:
+def test_one_that_is_wrong_costs_the_others_nothing(name: str, pieces: int) -> None:
     blocks = [good(seed) for seed in range(5)]
     (WRONG | UNUSUAL)[name](blocks[2])
-    batch = [arriving(block) for block in blocks]
+    batch = one_message([arriving(block) for block in blocks], pieces)
+    assert len(batch[0].memories.payload) == pieces
     assert receive_together(batch, EXPECTED) == [True, True, False, True, True]
     assert [alone(sample) for sample in batch] == [True, True, name in UNUSUAL, True, True]
     for at, sample in enumerate(batch):
@@ -131,13 +153,14 @@ def test_a_changed_byte_anywhere_is_never_taken() -> None:
         changed = block.copy()
         changed[at] ^= 1
         batch.append(arriving(changed, checksum))
-    assert receive_together([*batch, arriving(block)], EXPECTED) == [False] * len(batch) + [True]
+    together = one_message([*batch, arriving(block)])
+    assert receive_together(together, EXPECTED) == [False] * len(batch) + [True]
 
 
 def test_a_span_outside_and_an_unknown_checksum_are_left_to_the_one_that_names_them() -> None:
     outside, unknown = arriving(good(0)), arriving(good(1), kind=77)
-    outside.message.packed.span.offset = 64
-    batch = [outside, unknown, arriving(good(2))]
+    outside.message.packed.span.offset = 1 << 20
+    batch = one_message([outside, unknown, arriving(good(2))])
     assert receive_together(batch, EXPECTED) == [False, False, True]
 
 
@@ -149,10 +172,12 @@ def test_bytes_at_random_get_the_same_verdict() -> None:
         for _ in range(rng.integers(0, 3)):
             block[rng.integers(0, len(block))] = rng.choice([0, 1, 2, 0x7F, 0x80, 0xFF])
         batch.append(arriving(block))
+    batch = one_message(batch)
     together = receive_together(batch, EXPECTED)
     for right, sample in zip(together, batch, strict=True):
         # Another segment number may be right alone.
-        segments = sample.memories.payload[0][8 * TOKENS : 12 * TOKENS]
+        at = sample.message.packed.span.offset
+        segments = sample.memories.payload[0][at + 8 * TOKENS : at + 12 * TOKENS]
         assert right == alone(sample) or (not right and segments.any())
     assert 500 < sum(together) < 1900
 
@@ -182,6 +207,37 @@ def test_a_ring_that_is_cut_short_while_it_is_read_is_an_error_by_name(tmp_path:
             receive(sample.message, sample.memories, LAYOUT, sample.block, LAYOUT)
     assert caught.value.code is StatusCode.DATA_LOSS
     ring.close()
+
+
+def test_messages_that_are_taken_together_have_a_payload_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Taken one by one they would be right whatever they were grouped by.
+    monkeypatch.setattr(ingest, "receive", None)
+    store = SampleStore(tmp_path, ReplayConfig(capacity_bytes=1 << 20))
+    store.begin("run", {})
+    run = SimpleNamespace(check_policy_version=lambda version: None)
+    blocks = {f"s{seed}": good(seed) for seed in range(10)}
+    samples = [arriving(block) for block in blocks.values()]
+    for name, sample in zip(blocks, samples, strict=True):
+        sample.message.sample_id = name
+        sample.message.policy_version, sample.message.temperature = 1, 1.0
+        sample.message.aux_layers.CopyFrom(encode_layers(LAYERS))
+    together = [*one_message(samples[:5]), *one_message(samples[5:])]
+    acks = Ingest(EXPECTED, store, Board(), threading.Event()).take(
+        run, [(s.message, s.memories) for s in together]
+    )  # type: ignore[arg-type]
+    assert [(ack.sample_id, ack.status) for ack in acks] == [
+        (name, pb.ACK_STATUS_ACCEPTED) for name in blocks
+    ]
+    drawn = [*store.draw("run", 10 * TOKENS).samples, *store.held_out("run")]
+    assert {sample.sample_id for sample in drawn} == set(blocks)
+    for sample in drawn:
+        tensors = tensors_in(torch.from_numpy(blocks[sample.sample_id]), LAYOUT)
+        assert torch.equal(sample.token_ids, tensors.token_ids)
+        assert torch.equal(sample.aux.view(torch.int16), tensors.aux.view(torch.int16))
+    del drawn, sample
+    store.close()
 
 
 def test_float8_and_large_ones_are_left_out() -> None:
