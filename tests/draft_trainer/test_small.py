@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +36,7 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 TOKENS, HIDDEN, LAYERS, VOCAB = 9, 16, (1, 2), 50
 LAYOUT = layout_of(TOKENS, len(LAYERS), HIDDEN, torch.bfloat16)
 EXPECTED = Expected(HIDDEN, VOCAB, LAYERS, 64)
+RUN: Any = SimpleNamespace(check_policy_version=lambda version: None)
 
 
 def good(seed: int, layout: Layout = LAYOUT) -> Bytes:
@@ -119,6 +122,23 @@ def one_message(samples: list[Arriving], pieces: int = 1) -> list[Arriving]:
     step = -(-len(payload) // pieces // 64) * 64
     memories = Memories([payload[start : start + step] for start in range(0, at, step)])
     return [Arriving(s.message, memories, s.layout, s.block) for s in samples]
+
+
+def named(blocks: dict[str, Bytes]) -> list[Arriving]:
+    """The blocks as samples that a run would take."""
+    samples = [arriving(block) for block in blocks.values()]
+    for name, sample in zip(blocks, samples, strict=True):
+        sample.message.sample_id = name
+        sample.message.policy_version, sample.message.temperature = 1, 1.0
+        sample.message.aux_layers.CopyFrom(encode_layers(LAYERS))
+    return samples
+
+
+def ingesting(folder: Path) -> tuple[SampleStore, Ingest]:
+    """A store with an open run, and what takes samples into it."""
+    store = SampleStore(folder, ReplayConfig(capacity_bytes=1 << 20))
+    store.begin("run", {})
+    return store, Ingest(EXPECTED, store, Board(), threading.Event())
 
 
 def alone(sample: Arriving) -> bool:
@@ -209,24 +229,40 @@ def test_a_ring_that_is_cut_short_while_it_is_read_is_an_error_by_name(tmp_path:
     ring.close()
 
 
+@pytest.mark.parametrize("wrong", ["checksum", "contents"])
+@pytest.mark.parametrize("count", [1, 6])
+def test_what_is_refused_gives_its_room_back_at_once(
+    tmp_path: Path, count: int, wrong: str
+) -> None:
+    store, taking = ingesting(tmp_path)
+    blocks = {f"s{seed}": good(seed) for seed in range(count)}
+    if wrong == "contents":
+        for block in blocks.values():
+            WRONG["a log-prob above 0"](block)
+    samples = one_message(named(blocks))
+    if wrong == "checksum":
+        for sample in samples:
+            sample.message.packed.checksum ^= 1
+    gc.disable()
+    try:
+        acks = taking.take(RUN, [(s.message, s.memories) for s in samples])
+        assert [ack.status for ack in acks] == [pb.ACK_STATUS_REFUSED] * count
+        assert store.nbytes == 0
+    finally:
+        gc.enable()
+    store.close()
+
+
 def test_messages_that_are_taken_together_have_a_payload_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Taken one by one they would be right whatever they were grouped by.
     monkeypatch.setattr(ingest, "receive", None)
-    store = SampleStore(tmp_path, ReplayConfig(capacity_bytes=1 << 20))
-    store.begin("run", {})
-    run = SimpleNamespace(check_policy_version=lambda version: None)
+    store, taking = ingesting(tmp_path)
     blocks = {f"s{seed}": good(seed) for seed in range(10)}
-    samples = [arriving(block) for block in blocks.values()]
-    for name, sample in zip(blocks, samples, strict=True):
-        sample.message.sample_id = name
-        sample.message.policy_version, sample.message.temperature = 1, 1.0
-        sample.message.aux_layers.CopyFrom(encode_layers(LAYERS))
+    samples = named(blocks)
     together = [*one_message(samples[:5]), *one_message(samples[5:])]
-    acks = Ingest(EXPECTED, store, Board(), threading.Event()).take(
-        run, [(s.message, s.memories) for s in together]
-    )  # type: ignore[arg-type]
+    acks = taking.take(RUN, [(s.message, s.memories) for s in together])
     assert [(ack.sample_id, ack.status) for ack in acks] == [
         (name, pb.ACK_STATUS_ACCEPTED) for name in blocks
     ]
