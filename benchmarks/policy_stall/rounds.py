@@ -198,10 +198,8 @@ def paired(mine: Sequence[float], peers: Sequence[Sequence[float]]) -> dict[str,
     """Ratio to the mean of the peers in each round: its median, with a bootstrap interval."""
     ratios = [own / statistics.fmean(its) for own, *its in zip(mine, *peers, strict=True)]
     values = torch.tensor(ratios, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.randint(len(values), (_RESAMPLES, len(values)), generator=generator)
     # quantile, not median: that takes the lower of the two in the middle.
-    medians = values[draws].quantile(0.5, dim=1)
+    medians = values[_resampled(len(values))].quantile(0.5, dim=1)
     return {
         "median": statistics.median(ratios),
         "low_95": float(medians.quantile(0.025)),
@@ -211,9 +209,24 @@ def paired(mine: Sequence[float], peers: Sequence[Sequence[float]]) -> dict[str,
     }
 
 
-def ratio_of_p99(mine: Sequence[float], peers: Sequence[Sequence[float]]) -> float:
-    """Of this row to that of the peers' steps taken together."""
-    return percentile(mine, 0.99) / percentile([v for its in peers for v in its], 0.99)
+def ratio_of_p99(mine: Sequence[float], peers: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Of this row to that of the peers' steps taken together, with an interval by resampling
+    rounds: of a few hundred steps it is that of the three or four slowest."""
+    own = torch.tensor(mine, dtype=torch.float64)
+    its = torch.tensor(peers, dtype=torch.float64).T
+    rounds = _resampled(len(own))
+    drawn = own[rounds].quantile(0.99, dim=1) / its[rounds].flatten(1).quantile(0.99, dim=1)
+    return {
+        "ratio": float(own.quantile(0.99) / its.flatten().quantile(0.99)),
+        "low_95": float(drawn.quantile(0.025)),
+        "high_95": float(drawn.quantile(0.975)),
+    }
+
+
+def _resampled(rounds: int) -> torch.Tensor:
+    """Rounds of each of many runs that might as well have been, [runs, rounds]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(rounds, (_RESAMPLES, rounds), generator=generator)
 
 
 def resident_bytes() -> int:
@@ -234,11 +247,6 @@ def growth(resident: list[int]) -> float:
 def spread(values: list[float]) -> dict[str, float]:
     """Median, lowest and highest."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """By linear interpolation."""
-    return float(torch.tensor(values, dtype=torch.float64).quantile(share))
 
 
 Figures = Mapping[str, dict[str, Any]]
