@@ -253,9 +253,9 @@ class Capture:
             sample = extract(plan, one)
             if sample is not None:
                 filled.append((sample, one.priority))
-        # Again: the loop has gone on meanwhile.
-        _check_unwritten(chosen)
         plan.runner.settle()
+        # Again, with the copies done: the loop has gone on meanwhile.
+        _check_unwritten(chosen)
         # Only when all are filled: the first one wakes the shipper, which takes the interpreter's
         # lock whenever an operation here lets go of it.
         for sample, priority in filled:

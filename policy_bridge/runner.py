@@ -15,13 +15,13 @@ import torch
 
 from policy_bridge.side_thread import SideThread
 
-Chosen = TypeVar("Chosen")
+T = TypeVar("T")
 
 
 class Runner(Protocol):
     """Runs the work of a bridge's windows, in order."""
 
-    def submit(self, choose: Callable[[], Chosen | None], copy: Callable[[Chosen], None]) -> bool:
+    def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
         """Call ``copy`` with what ``choose`` returned, unless that is None; each now or soon.
 
         Returns:
@@ -45,7 +45,7 @@ class Runner(Protocol):
 class Inline:
     """At once, in the caller's thread."""
 
-    def submit(self, choose: Callable[[], Chosen | None], copy: Callable[[Chosen], None]) -> bool:
+    def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
         """See ``Runner``."""
         chosen = choose()
         if chosen is not None:
@@ -69,7 +69,7 @@ class HostRunner:
     def __init__(self) -> None:
         self._thread = SideThread("slipstream-copies")
 
-    def submit(self, choose: Callable[[], Chosen | None], copy: Callable[[Chosen], None]) -> bool:
+    def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
         """See ``Runner``; too much never waits: the caller's thread copies then.
 
         Raises:
@@ -109,7 +109,7 @@ class DeviceRunner:
         self._stream = torch.cuda.Stream(device)
         self._thread = SideThread("slipstream-copies")
 
-    def submit(self, choose: Callable[[], Chosen | None], copy: Callable[[Chosen], None]) -> bool:
+    def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
         """See ``Runner``. Call it on the stream that makes the tensors that are read.
 
         Raises:

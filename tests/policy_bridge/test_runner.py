@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from policy_bridge import capture, extraction
 from policy_bridge.gather import gather_into
-from policy_bridge.runner import HostRunner
+from policy_bridge.runner import DeviceRunner, HostRunner
 from policy_bridge.side_thread import JOBS, SideThread
 from slipstream.refusal import RefusedError
 
@@ -114,6 +116,67 @@ def test_on_a_host_the_choice_is_made_at_once_and_copied_beside() -> None:
     go_on.set()
     runner.close()
     assert [what for what, _ in threads].count("copy") == JOBS + 2
+
+
+class Streams:
+    """torch.cuda's streams and events, which only note what they are asked for, and where."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.noted: list[tuple[str, bool]] = []
+        self._caller = threading.get_ident()
+        policy = SimpleNamespace(name="policy")
+        side = SimpleNamespace(
+            device="cuda:0",
+            wait_event=lambda event: self.note(f"wait for {event.name}"),
+            synchronize=lambda: self.note("synchronize"),
+        )
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: policy)
+        monkeypatch.setattr(torch.cuda, "Event", self._event)
+
+    def note(self, what: str) -> None:
+        self.noted.append((what, threading.get_ident() == self._caller))
+
+    def _event(self) -> SimpleNamespace:
+        return SimpleNamespace(name="event", record=lambda on: self.note(f"record on {on.name}"))
+
+
+def test_on_a_device_nothing_waits_but_the_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams(monkeypatch)
+    runner = DeviceRunner(torch.device("cuda"))
+
+    def choose() -> int:
+        streams.note("choose")
+        return 1
+
+    def copy(chosen: int) -> None:
+        streams.note("copy")
+
+    def fail() -> int:
+        raise RefusedError("selector", "late", "early", "hurry")
+
+    assert runner.submit(choose, copy)
+    assert runner.wait_idle(DEADLINE)
+    assert streams.noted == [
+        ("record on policy", True),
+        ("wait for event", False),
+        ("choose", False),
+        ("copy", False),
+        ("synchronize", False),
+    ]
+    # Also of a job that failed nothing is let go of before its stream is done.
+    assert runner.submit(fail, copy)
+    assert runner.wait_idle(DEADLINE)
+    assert streams.noted[-1] == ("synchronize", False)
+    with pytest.raises(RefusedError, match="hurry"):
+        runner.submit(choose, copy)
+    # Too much waits: neither is called.
+    go_on = hold(runner._thread)
+    assert [runner.submit(choose, copy) for _ in range(JOBS + 1)] == [True] * JOBS + [False]
+    go_on.set()
+    runner.close()
+    assert sum(what == "copy" for what, _ in streams.noted) == 1 + JOBS
 
 
 @pytest.fixture
