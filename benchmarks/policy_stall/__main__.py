@@ -101,7 +101,7 @@ def run_case(case: Case, options: argparse.Namespace, folder: Path) -> dict[str,
             progress=progress,
         )
         absent = [row for row in rows if row.name in ABSENT]
-        figures = {row.name: row.figures(absent) for row in rows}
+        figures = {row.name: row.figures(absent, rows) for row in rows}
         os.sched_setaffinity(0, set(cores))
     return {
         "case": case.name,

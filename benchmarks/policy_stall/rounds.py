@@ -56,8 +56,13 @@ class Row:
     checked: int = 0
     same_bits: int = 0
 
-    def figures(self, absent: Sequence[Row]) -> dict[str, Any]:
-        """For JSON, with the ratios to the rows without a bridge, round by round."""
+    def figures(self, absent: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
+        """For JSON, with the ratios to the rows without a bridge, round by round.
+
+        Args:
+            absent: those rows.
+            rows: all of them.
+        """
         peers = [row for row in absent if row is not self]
         stats = self.bridge.stats() if self.bridge is not None else None
         return {
@@ -66,7 +71,11 @@ class Row:
             "paired_own_cpu": paired(self.own, [row.own for row in peers]),
             "paired_process_cpu": paired(self.process, [row.process for row in peers]),
             "p99_wall": ratio_of_p99(self.wall, [row.wall for row in peers]),
+            "p99_in_round": ratio_of_p99(
+                self.in_round(rows), [row.in_round(rows) for row in peers]
+            ),
             "p99_own_cpu": ratio_of_p99(self.own, [row.own for row in peers]),
+            "wall": self.wall,
             "other_threads_cpu_seconds": spread(
                 [whole - own for whole, own in zip(self.process, self.own, strict=True)]
             ),
@@ -88,6 +97,14 @@ class Row:
                 "capture_off_reason": stats.capture_off_reason,
             },
         }  # fmt: skip
+
+    def in_round(self, rows: Sequence[Row]) -> list[float]:
+        """Each step's wall time over the mean of the other rows' in its round.
+
+        A machine that others use too is slow for seconds at a time, and then for all rows alike.
+        """
+        others = [row.wall for row in rows if row is not self]
+        return [own / statistics.fmean(its) for own, *its in zip(self.wall, *others, strict=True)]
 
 
 class Rounds:

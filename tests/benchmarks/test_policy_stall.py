@@ -66,12 +66,21 @@ def test_figures_become_targets() -> None:
     for row in rows:
         row.own = row.process = row.wall
         row.same_bits = row.checked = 3
-    figures = {row.name: row.figures((absent, again)) for row in rows}
+    figures = {row.name: row.figures((absent, again), rows) for row in rows}
     assert figures["healthy"]["paired_wall"]["median"] == pytest.approx(1.02)
     assert figures["absent"]["paired_wall"]["median"] == 1.0
     # 28.71 of 29 places up; of a third of all resamplings the one slow step is not part.
     assert figures["healthy"]["p99_wall"] == pytest.approx(
         {"ratio": 1.02 + 0.71 * 0.98, "low_95": 1.02, "high_95": 2.0}
+    )
+    # A step of 1.02, or 2.0, among two of 1; a step of 1 among 1 and 1.02, or 2.0.
+    among = {"absent": 1 / 1.01, "healthy": 1.02}
+    assert [row.in_round(rows)[0] for row in rows] == pytest.approx(
+        [among["absent"], among["absent"], among["healthy"]]
+    )
+    assert rows[2].in_round(rows)[-1] == pytest.approx(2.0)
+    assert figures["healthy"]["p99_in_round"]["ratio"] == pytest.approx(
+        (1.02 + 0.71 * 0.98) / (1 / 1.01)
     )
     free = {t.name: t.ok for t in targets("x", figures, 0.0, free_core=True)}
     shared = {t.name: t.ok for t in targets("x", figures, 0.02, free_core=False)}
