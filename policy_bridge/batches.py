@@ -66,7 +66,7 @@ class Batches:
         def fits(sample: Sample) -> bool:
             nonlocal message, size
             most = self._message_bytes(sample)
-            if message and (size + most > bound or not self._known(sample.policy_version)):
+            if message and (size + most > bound or not self._goes_with(first, sample)):
                 return False
             message += most
             size += max(most, sample.nbytes)
@@ -91,6 +91,10 @@ class Batches:
             sent = self._stream.send(batch) + sum(placed.ring_bytes for placed in batch)
             self._counters.add(sent_samples=len(batch), sent_bytes=sent)
         return [sample.sample_id for sample in samples[: len(batch)]]
+
+    def _goes_with(self, first: Sample, sample: Sample) -> bool:
+        same = sample.aux_layers == first.aux_layers
+        return same and self._known(sample.policy_version)
 
     def _message_bytes(self, sample: Sample) -> int:
         layout = sample.float8_layout if self._float8 else sample.layout

@@ -157,6 +157,11 @@ class Shipper:
                     self._note(TimeoutError("the trainer does not answer on its stream of samples"))
                     break
                 sample = self._outbox.peek(0.0)
+                if sample is not None and sample.aux_layers != session.aux_layers:
+                    # Of a window that was open, or was copied from, while the draft changed: the
+                    # message would call its states those of the new one's layers.
+                    self._outbox.give_up(sample, "draft_changed")
+                    continue
                 if self._announce_due(sample):
                     continue
                 if sample is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
@@ -176,11 +178,11 @@ def test_a_trainer_that_never_answers_costs_only_the_deadlines(connect: Connect)
         assert bridge.stats().syncs == 3
 
 
+@pytest.mark.parametrize("first", ["old", "new"])
 def test_states_that_come_after_the_draft_changed_are_not_taken_for_its_own(
-    trainer: FakeTrainer, connect: Connect
+    trainer: FakeTrainer, connect: Connect, first: str
 ) -> None:
     # The message names the session's layers: states of other ones would train under their names.
-    # What keeps them apart is that their version was announced with the draft before.
     model, data = make_model(), batch((10, 7))
     with trainer.serve() as server:
         port = server.port
@@ -189,18 +191,45 @@ def test_states_that_come_after_the_draft_changed_are_not_taken_for_its_own(
             pass
         window = bridge.capture()
         window.__enter__()
+        with torch.no_grad():
+            model(data["input_ids"])
+            window.ship(**data)
     other = FakeTrainer(layers=(1, 3, 6))
     with other.serve(port):
         other.wait_for(lambda: other.sessions == 1)
         assert bridge.wait_connected(DEADLINE)
         with bridge.sync(2):
             pass
-        with torch.no_grad():
-            model(data["input_ids"])
-            window.ship(**data)
-            window.__exit__(None, None, None)
-        ship(bridge, model, data)
+        if first == "new":
+            # The trainer is told of version 2, and with it the bridge no more waits for version 1.
+            ship(bridge, model, data)
+            other.wait_for(lambda: len(other.samples) == 2)
+        window.__exit__(None, None, None)
+        if first == "old":
+            ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
-        assert bridge.stats().shed == {"policy_not_announced": 2}
+        assert bridge.stats().shed == {"draft_changed": 2}
         assert bridge.stats().accepted == 2
+        assert bridge.stats().refused == 0
     assert {s.policy_version for s in other.samples.values()} == {2}
+
+
+def test_what_fits_goes_out_behind_what_does_not(trainer: FakeTrainer, connect: Connect) -> None:
+    # Both wait in the outbox when the first is looked at: they must not travel together.
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=(model := make_model()))
+        trainer.hang.add("AnnouncePolicy")
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, batch((10, 7, 9, 8)))
+        assert bridge._runner.wait_idle(DEADLINE)
+        held = bridge._outbox._held
+        with bridge._outbox._changed:
+            for name in list(held)[1::2]:
+                sample, priority = held[name]
+                held[name] = (replace(sample, aux_layers=(1, 3, 6)), priority)
+        trainer.hang.clear()
+        trainer.release.set()
+        assert bridge.flush(DEADLINE)
+        assert bridge.stats().shed == {"draft_changed": 2}
+        assert bridge.stats().accepted == len(trainer.samples) == 2
