@@ -17,6 +17,7 @@ from policy_bridge.capture_plan import CapturePlan, Chosen, HostRecord, Record
 from policy_bridge.extraction import (
     candidates_of,
     extract,
+    needs_weights,
     numbers_of,
     with_logits,
     without_logits,
@@ -236,13 +237,14 @@ class Capture:
         )
         chosen = []
         for rank, candidate in enumerate(wanted):
-            record = records[candidate.forward]
-            numbers = numbers_of(plan, record, candidate)
-            if numbers is None:
-                self._counters.shed("non_finite", 1, candidate.nbytes)
-                continue
+            record, numbers = records[candidate.forward], None
+            if needs_weights(record):
+                numbers = numbers_of(plan, record, candidate)
+                if numbers is None:
+                    self._counters.shed("non_finite", 1, candidate.nbytes)
+                    continue
             priority = PRIORITIES - 1 - rank * PRIORITIES // len(wanted)
-            chosen.append(Chosen(record.states, candidate, numbers, priority))
+            chosen.append(Chosen(record, candidate, numbers, priority))
         _check_unwritten(chosen)
         return chosen
 
@@ -250,7 +252,11 @@ class Capture:
         plan = self._plan
         filled = []
         for one in chosen:
-            sample = extract(plan, one)
+            numbers = one.numbers or numbers_of(plan, one.record, one.candidate)
+            if numbers is None:
+                self._counters.shed("non_finite", 1, one.candidate.nbytes)
+                continue
+            sample = extract(plan, one, numbers)
             if sample is not None:
                 filled.append((sample, one.priority))
         plan.runner.settle()
@@ -263,5 +269,5 @@ class Capture:
 
 
 def _check_unwritten(chosen: Sequence[Chosen]) -> None:
-    for states in {id(one.states): one.states for one in chosen}.values():
-        states.check_unwritten()
+    for record in {id(one.record): one.record for one in chosen}.values():
+        record.states.check_unwritten()

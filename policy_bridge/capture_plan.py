@@ -123,9 +123,9 @@ class HostRecord:
         spans = spans_of(record.attention_mask, record.position_ids, (shape[0], shape[1]))
         return cls(
             spans=spans,
-            # A copy in any case: the loop may write into its own before the sample is written.
+            # Copies in any case: the loop may write into its own before the samples are written.
             token_ids=record.token_ids.cpu().numpy().astype(np.int32),
-            loss_mask=record.loss_mask.cpu().numpy(),
+            loss_mask=record.loss_mask.cpu().numpy().copy(),
             logprobs=_floats(record.logprobs),
             logits=_floats(record.logits),
         )
@@ -133,20 +133,20 @@ class HostRecord:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What goes out, apart from its states.
+    """What goes out.
 
     Attributes:
-        states: of its pass.
+        record: its pass, with its numbers on the host.
         candidate: which rows of it.
-        numbers: on the host.
+        numbers: its own, where they had to come from the weights as they were when it was chosen.
         priority: 0 to ``PRIORITIES`` - 1.
     """
 
-    states: ForwardStates
+    record: Record
     candidate: Candidate
-    numbers: Numbers
+    numbers: Numbers | None
     priority: int
 
 
 def _floats(values: torch.Tensor | None) -> NDArray[np.float32] | None:
-    return None if values is None else values.float().cpu().numpy()
+    return None if values is None else values.float().cpu().numpy().copy()

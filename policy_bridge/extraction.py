@@ -84,19 +84,25 @@ def numbers_of(plan: CapturePlan, record: Record, chosen: Candidate) -> Numbers 
     )
 
 
-def extract(plan: CapturePlan, chosen: Chosen) -> Sample | None:
+def needs_weights(record: Record) -> bool:
+    """Whether ``numbers_of`` reads the policy's weights for this pass."""
+    host = _host(record)
+    return host.logprobs is None or host.logits is None
+
+
+def extract(plan: CapturePlan, chosen: Chosen, numbers: Numbers) -> Sample | None:
     """The chosen tokens in memory of their own, to be read after the runner's ``settle``.
 
     Returns:
         None where there is no memory for a sample of this priority.
     """
-    states, candidate = chosen.states, chosen.candidate
+    states, candidate = chosen.record.states, chosen.candidate
     dtype = _dtype_of(plan, states.final)
     layout = layout_of(candidate.tokens, len(states.aux), states.final.shape[-1], dtype)
     loan = plan.reserve(layout.nbytes, chosen.priority)
     if loan is None:
         return None
-    write_numbers(chosen.numbers, layout, loan.numpy())
+    write_numbers(numbers, layout, loan.numpy())
     aux, final = states_in(loan, layout)
     row, start, tokens = candidate.row, candidate.start, candidate.tokens
     gather_into(aux, [layer[row].narrow(0, start, tokens) for layer in states.aux])

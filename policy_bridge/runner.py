@@ -8,12 +8,16 @@ nothing where there is a free core.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
 
 from policy_bridge.side_thread import SideThread
+
+# Of the policy's thread. Without it a loss of five operations took 0.4 ms longer.
+_HEAD_START_SECONDS = 0.002
 
 T = TypeVar("T")
 
@@ -64,7 +68,11 @@ class Inline:
 
 
 class HostRunner:
-    """For policies on the CPU: chooses in the caller's thread, copies in one of its own."""
+    """For policies on the CPU: chooses in the caller's thread, copies in one of its own.
+
+    The copies begin a moment later: at once they would take the interpreter's lock from the
+    caller between the operations that lead from the pass to its backward.
+    """
 
     def __init__(self) -> None:
         self._thread = SideThread("slipstream-copies")
@@ -76,7 +84,14 @@ class HostRunner:
             RefusedError: what a ``copy`` before this one raised.
         """
         chosen = choose()
-        if chosen is not None and not self._thread.submit(lambda: copy(chosen)):
+        if chosen is None:
+            return True
+
+        def job() -> None:
+            time.sleep(_HEAD_START_SECONDS)
+            copy(chosen)
+
+        if not self._thread.submit(job):
             copy(chosen)
         return True
 

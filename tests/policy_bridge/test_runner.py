@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from policy_bridge import capture, extraction
+from policy_bridge import capture
 from policy_bridge.gather import gather_into
 from policy_bridge.runner import DeviceRunner, HostRunner
 from policy_bridge.side_thread import JOBS, SideThread
@@ -181,14 +181,14 @@ def test_on_a_device_nothing_waits_but_the_side(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """No sample is extracted before this is set."""
-    go_on, extract = threading.Event(), extraction.extract
+    """No sample is written before this is set."""
+    go_on, whole = threading.Event(), capture.Capture._copy_and_offer
 
-    def late(*args: object) -> object:
+    def late(*args: object) -> None:
         assert go_on.wait(DEADLINE)
-        return extract(*args)  # type: ignore[arg-type]
+        whole(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(capture, "extract", late)
+    monkeypatch.setattr(capture.Capture, "_copy_and_offer", late)
     yield go_on
     go_on.set()
 
@@ -232,17 +232,48 @@ def test_what_the_loop_writes_after_ship_does_not_go_out(
 ) -> None:
     model, data = make_model(), batch((9,))
     data["input_ids"] = data["input_ids"].int()
-    before = data["input_ids"].clone()
+    given = {
+        **data,
+        "sampled_logprobs": -torch.rand(1, 9, generator=torch.Generator().manual_seed(2)),
+        "sampled_logits": torch.rand(1, 9, generator=torch.Generator().manual_seed(3)),
+    }
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        with bridge.sync(1):
+            pass
+        with torch.no_grad(), bridge.capture() as capture:
+            model(data["input_ids"])
+            capture.ship(**given)
+        for tensor in given.values():
+            tensor.zero_()
+        held.set()
+        assert bridge.flush(DEADLINE)
+        (sample,) = trainer.samples.values()
+    assert trainer.tensor(sample, "token_ids").tolist() == before["input_ids"][0].tolist()
+    assert trainer.tensor(sample, "loss_mask").tolist() == before["loss_mask"][0].tolist()
+    for name in ("sampled_logprobs", "sampled_logits"):
+        assert trainer.tensor(sample, name)[1:].tolist() == before[name][0, 1:].tolist()
+
+
+def test_log_probs_are_of_the_weights_that_made_the_pass(
+    trainer: FakeTrainer, connect: Connect, held: threading.Event
+) -> None:
+    model, data = make_model(), batch((9,))
+    with torch.no_grad():
+        logits = model(data["input_ids"]).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(-1, data["input_ids"][0, 1:, None]).squeeze(-1)
     with trainer.serve() as server:
         bridge = connect(server.address, model=model)
         with bridge.sync(1):
             pass
         ship(bridge, model, data)
-        data["input_ids"].zero_()
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2.0)
         held.set()
         assert bridge.flush(DEADLINE)
         (sample,) = trainer.samples.values()
-        assert trainer.tensor(sample, "token_ids").tolist() == before[0].tolist()
+    torch.testing.assert_close(trainer.tensor(sample, "sampled_logprobs")[1:], expected)
 
 
 def test_states_written_between_ship_and_copy_are_refused(
