@@ -166,8 +166,8 @@ class Ledger:
         beyond = len(self._dropped) - self._entries
         if beyond > 0:
             oldest = ranges([heappop(self._dropped) for _ in range(beyond)])
+            query = "SELECT key FROM samples WHERE number BETWEEN ? AND ?"
             for span in oldest:
-                query = "SELECT key FROM samples WHERE number BETWEEN ? AND ?"
                 self._known.difference_update(
                     [key for (key,) in self._database.execute(query, span)]
                 )
@@ -278,15 +278,12 @@ class Ledger:
 def ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """First and last of every run of neighbours among numbers, ascending."""
     found: list[tuple[int, int]] = []
-    first = last = None
     for number in sorted(numbers):
-        if first is None or last is None:
-            first = number
-        elif number != last + 1:
-            found.append((first, last))
-            first = number
-        last = number
-    return found if first is None or last is None else [*found, (first, last)]
+        if found and number == found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return found
 
 
 def key_of(run_id: str, sample_id: str) -> bytes:
