@@ -54,7 +54,9 @@ class Announcer:
 
     Args:
         channel: to the trainer.
-        keep: snapshots held; an older one that nobody announced is given up.
+        keep: snapshots held, of two or more: the newest, and before it one that is being announced
+            rather than one that waits. To a slow trainer each was given up before it was known,
+            and not a sample went out.
     """
 
     def __init__(self, channel: grpc.Channel, keep: int = 2) -> None:
@@ -71,6 +73,7 @@ class Announcer:
         self._interval = _FIRST_INTERVAL
         self._session: Session | None = None
         self._known: int | None = None
+        self._announcing: int | None = None
         self._held_hashes: set[bytes] = set()
 
     def offer(self, snapshot: PolicySnapshot) -> list[int]:
@@ -83,7 +86,8 @@ class Announcer:
             self._snapshots[snapshot.policy_version] = snapshot
             dropped = []
             while len(self._snapshots) > self._keep:
-                version, _ = self._snapshots.popitem(last=False)
+                version = next(kept for kept in self._snapshots if kept != self._announcing)
+                del self._snapshots[version]
                 self._specs.pop(version, None)
                 if not self._knows(version):
                     dropped.append(version)
@@ -126,8 +130,24 @@ class Announcer:
             session, snapshot = self._session, self._snapshots.get(version)
             specs = self._specs.get(version)
             pauses = min(timeout * _OF_DEADLINE, self._interval * _OF_INTERVAL)
-        if session is None or snapshot is None:
-            raise RefusedError("policy_version", version, "a version that is due", "call due()")
+            if session is None or snapshot is None:
+                raise RefusedError("policy_version", version, "a version that is due", "call due()")
+            self._announcing = version
+        try:
+            self._tell(session, snapshot, specs, timeout, pauses)
+        finally:
+            with self._lock:
+                self._announcing = None
+
+    def _tell(
+        self,
+        session: Session,
+        snapshot: PolicySnapshot,
+        specs: list[tensor_pb2.TensorSpec] | None,
+        timeout: float,
+        pauses: float,
+    ) -> None:
+        version = snapshot.policy_version
         if specs is None:
             specs = _specs_of(snapshot.tensors, pauses)
         header = pb.AnnouncePolicyHeader(

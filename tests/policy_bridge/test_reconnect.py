@@ -233,3 +233,45 @@ def test_what_fits_goes_out_behind_what_does_not(trainer: FakeTrainer, connect: 
         assert bridge.flush(DEADLINE)
         assert bridge.stats().shed == {"draft_changed": 2}
         assert bridge.stats().accepted == len(trainer.samples) == 2
+
+
+def test_a_trainer_slower_than_the_policy_takes_what_it_has_time_for(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    """A version stays while it is announced; given up are those that wait behind it."""
+    model = make_model()
+    trainer.hang = {"AnnouncePolicy"}
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        for version in range(1, 6):
+            with bridge.sync(version):
+                pass
+            ship(bridge, model, batch((10, 12)))
+            trainer.wait_for(lambda: ("AnnouncePolicy", -1) in trainer.events)
+        trainer.release.set()
+        assert bridge.flush(DEADLINE)
+    assert sorted(trainer.tensors) == [1, 5]
+    assert sorted(s.policy_version for s in trainer.samples.values()) == [1, 1, 5, 5]
+    assert bridge.stats().shed == {"policy_not_announced": 6}
+
+
+def test_what_waits_for_a_hung_trainer_is_copied_into_memory_that_was_there(
+    trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 MiB were taken anew, and given back, in each sync of a policy of 100 M parameters."""
+    model = make_model()
+    trainer.hang = {"AnnouncePolicy"}
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model)
+        with bridge.sync(1):
+            pass
+        trainer.wait_for(lambda: ("AnnouncePolicy", -1) in trainer.events)
+        pool, lent = bridge._matrices._pool, []
+        take = pool.take
+        monkeypatch.setattr(pool, "take", lambda size: lent.append(loan := take(size)) or loan)
+        for version in range(2, 8):
+            with bridge.sync(version):
+                pass
+            assert len(lent) == 2 and all(loan is not None for loan in lent)
+            lent.clear()
+        trainer.release.set()
