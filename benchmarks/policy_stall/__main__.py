@@ -3,10 +3,13 @@
 A step is forward, backward and optimizer, the log-prob forward captured. Rows: no bridge, twice;
 one that is idle; one that ships to a healthy trainer, to a slow one (1 MB/s), to a hung one
 (SIGSTOP), to a killed one, and to one on a full /dev/shm. Every trainer is a real
-``draft-trainer serve``. In each round all rows take a step in an order of chance, and a row's
-ratio is to the mean of the two without a bridge of its round; the ratio of those two is the
-noise. The weight sync before each step is not part of it and is shown beside it; what it sets
-off in the background, the announcement of the new version, runs during the step.
+``draft-trainer serve``, which takes, checks and keeps what it is sent; it does not train
+meanwhile, since its arithmetic would fall on other rows' steps than those it is for. In each
+round all rows take a step in an order of chance, and a row's ratio is to the mean of the two
+without a bridge of its round; the ratio of those two is the noise. The weight sync before each
+step is not part of it and is shown beside it. What it sets off in the background, the
+announcement of the new version, is over before the step of the rows healthy and full_shm, as in
+a loop whose rollouts lie between; in the other rows it runs during the step.
 
 Run ``python -m benchmarks.policy_stall`` from the repository root.
 """

@@ -8,13 +8,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.policy_stall.affinity import confine
 from benchmarks.policy_stall.policy import Policy
 from benchmarks.policy_stall.progress import Progress
 from policy_bridge import PolicyBridge, null_bridge
@@ -23,8 +23,10 @@ ABSENT = ("absent", "absent again")
 """Two rows without a bridge: what divides them is the noise of the run."""
 
 SETTLE_SECONDS = 5.0
+_LOOK_SECONDS = 0.005
 CHECKS = 3
 _COLD_BYTES = 64 << 20
+_COLD_PASSES = 4
 _RESAMPLES = 2_000
 
 
@@ -36,7 +38,8 @@ class Row:
         name: of the row.
         bridge: None: there is none.
         captures: whether its steps capture.
-        settles: whether what it ships is waited for, so that it burdens no other row.
+        settles: whether what its syncs set off and what it ships is waited for, the one as in the
+            time that a loop's rollouts take, the other so that it burdens no other row.
         wall: seconds of each step.
         own: CPU seconds of the policy's thread in each step: what a busy machine adds is not in it.
         process: CPU seconds of the whole process in each step.
@@ -130,8 +133,10 @@ class Rounds:
         self._version += 1
         for row in random.Random(self._version).sample(self._rows, len(self._rows)):
             sync = self._sync(row)
-            # Nobody's step finds what its sync, or the row before it, left in the caches.
-            self._cold.add_(1)
+            # Nobody's step finds what its sync, or the row before it, left in the caches; nor the
+            # core still waking from a wait, after which a step takes about a millisecond longer.
+            for _ in range(_COLD_PASSES):
+                self._cold.add_(1)
             self._move_threads()
             process, own = time.process_time(), time.thread_time()
             began = time.perf_counter()
@@ -163,24 +168,27 @@ class Rounds:
             self._settle(row)
 
     def _sync(self, row: Row) -> float:
+        """Seconds of the window, not of what is waited for behind it."""
+        if row.bridge is None:
+            return 0.0
+        announced = row.bridge.stats().announced
         began = time.perf_counter()
-        if row.bridge is not None:
-            with row.bridge.sync(self._version):
-                pass
-        return time.perf_counter() - began
+        with row.bridge.sync(self._version):
+            pass
+        ended = time.perf_counter()
+        if row.settles:
+            until = ended + SETTLE_SECONDS
+            while row.bridge.stats().announced == announced and time.perf_counter() < until:
+                time.sleep(_LOOK_SECONDS)
+        return ended - began
 
     def _settle(self, row: Row) -> None:
         if row.settles and row.bridge is not None:
             row.bridge.flush(SETTLE_SECONDS)
 
     def _move_threads(self) -> None:
-        if self._background is None:
-            return
-        for thread in Path("/proc/self/task").iterdir():
-            if int(thread.name) != threading.get_native_id():
-                # Not one that ended meanwhile.
-                with suppress(ProcessLookupError):
-                    os.sched_setaffinity(int(thread.name), self._background)
+        if self._background is not None:
+            confine(os.getpid(), self._background, but=(threading.get_native_id(),))
 
 
 def measure(

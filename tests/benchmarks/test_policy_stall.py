@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.policy_stall.affinity import confine
 from benchmarks.policy_stall.policy import Case, Policy
 from benchmarks.policy_stall.progress import Progress
 from benchmarks.policy_stall.report import table, targets
@@ -97,3 +102,20 @@ def test_figures_become_targets() -> None:
 def test_growth_is_of_the_second_half_by_a_line() -> None:
     assert growth([5, 9, 100, 100, 100, 100]) == 0.0
     assert growth([100] * 10 + [1000 + 10 * n for n in range(10)]) == pytest.approx(100 / 1045)
+
+
+def test_every_thread_of_a_process_is_confined_but_those_named() -> None:
+    code = "from threading import Thread; Thread(target=input).start(); print(flush=True); input()"
+    core, all_cores = min(os.sched_getaffinity(0)), os.sched_getaffinity(0)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        threads = [int(task.name) for task in Path(f"/proc/{child.pid}/task").iterdir()]
+        assert len(threads) == 2
+        confine(child.pid, {core}, but=(child.pid,))
+        found = {thread: os.sched_getaffinity(thread) for thread in threads}
+        child.kill()
+    assert found.pop(child.pid) == all_cores
+    assert list(found.values()) == [{core}]
