@@ -133,8 +133,8 @@ class Rounds:
         self._version += 1
         for row in random.Random(self._version).sample(self._rows, len(self._rows)):
             sync = self._sync(row)
-            # Nobody's step finds what its sync, or the row before it, left in the caches; nor the
-            # core still waking from a wait, after which a step takes about a millisecond longer.
+            # Nobody's step finds what its sync, or the row before it, left in the caches, nor a
+            # core that has just slept through a wait.
             for _ in range(_COLD_PASSES):
                 self._cold.add_(1)
             self._move_threads()
