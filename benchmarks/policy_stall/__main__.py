@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.draft_training.report import machine
+from benchmarks.policy_stall.neighbour import Neighbour, summary
 from benchmarks.policy_stall.policy import CASES, TINY, Case, Policy
 from benchmarks.policy_stall.progress import Progress
 from benchmarks.policy_stall.report import Target, table, target_table, targets
@@ -89,6 +90,13 @@ def run_case(case: Case, options: argparse.Namespace, folder: Path) -> dict[str,
         # The bridge's threads have the other cores, where there is one.
         background = set(others) if options.cores == "free" and others else None
 
+        neighbour = stack.enter_context(Neighbour(trainer_core)) if background else None
+        looks: list[float] = []
+
+        def look(number: int) -> None:
+            if neighbour is not None:
+                looks.append(neighbour.look(busy_first=number % 2 == 0))
+
         def break_trainers() -> None:
             if "hung" in trainers:
                 trainers["hung"].hang()
@@ -101,6 +109,7 @@ def run_case(case: Case, options: argparse.Namespace, folder: Path) -> dict[str,
             warmup=WARMUP,
             steps=steps,
             before_counting=break_trainers,
+            before_round=look,
             progress=progress,
         )
         absent = [row for row in rows if row.name in ABSENT]
@@ -114,6 +123,7 @@ def run_case(case: Case, options: argparse.Namespace, folder: Path) -> dict[str,
         "steps_per_row": steps,
         "steps_checked_per_row": CHECKS,
         "rows": figures,
+        "other_core": summary(looks) if looks else None,
         "resident_bytes": resident,
         "resident_growth": growth(resident),
     }
@@ -175,6 +185,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{result['tokens_per_step']} tokens a step, {result['steps_per_row']} steps a row, "
             f"{options.cores} core"
         )
+        if (other := result["other_core"]) is not None:
+            print(
+                f"the other core was not one of its own in {other['shared']:.1%} of "
+                f"{other['looks']} looks"
+            )
         print(table(result["rows"]))
         found += targets(label, result["rows"], result["resident_growth"], options.cores == "free")
     print("\n" + target_table(found))

@@ -198,6 +198,7 @@ def measure(
     warmup: int,
     steps: int,
     before_counting: Callable[[], None],
+    before_round: Callable[[int], None],
     progress: Progress,
 ) -> list[int]:
     """Warm up, break what is to be broken, take the rounds; resident bytes after each."""
@@ -209,7 +210,8 @@ def measure(
     rounds.time(counted=False)
     progress.round("warm-up")
     resident = []
-    for _ in range(steps):
+    for number in range(steps):
+        before_round(number)
         rounds.time(counted=True)
         resident.append(resident_bytes())
         progress.round(", ".join(f"{row.name} {row.wall[-1]:.3f}" for row in rows))

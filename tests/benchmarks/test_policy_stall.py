@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.policy_stall.affinity import confine
+from benchmarks.policy_stall.neighbour import Neighbour, summary
 from benchmarks.policy_stall.policy import Case, Policy
 from benchmarks.policy_stall.progress import Progress
 from benchmarks.policy_stall.report import table, targets
@@ -46,6 +48,7 @@ def rows_of(spoil: bool) -> list[Row]:
         warmup=1,
         steps=3,
         before_counting=lambda: None,
+        before_round=lambda _: None,
         progress=Progress("small", 7, verbose=False),
     )
     assert len(resident) == 3
@@ -119,3 +122,16 @@ def test_every_thread_of_a_process_is_confined_but_those_named() -> None:
         child.kill()
     assert found.pop(child.pid) == all_cores
     assert list(found.values()) == [{core}]
+
+
+def test_looks_at_the_other_core() -> None:
+    assert summary([1.0, 0.98, 1.9, 1.02]) == {"looks": 4, "median": 1.01, "shared": 0.25}
+    core = min(os.sched_getaffinity(0))
+    with Neighbour(core) as neighbour:
+        child = neighbour.process
+        assert os.sched_getaffinity(child.pid) == {core}
+        for busy_first in (True, False):
+            assert neighbour.look(busy_first) > 0.0
+            # Told to stop, and waited for: it burdens no step.
+            assert os.waitid(os.P_PID, child.pid, os.WSTOPPED) is not None
+    assert child.returncode == -signal.SIGKILL
