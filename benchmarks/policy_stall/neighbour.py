@@ -1,6 +1,6 @@
 """Is the other core a core of its own? A host may run two virtual cores on one physical core.
 
-Seen on a shared machine: in one look of twelve an arithmetic loop took 1.5 to 1.9 times as long
+Seen on a shared machine: in one look of eleven an arithmetic loop took 1.5 to 1.9 times as long
 while the other virtual core was busy, in the rest no longer than alone. What the bridge's threads
 do there is then not free, whatever they do.
 """

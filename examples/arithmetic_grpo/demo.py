@@ -244,7 +244,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description="GRPO on real vLLM with a frozen and an adapted EAGLE-3 draft, side by side.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=36, help="GRPO steps")
+    parser.add_argument("--steps", type=int, default=32, help="GRPO steps")
     parser.add_argument(
         "--prompts", type=int, default=12, help="problems per step, 16 samples each"
     )
