@@ -7,8 +7,6 @@ do there is then not free, whatever they do.
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -19,6 +17,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+from benchmarks.policy_stall.affinity import confine
+from benchmarks.policy_stall.trainers import TIED
 
 SHARED_RATIO = 1.3
 """From here on a look has found one physical core; memory alone costs less (see ``_SIZE``)."""
@@ -49,14 +50,12 @@ class Neighbour(AbstractContextManager["Neighbour"]):
         self._matrix = torch.randn(_SIZE, _SIZE)
 
     def __enter__(self) -> Neighbour:
-        # And gone with this process, however that ends.
-        tied = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         self.process = subprocess.Popen(
-            [*tied, sys.executable, "-c", _BUSY], stdout=subprocess.PIPE
+            [*TIED, sys.executable, "-c", _BUSY], stdout=subprocess.PIPE
         )
         assert self.process.stdout is not None
         self.process.stdout.readline()
-        os.sched_setaffinity(self.process.pid, {self._core})
+        confine(self.process.pid, {self._core})
         self.process.send_signal(signal.SIGSTOP)
         return self
 

@@ -23,7 +23,7 @@ ABSENT = ("absent", "absent again")
 """Two rows without a bridge: what divides them is the noise of the run."""
 
 SETTLE_SECONDS = 5.0
-_LOOK_SECONDS = 0.005
+_POLL_SECONDS = 0.005
 CHECKS = 3
 _COLD_BYTES = 64 << 20
 _COLD_PASSES = 4
@@ -179,7 +179,7 @@ class Rounds:
         if row.settles:
             until = ended + SETTLE_SECONDS
             while row.bridge.stats().announced == announced and time.perf_counter() < until:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
         return ended - began
 
     def _settle(self, row: Row) -> None:

@@ -14,13 +14,9 @@ from benchmarks.policy_stall.affinity import confine
 from examples.arithmetic_grpo.processes import Service, free_port
 
 READY_SECONDS = 240.0
-# And gone with this process, however that ends.
-NICE = [
-    *(["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []),
-    "nice",
-    "-n",
-    "19",
-]
+# Gone with this process, however that ends.
+TIED = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+NICE = [*TIED, "nice", "-n", "19"]
 SLOW_BYTES_PER_SECOND = 1_000_000
 FULL_BYTES = "64k"
 REPLAY_BYTES = 64 << 20
