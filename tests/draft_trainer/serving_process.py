@@ -22,6 +22,9 @@ from draft_trainer.training.training_state import StateStore
 from slipstream.refusal import RefusedError
 from tests.draft_trainer.synthetic import Policy, draft_vocab_ids, head
 
+# Waited out in full, and the deadline of joining and of every exchange before it too: two processes
+# that start on busy cores come 5 s apart.
+SILENCE_S = 20.0
 CONFIG = LearnerConfig(learning_rate=5e-3, warmup_steps=2, weight_averaging=0.5, ttt_steps=3)
 
 
@@ -74,7 +77,7 @@ def main() -> None:
     """Command line entry: the folder for the results."""
     torch.set_num_threads(1)
     hang = "--hang" in sys.argv
-    ranks = Ranks.join(5.0 if hang else 60.0)
+    ranks = Ranks.join(SILENCE_S if hang else 60.0)
     if ranks.rank > 0:
         follow(ranks, CONFIG)
         return
