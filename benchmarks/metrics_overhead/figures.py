@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.policy_stall.rounds import paired
+from benchmarks.policy_stall.ratios import paired
 
 OFF, ON = "vLLM's own metrics", "and Slipstream's"
 ARMS = (OFF, ON)

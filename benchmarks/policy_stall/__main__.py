@@ -1,13 +1,13 @@
 """What the bridge costs the policy's step, with its trainer in every state.
 
-A step is forward, backward and optimizer, the log-prob forward captured. Rows: no bridge, twice;
-one that is idle; one that ships to a healthy trainer, to a slow one (1 MB/s), to a hung one
-(SIGSTOP), to a killed one, and to one on a full /dev/shm. Every trainer is a real
-``draft-trainer serve``, which takes, checks and keeps what it is sent; it does not train
-meanwhile, since its arithmetic would fall on other rows' steps than those it is for. In each
-round all rows take a step in an order of chance, and a row's ratio is to the mean of the two
-without a bridge of its round; the ratio of those two is the noise. The weight sync before each
-step is not part of it and is shown beside it. What it sets off in the background, the
+A step is forward, backward and optimizer, the log-prob forward captured. Rows: no bridge; one that
+is idle; one that ships to a healthy trainer, to a slow one (1 MB/s), to a hung one (SIGSTOP), to a
+killed one, and to one on a full /dev/shm. Every trainer is a real ``draft-trainer serve``, which
+takes, checks and keeps what it is sent; it does not train meanwhile, since its arithmetic would
+fall on other rows' steps than those it is for. In each round all rows take a step in an order of
+chance, with a step without a bridge before and behind each, and a row's ratio is to the mean of
+those two; the ratio of the row without a bridge is the noise. The weight sync before each step is
+not part of it and is shown beside it. What it sets off in the background, the
 announcement of the new version, is over before the step of the rows healthy and full_shm, as in
 a loop whose rollouts lie between; in the other rows it runs during the step.
 
@@ -33,12 +33,14 @@ from benchmarks.draft_training.report import machine
 from benchmarks.policy_stall.neighbour import Neighbour, summary
 from benchmarks.policy_stall.policy import CASES, TINY, Case, Policy
 from benchmarks.policy_stall.progress import Progress
+from benchmarks.policy_stall.ratios import growth
 from benchmarks.policy_stall.report import Target, table, target_table, targets
-from benchmarks.policy_stall.rounds import ABSENT, CHECKS, Rounds, Row, growth, measure
+from benchmarks.policy_stall.rounds import CHECKS, Rounds, measure
+from benchmarks.policy_stall.row import ABSENT, Row
 from benchmarks.policy_stall.trainers import Trainer, write_draft
 from policy_bridge import BridgeConfig, PolicyBridge
 
-ROWS = (*ABSENT, "idle", "healthy", "slow", "hung", "killed", "full_shm")
+ROWS = (ABSENT, "idle", "healthy", "slow", "hung", "killed", "full_shm")
 WARMUP = 3
 CONNECT_SECONDS = 60.0
 
@@ -61,8 +63,8 @@ def run_case(case: Case, options: argparse.Namespace, folder: Path) -> dict[str,
     if options.cores == "shared":
         # Before any of the bridge's threads exist: they inherit it.
         os.sched_setaffinity(0, {policy_core})
-    names = [name for name in ROWS if name in options.rows or name in ABSENT]
-    progress.say(f"starting {len(names) - len(ABSENT)} trainers")
+    names = [name for name in ROWS if name in options.rows or name == ABSENT]
+    progress.say(f"starting {len(names) - 1} trainers")
     with ExitStack() as stack:
         trainers = {
             name: stack.enter_context(
@@ -76,15 +78,15 @@ def run_case(case: Case, options: argparse.Namespace, folder: Path) -> dict[str,
                 )
             )
             for name in names
-            if name not in ABSENT
+            if name != ABSENT
         }
         rows = []
         for name in names:
             bridge = None
-            if name not in ABSENT:
+            if name != ABSENT:
                 trainers[name].wait_ready()
                 bridge = stack.enter_context(_bridge(name, policy, case, trainers[name]))
-            captures = name not in (*ABSENT, "idle")
+            captures = name not in (ABSENT, "idle")
             rows.append(Row(name, bridge, captures, settles=name in ("healthy", "full_shm")))
         os.sched_setaffinity(0, {policy_core})
         # The bridge's threads have the other cores, where there is one.
@@ -112,8 +114,7 @@ def run_case(case: Case, options: argparse.Namespace, folder: Path) -> dict[str,
             before_round=look,
             progress=progress,
         )
-        absent = [row for row in rows if row.name in ABSENT]
-        figures = {row.name: row.figures(absent, rows) for row in rows}
+        figures = {row.name: row.figures() for row in rows}
         os.sched_setaffinity(0, set(cores))
     return {
         "case": case.name,

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,10 @@ from benchmarks.policy_stall.affinity import confine
 from benchmarks.policy_stall.neighbour import Neighbour, summary
 from benchmarks.policy_stall.policy import Case, Policy
 from benchmarks.policy_stall.progress import Progress
+from benchmarks.policy_stall.ratios import growth
 from benchmarks.policy_stall.report import table, targets
-from benchmarks.policy_stall.rounds import CHECKS, Rounds, Row, growth, measure
+from benchmarks.policy_stall.rounds import CHECKS, Rounds, measure
+from benchmarks.policy_stall.row import Row, Times
 
 
 def small() -> PreTrainedModel:
@@ -37,7 +38,7 @@ def rows_of(spoil: bool) -> list[Row]:
 
         def spoiled(bridge: object, capture: bool = False) -> None:
             step(bridge, capture)
-            # Of four steps a round, the reference's among them, one.
+            # Of the four steps of a check, the reference's among them, one.
             if next(calls) % 4 == 3:
                 policy.gradients()[0][0, 0] += 1e-6
 
@@ -58,7 +59,10 @@ def rows_of(spoil: bool) -> list[Row]:
 def test_all_rows_take_the_same_step_from_the_same_state() -> None:
     rows = rows_of(spoil=False)
     assert [row.same_bits for row in rows] == [CHECKS] * 3
-    assert all(len(row.wall) == len(row.own) == len(row.process) == 3 for row in rows)
+    assert all(len(row.before) == len(row.steps) == len(row.after) == 3 for row in rows)
+    # One step without a bridge lies between two rows, and is both's.
+    every = [step for row in rows for step in (*row.before, *row.after)]
+    assert len({id(step) for step in every}) == 3 * (3 + 1)
 
 
 def test_one_bit_more_in_one_gradient_is_seen() -> None:
@@ -68,27 +72,20 @@ def test_one_bit_more_in_one_gradient_is_seen() -> None:
 
 def test_figures_become_targets() -> None:
     absent, slower = Row("absent", None), Row("healthy", None)
-    absent.wall, slower.wall = [1.0] * 30, [1.02] * 29 + [2.0]
-    again = replace(absent, name="absent again")
-    rows = (absent, again, slower)
-    for row in rows:
-        row.own = row.process = row.wall
+    absent.steps = [Times(1.0, 1.0, 1.0)] * 30
+    slower.steps = [Times(1.02, 1.0, 1.1)] * 29 + [Times(2.0, 1.0, 1.1)]
+    for row in (absent, slower):
+        row.before, row.after = [Times(0.9, 0.9, 0.9)] * 30, [Times(1.1, 1.1, 1.1)] * 30
         row.same_bits = row.checked = 3
-    figures = {row.name: row.figures((absent, again), rows) for row in rows}
+    figures = {row.name: row.figures() for row in (absent, slower)}
     assert figures["healthy"]["paired_wall"]["median"] == pytest.approx(1.02)
-    assert figures["absent"]["paired_wall"]["median"] == 1.0
-    # 28.71 of 29 places up; of a third of all resamplings the one slow step is not part.
+    assert figures["healthy"]["paired_process_cpu"]["median"] == pytest.approx(1.1)
+    assert figures["absent"]["paired_wall"]["median"] == pytest.approx(1.0)
+    assert figures["healthy"]["wall_before"] == [0.9] * 30
+    # 28.71 of 29 places up; of a third of all resamplings the one slow step is not part. The p99
+    # of both sides together is 1.1.
     assert figures["healthy"]["p99_wall"] == pytest.approx(
-        {"ratio": 1.02 + 0.71 * 0.98, "low_95": 1.02, "high_95": 2.0}
-    )
-    # A step of 1.02, or 2.0, among two of 1; a step of 1 among 1 and 1.02, or 2.0.
-    among = {"absent": 1 / 1.01, "healthy": 1.02}
-    assert [row.in_round(rows)[0] for row in rows] == pytest.approx(
-        [among["absent"], among["absent"], among["healthy"]]
-    )
-    assert rows[2].in_round(rows)[-1] == pytest.approx(2.0)
-    assert figures["healthy"]["p99_in_round"]["ratio"] == pytest.approx(
-        (1.02 + 0.71 * 0.98) / (1 / 1.01)
+        {"ratio": (1.02 + 0.71 * 0.98) / 1.1, "low_95": 1.02 / 1.1, "high_95": 2.0 / 1.1}
     )
     free = {t.name: t.ok for t in targets("x", figures, 0.0, free_core=True)}
     shared = {t.name: t.ok for t in targets("x", figures, 0.02, free_core=False)}
