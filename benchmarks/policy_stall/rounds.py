@@ -114,9 +114,9 @@ class Rounds:
     def _wait(self) -> None:
         """Awake, where there is a core for what is waited for.
 
-        A virtual core that sleeps comes back slow, and stays so: rows that slept until their
-        version was announced took 2 to 3 % longer for all of the step, the parts included that no
-        bridge has a hand in, whatever was done between the sleep and the step.
+        A virtual core that has slept may come back slow, and stay so: rows that slept until their
+        version was announced were about 2 % slower than those that waited awake, in all parts of
+        the step, also those that no bridge has a hand in.
         """
         if self._background is None:
             time.sleep(_POLL_SECONDS)
