@@ -64,6 +64,7 @@ class Rounds:
         if self._background is None:
             # All alike: with one core some rows have just slept.
             time.sleep(_POLL_SECONDS)
+        self._policy.touch()
         # Nobody's step finds what its sync, or the step before it, left in the caches.
         for _ in range(_COLD_PASSES):
             self._pass_over_memory()
