@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         text = json.dumps(document, indent=2)
         # Thousands of steps: a line for each list of numbers, not for each of them.
-        text = re.sub(r"\[[-\d.e,\s]+\]", lambda found: " ".join(found[0].split()), text)
+        text = re.sub(r"\[[-\d.e,\s]+\]", lambda numbers: " ".join(numbers[0].split()), text)
         options.json.write_text(text + "\n")
     return 0 if all(target.ok for target in found) else 1
 

@@ -101,28 +101,28 @@ class Rounds:
             pass
         ended = time.perf_counter()
         if row.settles:
-            until = ended + SETTLE_SECONDS
-            while row.bridge.stats().announced == announced and time.perf_counter() < until:
-                self._wait()
+            bridge = row.bridge
+            self._wait_until(lambda: bridge.stats().announced != announced)
         return ended - began
 
     def _settle(self, row: Row) -> None:
         if row.settles and row.bridge is not None:
-            until = time.perf_counter() + SETTLE_SECONDS
-            while not row.bridge.flush(0.0) and time.perf_counter() < until:
-                self._wait()
+            bridge = row.bridge
+            self._wait_until(lambda: bridge.flush(0.0))
 
-    def _wait(self) -> None:
-        """Awake, where there is a core for what is waited for.
+    def _wait_until(self, done: Callable[[], bool]) -> None:
+        """Or for ``SETTLE_SECONDS``; awake, where there is a core for what is waited for.
 
         A virtual core that has slept may come back slow, and stay so: rows that slept until their
         version was announced were about 2 % slower than those that waited awake, in all parts of
         the step, also those that no bridge has a hand in.
         """
-        if self._background is None:
-            time.sleep(_POLL_SECONDS)
-        else:
-            self._pass_over_memory()
+        deadline = time.perf_counter() + SETTLE_SECONDS
+        while not done() and time.perf_counter() < deadline:
+            if self._background is None:
+                time.sleep(_POLL_SECONDS)
+            else:
+                self._pass_over_memory()
 
     def _pass_over_memory(self) -> None:
         self._cold.add_(1)

@@ -97,9 +97,9 @@ class Trainer(AbstractContextManager["Trainer"]):
                 text=True,
             )  # fmt: skip
             assert self._wire.stdout is not None
-            # Unpinned it ran on the policy's core whenever a row kept the other one busy.
-            os.sched_setaffinity(self._wire.pid, {self._core})
             self.address = f"127.0.0.1:{int(self._wire.stdout.readline())}"
+            # Unpinned it ran on the policy's core whenever a row kept the other one busy.
+            confine(self._wire.pid, {self._core})
 
     def hang(self) -> None:
         """It stops reading, and everything else."""
