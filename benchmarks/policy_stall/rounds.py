@@ -45,19 +45,20 @@ class Rounds:
         """One step of every row, and one without a bridge before, between and behind them."""
         self._policy.next_batch()
         self._version += 1
-        before = self._step(None)
+        absent = [self._step(None)]
         for row in random.Random(self._version).sample(self._rows, len(self._rows)):
             sync = self._sync(row)
             step = self._step(row)
             self._settle(row)
-            after = self._step(None)
+            absent.append(self._step(None))
             if counted:
-                row.before.append(before)
+                row.before.append(absent[-2])
                 row.steps.append(step)
-                row.after.append(after)
+                row.after.append(absent[-1])
+                # All of them, once the round is over.
+                row.absent.append(absent)
                 if row.bridge is not None:
                     row.sync.append(sync)
-            before = after
 
     def _step(self, row: Row | None) -> Times:
         bridge, captures = (row.bridge, row.captures) if row else (None, False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ class Row:
             time that a loop's rollouts take, the other so that it burdens no other step.
         steps: of each round.
         before, after: the steps without a bridge on either side of each.
+        absent: all steps without a bridge of each round, those two among them.
         sync: seconds of each weight-sync window before a step.
         checked, same_bits: steps compared with the same step without a bridge, and those whose
             gradients were equal bit by bit.
@@ -51,6 +52,7 @@ class Row:
     steps: list[Times] = field(default_factory=list)
     before: list[Times] = field(default_factory=list)
     after: list[Times] = field(default_factory=list)
+    absent: list[Sequence[Times]] = field(default_factory=list)
     sync: list[float] = field(default_factory=list)
     checked: int = 0
     same_bits: int = 0
@@ -64,8 +66,8 @@ class Row:
             "paired_wall": paired(wall[0], wall[1:]),
             "paired_own_cpu": paired(own[0], own[1:]),
             "paired_process_cpu": paired(process[0], process[1:]),
-            "p99_wall": ratio_of_p99(wall[0], wall[1:]),
-            "p99_own_cpu": ratio_of_p99(own[0], own[1:]),
+            "p99_wall": ratio_of_p99(wall[0], self._rounds("wall")),
+            "p99_own_cpu": ratio_of_p99(own[0], self._rounds("own")),
             "other_threads_cpu_seconds": spread([step.process - step.own for step in self.steps]),
             "sync_seconds": spread(self.sync) if self.sync else None,
             "steps_checked": self.checked,
@@ -87,6 +89,10 @@ class Row:
                 "capture_off_reason": stats.capture_off_reason,
             },
         }  # fmt: skip
+
+    def _rounds(self, kind: str) -> list[list[float]]:
+        """One of the ``Times`` of every step without a bridge, round by round."""
+        return [[getattr(step, kind) for step in steps] for steps in self.absent]
 
     def _beside(self, kind: str) -> list[list[float]]:
         """One of the ``Times`` of its steps, and of those before and behind them."""

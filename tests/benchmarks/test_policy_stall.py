@@ -16,7 +16,7 @@ from benchmarks.policy_stall.affinity import confine
 from benchmarks.policy_stall.neighbour import Neighbour, summary
 from benchmarks.policy_stall.policy import Case, Policy
 from benchmarks.policy_stall.progress import Progress
-from benchmarks.policy_stall.ratios import growth
+from benchmarks.policy_stall.ratios import growth, ratio_of_p99
 from benchmarks.policy_stall.report import table, targets
 from benchmarks.policy_stall.rounds import CHECKS, Rounds, measure
 from benchmarks.policy_stall.row import Row, Times
@@ -63,6 +63,9 @@ def test_all_rows_take_the_same_step_from_the_same_state() -> None:
     # One step without a bridge lies between two rows, and is both's.
     every = [step for row in rows for step in (*row.before, *row.after)]
     assert len({id(step) for step in every}) == 3 * (3 + 1)
+    found = {id(step) for row in rows for steps in row.absent for step in steps}
+    assert found == {id(step) for step in every}
+    assert all([len(steps) for steps in row.absent] == [4] * 3 for row in rows)
 
 
 def test_one_bit_more_in_one_gradient_is_seen() -> None:
@@ -76,6 +79,7 @@ def test_figures_become_targets() -> None:
     slower.steps = [Times(1.02, 1.0, 1.1)] * 29 + [Times(2.0, 1.0, 1.1)]
     for row in (absent, slower):
         row.before, row.after = [Times(0.9, 0.9, 0.9)] * 30, [Times(1.1, 1.1, 1.1)] * 30
+        row.absent = list(zip(row.before, row.after, strict=True))
         row.same_bits = row.checked = 3
     figures = {row.name: row.figures() for row in (absent, slower)}
     assert figures["healthy"]["paired_wall"]["median"] == pytest.approx(1.02)
@@ -85,7 +89,8 @@ def test_figures_become_targets() -> None:
     # 28.71 of 29 places up; of a third of all resamplings the one slow step is not part. The p99
     # of both sides together is 1.1.
     assert figures["healthy"]["p99_wall"] == pytest.approx(
-        {"ratio": (1.02 + 0.71 * 0.98) / 1.1, "low_95": 1.02 / 1.1, "high_95": 2.0 / 1.1}
+        {"low_95": 1.02 / 1.1, "high_95": 2.0 / 1.1}
+        | dict.fromkeys(("ratio", "plain"), (1.02 + 0.71 * 0.98) / 1.1)
     )
     free = {t.name: t.ok for t in targets("x", figures, 0.0, free_core=True)}
     shared = {t.name: t.ok for t in targets("x", figures, 0.02, free_core=False)}
@@ -97,6 +102,19 @@ def test_figures_become_targets() -> None:
     assert free["x, healthy: gradients bit-identical"]
     assert free["x: growth of resident memory"] and not shared["x: growth of resident memory"]
     assert "healthy" in table(figures)
+
+
+def test_a_p99_is_of_times_over_their_rounds() -> None:
+    # A slow minute, which all steps of the round fell into.
+    mine, peers = [1.0] * 99 + [3.0], [[1.0, 1.0, 1.0]] * 99 + [[3.0, 3.0, 3.0]]
+    assert ratio_of_p99(mine, peers)["ratio"] == pytest.approx(1.0)
+    # Its own: the others of its round were as always. 98.01 of 99 places up.
+    stalled = ratio_of_p99(mine, [[1.0, 1.0, 1.0]] * 100)
+    assert stalled["ratio"] == stalled["plain"] == pytest.approx(1.02)
+    assert stalled["high_95"] == pytest.approx(3.0)
+    # One slow peer does not make a round a slow one.
+    twice = ratio_of_p99([1.0] * 98 + [2.0, 2.0], [[1.0, 1.0, 1.0]] * 98 + [[1.0, 1.0, 2.0]] * 2)
+    assert twice["ratio"] == pytest.approx(2.0)
 
 
 def test_growth_is_of_the_second_half_by_a_line() -> None:
