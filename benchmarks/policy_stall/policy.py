@@ -99,6 +99,11 @@ class Policy:
         self._mask[:, :PROMPT] = False
         self._advantage = torch.randn(shape[0], 1, generator=self._generator)
 
+    def pass_time(self) -> None:
+        """Forward and backward, for nothing: the next step begins from zeroed gradients."""
+        logits = self.model(input_ids=self._ids, use_cache=False).logits
+        logits.log_softmax(-1).mean().backward()
+
     def step(self, bridge: PolicyBridge | object, capture: bool = False) -> None:
         """One step; the gradients stay until the next one."""
         self._optimizer.zero_grad(set_to_none=False)
