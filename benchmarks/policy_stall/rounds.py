@@ -45,20 +45,17 @@ class Rounds:
         """One step of every row, and one without a bridge before, between and behind them."""
         self._policy.next_batch()
         self._version += 1
-        absent = [self._step(None)]
+        steps = [self._step(None)]
         for row in random.Random(self._version).sample(self._rows, len(self._rows)):
             sync = self._sync(row)
-            step = self._step(row)
-            self._settle(row)
-            absent.append(self._step(None))
             if counted:
-                row.before.append(absent[-2])
-                row.steps.append(step)
-                row.after.append(absent[-1])
-                # All of them, once the round is over.
-                row.absent.append(absent)
+                row.rounds.append(steps)
+                row.places.append(len(steps))
                 if row.bridge is not None:
                     row.sync.append(sync)
+            steps.append(self._step(row))
+            self._settle(row)
+            steps.append(self._step(None))
 
     def _step(self, row: Row | None) -> Times:
         bridge, captures = (row.bridge, row.captures) if row else (None, False)
@@ -153,7 +150,9 @@ def measure(
         before_round(number)
         rounds.time(counted=True)
         resident.append(resident_bytes())
-        progress.round(", ".join(f"{row.name} {row.steps[-1].wall:.3f}" for row in rows))
+        progress.round(
+            ", ".join(f"{row.name} {row.rounds[-1][row.places[-1]].wall:.3f}" for row in rows)
+        )
     for _ in range(CHECKS):
         rounds.check()
         progress.round("gradients compared")

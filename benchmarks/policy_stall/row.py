@@ -37,9 +37,9 @@ class Row:
         captures: whether its steps capture.
         settles: whether what its syncs set off and what it ships is waited for, the one as in the
             time that a loop's rollouts take, the other so that it burdens no other step.
-        steps: of each round.
-        before, after: the steps without a bridge on either side of each.
-        absent: all steps without a bridge of each round, those two among them.
+        rounds: all steps of each round, in their order: one without a bridge first and last, and
+            one after each row's.
+        places: of its own step in each.
         sync: seconds of each weight-sync window before a step.
         checked, same_bits: steps compared with the same step without a bridge, and those whose
             gradients were equal bit by bit.
@@ -49,10 +49,8 @@ class Row:
     bridge: PolicyBridge | None
     captures: bool = False
     settles: bool = False
-    steps: list[Times] = field(default_factory=list)
-    before: list[Times] = field(default_factory=list)
-    after: list[Times] = field(default_factory=list)
-    absent: list[Sequence[Times]] = field(default_factory=list)
+    rounds: list[Sequence[Times]] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     sync: list[float] = field(default_factory=list)
     checked: int = 0
     same_bits: int = 0
@@ -61,14 +59,16 @@ class Row:
         """For JSON, with the ratios to the steps without a bridge, round by round."""
         stats = self.bridge.stats() if self.bridge is not None else None
         wall, own, process = self._beside("wall"), self._beside("own"), self._beside("process")
+        absent = [[step.wall for step in steps[::2]] for steps in self.rounds]
         return {
             "seconds": spread(wall[0]),
             "paired_wall": paired(wall[0], wall[1:]),
             "paired_own_cpu": paired(own[0], own[1:]),
             "paired_process_cpu": paired(process[0], process[1:]),
-            "p99_wall": ratio_of_p99(wall[0], self._rounds("wall")),
-            "p99_own_cpu": ratio_of_p99(own[0], self._rounds("own")),
-            "other_threads_cpu_seconds": spread([step.process - step.own for step in self.steps]),
+            "p99_wall": ratio_of_p99(wall[0], absent),
+            "other_threads_cpu_seconds": spread(
+                [whole - mine for whole, mine in zip(process[0], own[0], strict=True)]
+            ),
             "sync_seconds": spread(self.sync) if self.sync else None,
             "steps_checked": self.checked,
             "steps_with_identical_gradients": self.same_bits,
@@ -90,15 +90,14 @@ class Row:
             },
         }  # fmt: skip
 
-    def _rounds(self, kind: str) -> list[list[float]]:
-        """One of the ``Times`` of every step without a bridge, round by round."""
-        return [[getattr(step, kind) for step in steps] for steps in self.absent]
-
     def _beside(self, kind: str) -> list[list[float]]:
         """One of the ``Times`` of its steps, and of those before and behind them."""
         return [
-            [getattr(step, kind) for step in steps]
-            for steps in (self.steps, self.before, self.after)
+            [
+                getattr(steps[at + away], kind)
+                for steps, at in zip(self.rounds, self.places, strict=True)
+            ]
+            for away in (0, -1, 1)
         ]
 
 
