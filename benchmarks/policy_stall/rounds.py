@@ -111,9 +111,9 @@ class Rounds:
     def _wait_until(self, done: Callable[[], bool]) -> None:
         """Or for ``SETTLE_SECONDS``; with passes of the policy, where a core is left for the rest.
 
-        What lies before a step shows in all parts of it, also those that no bridge has a hand in: a
-        virtual core that has slept comes back slow, and of the large policy the rows that wait were
-        about 1 % slower after half a second and more of passes over other memory.
+        What lies before a step shows in all parts of it, also those that no bridge has a hand in:
+        rows that slept until their version was announced were about 2 % slower. So those that wait
+        come from what the others come from.
         """
         deadline = time.perf_counter() + SETTLE_SECONDS
         while not done() and time.perf_counter() < deadline:
