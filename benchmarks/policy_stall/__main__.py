@@ -142,8 +142,7 @@ def _bridge(name: str, policy: Policy, case: Case, trainer: Trainer) -> PolicyBr
             transport="grpc" if name == "slow" else "auto",
             sync_seconds=2.0,
             # Where it is waited for, soon: the pauses between its blocks are a share of this. Two
-            # seconds between a row's step and the one before it made their ratio half as wide again
-            # and the large policy's healthy row 1.03 of the one before, 1.00 of the one behind.
+            # seconds between a row's step and the one before made their ratio half as wide again.
             announce_seconds=1.0 if name in SETTLED else BridgeConfig.announce_seconds,
             drain_seconds=0.2,
         ),
