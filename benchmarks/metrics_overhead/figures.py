@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.policy_stall.ratios import paired
+from benchmarks.policy_stall.ratios import median
 
 OFF, ON = "vLLM's own metrics", "and Slipstream's"
 ARMS = (OFF, ON)
@@ -28,7 +28,7 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
         rounds: at least one.
     """
     ratios = {
-        unit: paired([one[ON][unit] for one in rounds], [[one[OFF][unit] for one in rounds]])
+        unit: median([one[ON][unit] / one[OFF][unit] for one in rounds])
         for unit in ("drafts", "tokens")
     }
     lost = 1 - ratios["drafts"]["median"]

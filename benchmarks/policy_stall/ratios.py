@@ -1,4 +1,4 @@
-"""One row's times over others', with intervals by resampling, and other figures of many numbers."""
+"""Medians and p99s of one ratio a round, with intervals by resampling, and other figures."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 _RESAMPLES = 2_000
 
 
-def paired(mine: Sequence[float], peers: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Ratio to the mean of the peers in each round: its median, with a bootstrap interval."""
-    ratios = [own / statistics.fmean(its) for own, *its in zip(mine, *peers, strict=True)]
+def median(ratios: Sequence[float]) -> dict[str, float]:
+    """Of one ratio of each round, with an interval by resampling rounds, and the outermost two."""
     values = torch.tensor(ratios, dtype=torch.float64)
     # quantile, not median: that takes the lower of the two in the middle.
     medians = values[_resampled(len(values))].quantile(0.5, dim=1)
@@ -26,11 +25,10 @@ def paired(mine: Sequence[float], peers: Sequence[Sequence[float]]) -> dict[str,
 
 
 def ratio_of_p99(mine: Sequence[float], peers: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Of these times to the mean of the peers', with an interval by resampling rounds.
+    """Of these ratios to the mean of the peers', with an interval by resampling rounds.
 
-    Not to the p99 of all peers' times together, which are more: of a hundred it comes out lower
-    than of a thousand from the same source. Nor of each time over those around it: rows that wait
-    for their announcement are further from theirs, and their slowest few further above them.
+    Not to the p99 of all peers' ratios together, which are more: of a hundred it comes out lower
+    than of a thousand from the same source.
 
     Args:
         mine: one of each round.

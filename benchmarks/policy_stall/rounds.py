@@ -14,7 +14,7 @@ import torch
 from benchmarks.policy_stall.affinity import confine
 from benchmarks.policy_stall.policy import Policy
 from benchmarks.policy_stall.progress import Progress
-from benchmarks.policy_stall.row import Row, Times
+from benchmarks.policy_stall.row import Round, Row, Times
 from policy_bridge import null_bridge
 
 SETTLE_SECONDS = 5.0
@@ -45,17 +45,21 @@ class Rounds:
         """One step of every row, and one without a bridge before, between and behind them."""
         self._policy.next_batch()
         self._version += 1
-        steps = [self._step(None)]
+        this = Round([self._step(None)])
         for row in random.Random(self._version).sample(self._rows, len(self._rows)):
             sync = self._sync(row)
+            place = len(this.steps)
             if counted:
-                row.rounds.append(steps)
-                row.places.append(len(steps))
+                row.rounds.append(this)
+                row.places.append(place)
                 if row.bridge is not None:
                     row.sync.append(sync)
-            steps.append(self._step(row))
+            this.steps.append(self._step(row))
             self._settle(row)
-            steps.append(self._step(None))
+            this.steps.append(self._step(None))
+            this.bare += [place + 1] if row.bridge is not None else [place, place + 1]
+        # Nothing lies behind the last one.
+        this.bare.pop()
 
     def _step(self, row: Row | None) -> Times:
         bridge, captures = (row.bridge, row.captures) if row else (None, False)
@@ -151,7 +155,7 @@ def measure(
         rounds.time(counted=True)
         resident.append(resident_bytes())
         progress.round(
-            ", ".join(f"{row.name} {row.rounds[-1][row.places[-1]].wall:.3f}" for row in rows)
+            ", ".join(f"{row.name} {row.rounds[-1].steps[row.places[-1]].wall:.3f}" for row in rows)
         )
     for _ in range(CHECKS):
         rounds.check()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from benchmarks.policy_stall.ratios import paired, ratio_of_p99, spread
+from benchmarks.policy_stall.ratios import median, ratio_of_p99, spread
 from policy_bridge import PolicyBridge
 
 ABSENT = "absent"
@@ -28,6 +29,24 @@ class Times(NamedTuple):
 
 
 @dataclass
+class Round:
+    """Steps one after the other: first and last without a bridge, and one after each row's.
+
+    Attributes:
+        steps: in their order.
+        bare: places of those without a bridge that have a step on either side.
+    """
+
+    steps: list[Times] = field(default_factory=list)
+    bare: list[int] = field(default_factory=list)
+
+    def beside(self, place: int, kind: str) -> float:
+        """One of the ``Times`` of a step, over the mean of the steps before and behind it."""
+        before, own, behind = (getattr(self.steps[at], kind) for at in range(place - 1, place + 2))
+        return float(own / statistics.fmean((before, behind)))
+
+
+@dataclass
 class Row:
     """One contestant.
 
@@ -37,8 +56,7 @@ class Row:
         captures: whether its steps capture.
         settles: whether what its syncs set off and what it ships is waited for, the one as in the
             time that a loop's rollouts take, the other so that it burdens no other step.
-        rounds: all steps of each round, in their order: one without a bridge first and last, and
-            one after each row's.
+        rounds: those it took part in, which it shares with all others.
         places: of its own step in each.
         sync: seconds of each weight-sync window before a step.
         checked, same_bits: steps compared with the same step without a bridge, and those whose
@@ -49,7 +67,7 @@ class Row:
     bridge: PolicyBridge | None
     captures: bool = False
     settles: bool = False
-    rounds: list[Sequence[Times]] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     sync: list[float] = field(default_factory=list)
     checked: int = 0
@@ -58,23 +76,23 @@ class Row:
     def figures(self) -> dict[str, Any]:
         """For JSON, with the ratios to the steps without a bridge, round by round."""
         stats = self.bridge.stats() if self.bridge is not None else None
-        wall, own, process = self._beside("wall"), self._beside("own"), self._beside("process")
-        absent = [[step.wall for step in steps[::2]] for steps in self.rounds]
+        taken = list(zip(self.rounds, self.places, strict=True))
+        own = [which.steps[at] for which, at in taken]
+        beside = {kind: [which.beside(at, kind) for which, at in taken] for kind in Times._fields}
+        bare = [[which.beside(at, "wall") for at in which.bare] for which in self.rounds]
         return {
-            "seconds": spread(wall[0]),
-            "paired_wall": paired(wall[0], wall[1:]),
-            "paired_own_cpu": paired(own[0], own[1:]),
-            "paired_process_cpu": paired(process[0], process[1:]),
-            "p99_wall": ratio_of_p99(wall[0], absent),
-            "other_threads_cpu_seconds": spread(
-                [whole - mine for whole, mine in zip(process[0], own[0], strict=True)]
-            ),
+            "seconds": spread([step.wall for step in own]),
+            "paired_wall": median(beside["wall"]),
+            "paired_own_cpu": median(beside["own"]),
+            "paired_process_cpu": median(beside["process"]),
+            "p99_wall": ratio_of_p99(beside["wall"], bare),
+            "other_threads_cpu_seconds": spread([step.process - step.own for step in own]),
             "sync_seconds": spread(self.sync) if self.sync else None,
             "steps_checked": self.checked,
             "steps_with_identical_gradients": self.same_bits,
-            "wall": _microseconds(wall[0]),
-            "wall_before": _microseconds(wall[1]),
-            "wall_after": _microseconds(wall[2]),
+            "wall": [round(step.wall, 6) for step in own],
+            "wall_before": [round(which.steps[at - 1].wall, 6) for which, at in taken],
+            "wall_after": [round(which.steps[at + 1].wall, 6) for which, at in taken],
             "bridge": None if stats is None else {
                 "connected": stats.connected,
                 "transport": stats.transport,
@@ -89,20 +107,6 @@ class Row:
                 "capture_off_reason": stats.capture_off_reason,
             },
         }  # fmt: skip
-
-    def _beside(self, kind: str) -> list[list[float]]:
-        """One of the ``Times`` of its steps, and of those before and behind them."""
-        return [
-            [
-                getattr(steps[at + away], kind)
-                for steps, at in zip(self.rounds, self.places, strict=True)
-            ]
-            for away in (0, -1, 1)
-        ]
-
-
-def _microseconds(seconds: list[float]) -> list[float]:
-    return [round(one, 6) for one in seconds]
 
 
 Figures = Mapping[str, dict[str, Any]]
