@@ -210,7 +210,7 @@ seed = {options.seed}
 newest_versions = 4
 # A policy that moves this fast is better served by a draft that is probably better now than by one
 # that is certainly better three steps later.
-confidence = 0.6
+confidence = 0.3
 
 [publish]
 rollout_servers = ["127.0.0.1:{ports["control"]}"]
@@ -244,21 +244,22 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description="GRPO on real vLLM with a frozen and an adapted EAGLE-3 draft, side by side.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=32, help="GRPO steps")
+    # 32 are too few: the draft ended at 0.929 of where it started, after 36 at 0.967 to 0.979. Nor
+    # does a slower policy help (32 at 6.5e-4: 0.918): it is harder to predict in mid-change.
+    parser.add_argument("--steps", type=int, default=36, help="GRPO steps")
     parser.add_argument(
         "--prompts", type=int, default=12, help="problems per step, 16 samples each"
     )
     parser.add_argument("--seed", type=int, default=0, help="of problems, selection and training")
-    # With 8e-4 the draft's training keeps up for 36 steps, not for the 32 that a slow machine has
-    # time for: it ended at 0.929 to 0.97 of where it started.
-    parser.add_argument("--learning-rate", type=float, default=6.5e-4, help="of the policy")
+    parser.add_argument("--learning-rate", type=float, default=8e-4, help="of the policy")
     parser.add_argument(
         "--bytes-per-step", type=int, default=32 << 20, help="budget of captured states per step"
     )
     parser.add_argument(
         "--speed-rounds",
         type=int,
-        default=5,
+        # Ten seconds each, of the ten minutes that all may take on a slow machine.
+        default=3,
         help="interleaved rounds of the final speed comparison; 0 leaves it out",
     )
     parser.add_argument(
