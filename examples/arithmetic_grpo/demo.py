@@ -244,8 +244,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description="GRPO on real vLLM with a frozen and an adapted EAGLE-3 draft, side by side.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    # After 32 the draft ended at 0.929 and 0.971 of where it started, after 36 at 0.967 to 0.979. Nor
-    # does a slower policy help (32 at 6.5e-4: 0.918): it is harder to predict in mid-change.
+    # After 32 the draft ended at 0.929 and 0.971 of where it started, after 36 at 0.967 to 0.979.
+    # Nor does a slower policy help (32 at 6.5e-4: 0.918): it is harder to predict in mid-change.
     parser.add_argument("--steps", type=int, default=36, help="GRPO steps")
     parser.add_argument(
         "--prompts", type=int, default=12, help="problems per step, 16 samples each"
