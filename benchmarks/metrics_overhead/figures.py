@@ -6,11 +6,10 @@ makes a step longer, while how many tokens a draft yields is chance.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.policy_stall.ratios import median
+from benchmarks.policy_stall.ratios import median, spread
 
 OFF, ON = "vLLM's own metrics", "and Slipstream's"
 ARMS = (OFF, ON)
@@ -47,11 +46,6 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
         "ratio_to_off": ratios,
         "targets": [target],
     }
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, and the ends."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def table(found: Mapping[str, Any]) -> str:

@@ -50,8 +50,7 @@ class Rounds:
             sync = self._sync(row)
             place = len(this.steps)
             if counted:
-                row.rounds.append(this)
-                row.places.append(place)
+                row.taken.append((this, place))
                 if row.bridge is not None:
                     row.sync.append(sync)
             this.steps.append(self._step(row))
@@ -154,9 +153,8 @@ def measure(
         before_round(number)
         rounds.time(counted=True)
         resident.append(resident_bytes())
-        progress.round(
-            ", ".join(f"{row.name} {row.rounds[-1].steps[row.places[-1]].wall:.3f}" for row in rows)
-        )
+        newest = [(row.name, *row.taken[-1]) for row in rows]
+        progress.round(", ".join(f"{name} {this.steps[at].wall:.3f}" for name, this, at in newest))
     for _ in range(CHECKS):
         rounds.check()
         progress.round("gradients compared")

@@ -56,8 +56,8 @@ class Row:
         captures: whether its steps capture.
         settles: whether what its syncs set off and what it ships is waited for, the one as in the
             time that a loop's rollouts take, the other so that it burdens no other step.
-        rounds: those it took part in, which it shares with all others.
-        places: of its own step in each.
+        taken: the rounds it took part in, which it shares with all others, and the place of its own
+            step in each.
         sync: seconds of each weight-sync window before a step.
         checked, same_bits: steps compared with the same step without a bridge, and those whose
             gradients were equal bit by bit.
@@ -67,8 +67,7 @@ class Row:
     bridge: PolicyBridge | None
     captures: bool = False
     settles: bool = False
-    rounds: list[Round] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
+    taken: list[tuple[Round, int]] = field(default_factory=list)
     sync: list[float] = field(default_factory=list)
     checked: int = 0
     same_bits: int = 0
@@ -76,10 +75,11 @@ class Row:
     def figures(self) -> dict[str, Any]:
         """For JSON, with the ratios to the steps without a bridge, round by round."""
         stats = self.bridge.stats() if self.bridge is not None else None
-        taken = list(zip(self.rounds, self.places, strict=True))
-        own = [which.steps[at] for which, at in taken]
-        beside = {kind: [which.beside(at, kind) for which, at in taken] for kind in Times._fields}
-        bare = [[which.beside(at, "wall") for at in which.bare] for which in self.rounds]
+        own = [which.steps[at] for which, at in self.taken]
+        beside = {
+            kind: [which.beside(at, kind) for which, at in self.taken] for kind in Times._fields
+        }
+        bare = [[which.beside(at, "wall") for at in which.bare] for which, _ in self.taken]
         return {
             "seconds": spread([step.wall for step in own]),
             "paired_wall": median(beside["wall"]),
@@ -91,8 +91,8 @@ class Row:
             "steps_checked": self.checked,
             "steps_with_identical_gradients": self.same_bits,
             "wall": [round(step.wall, 6) for step in own],
-            "wall_before": [round(which.steps[at - 1].wall, 6) for which, at in taken],
-            "wall_after": [round(which.steps[at + 1].wall, 6) for which, at in taken],
+            "wall_before": [round(which.steps[at - 1].wall, 6) for which, at in self.taken],
+            "wall_after": [round(which.steps[at + 1].wall, 6) for which, at in self.taken],
             "bridge": None if stats is None else {
                 "connected": stats.connected,
                 "transport": stats.transport,
