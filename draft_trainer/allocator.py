@@ -1,8 +1,9 @@
-"""What the C library does with memory that was freed."""
+"""What the C library does with memory that was freed, and how often Python looks for more."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 
 KEPT_BYTES = 64 << 20
 
@@ -10,6 +11,9 @@ KEPT_BYTES = 64 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # The most that glibc takes.
 _LARGEST_BYTES = 32 << 20
+# New containers, after which the collector looks at them. A message of small samples makes
+# thousands, which are gone with its answer: 700 is Python's own, and looks at most of them.
+_FIRST_GENERATION = 10_000
 
 
 def keep_freed_memory() -> bool:
@@ -28,3 +32,14 @@ def keep_freed_memory() -> bool:
     return bool(
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES) and mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
     )
+
+
+def settle_collector() -> None:
+    """Have Python's cyclic collector leave alone what is there now, and look less often.
+
+    The imports' objects live as long as the process. Every full collection went through all of
+    them, which cost ingest more than small samples did.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_FIRST_GENERATION, *gc.get_threshold()[1:])

@@ -12,7 +12,9 @@ from policy_bridge.placement import Placed, Placement
 from policy_bridge.sample import Sample
 from policy_bridge.stats import Counters
 from policy_bridge.stream import StateStream
+from slipstream.checksums import Bytes
 from slipstream.refusal import RefusedError
+from slipstream.v1 import draft_trainer_pb2 as pb
 
 _TICK = 0.2
 # A batch holds what waits, within this and ``Placement.batch_bytes``.
@@ -73,24 +75,28 @@ class Batches:
             return message <= credit
 
         samples = self._outbox.take(fits, _SAMPLES)
-        batch: list[Placed] = []
-        payload = 0
+        request = pb.StreamStatesRequest()
+        payload: list[Bytes] = []
+        count = in_payload = in_ring = 0
         try:
             for sample in samples:
                 shipped = sample.in_float8() if self._float8 else sample
-                placed = self._place(shipped, payload, wait=not batch)
+                add = request.batch.samples.add
+                placed = self._place(shipped, in_payload, add, wait=count == 0)
                 if placed is None:
                     break
-                batch.append(placed)
-                payload += sum(map(len, placed.payload))
+                count += 1
+                payload += placed.payload
+                in_payload += sum(map(len, placed.payload))
+                in_ring += placed.ring_bytes
         except RefusedError:
             self._outbox.put_back(samples)
             raise
-        self._outbox.put_back(samples[len(batch) :])
-        if batch:
-            sent = self._stream.send(batch) + sum(placed.ring_bytes for placed in batch)
-            self._counters.add(sent_samples=len(batch), sent_bytes=sent)
-        return [sample.sample_id for sample in samples[: len(batch)]]
+        self._outbox.put_back(samples[count:])
+        if count:
+            sent = self._stream.send(request, payload) + in_ring
+            self._counters.add(sent_samples=count, sent_bytes=sent)
+        return [sample.sample_id for sample in samples[:count]]
 
     def _goes_with(self, first: Sample, sample: Sample) -> bool:
         same = sample.aux_layers == first.aux_layers
@@ -112,9 +118,11 @@ class Batches:
                 return False
         return True
 
-    def _place(self, sample: Sample, payload: int, wait: bool) -> Placed | None:
+    def _place(
+        self, sample: Sample, payload_at: int, add: Callable[[], pb.VerifierStates], *, wait: bool
+    ) -> Placed | None:
         while True:
-            placed = self._placement.place(sample, payload, _TICK if wait else 0.0)
+            placed = self._placement.place(sample, payload_at, _TICK if wait else 0.0, add)
             if placed is not None or not wait or not self._worth_waiting(sample):
                 return placed
 

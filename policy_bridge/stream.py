@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from policy_bridge.placement import Placed
+from slipstream.checksums import Bytes
 from slipstream.framing import Parts, frame, frames
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -72,17 +72,14 @@ class StateStream:
         with self._changed:
             return self._credit
 
-    def send(self, batch: Sequence[Placed]) -> int:
-        """Send samples for which there is credit; the bytes of their messages."""
-        request = pb.StreamStatesRequest(
-            batch=pb.SampleBatch(samples=[placed.message for placed in batch])
-        )
+    def send(self, request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> int:
+        """Send a batch for which there is credit; the bytes of its messages."""
         with self._changed:
             if not self._waiting:
                 self._news = time.monotonic()
-            self._waiting.update([placed.message.sample_id for placed in batch])
+            self._waiting.update([sample.sample_id for sample in request.batch.samples])
         sent = 0
-        for parts in frames(request, [piece for placed in batch for piece in placed.payload]):
+        for parts in frames(request, payload):
             size = sum(map(len, parts))
             with self._changed:
                 self._credit -= size

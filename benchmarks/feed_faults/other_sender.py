@@ -11,7 +11,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from policy_bridge.config import BridgeConfig
-from policy_bridge.placement import Placed, Placement
+from policy_bridge.placement import Placement
 from policy_bridge.sample import Sample
 from policy_bridge.session import Session, decode_session
 from policy_bridge.stream import StateStream
@@ -56,14 +56,14 @@ class OtherSender:
         """
         size = self._placement.message_bytes(sample.layout)
         assert self._stream.wait_credit(size, self._patience), "no credit"
-        placed = self._placement.place(sample, 0, self._patience)
+        request = pb.StreamStatesRequest()
+        placed = self._placement.place(sample, 0, self._patience, request.batch.samples.add)
         assert placed is not None
+        pieces = [piece.copy() for piece in placed.payload]
         if damage:
-            pieces = [bytearray(piece) for piece in placed.payload]
             longest = max(pieces, key=len)
             longest[len(longest) // 2] ^= 1
-            placed = Placed(placed.message, pieces, placed.ring_bytes)  # type: ignore[arg-type]
-        self._stream.send([placed])
+        self._stream.send(request, pieces)
         return self._acks.get(timeout=self._patience)
 
     def named(self, name: str) -> Sample:

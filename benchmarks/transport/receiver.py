@@ -8,7 +8,6 @@ CPU seconds so far.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import tempfile
 import time
@@ -18,7 +17,7 @@ import torch
 
 from benchmarks.transport.bare import bare_server
 from benchmarks.transport.case import AUX_LAYERS, MAX_TOKENS, POLICY_VERSION, RUN, VOCAB
-from draft_trainer.allocator import keep_freed_memory
+from draft_trainer.allocator import keep_freed_memory, settle_collector
 from draft_trainer.checkpoints.checkpoint import save_draft
 from draft_trainer.config import parse_config
 from draft_trainer.eagle3.head import Eagle3Head
@@ -95,9 +94,7 @@ def main() -> None:
         run.add_policy(PolicyHead(POLICY_VERSION, matrix, matrix))
         bare, port = bare_server()
         bare.start()
-        # As ``draft-trainer serve`` does.
-        gc.collect()
-        gc.freeze()
+        settle_collector()
         try:
             print(trainer.address, f"127.0.0.1:{port}", flush=True)
             for _ in sys.stdin:

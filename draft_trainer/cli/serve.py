@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import os
 import signal
@@ -40,7 +39,7 @@ def add_to(commands: Any) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from draft_trainer.allocator import keep_freed_memory
+    from draft_trainer.allocator import keep_freed_memory, settle_collector
     from draft_trainer.config import load_config
     from draft_trainer.kernels.library import use_kernels
     from draft_trainer.sidecar.server import TrainerServer
@@ -72,10 +71,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    # The imports' objects live as long as the process. Every full collection went through all of
-    # them, which cost ingest more than small samples did.
-    gc.collect()
-    gc.freeze()
+    settle_collector()
     server.start()
     print(server.ready_line, flush=True)
     ended.wait()

@@ -12,7 +12,7 @@ import os
 import weakref
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,9 @@ from slipstream.refusal import RefusedError, StatusCode
 
 ALIGNMENT = 64
 """Bytes. Every element type's alignment divides it, and so does a cache line."""
+
+MOST_SHARED = 1 << 20
+"""Bytes that one view of several extents covers. Whoever holds one of them holds them all."""
 
 
 def aligned(nbytes: int) -> int:
@@ -106,8 +109,8 @@ class Extent:
 class _Lease(weakref.ref):  # type: ignore[type-arg]
     """Tells of a view's end. A tenth of what ``weakref.finalize`` costs, for every small sample."""
 
-    __slots__ = ("extent",)
-    extent: Extent
+    __slots__ = ("extents",)
+    extents: Sequence[Extent]
 
 
 class Arena:
@@ -170,9 +173,19 @@ class Arena:
 
         It is free again when the last view of it ends, unless it is owned by then.
         """
+        return self.allocate_all([size])[0]
+
+    def allocate_all(self, sizes: Sequence[int]) -> list[Extent | None]:
+        """As ``allocate`` for each size; one after the other where a free part has room for all."""
         self._collect()
-        start = self._free.take(size)
-        return None if start is None else Extent(start, size)
+        start = self._free.take(sum(sizes)) if len(sizes) > 1 else None
+        extents: list[Extent | None] = []
+        for size in sizes:
+            at = self._free.take(size) if start is None else start
+            extents.append(None if at is None else Extent(at, size))
+            if start is not None:
+                start += size
+        return extents
 
     def give_back(self, extent: Extent) -> None:
         """An extent that was allocated is not needed: nobody owns it or viewed it yet."""
@@ -184,13 +197,39 @@ class Arena:
 
         Slices of it, and tensors made of it, hold it until the last of them is gone.
         """
-        array = np.frombuffer(self._map, np.uint8, nbytes, extent.start)
+        return self._view((extent,), nbytes)
+
+    def view_all(self, extents: Sequence[Extent]) -> list[tuple[Bytes, int]]:
+        """For each extent a view as by ``view``, and where the extent begins in it.
+
+        Neighbours share one of up to ``MOST_SHARED`` bytes: a view of its own cost a small sample
+        as much as the checks of its states.
+        """
+        views: list[tuple[Bytes, int]] = []
+        while (at := len(views)) < len(extents):
+            first, until = extents[at], at + 1
+            end = first.start + first.size
+            while (
+                until < len(extents)
+                and extents[until].start == end
+                and end + extents[until].size - first.start <= MOST_SHARED
+            ):
+                end += extents[until].size
+                until += 1
+            shared = self._view(extents[at:until], end - first.start)
+            views += [(shared, extent.start - first.start) for extent in extents[at:until]]
+        return views
+
+    def _view(self, extents: Sequence[Extent], nbytes: int) -> Bytes:
+        """Of neighbours, from the first one's beginning on."""
+        array = np.frombuffer(self._map, np.uint8, nbytes, extents[0].start)
         lease = _Lease(array, self._ended.append)
-        lease.extent = extent
+        lease.extents = extents
         self._leases[id(lease)] = lease
-        if extent.leases == 0:
-            self._leased += extent.size
-        extent.leases += 1
+        for extent in extents:
+            if extent.leases == 0:
+                self._leased += extent.size
+            extent.leases += 1
         return array
 
     def is_viewed(self, extent: Extent) -> bool:
@@ -198,21 +237,35 @@ class Arena:
         self._collect()
         return extent.leases > 0
 
-    def disown(self, extent: Extent) -> None:
-        """The owner needs it no more."""
-        assert extent.owned
-        extent.owned = False
-        if extent.leases == 0:
-            self._free.give(extent.start, extent.size)
+    def disown(self, *extents: Extent) -> None:
+        """Their owner needs them no more."""
+        for extent in extents:
+            assert extent.owned
+            extent.owned = False
+        self._give([extent for extent in extents if extent.leases == 0])
 
     def _collect(self) -> None:
         # Only here, under the owner's lock: a view may end in the midst of any other operation.
+        ended = []
         while self._ended:
             lease = self._ended.popleft()
             del self._leases[id(lease)]
-            extent = lease.extent
-            extent.leases -= 1
-            if extent.leases == 0:
-                self._leased -= extent.size
-                if not extent.owned:
-                    self._free.give(extent.start, extent.size)
+            for extent in lease.extents:
+                extent.leases -= 1
+                if extent.leases == 0:
+                    self._leased -= extent.size
+                    if not extent.owned:
+                        ended.append(extent)
+        self._give(ended)
+
+    def _give(self, extents: Sequence[Extent]) -> None:
+        """Make extents free, neighbours as one: samples mostly leave in the order they came in."""
+        start = end = 0
+        for extent in extents:
+            if extent.start != end:
+                if end > start:
+                    self._free.give(start, end - start)
+                start = extent.start
+            end = extent.start + extent.size
+        if end > start:
+            self._free.give(start, end - start)

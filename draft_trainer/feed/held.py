@@ -55,10 +55,11 @@ class HeldSamples:
         self.arena = Arena(path, capacity_bytes, [(row.start, row.size) for row in rows])
         self._fill(rows, self.arena.extents)
 
-    def add(self, sample: StoredSample) -> None:
-        """A sample that the ledger has now."""
-        sample.extent.owned = True
-        self.replay.add(sample)
+    def add_all(self, samples: Sequence[StoredSample]) -> None:
+        """Samples that the ledger has now."""
+        for sample in samples:
+            sample.extent.owned = True
+        self.replay.add_all(samples)
 
     def reload(self) -> None:
         """The ledger's draws were changed."""
@@ -85,8 +86,7 @@ class HeldSamples:
 
     def clear(self) -> None:
         """Forget everything, after the ledger did."""
-        for sample in self.all():
-            self.arena.disown(sample.extent)
+        self.arena.disown(*[sample.extent for sample in self.all()])
         self._fill([], [])
 
     def make_room(self, sizes: Sequence[int]) -> list[Extent | None]:
@@ -107,8 +107,9 @@ class HeldSamples:
                 wanted.append(index)
         try:
             while True:
-                for index in wanted:
-                    extents[index] = self.arena.allocate(sizes[index])
+                found = self.arena.allocate_all([sizes[index] for index in wanted])
+                for index, extent in zip(wanted, found, strict=True):
+                    extents[index] = extent
                 wanted = [index for index in wanted if extents[index] is None]
                 if not wanted or not self._give_up(sum(sizes[index] for index in wanted)):
                     return extents
@@ -143,8 +144,7 @@ class HeldSamples:
         if samples:
             with self._ledger.transaction():
                 self._ledger.drop([sample.number for sample in samples])
-        for sample in samples:
-            self.arena.disown(sample.extent)
+        self.arena.disown(*[sample.extent for sample in samples])
 
     def _is_viewed(self, sample: StoredSample) -> bool:
         return self.arena.is_viewed(sample.extent)

@@ -6,14 +6,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from draft_trainer.feed.contents import check_contents
+from draft_trainer.feed.packed_sample import prompts_in
 from draft_trainer.feed.receive import Memories, receive
-from draft_trainer.feed.received import Received, group_in
 from draft_trainer.feed.session import Run
-from draft_trainer.feed.small import Arriving, is_small, receive_together
+from draft_trainer.feed.small import Together, is_small, receive_together
 from draft_trainer.feed.store import Reservation, SampleStore
+from draft_trainer.feed.stored import Description
 from draft_trainer.feed.validate import Expected, check_sample_id, declared, kept_layout
 from draft_trainer.recordings.recorder import Recorder
 from draft_trainer.sidecar.board import Board
@@ -79,17 +78,21 @@ class Ingest:
             for at, _ in wanted:
                 self._refuse(acks[at], error)
             return acks
-        taken: list[tuple[int, Reservation, Received]] = []
-        there = self._small_together(samples, wanted, rooms)
+        taken: list[tuple[int, Reservation, Description]] = []
+        prompts = self._small_together(samples, wanted, rooms)
         for (at, arriving), layout, room in zip(wanted, kept, rooms, strict=True):
             message, memories = samples[at]
             try:
                 if isinstance(room, RefusedError):
                     raise room
-                if at not in there:
-                    receive(message, memories, arriving, room.block, layout)
-                    check_contents(room.block, layout, self.expected)
-                sample = _received(message, room, layout)
+                prompt = prompts.get(at)
+                if prompt is None:
+                    block = room.block
+                    receive(message, memories, arriving, block, layout)
+                    check_contents(block, layout, self.expected)
+                    (prompt,) = prompts_in(block[None], layout)
+                facts = (message.sample_id, message.policy_version, message.temperature)
+                sample = Description(facts, layout, layout.tokens, prompt or facts[0])
             except RingTruncatedError:
                 # Nothing of this stream can be read: it is not for the sample to answer for.
                 raise
@@ -149,32 +152,39 @@ class Ingest:
         samples: Sequence[tuple[pb.VerifierStates, Memories]],
         wanted: Sequence[tuple[int, Layout]],
         rooms: Sequence[Reservation | RefusedError],
-    ) -> set[int]:
-        """Indices of small samples that are in their rooms, checked."""
+    ) -> dict[int, str]:
+        """The prompts of small samples that are in their rooms, checked; by index."""
         # Equal layouts are the same object; a hash of all of its fields is dear for each sample.
-        groups: dict[tuple[int, int], list[tuple[int, Arriving]]] = {}
+        groups: dict[tuple[int, int, int, int], Together] = {}
         for (at, layout), room in zip(wanted, rooms, strict=True):
             message, memories = samples[at]
             if isinstance(room, Reservation) and is_small(message, layout):
-                arriving = Arriving(message, memories, layout, room.block)
-                in_ring = message.packed.span.memory == pb.MEMORY_RING
-                key = id(layout), id(memories.ring if in_ring else memories)
-                groups.setdefault(key, []).append((at, arriving))
-        there: set[int] = set()
+                packed, shared = message.packed, room.shared
+                memory = packed.span.memory
+                # A stream has one ring, and each message its own payload.
+                of = memories.ring if memory == pb.MEMORY_RING else memories
+                key = id(layout), id(of), memory, id(shared)
+                group = groups.get(key)
+                if group is None:
+                    group = groups[key] = Together(layout, memory, memories, shared)
+                group.at.append(at)
+                group.packed.append(packed)
+                group.rooms.append(room)
+        there: dict[int, str] = {}
         for group in groups.values():
-            if len(group) >= _FEWEST_TOGETHER:
-                right = receive_together([arriving for _, arriving in group], self.expected)
-                there |= {at for (at, _), good in zip(group, right, strict=True) if good}
+            if len(group.at) >= _FEWEST_TOGETHER:
+                prompts = receive_together(group, self.expected)
+                for at, prompt in zip(group.at, prompts, strict=True):
+                    if prompt is not None:
+                        there[at] = prompt
         return there
 
     def _accept(
-        self, run: Run, acks: list[pb.Ack], taken: Sequence[tuple[int, Reservation, Received]]
+        self, run: Run, acks: list[pb.Ack], taken: Sequence[tuple[int, Reservation, Description]]
     ) -> None:
         recorder = self._recorder
         # Only the recorder reads them now; the room is given up by ``accept``.
-        samples = (
-            [s.sample(torch.from_numpy(room.block)) for _, room, s in taken] if recorder else []
-        )
+        samples = [sample.sample(room.block) for _, room, sample in taken] if recorder else []
         try:
             fresh = self._store.accept([(room, sample) for _, room, sample in taken])
         except RefusedError as error:
@@ -204,16 +214,6 @@ class Ingest:
         ack.refusal.CopyFrom(error.to_proto())
         # The first word is a field of VerifierStates: a bounded set of metric labels.
         self._board.refused(error.field.partition(".")[0])
-
-
-def _received(message: pb.VerifierStates, room: Reservation, layout: Layout) -> Received:
-    return Received(
-        sample_id=message.sample_id,
-        policy_version=message.policy_version,
-        temperature=message.temperature,
-        layout=layout,
-        group=group_in(message.sample_id, room.block, layout),
-    )
 
 
 @dataclass

@@ -113,21 +113,31 @@ def ring_there(ring: RingFile | None) -> Iterator[None]:
 
 def source_of(span: pb.Span, memories: Memories) -> Sequence[Bytes]:
     """The bytes that a span points to, in pieces of whole floats. Raises RefusedError: outside."""
-    start = start_of(span, memories)
+    first, end, step = bounds_of(span.memory, memories)
+    start, until = span.offset, span.offset + span.bytes
+    if start < first or until > end or start % step:
+        ring = f"[{first}, {end}), from a multiple of {step} on"
+        within = ring if step > 1 else f"the payload's {end} bytes"
+        raise RefusedError(
+            "packed.span",
+            f"{span.bytes} bytes from {start} on",
+            f"within {within}",
+            "describe bytes that were written before the message was sent",
+        )
     if span.memory == pb.MEMORY_PAYLOAD:
-        return _cut(memories.payload, start, start + span.bytes)
+        return cut(memories.payload, start, until)
     assert memories.ring is not None
     return [memories.ring.span(start, span.bytes)]
 
 
-def start_of(span: pb.Span, memories: Memories) -> int:
-    """Where the bytes that a span points to begin. Raises RefusedError: outside its memory."""
-    memory, start = span.memory, span.offset
-    end = start + span.bytes
+def bounds_of(memory: int, memories: Memories) -> tuple[int, int, int]:
+    """Where a span in this memory may begin first, where it must end, and what it is aligned to.
+
+    Raises:
+        RefusedError: there is no such memory.
+    """
     if memory == pb.MEMORY_PAYLOAD:
-        if end > memories.payload_bytes:
-            raise _outside(span, f"within the payload's {memories.payload_bytes} bytes")
-        return start
+        return 0, memories.payload_bytes, 1
     if memory != pb.MEMORY_RING:
         raise RefusedError(
             "packed.span.memory",
@@ -135,22 +145,17 @@ def start_of(span: pb.Span, memories: Memories) -> int:
             "MEMORY_PAYLOAD or MEMORY_RING",
             "say what the span points into",
         )
-    ring = memories.ring
-    if ring is None:
+    if memories.ring is None:
         raise RefusedError(
             "packed.span.memory",
             "MEMORY_RING",
             "MEMORY_PAYLOAD: this stream has no ring",
             "name TRANSPORT_SHARED_MEMORY in the stream's header, or send the bytes along",
         )
-    if start % ALIGNMENT or start < HEADER_BYTES or end > ring.nbytes:
-        raise _outside(
-            span, f"within [{HEADER_BYTES}, {ring.nbytes}), from a multiple of {ALIGNMENT} on"
-        )
-    return start
+    return HEADER_BYTES, memories.ring.nbytes, ALIGNMENT
 
 
-def _cut(pieces: Sequence[Bytes], start: int, end: int) -> Sequence[Bytes]:
+def cut(pieces: Sequence[Bytes], start: int, end: int) -> Sequence[Bytes]:
     """The bytes from ``start`` to ``end``, in pieces of whole floats."""
     found, at = [], 0
     for piece in pieces:
@@ -163,15 +168,6 @@ def _cut(pieces: Sequence[Bytes], start: int, end: int) -> Sequence[Bytes]:
     if any(len(part) % ALIGNMENT for part in found[:-1]):
         return [np.concatenate(found)]
     return found
-
-
-def _outside(span: pb.Span, expected: str) -> RefusedError:
-    return RefusedError(
-        "packed.span",
-        f"{span.bytes} bytes from {span.offset} on",
-        expected,
-        "describe bytes that were written before the message was sent",
-    )
 
 
 def _fill(message: pb.VerifierStates, block: Bytes, layout: Layout) -> None:

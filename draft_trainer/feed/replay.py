@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -89,13 +89,21 @@ class ReplayBuffer(Generic[T]):
 
     def add(self, sample: T, times_drawn: int = 0) -> None:
         """Take a sample whose id is not here. ``times_drawn`` is below ``max_epochs``."""
-        assert sample.sample_id not in self._entries and times_drawn < self.max_epochs
-        held_out = is_held_out(sample.group, self._held_out_fraction)
-        entry = _Entry(sample, self._arrivals, held_out, times_drawn)
-        self._arrivals += 1
-        self._entries[sample.sample_id] = entry
-        self._pending += _is_pending(entry)
-        self._push(entry)
+        self.add_all([sample], times_drawn)
+
+    def add_all(self, samples: Iterable[T], times_drawn: int = 0) -> None:
+        """As ``add`` for each."""
+        assert times_drawn < self.max_epochs
+        entries, fraction = self._entries, self._held_out_fraction
+        for sample in samples:
+            sample_id = sample.sample_id
+            assert sample_id not in entries
+            held_out = is_held_out(sample.group, fraction)
+            entries[sample_id] = entry = _Entry(sample, self._arrivals, held_out, times_drawn)
+            self._arrivals += 1
+            self._pending += not held_out and times_drawn == 0
+            self._push(entry)
+        self._clear_stale()
 
     def draw(self, max_tokens: int) -> list[T]:
         """Samples to train on now, about ``max_tokens`` of them; each counts as trained once.
@@ -133,6 +141,7 @@ class ReplayBuffer(Generic[T]):
                 self._push(entry)
             else:
                 del self._entries[entry.sample.sample_id]
+        self._clear_stale()
         return [entry.sample for entry in chosen]
 
     def put_back(self, sample: T) -> None:
@@ -144,6 +153,7 @@ class ReplayBuffer(Generic[T]):
             entry.times_drawn -= 1
             self._pending += _is_pending(entry)
             self._push(entry)
+            self._clear_stale()
 
     def worst(self, spared: Callable[[T], bool] = lambda sample: False) -> Generator[T, None, None]:
         """Samples in the order in which to give them up: of the oldest version first, and of
@@ -157,11 +167,11 @@ class ReplayBuffer(Generic[T]):
         try:
             while self._to_evict:
                 item = heapq.heappop(self._to_evict)
-                if _counts(item):
+                entry = item[-1]
+                if entry.pushed == item[-2]:
                     passed.append(item)
-                    sample = item[-1].sample
-                    if not spared(sample):
-                        yield sample
+                    if not spared(entry.sample):
+                        yield entry.sample
         finally:
             for item in passed:
                 if _counts(item):
@@ -209,8 +219,11 @@ class ReplayBuffer(Generic[T]):
         if not entry.held_out:
             self._fresh.append((entry.pushed, entry))
         # Oldest version first; within a version what has been trained on goes first.
-        order = (entry.sample.policy_version, -entry.times_drawn, entry.arrival)
-        heapq.heappush(self._to_evict, (*order, entry.pushed, entry))
+        version = entry.sample.policy_version
+        item = (version, -entry.times_drawn, entry.arrival, entry.pushed, entry)
+        heapq.heappush(self._to_evict, item)
+
+    def _clear_stale(self) -> None:
         # Where nothing is drawn, or nothing evicted, old items would pile up for ever.
         bound = 2 * len(self._entries) + _SLACK
         if len(self._fresh) > bound:

@@ -24,20 +24,34 @@ class Drawn:
 
 
 class Reservation:
-    """Room for one sample that is being received. It is given back when nothing views it."""
+    """Room for one sample that is being received. It is given back when nothing views it.
 
-    __slots__ = ("_block", "extent")
+    Args:
+        extent: in the arena.
+        shared: uint8 [N], a view of the arena, of other reservations' room too.
+        at: where this one's room begins in it.
+        nbytes: of the sample.
+    """
 
-    def __init__(self, extent: Extent, block: Bytes) -> None:
+    __slots__ = ("_shared", "at", "extent", "nbytes")
+
+    def __init__(self, extent: Extent, shared: Bytes, at: int, nbytes: int) -> None:
         self.extent = extent
-        self._block: Bytes | None = block
+        self.at = at
+        self.nbytes = nbytes
+        self._shared: Bytes | None = shared
+
+    @property
+    def shared(self) -> Bytes:
+        """See the class."""
+        assert self._shared is not None, "this reservation was released"
+        return self._shared
 
     @property
     def block(self) -> Bytes:
         """uint8 [nbytes], its start aligned to 64 bytes; its content is not defined at first."""
-        assert self._block is not None, "this reservation was released"
-        return self._block
+        return self.shared[self.at : self.at + self.nbytes]
 
     def release(self) -> None:
         """View it no more. What else views it keeps it until then. Idempotent."""
-        self._block = None
+        self._shared = None

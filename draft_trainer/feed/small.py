@@ -8,13 +8,15 @@ left to ``receive`` and ``contents``, which also say what it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draft_trainer.feed.contents import LOGPROB_TOLERANCE
-from draft_trainer.feed.receive import Memories, ring_there, source_of, start_of
+from draft_trainer.feed.packed_sample import prompts_in
+from draft_trainer.feed.receive import Memories, bounds_of, cut, ring_there
+from draft_trainer.feed.reservation import Reservation
 from draft_trainer.feed.validate import Expected
 from draft_trainer.kernels.guarded import guarded_rows
 from slipstream.checksums import Bytes, checksum_of, finite_rows
@@ -26,22 +28,27 @@ SMALL_BYTES = 16 << 10
 """Of a block that is worth it."""
 
 
-# Not frozen: setting fields past that takes three times as long, for every small sample.
 @dataclass(eq=False, slots=True)
-class Arriving:
-    """A sample whose declarations were checked.
+class Together:
+    """Samples of one layout and in one memory, whose declarations were checked.
 
     Attributes:
-        message: its description.
-        memories: where its span points.
-        layout: in which it comes, and stays.
-        block: uint8 [layout.nbytes], the trainer's own.
+        layout: in which they come, and stay.
+        memory: which one it is.
+        memories: it is among them.
+        shared: the view that all of their rooms are parts of.
+        at: their indices, for whoever made this.
+        packed: their descriptions.
+        rooms: for them.
     """
 
-    message: pb.VerifierStates
-    memories: Memories
     layout: Layout
-    block: Bytes
+    memory: int
+    memories: Memories
+    shared: Bytes
+    at: list[int] = field(default_factory=list)
+    packed: list[pb.PackedStates] = field(default_factory=list)
+    rooms: list[Reservation] = field(default_factory=list)
 
 
 def is_small(message: pb.VerifierStates, layout: Layout) -> bool:
@@ -49,57 +56,72 @@ def is_small(message: pb.VerifierStates, layout: Layout) -> bool:
     return layout.nbytes <= SMALL_BYTES and layout.dtype != FLOAT8 and message.HasField("packed")
 
 
-def receive_together(samples: Sequence[Arriving], expected: Expected) -> list[bool]:
-    """Bring samples into their blocks, checked as by ``receive`` and ``check_contents``.
+def receive_together(samples: Together, expected: Expected) -> list[str | None]:
+    """Bring samples into their rooms, checked as by ``receive`` and ``check_contents``.
 
     Args:
-        samples: at least one, all small, of one layout and in one memory: the ring of a stream, or
-            the payload of a message.
+        samples: at least one, all small.
         expected: of every sample.
 
     Returns:
-        Whether each is in its block and right; the block of any other one is as it was.
+        For each that is in its room and right, its prompt (``prompts_in``). None for any other
+        one, whose room's content is not defined.
 
     Raises:
         RingTruncatedError: the ring was cut short while it was read.
     """
-    answers = [False] * len(samples)
-    there: list[int] = []
-    starts: list[int] = []
-    for at, sample in enumerate(samples):
-        try:
-            starts.append(start_of(sample.message.packed.span, sample.memories))
-            there.append(at)
-        except RefusedError:
-            continue
+    layout = samples.layout
+    prompts: list[str | None] = [None] * len(samples.rooms)
+    starts = [packed.span.offset for packed in samples.packed]
+    there = _inside(starts, samples)
     if not there:
-        return answers
-    layout = samples[0].layout
-    rows = _copies([samples[at] for at in there], starts, layout)
+        return prompts
+    rooms = [samples.rooms[at] for at in there]
+    neighbours = _neighbours(rooms, samples)
+    # What is checked is what is kept: the ring is shared memory, which its owner may change.
+    rows = np.empty((len(there), layout.nbytes), np.uint8) if neighbours is None else neighbours
+    _copy([starts[at] for at in there], samples, rows)
     right = _contents_right(rows, layout, expected)
     right &= finite_rows(rows[:, layout.aux_at :], layout.dtype)
-    for at, row, good in zip(there, rows, right.tolist(), strict=True):
-        if good and _is_of(row, samples[at].message.packed):
-            samples[at].block[:] = row
-            answers[at] = True
-    return answers
+    found = prompts_in(rows, layout)
+    for at, row, good, prompt in zip(there, rows, right.tolist(), found, strict=True):
+        if good and _is_of(row, samples.packed[at]):
+            if neighbours is None:
+                samples.rooms[at].block[:] = row
+            prompts[at] = prompt
+    return prompts
 
 
-def _copies(samples: Sequence[Arriving], starts: Sequence[int], layout: Layout) -> Bytes:
-    """The blocks as they arrived, uint8 [n, layout.nbytes]. They are what is checked: the ring is
-    shared memory, which its other owner may change."""
-    rows = np.empty((len(samples), layout.nbytes), dtype=np.uint8)
-    memories = samples[0].memories
-    if samples[0].message.packed.span.memory == pb.MEMORY_RING:
+def _inside(starts: Sequence[int], samples: Together) -> list[int]:
+    """Indices of the spans that lie within the memory."""
+    try:
+        first, end, step = bounds_of(samples.memory, samples.memories)
+    except RefusedError:
+        return []
+    last = end - samples.layout.nbytes
+    return [at for at, start in enumerate(starts) if first <= start <= last and not start % step]
+
+
+def _neighbours(rooms: Sequence[Reservation], samples: Together) -> Bytes | None:
+    """The rooms as uint8 [n, layout.nbytes], if they lie one after the other."""
+    first, nbytes = rooms[0].at, samples.layout.nbytes
+    if rooms[-1].at - first != (len(rooms) - 1) * nbytes:
+        return None
+    return samples.shared[first : first + len(rooms) * nbytes].reshape(len(rooms), nbytes)
+
+
+def _copy(starts: Sequence[int], samples: Together, rows: Bytes) -> None:
+    """The blocks as they arrived, to uint8 [n, layout.nbytes]."""
+    memories = samples.memories
+    if samples.memory == pb.MEMORY_RING:
         assert memories.ring is not None, "a span in it was found to be right"
         with ring_there(memories.ring):
             guarded_rows(memories.ring.span(0, memories.ring.nbytes), starts, rows)
     elif len(memories.payload) == 1:
         guarded_rows(memories.payload[0], starts, rows)
     else:
-        pieces = [source_of(sample.message.packed.span, memories) for sample in samples]
+        pieces = [cut(memories.payload, at, at + samples.layout.nbytes) for at in starts]
         np.concatenate([part for parts in pieces for part in parts], out=rows.reshape(-1))
-    return rows
 
 
 def _is_of(row: Bytes, packed: pb.PackedStates) -> bool:

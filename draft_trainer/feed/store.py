@@ -24,7 +24,6 @@ from draft_trainer.feed.draw_log import DrawLog
 from draft_trainer.feed.held import HeldSamples
 from draft_trainer.feed.kept_policies import KeptPolicies
 from draft_trainer.feed.ledger import Ledger, key_of
-from draft_trainer.feed.received import Received
 from draft_trainer.feed.refusals import another_run, too_large
 from draft_trainer.feed.reservation import Drawn, Reservation
 from draft_trainer.feed.sample import Sample
@@ -102,10 +101,11 @@ class SampleStore:
         with self._lock:
             arena = self._held.arena
             extents = self._held.make_room([aligned(size) for size in sizes])
+            views = iter(arena.view_all([extent for extent in extents if extent is not None]))
             rooms: list[Reservation | RefusedError] = []
             for size, extent in zip(sizes, extents, strict=True):
                 if extent is not None:
-                    rooms.append(Reservation(extent, arena.view(extent, size)))
+                    rooms.append(Reservation(extent, *next(views), size))
                 elif aligned(size) > self.capacity_bytes:
                     rooms.append(too_large(size, f"at most {self.capacity_bytes} bytes"))
                 else:
@@ -113,11 +113,11 @@ class SampleStore:
                     rooms.append(too_large(size, f"room in {self.capacity_bytes} bytes, {busy}"))
             return rooms
 
-    def accept(self, samples: Sequence[tuple[Reservation, Sample | Received]]) -> list[bool]:
+    def accept(self, samples: Sequence[tuple[Reservation, Sample | Description]]) -> list[bool]:
         """Record samples, all in one transaction; what is recorded survives kill -9.
 
         Args:
-            samples: each with the reservation that its tensors are views of.
+            samples: each with the reservation that its tensors are views of, or that it describes.
 
         Returns:
             For each, whether it is new. A duplicate's reservation is released.
@@ -125,18 +125,27 @@ class SampleStore:
         Raises:
             RefusedError: the ledger cannot be written; nothing was accepted.
         """
-        described = [Description.of(sample, room.block) for room, sample in samples]
+        described = [
+            sample if isinstance(sample, Description) else Description.of(sample, room.block)
+            for room, sample in samples
+        ]
         texts = [description.to_json() for description in described]
+        extents = [room.extent for room, _ in samples]
         with self._lock:
             rows = [
-                (key_of(self._run_id, sample.sample_id), room.extent.start, room.extent.size, text)
-                for (room, sample), text in zip(samples, texts, strict=True)
+                (key_of(self._run_id, description.facts[0]), extent.start, extent.size, text)
+                for description, extent, text in zip(described, extents, texts, strict=True)
             ]
             with self._ledger.transaction():
                 numbers = self._ledger.add(rows)
-            for (room, _), number, description in zip(samples, numbers, described, strict=True):
-                if number is not None:
-                    self._held.add(StoredSample(number, room.extent, description))
+            self._held.add_all(
+                [
+                    StoredSample(number, extent, description)
+                    for number, extent, description in zip(numbers, extents, described, strict=True)
+                    if number is not None
+                ]
+            )
+            for room, _ in samples:
                 room.release()
             return [number is not None for number in numbers]
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from draft_trainer.feed.arena import Arena, Extent
-from draft_trainer.feed.received import Received, packed_sample
+from draft_trainer.feed.packed_sample import packed_sample
 from draft_trainer.feed.sample import Sample
 from slipstream.checksums import Bytes
-from slipstream.packed import layout_of as packed_layout
+from slipstream.packed import Layout, layout_of
 
 _FACTS = ("sample_id", "policy_version", "temperature")
 _TENSORS = tuple(field.name for field in fields(Sample) if field.name not in _FACTS)
@@ -29,25 +29,21 @@ class Description:
 
     Attributes:
         facts: its id, policy version and temperature.
-        tensors: element type, shape and offset in the extent of each of its tensors; or tokens,
-            layers, hidden size and element type of a block in the packed layout.
+        tensors: element type, shape and offset in the extent of each of its tensors; or the
+            layout of a block that is all of it.
         num_tokens: T.
         group: what the samples of its prompt share.
     """
 
     facts: tuple[str, int, float]
-    tensors: dict[str, tuple[str, list[int], int]] | tuple[int, int, int, str]
+    tensors: dict[str, tuple[str, list[int], int]] | Layout
     num_tokens: int
     group: str
 
     @classmethod
-    def of(cls, sample: Sample | Received, block: Bytes) -> Description:
+    def of(cls, sample: Sample, block: Bytes) -> Description:
         """Of a sample whose tensors are views of ``block`` (uint8 [N])."""
         facts = (sample.sample_id, sample.policy_version, sample.temperature)
-        if isinstance(sample, Received):
-            layout = sample.layout
-            sizes = (layout.tokens, layout.aux_layers, layout.hidden_size, _name(layout.dtype))
-            return cls(facts, sizes, layout.tokens, sample.group)
         tensors = {}
         for name in _TENSORS:
             tensor: Tensor = getattr(sample, name)
@@ -63,22 +59,40 @@ class Description:
         """From ``to_json``."""
         facts, tensors, num_tokens, group = json.loads(text)
         if isinstance(tensors, list):
-            tensors = tuple(tensors)
+            *sizes, kind = tensors
+            tensors = layout_of(*sizes, getattr(torch, kind))
         return cls(tuple(facts[name] for name in _FACTS), tensors, num_tokens, group)
 
     def to_json(self) -> str:
         """For the ledger."""
         sample_id, version, temperature = self.facts
-        if isinstance(self.tensors, tuple):
-            tokens, layers, width, kind = self.tensors
-            tensors = f'[{tokens},{layers},{width},"{kind}"]'
+        layout = self.tensors
+        if isinstance(layout, Layout):
+            sizes = f"{layout.tokens},{layout.aux_layers},{layout.hidden_size}"
+            tensors = f'[{sizes},"{_name(layout.dtype)}"]'
         else:
-            tensors = json.dumps(self.tensors)
+            tensors = json.dumps(layout)
         # By hand: a third of what the encoder takes, for every small sample.
         return (
             f'[{{"sample_id":{_quoted(sample_id)},"policy_version":{version},'
             f'"temperature":{temperature!r}}},{tensors},{self.num_tokens},{_quoted(self.group)}]'
         )
+
+    def sample(self, block: Bytes) -> Sample:
+        """The sample, its tensors views of its bytes: uint8 [N], no copy.
+
+        They are made only when somebody reads them: eleven views of a small sample take longer
+        than everything else about it.
+        """
+        whole = torch.from_numpy(block)
+        if isinstance(self.tensors, Layout):
+            return packed_sample(self.facts, whole, self.tensors)
+        values: dict[str, Any] = dict(zip(_FACTS, self.facts, strict=True))
+        for name, (kind, shape, offset) in self.tensors.items():
+            dtype: torch.dtype = getattr(torch, kind)
+            nbytes = math.prod(shape) * dtype.itemsize
+            values[name] = whole[offset : offset + nbytes].view(dtype).view(shape)
+        return Sample(**values)
 
 
 @lru_cache
@@ -122,14 +136,4 @@ class StoredSample:
 
     def read(self, arena: Arena) -> Sample:
         """The sample, its tensors views of the arena: they keep the extent from being reused."""
-        whole = torch.from_numpy(arena.view(self.extent, self.extent.size))
-        facts, tensors = self.description.facts, self.description.tensors
-        if isinstance(tensors, tuple):
-            *sizes, kind = tensors
-            return packed_sample(facts, whole, packed_layout(*sizes, getattr(torch, kind)))
-        values: dict[str, Any] = dict(zip(_FACTS, facts, strict=True))
-        for name, (kind, shape, offset) in tensors.items():
-            dtype: torch.dtype = getattr(torch, kind)
-            nbytes = math.prod(shape) * dtype.itemsize
-            values[name] = whole[offset : offset + nbytes].view(dtype).view(shape)
-        return Sample(**values)
+        return self.description.sample(arena.view(self.extent, self.extent.size))

@@ -97,11 +97,13 @@ class StateStream:
         nbytes = {"grpc": sum(framed.nbytes for framed, _ in together)}
         if self._ring is not None:
             # Of a refused one nobody knows whether the span that it names was ever written.
-            nbytes["shared_memory"] = sum(
-                message.packed.span.bytes
+            taken = [
+                message.packed.span
                 for message, ack in zip(messages, acks, strict=True)
-                if message.packed.span.memory == pb.MEMORY_RING
-                and ack.status != pb.ACK_STATUS_REFUSED
+                if ack.status != pb.ACK_STATUS_REFUSED
+            ]
+            nbytes["shared_memory"] = sum(
+                [span.bytes for span in taken if span.memory == pb.MEMORY_RING]
             )
         now = time.monotonic()
         waited = [(now - at, len(samples_in(framed.request))) for framed, at in together]
@@ -122,7 +124,10 @@ class StateStream:
                 credit += framed.nbytes
             at += count
         if batched:
-            yield pb.StreamStatesResponse(acks=pb.AckBatch(acks=batched, credit_bytes=credit))
+            response = pb.StreamStatesResponse()
+            response.acks.acks.extend(batched)
+            response.acks.credit_bytes = credit
+            yield response
 
     def _read(self) -> None:
         ahead: list[Framed] = []

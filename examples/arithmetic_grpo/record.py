@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draft_trainer.feed.received import packed_sample
+from draft_trainer.feed.packed_sample import packed_sample
 from draft_trainer.offline.progress import Progress
 from draft_trainer.recordings.recording_index import RecordingFacts
 from draft_trainer.recordings.recording_writer import RecordingWriter

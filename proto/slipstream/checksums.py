@@ -144,6 +144,20 @@ def copy_checked(
     return copy.checksum, copy.finite
 
 
+def copy_hashed(source: Bytes, destination: Bytes, kind: int) -> int:
+    """Copy ``source`` to ``destination``, uint8 [n], contiguous; the checksum of what is there.
+
+    Raises:
+        RefusedError: as ``CheckedCopy``.
+    """
+    if len(source) <= _SMALL_BYTES:
+        np.copyto(destination, source)
+        return checksum_of([destination], kind)
+    copy = CheckedCopy(destination, kind)
+    copy.put(source)
+    return copy.checksum
+
+
 class CheckedCopy:
     """Fills ``destination`` from front to back and hashes what arrived there.
 

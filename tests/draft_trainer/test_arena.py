@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_trainer.feed.arena import ALIGNMENT, Arena, FreeList, aligned
+from draft_trainer.feed.arena import ALIGNMENT, MOST_SHARED, Arena, FreeList, aligned
 from slipstream.refusal import RefusedError, StatusCode
 
 
@@ -91,6 +91,70 @@ def test_an_extent_that_nobody_owns_is_free_with_its_last_view(tmp_path: Path) -
     assert arena.is_viewed(extent) and arena.allocate(ALIGNMENT) is None
     del second
     assert not arena.is_viewed(extent) and arena.used == 0
+
+
+def test_extents_of_one_call_lie_one_after_the_other_where_there_is_room(tmp_path: Path) -> None:
+    arena = Arena(tmp_path / "a", 16 * ALIGNMENT)
+    sizes = [2 * ALIGNMENT, ALIGNMENT, 3 * ALIGNMENT]
+    extents = arena.allocate_all(sizes)
+    assert [(e.start, e.size) for e in extents if e] == [(0, 128), (128, 64), (192, 192)]
+    middle = arena.allocate(4 * ALIGNMENT)
+    assert middle is not None and middle.start == 6 * ALIGNMENT
+    assert extents[0] is not None
+    arena.give_back(extents[0])
+    # Two parts are free, of 2 and of 6: nothing of 7 is, and each takes what fits it best.
+    again = arena.allocate_all([2 * ALIGNMENT, 5 * ALIGNMENT])
+    assert [extent and extent.start for extent in again] == [0, 10 * ALIGNMENT]
+    assert arena.allocate_all([2 * ALIGNMENT, ALIGNMENT])[0] is None
+    assert arena.used == arena.size
+    assert arena.allocate_all([]) == []
+
+
+def test_neighbours_share_a_view_and_are_free_when_it_ends(tmp_path: Path) -> None:
+    arena = Arena(tmp_path / "a", 4 * MOST_SHARED)
+    half = MOST_SHARED // 2
+    sizes = [half, half, half, ALIGNMENT]
+    extents = [extent for extent in arena.allocate_all(sizes) if extent is not None]
+    far = arena.allocate(2 * MOST_SHARED)
+    assert far is not None
+    views = arena.view_all([*extents, far])
+    # Two make as much as one view may cover; what is larger has one of its own.
+    assert [(len(view), at) for view, at in views] == [
+        *[(MOST_SHARED, 0), (MOST_SHARED, half)],
+        *[(half + ALIGNMENT, 0), (half + ALIGNMENT, half)],
+        (2 * MOST_SHARED, 0),
+    ]
+    assert views[0][0] is views[1][0] and views[2][0] is views[3][0]
+    for number, ((view, at), extent) in enumerate(zip(views, [*extents, far], strict=True)):
+        view[at : at + extent.size] = number
+    assert [int(arena.view(extent, 1)[0]) for extent in extents] == [0, 1, 2, 3]
+    extents[0].owned = True
+    kept = views[3][0][half:]
+    del views, view
+    # Whoever holds a part holds its neighbours too, but nothing else.
+    assert arena.leased == half + ALIGNMENT
+    assert [arena.is_viewed(extent) for extent in extents] == [False, False, True, True]
+    assert arena.used == half + half + ALIGNMENT
+    del kept
+    assert (arena.leased, arena.used) == (0, half)
+    arena.disown(extents[0])
+    assert arena.used == 0 and arena.allocate(arena.size) is not None
+
+
+def test_those_that_are_disowned_together_are_free_each_when_nothing_views_it(
+    tmp_path: Path,
+) -> None:
+    arena = Arena(tmp_path / "a", 8 * ALIGNMENT)
+    extents = [extent for extent in arena.allocate_all([ALIGNMENT] * 8) if extent is not None]
+    for extent in extents:
+        extent.owned = True
+    view = arena.view(extents[3], 8)
+    # In any order; the first four are neighbours but for the one that is viewed.
+    arena.disown(*(extents[at] for at in (6, 0, 1, 2, 3, 5)))
+    assert arena._free.parts() == [(0, 192), (320, 128)]
+    del view
+    assert arena.used == 2 * ALIGNMENT
+    assert arena._free.parts() == [(0, 256), (320, 128)]
 
 
 def test_views_that_end_on_other_threads_are_counted(tmp_path: Path) -> None:

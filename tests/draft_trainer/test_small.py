@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,13 @@ import pytest
 import torch
 
 from draft_trainer.config import ReplayConfig
-from draft_trainer.feed import ingest
+from draft_trainer.feed import arena, ingest
+from draft_trainer.feed.arena import Extent
 from draft_trainer.feed.contents import check_contents
 from draft_trainer.feed.ingest import Ingest
 from draft_trainer.feed.receive import Memories, receive
-from draft_trainer.feed.small import Arriving, is_small, receive_together
+from draft_trainer.feed.reservation import Reservation
+from draft_trainer.feed.small import Together, is_small, receive_together
 from draft_trainer.feed.store import SampleStore
 from draft_trainer.feed.validate import Expected
 from draft_trainer.kernels.library import using_kernels
@@ -99,7 +102,16 @@ WRONG: dict[str, Callable[[Bytes], None]] = {
 UNUSUAL: dict[str, Callable[[Bytes], None]] = {"two sequences": two_sequences}
 
 
-def arriving(data: Bytes, checksum: int | None = None, kind: int = KINDS[0]) -> Arriving:
+@dataclass
+class One:
+    """A sample as it arrives: its description, where its span points, and its bytes."""
+
+    message: pb.VerifierStates
+    memories: Memories
+    data: Bytes
+
+
+def arriving(data: Bytes, checksum: int | None = None, kind: int = KINDS[0]) -> One:
     span = pb.Span(memory=pb.MEMORY_PAYLOAD, offset=0, bytes=len(data))
     packed = pb.PackedStates(
         tokens=TOKENS,
@@ -108,23 +120,37 @@ def arriving(data: Bytes, checksum: int | None = None, kind: int = KINDS[0]) -> 
         checksum=checksum_of([data], KINDS[0]) if checksum is None else checksum,
         checksum_kind=kind,  # type: ignore[arg-type]
     )
-    message = pb.VerifierStates(sample_id="x", packed=packed)
-    return Arriving(message, Memories([data]), LAYOUT, np.full_like(data, 0xEE))
+    return One(pb.VerifierStates(sample_id="x", packed=packed), Memories([data]), data)
 
 
-def one_message(samples: list[Arriving], pieces: int = 1) -> list[Arriving]:
+def one_message(samples: list[One], pieces: int = 1) -> list[One]:
     """The samples with their blocks one after the other in one payload, of so many pieces."""
-    blocks = [sample.memories.payload[0] for sample in samples]
-    payload, at = np.concatenate(blocks), 0
-    for sample, block in zip(samples, blocks, strict=True):
+    payload, at = np.concatenate([sample.data for sample in samples]), 0
+    for sample in samples:
         sample.message.packed.span.offset += at
-        at += len(block)
+        at += len(sample.data)
     step = -(-len(payload) // pieces // 64) * 64
     memories = Memories([payload[start : start + step] for start in range(0, at, step)])
-    return [Arriving(s.message, memories, s.layout, s.block) for s in samples]
+    return [One(sample.message, memories, sample.data) for sample in samples]
 
 
-def named(blocks: dict[str, Bytes]) -> list[Arriving]:
+def taken_together(samples: list[One], gap: int = 0) -> tuple[list[bool], list[Bytes]]:
+    """Whether each is right, and its room: one after the other, or with a gap between them."""
+    first = samples[0]
+    size = LAYOUT.nbytes
+    starts = [number * (size + gap) for number in range(len(samples))]
+    shared = np.full(starts[-1] + size, 0xEE, dtype=np.uint8)
+    memory = first.message.packed.span.memory
+    group = Together(LAYOUT, memory, first.memories, shared)
+    for start, sample in zip(starts, samples, strict=True):
+        assert sample.memories is first.memories
+        group.packed.append(sample.message.packed)
+        group.rooms.append(Reservation(Extent(start, size), shared, start, size))
+    prompts = receive_together(group, EXPECTED)
+    return [prompt is not None for prompt in prompts], [room.block for room in group.rooms]
+
+
+def named(blocks: dict[str, Bytes]) -> list[One]:
     """The blocks as samples that a run would take."""
     samples = [arriving(block) for block in blocks.values()]
     for name, sample in zip(blocks, samples, strict=True):
@@ -141,8 +167,8 @@ def ingesting(folder: Path) -> tuple[SampleStore, Ingest]:
     return store, Ingest(EXPECTED, store, Board(), threading.Event())
 
 
-def alone(sample: Arriving) -> bool:
-    block = np.empty_like(sample.block)
+def alone(sample: One) -> bool:
+    block = np.empty(LAYOUT.nbytes, dtype=np.uint8)
     try:
         receive(sample.message, sample.memories, LAYOUT, block, LAYOUT)
         check_contents(block, LAYOUT, EXPECTED)
@@ -151,18 +177,19 @@ def alone(sample: Arriving) -> bool:
     return True
 
 
+@pytest.mark.parametrize("gap", [0, 64])
 @pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("name", [*WRONG, *UNUSUAL])
-def test_one_that_is_wrong_costs_the_others_nothing(name: str, pieces: int) -> None:
+def test_one_that_is_wrong_costs_the_others_nothing(name: str, pieces: int, gap: int) -> None:
     blocks = [good(seed) for seed in range(5)]
     (WRONG | UNUSUAL)[name](blocks[2])
     batch = one_message([arriving(block) for block in blocks], pieces)
     assert len(batch[0].memories.payload) == pieces
-    assert receive_together(batch, EXPECTED) == [True, True, False, True, True]
+    right, rooms = taken_together(batch, gap)
+    assert right == [True, True, False, True, True]
     assert [alone(sample) for sample in batch] == [True, True, name in UNUSUAL, True, True]
-    for at, sample in enumerate(batch):
-        kept = np.full_like(blocks[at], 0xEE) if at == 2 else blocks[at]
-        assert np.array_equal(sample.block, kept)
+    for at in (0, 1, 3, 4):
+        assert np.array_equal(rooms[at], blocks[at])
 
 
 def test_a_changed_byte_anywhere_is_never_taken() -> None:
@@ -174,14 +201,16 @@ def test_a_changed_byte_anywhere_is_never_taken() -> None:
         changed[at] ^= 1
         batch.append(arriving(changed, checksum))
     together = one_message([*batch, arriving(block)])
-    assert receive_together(together, EXPECTED) == [False] * len(batch) + [True]
+    assert taken_together(together)[0] == [False] * len(batch) + [True]
 
 
 def test_a_span_outside_and_an_unknown_checksum_are_left_to_the_one_that_names_them() -> None:
     outside, unknown = arriving(good(0)), arriving(good(1), kind=77)
     outside.message.packed.span.offset = 1 << 20
     batch = one_message([outside, unknown, arriving(good(2))])
-    assert receive_together(batch, EXPECTED) == [False, False, True]
+    right, rooms = taken_together(batch)
+    assert right == [False, False, True]
+    assert np.array_equal(rooms[2], batch[2].data)
 
 
 def test_bytes_at_random_get_the_same_verdict() -> None:
@@ -193,7 +222,7 @@ def test_bytes_at_random_get_the_same_verdict() -> None:
             block[rng.integers(0, len(block))] = rng.choice([0, 1, 2, 0x7F, 0x80, 0xFF])
         batch.append(arriving(block))
     batch = one_message(batch)
-    together = receive_together(batch, EXPECTED)
+    together, _ = taken_together(batch)
     for right, sample in zip(together, batch, strict=True):
         # Another segment number may be right alone.
         at = sample.message.packed.span.offset
@@ -205,6 +234,7 @@ def test_bytes_at_random_get_the_same_verdict() -> None:
 @pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
 def test_a_ring_that_is_cut_short_while_it_is_read_is_an_error_by_name(tmp_path: Path) -> None:
     ring = RingFile.create(tmp_path, 1 << 20)
+    memories = Memories([], ring)
     blocks, at, batch = [good(seed) for seed in range(8)], HEADER_BYTES, []
     for block in blocks:
         ring.span(at, len(block))[:] = block
@@ -212,19 +242,19 @@ def test_a_ring_that_is_cut_short_while_it_is_read_is_an_error_by_name(tmp_path:
         sample.message.packed.span.CopyFrom(
             pb.Span(memory=pb.MEMORY_RING, offset=at, bytes=len(block))
         )
-        memories = Memories([], ring)
-        batch.append(Arriving(sample.message, memories, LAYOUT, np.zeros_like(block)))
+        batch.append(One(sample.message, memories, block))
         # Some on either side of where it will end.
         at += 1 << 16
     with using_kernels("on"):
-        assert receive_together(batch, EXPECTED) == [True] * 8
+        right, rooms = taken_together(batch)
+        assert right == [True] * 8 and all(map(np.array_equal, rooms, blocks))
         os.ftruncate(ring._descriptor, 1 << 18)
         with pytest.raises(RingTruncatedError, match="less while it was read"):
-            receive_together(batch, EXPECTED)
-        assert receive_together(batch[:3], EXPECTED) == [True] * 3
+            taken_together(batch)
+        assert taken_together(batch[:3])[0] == [True] * 3
         with pytest.raises(RingTruncatedError) as caught:
             sample = batch[-1]
-            receive(sample.message, sample.memories, LAYOUT, sample.block, LAYOUT)
+            receive(sample.message, sample.memories, LAYOUT, rooms[-1], LAYOUT)
     assert caught.value.code is StatusCode.DATA_LOSS
     ring.close()
 
@@ -253,6 +283,16 @@ def test_what_is_refused_gives_its_room_back_at_once(
     store.close()
 
 
+def assert_kept(store: SampleStore, blocks: dict[str, Bytes]) -> None:
+    """The store has these samples and no other, each with its own bytes."""
+    drawn = [*store.draw("run", len(blocks) * TOKENS).samples, *store.held_out("run")]
+    assert {sample.sample_id for sample in drawn} == set(blocks)
+    for sample in drawn:
+        tensors = tensors_in(torch.from_numpy(blocks[sample.sample_id]), LAYOUT)
+        assert torch.equal(sample.token_ids, tensors.token_ids)
+        assert torch.equal(sample.aux.view(torch.int16), tensors.aux.view(torch.int16))
+
+
 def test_messages_that_are_taken_together_have_a_payload_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,13 +306,21 @@ def test_messages_that_are_taken_together_have_a_payload_each(
     assert [(ack.sample_id, ack.status) for ack in acks] == [
         (name, pb.ACK_STATUS_ACCEPTED) for name in blocks
     ]
-    drawn = [*store.draw("run", 10 * TOKENS).samples, *store.held_out("run")]
-    assert {sample.sample_id for sample in drawn} == set(blocks)
-    for sample in drawn:
-        tensors = tensors_in(torch.from_numpy(blocks[sample.sample_id]), LAYOUT)
-        assert torch.equal(sample.token_ids, tensors.token_ids)
-        assert torch.equal(sample.aux.view(torch.int16), tensors.aux.view(torch.int16))
-    del drawn, sample
+    assert_kept(store, blocks)
+    store.close()
+
+
+def test_rooms_in_several_views_are_filled_with_what_is_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingest, "receive", None)
+    monkeypatch.setattr(arena, "MOST_SHARED", 5 * LAYOUT.nbytes)
+    store, taking = ingesting(tmp_path)
+    blocks = {f"s{seed}": good(seed) for seed in range(15)}
+    samples = one_message(named(blocks))
+    acks = taking.take(RUN, [(s.message, s.memories) for s in samples])
+    assert [ack.status for ack in acks] == [pb.ACK_STATUS_ACCEPTED] * 15
+    assert_kept(store, blocks)
     store.close()
 
 

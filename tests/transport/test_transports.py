@@ -205,14 +205,14 @@ def test_a_corrupted_byte_is_refused_and_the_stream_goes_on(
     sent = samples(20, seed=3)
     place = Placement.place
 
-    def corrupt(self: Placement, sample, payload_at, timeout):  # type: ignore[no-untyped-def]
-        placed = place(self, sample, payload_at, timeout)
+    def corrupt(self: Placement, sample, *given):  # type: ignore[no-untyped-def]
+        placed = place(self, sample, *given)
         if placed is not None and sample.sample_id == sent[7].sample_id:
             if placed.payload:
                 placed.payload[0][400] ^= 1
             else:
                 assert self._ring is not None
-                self._ring.span(placed.message.packed.span.offset + 400, 1)[0] ^= 1
+                self._ring.span(self._placed[sample.sample_id] + 400, 1)[0] ^= 1
         return placed
 
     monkeypatch.setattr(Placement, "place", corrupt)

@@ -36,13 +36,14 @@ def request(*given: object, seed: int = 0) -> pb.StreamStatesRequest:
 
     session = Session("s", LAYERS, None, 99, 1, (), KINDS)  # type: ignore[arg-type]
     placement = Placement(session, BridgeConfig(trainer="a:1", run_id="r", transport="grpc"))
-    batch, payload = [], b""
+    made, payload = pb.StreamStatesRequest(), b""
     for sample in given or samples(3, seed):
-        placed = placement.place(sample, len(payload), 0.0)  # type: ignore[arg-type]
+        add = made.batch.samples.add
+        placed = placement.place(sample, len(payload), 0.0, add)  # type: ignore[arg-type]
         assert placed is not None
-        batch.append(placed.message)
         payload += np.concatenate(placed.payload).tobytes()
-    return pb.StreamStatesRequest(batch=pb.SampleBatch(samples=batch), payload=payload)
+    made.payload = payload
+    return made
 
 
 def answers(client: Client, *sent: pb.StreamStatesRequest) -> list[pb.Ack]:
