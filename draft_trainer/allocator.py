@@ -11,9 +11,10 @@ KEPT_BYTES = 64 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # The most that glibc takes.
 _LARGEST_BYTES = 32 << 20
-# New containers, after which the collector looks at them. A message of small samples makes
-# thousands, which are gone with its answer: 700 is Python's own, and looks at most of them.
-_FIRST_GENERATION = 10_000
+# Containers more than there were, after which the collector looks at the new ones. Python's own 700
+# is a message of small samples; what came since then, stored samples too, was looked at twice.
+# Training leaves three a step for the collector, and no tensor.
+_FIRST_GENERATION = 100_000
 
 
 def keep_freed_memory() -> bool:

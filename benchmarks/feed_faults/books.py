@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from benchmarks.feed_faults.policy_process import ANSWERED, CAPTURED, STEPS
-from draft_trainer.feed.ledger import key_of
+from draft_trainer.feed.ledger import keys_of
 from draft_trainer.feed.sample import is_held_out
 from draft_trainer.feed.store import LEDGER
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -183,7 +183,7 @@ class Books:
 
     def _key(self, name: str) -> bytes:
         if name not in self._keys:
-            self._keys[name] = key_of(self._run_id, name)
+            self._keys[name] = keys_of(self._run_id)(name)
         return self._keys[name]
 
 

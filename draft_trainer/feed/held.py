@@ -10,7 +10,7 @@ from draft_trainer.config import ReplayConfig
 from draft_trainer.feed.arena import Arena, Extent
 from draft_trainer.feed.ledger import Ledger, Row
 from draft_trainer.feed.replay import ReplayBuffer
-from draft_trainer.feed.stored import Description, StoredSample
+from draft_trainer.feed.stored import StoredSample
 from slipstream.refusal import RefusedError
 
 
@@ -157,7 +157,7 @@ class HeldSamples:
         last_draws = self._ledger.last_draws()
         spent = []
         for row, extent in zip(rows, extents, strict=True):
-            sample = StoredSample(row.number, extent, Description.from_json(row.layout))
+            sample = StoredSample.from_json(row.layout, extent, row.number)
             if row.times_drawn < config.max_epochs:
                 self.replay.add(sample, row.times_drawn)
             else:

@@ -12,7 +12,7 @@ from draft_trainer.feed.receive import Memories, receive
 from draft_trainer.feed.session import Run
 from draft_trainer.feed.small import Together, is_small, receive_together
 from draft_trainer.feed.store import Reservation, SampleStore
-from draft_trainer.feed.stored import Description
+from draft_trainer.feed.stored import StoredSample
 from draft_trainer.feed.validate import Expected, check_sample_id, declared, kept_layout
 from draft_trainer.recordings.recorder import Recorder
 from draft_trainer.sidecar.board import Board
@@ -78,7 +78,7 @@ class Ingest:
             for at, _ in wanted:
                 self._refuse(acks[at], error)
             return acks
-        taken: list[tuple[int, Reservation, Description]] = []
+        taken: list[tuple[int, Reservation, StoredSample]] = []
         prompts = self._small_together(samples, wanted, rooms)
         for (at, arriving), layout, room in zip(wanted, kept, rooms, strict=True):
             message, memories = samples[at]
@@ -91,8 +91,16 @@ class Ingest:
                     receive(message, memories, arriving, block, layout)
                     check_contents(block, layout, self.expected)
                     (prompt,) = prompts_in(block[None], layout)
-                facts = (message.sample_id, message.policy_version, message.temperature)
-                sample = Description(facts, layout, layout.tokens, prompt or facts[0])
+                sample_id = message.sample_id
+                sample = StoredSample(
+                    sample_id,
+                    message.policy_version,
+                    message.temperature,
+                    layout,
+                    layout.tokens,
+                    prompt or sample_id,
+                    room.extent,
+                )
             except RingTruncatedError:
                 # Nothing of this stream can be read: it is not for the sample to answer for.
                 raise
@@ -180,7 +188,7 @@ class Ingest:
         return there
 
     def _accept(
-        self, run: Run, acks: list[pb.Ack], taken: Sequence[tuple[int, Reservation, Description]]
+        self, run: Run, acks: list[pb.Ack], taken: Sequence[tuple[int, Reservation, StoredSample]]
     ) -> None:
         recorder = self._recorder
         # Only the recorder reads them now; the room is given up by ``accept``.

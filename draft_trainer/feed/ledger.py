@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -286,8 +286,12 @@ def ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return found
 
 
-def key_of(run_id: str, sample_id: str) -> bytes:
-    """16 bytes for a sample of a run."""
+def keys_of(run_id: str) -> Callable[[str], bytes]:
+    """What makes 16 bytes of a sample's id, for the samples of a run."""
     # The length keeps ("a", "bc") and ("ab", "c") apart.
-    text = f"{len(run_id)}:{run_id}{sample_id}"
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    run = f"{len(run_id)}:{run_id}"
+
+    def key_of(sample_id: str) -> bytes:
+        return hashlib.blake2b((run + sample_id).encode(), digest_size=16).digest()
+
+    return key_of

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from draft_trainer.feed.mostly_sorted import MostlySorted
 from draft_trainer.feed.sample import is_held_out
 from slipstream.refusal import RefusedError
 
@@ -80,7 +81,7 @@ class ReplayBuffer(Generic[T]):
         # What was pushed since the last draw gets its place in the order with the next one.
         self._fresh: list[tuple[int, _Entry[T]]] = []
         self._to_draw: list[_ToDraw[T]] = []
-        self._to_evict: list[_ToEvict[T]] = []
+        self._to_evict: MostlySorted[_ToEvict[T]] = MostlySorted()
 
     @property
     def held_out_samples(self) -> int:
@@ -95,10 +96,14 @@ class ReplayBuffer(Generic[T]):
         """As ``add`` for each."""
         assert times_drawn < self.max_epochs
         entries, fraction = self._entries, self._held_out_fraction
+        # The completions of a prompt come one after the other.
+        known: dict[str, bool] = {}
         for sample in samples:
-            sample_id = sample.sample_id
+            sample_id, group = sample.sample_id, sample.group
             assert sample_id not in entries
-            held_out = is_held_out(sample.group, fraction)
+            held_out = known.get(group)
+            if held_out is None:
+                held_out = known[group] = is_held_out(group, fraction)
             entries[sample_id] = entry = _Entry(sample, self._arrivals, held_out, times_drawn)
             self._arrivals += 1
             self._pending += not held_out and times_drawn == 0
@@ -166,7 +171,7 @@ class ReplayBuffer(Generic[T]):
         passed = []
         try:
             while self._to_evict:
-                item = heapq.heappop(self._to_evict)
+                item = self._to_evict.pop()
                 entry = item[-1]
                 if entry.pushed == item[-2]:
                     passed.append(item)
@@ -175,7 +180,7 @@ class ReplayBuffer(Generic[T]):
         finally:
             for item in passed:
                 if _counts(item):
-                    heapq.heappush(self._to_evict, item)
+                    self._to_evict.push(item)
 
     def remove(self, sample: T) -> bool:
         """Give up a sample that is here; whether it was to be trained on and never was."""
@@ -221,7 +226,7 @@ class ReplayBuffer(Generic[T]):
         # Oldest version first; within a version what has been trained on goes first.
         version = entry.sample.policy_version
         item = (version, -entry.times_drawn, entry.arrival, entry.pushed, entry)
-        heapq.heappush(self._to_evict, item)
+        self._to_evict.push(item)
 
     def _clear_stale(self) -> None:
         # Where nothing is drawn, or nothing evicted, old items would pile up for ever.
@@ -232,8 +237,7 @@ class ReplayBuffer(Generic[T]):
             self._to_draw = [item for item in self._to_draw if _counts(item)]
             heapq.heapify(self._to_draw)
         if len(self._to_evict) > bound:
-            self._to_evict = [item for item in self._to_evict if _counts(item)]
-            heapq.heapify(self._to_evict)
+            self._to_evict.keep(_counts)
 
     def _draw_item(self, entry: _Entry[T]) -> _ToDraw[T]:
         times = entry.times_drawn

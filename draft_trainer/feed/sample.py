@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, fields
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -79,8 +78,6 @@ def group_of(sample_id: str, token_ids: Tensor, loss_mask: Tensor) -> str:
     return hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
 
 
-# The completions of a prompt come one after the other.
-@lru_cache(maxsize=4096)
 def is_held_out(group: str, fraction: float) -> bool:
     """Whether samples of this group are held out of training: a hash of it below ``fraction``.
 

@@ -135,7 +135,8 @@ def _contents_right(rows: Bytes, layout: Layout, expected: Expected) -> NDArray[
     """``check_contents`` of every row of uint8 [n, layout.nbytes], for one sequence in order."""
     tokens = layout.tokens
     numbers = rows[:, : 12 * tokens].view(np.int32)
-    token_ids, positions, segments = np.split(numbers, 3, axis=1)
+    token_ids, positions = numbers[:, :tokens], numbers[:, tokens : 2 * tokens]
+    segments = numbers[:, 2 * tokens :]
     mask = rows[:, layout.mask_at : layout.mask_at + tokens]
     floats = rows[:, 12 * tokens : 20 * tokens].view(np.float32)
     # Read as unsigned a negative number is beyond every bound.

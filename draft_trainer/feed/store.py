@@ -23,11 +23,11 @@ from draft_trainer.feed.arena import ALIGNMENT, aligned
 from draft_trainer.feed.draw_log import DrawLog
 from draft_trainer.feed.held import HeldSamples
 from draft_trainer.feed.kept_policies import KeptPolicies
-from draft_trainer.feed.ledger import Ledger, key_of
+from draft_trainer.feed.ledger import Ledger, keys_of
 from draft_trainer.feed.refusals import another_run, too_large
 from draft_trainer.feed.reservation import Drawn, Reservation
 from draft_trainer.feed.sample import Sample
-from draft_trainer.feed.stored import Description, StoredSample
+from draft_trainer.feed.stored import StoredSample
 from slipstream.refusal import RefusedError
 
 __all__ = ["Drawn", "Reservation", "SampleStore"]
@@ -113,7 +113,7 @@ class SampleStore:
                     rooms.append(too_large(size, f"room in {self.capacity_bytes} bytes, {busy}"))
             return rooms
 
-    def accept(self, samples: Sequence[tuple[Reservation, Sample | Description]]) -> list[bool]:
+    def accept(self, samples: Sequence[tuple[Reservation, Sample | StoredSample]]) -> list[bool]:
         """Record samples, all in one transaction; what is recorded survives kill -9.
 
         Args:
@@ -125,26 +125,25 @@ class SampleStore:
         Raises:
             RefusedError: the ledger cannot be written; nothing was accepted.
         """
-        described = [
-            sample if isinstance(sample, Description) else Description.of(sample, room.block)
+        stored = [
+            sample if isinstance(sample, StoredSample) else StoredSample.of(sample, room)
             for room, sample in samples
         ]
-        texts = [description.to_json() for description in described]
-        extents = [room.extent for room, _ in samples]
+        texts = [sample.to_json() for sample in stored]
         with self._lock:
+            key_of = keys_of(self._run_id)
             rows = [
-                (key_of(self._run_id, description.facts[0]), extent.start, extent.size, text)
-                for description, extent, text in zip(described, extents, texts, strict=True)
+                (key_of(sample.sample_id), sample.extent.start, sample.extent.size, text)
+                for sample, text in zip(stored, texts, strict=True)
             ]
             with self._ledger.transaction():
                 numbers = self._ledger.add(rows)
-            self._held.add_all(
-                [
-                    StoredSample(number, extent, description)
-                    for number, extent, description in zip(numbers, extents, described, strict=True)
-                    if number is not None
-                ]
-            )
+            fresh = []
+            for sample, number in zip(stored, numbers, strict=True):
+                if number is not None:
+                    sample.number = number
+                    fresh.append(sample)
+            self._held.add_all(fresh)
             for room, _ in samples:
                 room.release()
             return [number is not None for number in numbers]
@@ -152,7 +151,7 @@ class SampleStore:
     def seen(self, sample_id: str) -> bool:
         """Whether a sample of this run was accepted before."""
         with self._lock:
-            return self._ledger.knows(key_of(self._run_id, sample_id))
+            return self._ledger.knows(keys_of(self._run_id)(sample_id))
 
     def credit_bytes(self) -> int:
         """Bytes of samples that may be in flight: all that is not being read or received."""

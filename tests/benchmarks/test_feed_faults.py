@@ -11,7 +11,7 @@ from benchmarks.feed_faults.faults import FAULTS, GRPC, SHARED_MEMORY
 from benchmarks.feed_faults.policy_process import ANSWERED, CAPTURED
 from benchmarks.feed_faults.rig import Rig
 from benchmarks.feed_faults.table import run
-from draft_trainer.feed.ledger import Ledger, key_of
+from draft_trainer.feed.ledger import Ledger, keys_of
 from draft_trainer.feed.store import LEDGER
 
 PATIENCE = 180.0
@@ -52,7 +52,7 @@ def ledger(folder: Path, draws: dict[str, int]) -> Path:
     held.mkdir()
     rows = Ledger(held / LEDGER, 100)
     with rows.transaction():
-        added = rows.add([(key_of(RUN, name), 0, 64, "[]") for name in draws])
+        added = rows.add([(keys_of(RUN)(name), 0, 64, "[]") for name in draws])
         numbers = {name: number or 0 for name, number in zip(draws, added, strict=True)}
         for draw in range(max(draws.values())):
             rows.record_draw(draw, [numbers[n] for n, times in draws.items() if times > draw])

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from draft_trainer.feed.ledger import Ledger, key_of, ranges
+from draft_trainer.feed.ledger import Ledger, keys_of, ranges
 from slipstream.refusal import RefusedError
 
-A, B, C, D = (key_of("run", name) for name in "abcd")
+A, B, C, D = (keys_of("run")(name) for name in "abcd")
 
 
 def add(ledger: Ledger, *keys: bytes) -> list[int | None]:
@@ -38,7 +38,7 @@ def test_keys_are_numbered_once(tmp_path: Path) -> None:
 
 
 def test_the_oldest_of_what_was_dropped_is_forgotten_whatever_the_order(tmp_path: Path) -> None:
-    keys = [key_of("run", str(number)) for number in range(1, 13)]
+    keys = [keys_of("run")(str(number)) for number in range(1, 13)]
     ledger = Ledger(tmp_path / "ledger", 3)
     assert add(ledger, *keys) == list(range(1, 13))
     drop(ledger, 9, 2, 3)
