@@ -163,7 +163,7 @@ class Ingest:
     ) -> dict[int, str]:
         """The prompts of small samples that are in their rooms, checked; by index."""
         # Equal layouts are the same object; a hash of all of its fields is dear for each sample.
-        groups: dict[tuple[int, int, int, int], Together] = {}
+        groups: dict[tuple[int, ...], Together] = {}
         for (at, layout), room in zip(wanted, rooms, strict=True):
             message, memories = samples[at]
             if isinstance(room, Reservation) and is_small(message, layout):
@@ -171,10 +171,11 @@ class Ingest:
                 memory = packed.span.memory
                 # A stream has one ring, and each message its own payload.
                 of = memories.ring if memory == pb.MEMORY_RING else memories
-                key = id(layout), id(of), memory, id(shared)
+                key = id(layout), id(of), memory, packed.checksum_kind, id(shared)
                 group = groups.get(key)
                 if group is None:
-                    group = groups[key] = Together(layout, memory, memories, shared)
+                    kind = packed.checksum_kind
+                    group = groups[key] = Together(layout, memory, kind, memories, shared)
                 group.at.append(at)
                 group.packed.append(packed)
                 group.rooms.append(room)

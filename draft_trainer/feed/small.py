@@ -18,10 +18,11 @@ from draft_trainer.feed.packed_sample import prompts_in
 from draft_trainer.feed.receive import Memories, bounds_of, cut, ring_there
 from draft_trainer.feed.reservation import Reservation
 from draft_trainer.feed.validate import Expected
-from draft_trainer.kernels.guarded import guarded_rows
-from slipstream.checksums import Bytes, checksum_of, finite_rows
+from draft_trainer.kernels.checked_copy import fused_rows_checked
+from slipstream.checksums import Bytes
 from slipstream.packed import FLOAT8, Layout
 from slipstream.refusal import RefusedError
+from slipstream.ring import RingTruncatedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 SMALL_BYTES = 16 << 10
@@ -35,6 +36,7 @@ class Together:
     Attributes:
         layout: in which they come, and stay.
         memory: which one it is.
+        kind: of all of their checksums.
         memories: it is among them.
         shared: the view that all of their rooms are parts of.
         at: their indices, for whoever made this.
@@ -44,6 +46,7 @@ class Together:
 
     layout: Layout
     memory: int
+    kind: int
     memories: Memories
     shared: Bytes
     at: list[int] = field(default_factory=list)
@@ -80,14 +83,19 @@ def receive_together(samples: Together, expected: Expected) -> list[str | None]:
     neighbours = _neighbours(rooms, samples)
     # What is checked is what is kept: the ring is shared memory, which its owner may change.
     rows = np.empty((len(there), layout.nbytes), np.uint8) if neighbours is None else neighbours
-    _copy([starts[at] for at in there], samples, rows)
-    right = _contents_right(rows, layout, expected)
-    right &= finite_rows(rows[:, layout.aux_at :], layout.dtype)
-    found = prompts_in(rows, layout)
-    for at, row, good, prompt in zip(there, rows, right.tolist(), found, strict=True):
-        if good and _is_of(row, samples.packed[at]):
+    try:
+        checksums, right = _copied([starts[at] for at in there], samples, rows)
+    except RingTruncatedError:
+        raise
+    except RefusedError:
+        # A kind of checksum that nobody here can compute.
+        return prompts
+    right &= _contents_right(rows, layout, expected)
+    found = zip(there, checksums, right.tolist(), prompts_in(rows, layout), strict=True)
+    for row, (at, checksum, good, prompt) in enumerate(found):
+        if good and checksum == samples.packed[at].checksum:
             if neighbours is None:
-                samples.rooms[at].block[:] = row
+                samples.rooms[at].block[:] = rows[row]
             prompts[at] = prompt
     return prompts
 
@@ -110,25 +118,27 @@ def _neighbours(rooms: Sequence[Reservation], samples: Together) -> Bytes | None
     return samples.shared[first : first + len(rooms) * nbytes].reshape(len(rooms), nbytes)
 
 
-def _copy(starts: Sequence[int], samples: Together, rows: Bytes) -> None:
-    """The blocks as they arrived, to uint8 [n, layout.nbytes]."""
-    memories = samples.memories
+def _copied(
+    starts: Sequence[int], samples: Together, rows: Bytes
+) -> tuple[list[int], NDArray[np.bool_]]:
+    """Copy the blocks as they arrived, to uint8 [n, layout.nbytes]; checksums, and what is finite.
+
+    Raises:
+        RefusedError: a kind of checksum that this process cannot compute.
+        RingTruncatedError: the ring was cut short while it was read.
+    """
+    layout, memories = samples.layout, samples.memories
     if samples.memory == pb.MEMORY_RING:
         assert memories.ring is not None, "a span in it was found to be right"
-        with ring_there(memories.ring):
-            guarded_rows(memories.ring.span(0, memories.ring.nbytes), starts, rows)
+        source = memories.ring.span(0, memories.ring.nbytes)
     elif len(memories.payload) == 1:
-        guarded_rows(memories.payload[0], starts, rows)
+        source = memories.payload[0]
     else:
-        pieces = [cut(memories.payload, at, at + samples.layout.nbytes) for at in starts]
-        np.concatenate([part for parts in pieces for part in parts], out=rows.reshape(-1))
-
-
-def _is_of(row: Bytes, packed: pb.PackedStates) -> bool:
-    try:
-        return checksum_of([row], packed.checksum_kind) == packed.checksum
-    except RefusedError:
-        return False
+        pieces = [cut(memories.payload, at, at + layout.nbytes) for at in starts]
+        source = np.concatenate([part for parts in pieces for part in parts])
+        starts = range(0, len(source), layout.nbytes)
+    with ring_there(memories.ring):
+        return fused_rows_checked(source, starts, rows, samples.kind, layout.dtype, layout.aux_at)
 
 
 def _contents_right(rows: Bytes, layout: Layout, expected: Expected) -> NDArray[np.bool_]:

@@ -1,6 +1,6 @@
 /* Copies a sample's block, hashes what it copies and looks for NaN and infinity, in one pass: every
- * stripe is read once, and the very value that was hashed is stored, past the caches: training
- * reads it much later. The hash is XXH3_64bits with seed 0 of inputs of more than 240 bytes, from
+ * stripe is read once, and the very value that was hashed is stored; states past the caches, because
+ * training reads them much later. The hash is XXH3_64bits with seed 0 of inputs of more than 240 bytes, from
  * its specification (Collet, github.com/Cyan4973/xxHash, doc/xxhash_spec.md), for little-endian
  * processors. */
 #include "guarded.h"
@@ -83,8 +83,12 @@ INLINE void stripe(State *state, uint8_t *to, const uint8_t *from, int check, in
                    uint32_t infinity) {
     const Lanes x = lanes_at(from);
     accumulate(state, x, SECRET + 8 * (state->stripes % STRIPES_PER_BLOCK));
-    if (check) state->bad |= not_finite(x, item, infinity);
-    put(to, x);
+    if (check) {
+        state->bad |= not_finite(x, item, infinity);
+        put(to, x);
+    } else {
+        memcpy(to, &x, STRIPE);
+    }
     if (++state->stripes % STRIPES_PER_BLOCK == 0) {
         join(state);
         const Lanes acc = state->products;
@@ -171,4 +175,32 @@ uint64_t checked_copy(uint8_t *to, const uint8_t *const *pieces, const int64_t *
     Copy all = {to, pieces, sizes, count, states_at, item, infinity, 0, 0};
     *finite = guarded(run, &all) ? -1 : all.finite;
     return all.checksum;
+}
+
+typedef struct {
+    uint8_t *to;
+    const uint8_t *const *from;
+    int64_t count, nbytes, states_at, item;
+    uint32_t infinity;
+    uint64_t *checksums;
+    int64_t *finite;
+} Rows;
+
+static void run_rows(void *what) {
+    const Rows *r = what;
+#define ROW(ITEM)                                                                             \
+    copy(r->to + i * r->nbytes, r->from + i, &r->nbytes, 1, r->states_at, ITEM, r->infinity, \
+         r->finite + i)
+    for (int64_t i = 0; i < r->count; i++)
+        r->checksums[i] = r->item == 1 ? ROW(1) : r->item == 2 ? ROW(2) : ROW(4);
+#undef ROW
+}
+
+/* As `checked_copy` for each of `count` blocks of `nbytes`, which lie one after the other in `to`.
+ * 1 where one is not there any more, or 0. */
+int checked_rows(uint8_t *to, const uint8_t *const *from, int64_t count, int64_t nbytes,
+                 int64_t states_at, int64_t item, uint32_t infinity, uint64_t *checksums,
+                 int64_t *finite) {
+    Rows all = {to, from, count, nbytes, states_at, item, infinity, checksums, finite};
+    return guarded(run_rows, &all);
 }

@@ -13,9 +13,9 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from draft_trainer.kernels import checked_copy
-from draft_trainer.kernels.checked_copy import fused_copy_checked
+from draft_trainer.kernels.checked_copy import fused_copy_checked, fused_rows_checked
 from draft_trainer.kernels.library import using_kernels
-from slipstream.checksums import CRC32, XXH3_64, Bytes, checksum_of, copy_checked
+from slipstream.checksums import CRC32, XXH3_64, Bytes, all_finite, checksum_of, copy_checked
 from slipstream.refusal import RefusedError
 
 pytestmark = pytest.mark.skipif(
@@ -57,6 +57,30 @@ def test_it_copies_and_hashes_as_xxhash_whatever_the_pieces(nbytes: int) -> None
         checksum, finite = fused_copy_checked(pieces, copy, XXH3_64, torch.bfloat16, 64 * number)
         assert checksum == xxh3_64_intdigest(source) and finite
         assert np.array_equal(copy, source)
+
+
+@pytest.mark.parametrize("mode", ["on", "off"])
+@pytest.mark.parametrize("kind", [XXH3_64, CRC32])
+@pytest.mark.parametrize("nbytes", [64, 192, 256, 320, 1024, 1088, 2432, 8512])
+def test_rows_are_copied_and_hashed_each_for_itself(nbytes: int, kind: int, mode: str) -> None:
+    states_at, count = 64 * (nbytes // 192), 9
+    source = finite_bytes(10 * nbytes + 2000, 0)
+    starts = [1000 + 100 * number + nbytes * (number * 5 % count) for number in range(count)]
+    infinity = np.array([0x7F80], dtype=np.uint16).view(np.uint8)
+    # The last float of one, the first of another, and one that is none, before them.
+    for row, at in ((2, nbytes - 2), (5, states_at), (7, states_at - 2)):
+        source[starts[row] + max(at, 0) : starts[row] + max(at, 0) + 2] = infinity
+    blocks = [source[start : start + nbytes] for start in starts]
+    finite = [all_finite(block[states_at:], torch.bfloat16) for block in blocks]
+    assert finite.count(False) >= 2
+    rows = aligned(count * nbytes).reshape(count, nbytes)
+    with using_kernels(mode):  # type: ignore[arg-type]
+        checksums, found = fused_rows_checked(source, starts, rows, kind, torch.bfloat16, states_at)
+    assert checksums == [checksum_of([block], kind) for block in blocks]
+    assert found.tolist() == finite
+    assert np.array_equal(rows, np.stack(blocks))
+    with pytest.raises(RefusedError, match="checksum_kind"):
+        fused_rows_checked(source, starts, rows, 99, torch.bfloat16, states_at)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

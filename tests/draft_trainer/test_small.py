@@ -141,9 +141,10 @@ def taken_together(samples: list[One], gap: int = 0) -> tuple[list[bool], list[B
     starts = [number * (size + gap) for number in range(len(samples))]
     shared = np.full(starts[-1] + size, 0xEE, dtype=np.uint8)
     memory = first.message.packed.span.memory
-    group = Together(LAYOUT, memory, first.memories, shared)
+    kind = first.message.packed.checksum_kind
+    group = Together(LAYOUT, memory, kind, first.memories, shared)
     for start, sample in zip(starts, samples, strict=True):
-        assert sample.memories is first.memories
+        assert sample.memories is first.memories and sample.message.packed.checksum_kind == kind
         group.packed.append(sample.message.packed)
         group.rooms.append(Reservation(Extent(start, size), shared, start, size))
     prompts = receive_together(group, EXPECTED)
@@ -205,12 +206,14 @@ def test_a_changed_byte_anywhere_is_never_taken() -> None:
 
 
 def test_a_span_outside_and_an_unknown_checksum_are_left_to_the_one_that_names_them() -> None:
-    outside, unknown = arriving(good(0)), arriving(good(1), kind=77)
+    outside = arriving(good(0))
     outside.message.packed.span.offset = 1 << 20
-    batch = one_message([outside, unknown, arriving(good(2))])
+    batch = one_message([outside, arriving(good(1)), arriving(good(2))])
     right, rooms = taken_together(batch)
-    assert right == [False, False, True]
+    assert right == [False, True, True]
     assert np.array_equal(rooms[2], batch[2].data)
+    unknown = one_message([arriving(good(seed), kind=77) for seed in range(4)])
+    assert taken_together(unknown)[0] == [False] * 4
 
 
 def test_bytes_at_random_get_the_same_verdict() -> None:
