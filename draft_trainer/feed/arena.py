@@ -144,6 +144,7 @@ class Arena:
                 # Its pages at once: a fault costs more than copying a page, and every sample of the
                 # first pass over the arena would pay for its own.
                 self._map = mmap.mmap(number, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                self._address = np.frombuffer(self._map, np.uint8).ctypes.data
             finally:
                 os.close(number)
         except OSError as error:
@@ -155,6 +156,11 @@ class Arena:
                 "replay.capacity_bytes",
                 StatusCode.RESOURCE_EXHAUSTED,
             ) from error
+
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+        return self._address
 
     @property
     def used(self) -> int:

@@ -6,11 +6,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from draft_trainer.feed.contents import check_contents
-from draft_trainer.feed.packed_sample import prompts_in
-from draft_trainer.feed.receive import Memories, receive
+from draft_trainer.feed.filling import fill_rooms
+from draft_trainer.feed.receive import Memories
 from draft_trainer.feed.session import Run
-from draft_trainer.feed.small import Together, is_small, receive_together
 from draft_trainer.feed.store import Reservation, SampleStore
 from draft_trainer.feed.stored import StoredSample
 from draft_trainer.feed.validate import Expected, check_sample_id, declared, kept_layout
@@ -18,13 +16,10 @@ from draft_trainer.recordings.recorder import Recorder
 from draft_trainer.sidecar.board import Board
 from slipstream.packed import Layout
 from slipstream.refusal import RefusedError, StatusCode
-from slipstream.ring import RingTruncatedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 _LEAST_CREDIT = 1 << 16
 _SMALL_BYTES = 1 << 16
-# Of one layout, from which on checking them together takes less.
-_FEWEST_TOGETHER = 4
 
 
 class Ingest:
@@ -78,41 +73,30 @@ class Ingest:
             for at, _ in wanted:
                 self._refuse(acks[at], error)
             return acks
+        outcomes = fill_rooms(samples, wanted, kept, rooms, self.expected)
         taken: list[tuple[int, Reservation, StoredSample]] = []
-        prompts = self._small_together(samples, wanted, rooms)
-        for (at, arriving), layout, room in zip(wanted, kept, rooms, strict=True):
-            message, memories = samples[at]
-            try:
-                if isinstance(room, RefusedError):
-                    raise room
-                prompt = prompts.get(at)
-                if prompt is None:
-                    block = room.block
-                    receive(message, memories, arriving, block, layout)
-                    check_contents(block, layout, self.expected)
-                    (prompt,) = prompts_in(block[None], layout)
-                sample_id = message.sample_id
-                sample = StoredSample(
-                    sample_id,
-                    message.policy_version,
-                    message.temperature,
-                    layout,
-                    layout.tokens,
-                    prompt or sample_id,
-                    room.extent,
-                )
-            except RingTruncatedError:
-                # Nothing of this stream can be read: it is not for the sample to answer for.
-                raise
-            except RefusedError as error:
+        for (at, _), layout, room in zip(wanted, kept, rooms, strict=True):
+            message, outcome = samples[at][0], outcomes[at]
+            sample_id = message.sample_id
+            if isinstance(outcome, RefusedError):
                 if isinstance(room, Reservation):
                     room.release()
-                if self._store.seen(message.sample_id):
+                if self._store.seen(sample_id):
                     self._duplicate(acks[at])
                 else:
-                    self._refuse(acks[at], error)
-            else:
-                taken.append((at, room, sample))
+                    self._refuse(acks[at], outcome)
+                continue
+            assert isinstance(room, Reservation), "without a room nothing can be right"
+            sample = StoredSample(
+                sample_id,
+                message.policy_version,
+                message.temperature,
+                layout,
+                layout.tokens,
+                outcome or sample_id,
+                room.extent,
+            )
+            taken.append((at, room, sample))
         if taken:
             self._accept(run, acks, taken)
         return acks
@@ -154,39 +138,6 @@ class Ingest:
                 else:
                     self._refuse(acks[at], error)
         return wanted
-
-    def _small_together(
-        self,
-        samples: Sequence[tuple[pb.VerifierStates, Memories]],
-        wanted: Sequence[tuple[int, Layout]],
-        rooms: Sequence[Reservation | RefusedError],
-    ) -> dict[int, str]:
-        """The prompts of small samples that are in their rooms, checked; by index."""
-        # Equal layouts are the same object; a hash of all of its fields is dear for each sample.
-        groups: dict[tuple[int, ...], Together] = {}
-        for (at, layout), room in zip(wanted, rooms, strict=True):
-            message, memories = samples[at]
-            if isinstance(room, Reservation) and is_small(message, layout):
-                packed, shared = message.packed, room.shared
-                memory = packed.span.memory
-                # A stream has one ring, and each message its own payload.
-                of = memories.ring if memory == pb.MEMORY_RING else memories
-                key = id(layout), id(of), memory, packed.checksum_kind, id(shared)
-                group = groups.get(key)
-                if group is None:
-                    kind = packed.checksum_kind
-                    group = groups[key] = Together(layout, memory, kind, memories, shared)
-                group.at.append(at)
-                group.packed.append(packed)
-                group.rooms.append(room)
-        there: dict[int, str] = {}
-        for group in groups.values():
-            if len(group.at) >= _FEWEST_TOGETHER:
-                prompts = receive_together(group, self.expected)
-                for at, prompt in zip(group.at, prompts, strict=True):
-                    if prompt is not None:
-                        there[at] = prompt
-        return there
 
     def _accept(
         self, run: Run, acks: list[pb.Ack], taken: Sequence[tuple[int, Reservation, StoredSample]]

@@ -6,6 +6,7 @@ import hashlib
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from draft_trainer.feed.sample import Sample
 from slipstream.checksums import Bytes
@@ -28,19 +29,15 @@ def packed_sample(facts: tuple[str, int, float], block: torch.Tensor, layout: La
     )
 
 
-def prompts_in(rows: Bytes, layout: Layout) -> list[str]:
-    """A hash of the tokens before the first completion, of each block in uint8 [n, layout.nbytes].
+def prompt_in(block: Bytes, layout: Layout) -> str:
+    """A hash of the tokens before the first completion in a block; empty where there are none.
 
-    Empty where there are none; the group of such a sample is its id. See ``sample.group_of``.
+    The group of a sample without any is its id. See ``sample.group_of``.
     """
-    tokens = layout.tokens
-    lengths = rows[:, layout.mask_at : layout.mask_at + tokens].argmax(axis=1).tolist()
-    if not any(lengths):
-        return [""] * len(rows)
-    ids = rows[:, : 4 * tokens].view(np.int32).astype(np.int64).tobytes()
-    return [
-        hashlib.blake2b(ids[start : start + 8 * length], digest_size=16).hexdigest()
-        if length
-        else ""
-        for start, length in zip(range(0, len(ids), 8 * tokens), lengths, strict=True)
-    ]
+    length = block[layout.mask_at : layout.mask_at + layout.tokens].tobytes().find(1)
+    return prompt_of(block[: 4 * length].view(np.int32).astype(np.int64)) if length > 0 else ""
+
+
+def prompt_of(token_ids: NDArray[np.int64]) -> str:
+    """A hash of tokens."""
+    return hashlib.blake2b(token_ids.tobytes(), digest_size=16).hexdigest()

@@ -30,14 +30,16 @@ class Reservation:
         extent: in the arena.
         shared: uint8 [N], a view of the arena, of other reservations' room too.
         at: where this one's room begins in it.
+        address: of its first byte.
         nbytes: of the sample.
     """
 
-    __slots__ = ("_shared", "at", "extent", "nbytes")
+    __slots__ = ("_shared", "address", "at", "extent", "nbytes")
 
-    def __init__(self, extent: Extent, shared: Bytes, at: int, nbytes: int) -> None:
+    def __init__(self, extent: Extent, shared: Bytes, at: int, address: int, nbytes: int) -> None:
         self.extent = extent
         self.at = at
+        self.address = address
         self.nbytes = nbytes
         self._shared: Bytes | None = shared
 

@@ -102,10 +102,12 @@ class SampleStore:
             arena = self._held.arena
             extents = self._held.make_room([aligned(size) for size in sizes])
             views = iter(arena.view_all([extent for extent in extents if extent is not None]))
+            address = arena.address
             rooms: list[Reservation | RefusedError] = []
             for size, extent in zip(sizes, extents, strict=True):
                 if extent is not None:
-                    rooms.append(Reservation(extent, *next(views), size))
+                    at = address + extent.start
+                    rooms.append(Reservation(extent, *next(views), at, size))
                 elif aligned(size) > self.capacity_bytes:
                     rooms.append(too_large(size, f"at most {self.capacity_bytes} bytes"))
                 else:

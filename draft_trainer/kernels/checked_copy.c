@@ -178,29 +178,27 @@ uint64_t checked_copy(uint8_t *to, const uint8_t *const *pieces, const int64_t *
 }
 
 typedef struct {
-    uint8_t *to;
+    uint8_t *const *to;
     const uint8_t *const *from;
     int64_t count, nbytes, states_at, item;
     uint32_t infinity;
     uint64_t *checksums;
     int64_t *finite;
-} Rows;
+} Copies;
 
-static void run_rows(void *what) {
-    const Rows *r = what;
-#define ROW(ITEM)                                                                             \
-    copy(r->to + i * r->nbytes, r->from + i, &r->nbytes, 1, r->states_at, ITEM, r->infinity, \
-         r->finite + i)
+static void run_all(void *what) {
+    const Copies *r = what;
+#define BLOCK(ITEM) \
+    copy(r->to[i], r->from + i, &r->nbytes, 1, r->states_at, ITEM, r->infinity, r->finite + i)
     for (int64_t i = 0; i < r->count; i++)
-        r->checksums[i] = r->item == 1 ? ROW(1) : r->item == 2 ? ROW(2) : ROW(4);
-#undef ROW
+        r->checksums[i] = r->item == 1 ? BLOCK(1) : r->item == 2 ? BLOCK(2) : BLOCK(4);
+#undef BLOCK
 }
 
-/* As `checked_copy` for each of `count` blocks of `nbytes`, which lie one after the other in `to`.
- * 1 where one is not there any more, or 0. */
-int checked_rows(uint8_t *to, const uint8_t *const *from, int64_t count, int64_t nbytes,
-                 int64_t states_at, int64_t item, uint32_t infinity, uint64_t *checksums,
-                 int64_t *finite) {
-    Rows all = {to, from, count, nbytes, states_at, item, infinity, checksums, finite};
-    return guarded(run_rows, &all);
+/* As `checked_copy` for each of `count` blocks of `nbytes`. 1 where one is not there any more. */
+int checked_copies(uint8_t *const *to, const uint8_t *const *from, int64_t count,
+                   int64_t nbytes, int64_t states_at, int64_t item, uint32_t infinity,
+                   uint64_t *checksums, int64_t *finite) {
+    Copies all = {to, from, count, nbytes, states_at, item, infinity, checksums, finite};
+    return guarded(run_all, &all);
 }

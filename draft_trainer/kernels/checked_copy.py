@@ -9,21 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from draft_trainer.kernels.guarded import (
-    SourceGoneError,
-    arguments,
-    guarded_gather,
-    guarded_rows,
-)
+from draft_trainer.kernels.guarded import SourceGoneError, arguments, guarded_gather
 from draft_trainer.kernels.library import all_kernels
-from slipstream.checksums import (
-    XXH3_64,
-    Bytes,
-    checksum_of,
-    copy_checked,
-    finite_rows,
-    infinity_bits,
-)
+from slipstream.checksums import XXH3_64, Bytes, copy_checked, infinity_bits
 
 # Below it calling costs more than the passes: they are over what the first-level cache holds.
 _SMALLEST_BYTES = 16 << 10
@@ -62,43 +50,41 @@ def fused_copy_checked(
     return checksum, bool(finite.value)
 
 
-def fused_rows_checked(
-    source: Bytes,
-    offsets: Sequence[int],
-    rows: Bytes,
-    kind: int,
+def fits_copies(nbytes: int, kind: int, states_at: int) -> bool:
+    """Whether blocks of so many bytes are what ``copies_checked`` takes."""
+    return kind == XXH3_64 and nbytes >= _LEAST_BYTES and not (nbytes | states_at) % _STRIPE
+
+
+def copies_checked(
+    kernels: ctypes.CDLL,
+    sources: Sequence[int],
+    destinations: Sequence[int],
+    nbytes: int,
     dtype: torch.dtype,
     states_at: int,
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    """Copy blocks that lie in one memory, and look at each as ``copy_checked`` does.
+    """Copy blocks of one size, and look at each as ``copy_checked`` does, with XXH3_64.
 
     Args:
-        source: uint8 [N].
-        offsets: where each block begins, within ``source``.
-        rows: uint8 [len(offsets), n], contiguous, for them.
-        kind: of the checksums.
+        kernels: of ``all_kernels``.
+        sources: addresses of the blocks; the caller keeps the memory meanwhile.
+        destinations: addresses, multiples of 64.
+        nbytes: of each, as ``fits_copies`` says.
         dtype: of the floats from byte ``states_at`` of each block on.
-        states_at: a multiple of the itemsize.
+        states_at: a multiple of 64.
 
     Returns:
-        The checksum of each block's copy, and whether it is finite: bool [len(offsets)].
+        The checksum of each block's copy, and whether it is finite: bool [n].
 
     Raises:
-        RefusedError: as ``copy_checked``.
-        SourceGoneError: a block is of a file that was cut short; see ``guarded_rows``.
+        SourceGoneError: a block is of a file that was cut short.
     """
-    kernels, (count, nbytes) = all_kernels(), rows.shape
-    whole = not any(number % _STRIPE for number in (rows.ctypes.data, nbytes, states_at))
-    if kernels is None or kind != XXH3_64 or nbytes < _LEAST_BYTES or not whole:
-        guarded_rows(source, offsets, rows)
-        checksums = [checksum_of([row], kind) for row in rows]
-        return checksums, finite_rows(rows[:, states_at:], dtype)
-    # The address of an array costs as much as all else here: one is asked for, and not each row's.
-    addresses = np.array(offsets, dtype=np.int64) + source.ctypes.data
-    found, finite = np.empty(count, np.uint64), np.empty(count, np.int64)
-    if kernels.checked_rows(
-        *[ctypes.c_void_p(array.ctypes.data) for array in (rows, addresses)],
-        *[ctypes.c_int64(number) for number in (count, nbytes, states_at, dtype.itemsize)],
+    given = [np.array(addresses, dtype=np.uint64) for addresses in (destinations, sources)]
+    found, finite = np.empty(len(sources), np.uint64), np.empty(len(sources), np.int64)
+    numbers = (len(sources), nbytes, states_at, dtype.itemsize)
+    if kernels.checked_copies(
+        *[ctypes.c_void_p(array.ctypes.data) for array in given],
+        *[ctypes.c_int64(number) for number in numbers],
         ctypes.c_uint32(infinity_bits(dtype)),
         *[ctypes.c_void_p(array.ctypes.data) for array in (found, finite)],
     ):

@@ -6,9 +6,6 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from draft_trainer.kernels.library import all_kernels
 from slipstream.checksums import Bytes
 
 
@@ -27,32 +24,6 @@ def guarded_gather(kernels: ctypes.CDLL, pieces: Sequence[Bytes], destination: B
         SourceGoneError: a piece is gone.
     """
     if kernels.guarded_copy(ctypes.c_void_p(destination.ctypes.data), *arguments(pieces)):
-        raise SourceGoneError
-
-
-def guarded_rows(source: Bytes, offsets: Sequence[int], rows: Bytes) -> None:
-    """Copy rows that lie in ``source``: as ``guarded_gather``, for many small pieces of one memory.
-
-    Without the kernels a row that is gone is SIGBUS, which ends the process.
-
-    Args:
-        source: uint8 [N].
-        offsets: where each row begins, within ``source``.
-        rows: uint8 [len(offsets), n], contiguous.
-
-    Raises:
-        SourceGoneError: a row is gone.
-    """
-    kernels, (count, nbytes) = all_kernels(), rows.shape
-    if kernels is None:
-        for row, offset in zip(rows, offsets, strict=True):
-            row[:] = source[offset : offset + nbytes]
-        return
-    # The address of an array costs as much as all else here: one is asked for, and not each row's.
-    addresses = np.array(offsets, dtype=np.int64) + source.ctypes.data
-    sizes = np.full(count, nbytes, dtype=np.int64)
-    given = [ctypes.c_void_p(array.ctypes.data) for array in (rows, addresses, sizes)]
-    if kernels.guarded_copy(*given, ctypes.c_int64(count)):
         raise SourceGoneError
 
 

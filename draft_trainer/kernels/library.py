@@ -22,10 +22,14 @@ from slipstream.refusal import RefusedError
 
 Mode = Literal["auto", "on", "off"]
 
-_SOURCES = ("score_rows.c", "causal.c", "own.c", "rows.c", "checked_copy.c", "guarded.c")
+_SOURCES = (
+    *("score_rows.c", "causal.c", "own.c", "rows.c"),
+    *("checked_copy.c", "contents.c", "guarded.c"),
+)
 _FUNCTIONS = (
     *("score_rows", "causal_forward", "causal_backward", "own_forward", "own_backward"),
     *("swiglu_forward", "swiglu_backward", "norm_forward", "norm_backward", "rotate"),
+    "contents",
 )
 # No -ffast-math: a NaN must come out as a NaN, that is how a broken step is found.
 _FLAGS = (

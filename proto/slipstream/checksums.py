@@ -118,15 +118,6 @@ def all_finite(data: Bytes, dtype: torch.dtype) -> bool:
     return bool(data.view(signed).max() < positive and data.view(unsigned).max() < negative)
 
 
-def finite_rows(rows: Bytes, dtype: torch.dtype) -> NDArray[np.bool_]:
-    """``all_finite`` of every row of uint8 [n, m * itemsize]; the bytes of a row lie together."""
-    _, positive, unsigned, _ = _INFINITY[dtype]
-    values: NDArray[np.unsignedinteger[Any]] = rows.view(unsigned)
-    # Without the sign: twice as large, and it falls off at the top.
-    finite: NDArray[np.bool_] = (values + values).max(axis=1) < 2 * positive
-    return finite
-
-
 def copy_checked(
     pieces: Sequence[Bytes], destination: Bytes, kind: int, dtype: torch.dtype, states_at: int
 ) -> tuple[int, bool]:

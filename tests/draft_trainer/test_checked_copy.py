@@ -13,8 +13,8 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from draft_trainer.kernels import checked_copy
-from draft_trainer.kernels.checked_copy import fused_copy_checked, fused_rows_checked
-from draft_trainer.kernels.library import using_kernels
+from draft_trainer.kernels.checked_copy import copies_checked, fits_copies, fused_copy_checked
+from draft_trainer.kernels.library import all_kernels, using_kernels
 from slipstream.checksums import CRC32, XXH3_64, Bytes, all_finite, checksum_of, copy_checked
 from slipstream.refusal import RefusedError
 
@@ -59,28 +59,40 @@ def test_it_copies_and_hashes_as_xxhash_whatever_the_pieces(nbytes: int) -> None
         assert np.array_equal(copy, source)
 
 
-@pytest.mark.parametrize("mode", ["on", "off"])
-@pytest.mark.parametrize("kind", [XXH3_64, CRC32])
-@pytest.mark.parametrize("nbytes", [64, 192, 256, 320, 1024, 1088, 2432, 8512])
-def test_rows_are_copied_and_hashed_each_for_itself(nbytes: int, kind: int, mode: str) -> None:
+@pytest.mark.parametrize("nbytes", [256, 320, 1024, 1088, 2432, 8512])
+def test_many_are_copied_and_hashed_each_for_itself(nbytes: int) -> None:
     states_at, count = 64 * (nbytes // 192), 9
     source = finite_bytes(10 * nbytes + 2000, 0)
+    # From anywhere, out of order, some of them overlapping.
     starts = [1000 + 100 * number + nbytes * (number * 5 % count) for number in range(count)]
     infinity = np.array([0x7F80], dtype=np.uint16).view(np.uint8)
     # The last float of one, the first of another, and one that is none, before them.
-    for row, at in ((2, nbytes - 2), (5, states_at), (7, states_at - 2)):
-        source[starts[row] + max(at, 0) : starts[row] + max(at, 0) + 2] = infinity
+    for number, at in ((2, nbytes - 2), (5, states_at), (7, states_at - 2)):
+        source[starts[number] + at : starts[number] + at + 2] = infinity
     blocks = [source[start : start + nbytes] for start in starts]
     finite = [all_finite(block[states_at:], torch.bfloat16) for block in blocks]
-    assert finite.count(False) >= 2
-    rows = aligned(count * nbytes).reshape(count, nbytes)
-    with using_kernels(mode):  # type: ignore[arg-type]
-        checksums, found = fused_rows_checked(source, starts, rows, kind, torch.bfloat16, states_at)
-    assert checksums == [checksum_of([block], kind) for block in blocks]
+    assert 2 <= finite.count(False) < count
+    copies = aligned(count * (nbytes + 64)).reshape(count, nbytes + 64)[::-1]
+    kernels = all_kernels()
+    assert kernels is not None and fits_copies(nbytes, XXH3_64, states_at)
+    checksums, found = copies_checked(
+        kernels,
+        [source.ctypes.data + start for start in starts],
+        [copy.ctypes.data for copy in copies],
+        nbytes,
+        torch.bfloat16,
+        states_at,
+    )
+    assert checksums == [xxh3_64_intdigest(block) for block in blocks]
     assert found.tolist() == finite
-    assert np.array_equal(rows, np.stack(blocks))
-    with pytest.raises(RefusedError, match="checksum_kind"):
-        fused_rows_checked(source, starts, rows, 99, torch.bfloat16, states_at)
+    assert np.array_equal(copies[:, :nbytes], np.stack(blocks)) and not copies[:, nbytes:].any()
+
+
+def test_what_many_are_not_copied_as() -> None:
+    assert not fits_copies(192, XXH3_64, 64)
+    assert not fits_copies(1024, CRC32, 64)
+    assert not fits_copies(1056, XXH3_64, 64)
+    assert not fits_copies(1024, XXH3_64, 32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

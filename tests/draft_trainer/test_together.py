@@ -1,4 +1,4 @@
-"""Small samples that are checked together get the verdict that each would get alone."""
+"""Samples that are checked together get the verdict that each would get alone."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import gc
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
 from draft_trainer.config import ReplayConfig
-from draft_trainer.feed import arena, ingest
+from draft_trainer.feed import arena, filling
 from draft_trainer.feed.arena import Extent
 from draft_trainer.feed.contents import check_contents
+from draft_trainer.feed.filling import Outcome, fill_rooms
 from draft_trainer.feed.ingest import Ingest
 from draft_trainer.feed.receive import Memories, receive
 from draft_trainer.feed.reservation import Reservation
-from draft_trainer.feed.small import Together, is_small, receive_together
+from draft_trainer.feed.sample import group_of
 from draft_trainer.feed.store import SampleStore
+from draft_trainer.feed.together import fill_together
 from draft_trainer.feed.validate import Expected
 from draft_trainer.kernels.library import using_kernels
 from draft_trainer.sidecar.board import Board
@@ -39,7 +41,16 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 TOKENS, HIDDEN, LAYERS, VOCAB = 9, 16, (1, 2), 50
 LAYOUT = layout_of(TOKENS, len(LAYERS), HIDDEN, torch.bfloat16)
 EXPECTED = Expected(HIDDEN, VOCAB, LAYERS, 64)
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"
+)
 RUN: Any = SimpleNamespace(check_policy_version=lambda version: None)
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    with using_kernels("on"):
+        yield
 
 
 def good(seed: int, layout: Layout = LAYOUT) -> Bytes:
@@ -134,21 +145,35 @@ def one_message(samples: list[One], pieces: int = 1) -> list[One]:
     return [One(sample.message, memories, sample.data) for sample in samples]
 
 
-def taken_together(samples: list[One], gap: int = 0) -> tuple[list[bool], list[Bytes]]:
-    """Whether each is right, and its room: one after the other, or with a gap between them."""
-    first = samples[0]
+def rooms_for(samples: list[One], gap: int = 0) -> list[Reservation]:
+    """One after the other, or with a gap between them, and filled with something."""
     size = LAYOUT.nbytes
+    memory = np.full(len(samples) * (size + gap) + 64, 0xEE, dtype=np.uint8)
+    shared = memory[-memory.ctypes.data % 64 :]
     starts = [number * (size + gap) for number in range(len(samples))]
-    shared = np.full(starts[-1] + size, 0xEE, dtype=np.uint8)
-    memory = first.message.packed.span.memory
-    kind = first.message.packed.checksum_kind
-    group = Together(LAYOUT, memory, kind, first.memories, shared)
-    for start, sample in zip(starts, samples, strict=True):
-        assert sample.memories is first.memories and sample.message.packed.checksum_kind == kind
-        group.packed.append(sample.message.packed)
-        group.rooms.append(Reservation(Extent(start, size), shared, start, size))
-    prompts = receive_together(group, EXPECTED)
-    return [prompt is not None for prompt in prompts], [room.block for room in group.rooms]
+    address = shared.ctypes.data
+    return [Reservation(Extent(at, size), shared, at, address + at, size) for at in starts]
+
+
+def taken_together(samples: list[One], gap: int = 0) -> tuple[list[bool], list[Bytes]]:
+    """Whether each was found to be right with the others, and what is in its room."""
+    rooms = rooms_for(samples, gap)
+    arrived = [(sample.message, sample.memories) for sample in samples]
+    wanted = [(at, LAYOUT) for at in range(len(samples))]
+    filled = dict(fill_together(arrived, wanted, rooms, EXPECTED))
+    return [at in filled for at in range(len(samples))], [room.block for room in rooms]
+
+
+def outcomes(samples: list[One]) -> list[Outcome]:
+    """What becomes of each, whether with the others or alone."""
+    rooms = rooms_for(samples)
+    arrived = [(sample.message, sample.memories) for sample in samples]
+    wanted = [(at, LAYOUT) for at in range(len(samples))]
+    found = fill_rooms(arrived, wanted, [LAYOUT] * len(samples), rooms, EXPECTED)
+    for at, (sample, room) in enumerate(zip(samples, rooms, strict=True)):
+        if isinstance(found[at], str):
+            assert np.array_equal(room.block, sample.data)
+    return [found[at] for at in range(len(samples))]
 
 
 def named(blocks: dict[str, Bytes]) -> list[One]:
@@ -179,18 +204,38 @@ def alone(sample: One) -> bool:
 
 
 @pytest.mark.parametrize("gap", [0, 64])
-@pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("name", [*WRONG, *UNUSUAL])
-def test_one_that_is_wrong_costs_the_others_nothing(name: str, pieces: int, gap: int) -> None:
+def test_one_that_is_wrong_costs_the_others_nothing(name: str, gap: int) -> None:
     blocks = [good(seed) for seed in range(5)]
     (WRONG | UNUSUAL)[name](blocks[2])
-    batch = one_message([arriving(block) for block in blocks], pieces)
-    assert len(batch[0].memories.payload) == pieces
+    batch = one_message([arriving(block) for block in blocks])
     right, rooms = taken_together(batch, gap)
     assert right == [True, True, False, True, True]
     assert [alone(sample) for sample in batch] == [True, True, name in UNUSUAL, True, True]
     for at in (0, 1, 3, 4):
         assert np.array_equal(rooms[at], blocks[at])
+
+
+@pytest.mark.parametrize("mode", ["on", "off"])
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("name", [*WRONG, *UNUSUAL])
+def test_each_has_one_outcome_however_it_was_found(
+    name: str, pieces: int, mode: Literal["on", "off"]
+) -> None:
+    blocks = [good(seed) for seed in range(5)]
+    (WRONG | UNUSUAL)[name](blocks[2])
+    samples = [arriving(block) for block in blocks]
+    batch = one_message(samples, pieces)
+    assert len(batch[0].memories.payload) == pieces
+    with using_kernels(mode):
+        found = outcomes(batch)
+        together, _ = taken_together(batch)
+    # Without the kernels, or where a payload is in pieces, each is looked at alone.
+    assert any(together) == (mode == "on" and pieces == 1)
+    assert isinstance(found[2], str) == (name in UNUSUAL)
+    for at in (0, 1, 3, 4):
+        tensors = tensors_in(torch.from_numpy(blocks[at]), LAYOUT)
+        assert found[at] == group_of("own", tensors.token_ids, tensors.loss_mask) != "own"
 
 
 def test_a_changed_byte_anywhere_is_never_taken() -> None:
@@ -214,6 +259,9 @@ def test_a_span_outside_and_an_unknown_checksum_are_left_to_the_one_that_names_t
     assert np.array_equal(rooms[2], batch[2].data)
     unknown = one_message([arriving(good(seed), kind=77) for seed in range(4)])
     assert taken_together(unknown)[0] == [False] * 4
+    for outcome in outcomes(unknown):
+        assert isinstance(outcome, RefusedError) and "checksum_kind" in outcome.field
+    assert [getattr(outcome, "field", "") for outcome in outcomes(batch)] == ["packed.span", "", ""]
 
 
 def test_bytes_at_random_get_the_same_verdict() -> None:
@@ -234,7 +282,6 @@ def test_bytes_at_random_get_the_same_verdict() -> None:
     assert 500 < sum(together) < 1900
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
 def test_a_ring_that_is_cut_short_while_it_is_read_is_an_error_by_name(tmp_path: Path) -> None:
     ring = RingFile.create(tmp_path, 1 << 20)
     memories = Memories([], ring)
@@ -248,24 +295,26 @@ def test_a_ring_that_is_cut_short_while_it_is_read_is_an_error_by_name(tmp_path:
         batch.append(One(sample.message, memories, block))
         # Some on either side of where it will end.
         at += 1 << 16
-    with using_kernels("on"):
-        right, rooms = taken_together(batch)
-        assert right == [True] * 8 and all(map(np.array_equal, rooms, blocks))
-        os.ftruncate(ring._descriptor, 1 << 18)
-        with pytest.raises(RingTruncatedError, match="less while it was read"):
-            taken_together(batch)
-        assert taken_together(batch[:3])[0] == [True] * 3
-        with pytest.raises(RingTruncatedError) as caught:
-            sample = batch[-1]
-            receive(sample.message, sample.memories, LAYOUT, rooms[-1], LAYOUT)
+    right, rooms = taken_together(batch)
+    assert right == [True] * 8 and all(map(np.array_equal, rooms, blocks))
+    os.ftruncate(ring._descriptor, 1 << 18)
+    with pytest.raises(RingTruncatedError, match="less while it was read"):
+        taken_together(batch)
+    with pytest.raises(RingTruncatedError, match="less while it was read"):
+        outcomes(batch)
+    assert taken_together(batch[:3])[0] == [True] * 3
+    with pytest.raises(RingTruncatedError) as caught:
+        sample = batch[-1]
+        receive(sample.message, sample.memories, LAYOUT, rooms[-1], LAYOUT)
     assert caught.value.code is StatusCode.DATA_LOSS
     ring.close()
 
 
+@pytest.mark.parametrize("mode", ["on", "off"])
 @pytest.mark.parametrize("wrong", ["checksum", "contents"])
 @pytest.mark.parametrize("count", [1, 6])
 def test_what_is_refused_gives_its_room_back_at_once(
-    tmp_path: Path, count: int, wrong: str
+    tmp_path: Path, count: int, wrong: str, mode: Literal["on", "off"]
 ) -> None:
     store, taking = ingesting(tmp_path)
     blocks = {f"s{seed}": good(seed) for seed in range(count)}
@@ -278,7 +327,8 @@ def test_what_is_refused_gives_its_room_back_at_once(
             sample.message.packed.checksum ^= 1
     gc.disable()
     try:
-        acks = taking.take(RUN, [(s.message, s.memories) for s in samples])
+        with using_kernels(mode):
+            acks = taking.take(RUN, [(s.message, s.memories) for s in samples])
         assert [ack.status for ack in acks] == [pb.ACK_STATUS_REFUSED] * count
         assert store.nbytes == 0
     finally:
@@ -300,7 +350,7 @@ def test_messages_that_are_taken_together_have_a_payload_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Taken one by one they would be right whatever they were grouped by.
-    monkeypatch.setattr(ingest, "receive", None)
+    monkeypatch.setattr(filling, "receive", None)
     store, taking = ingesting(tmp_path)
     blocks = {f"s{seed}": good(seed) for seed in range(10)}
     samples = named(blocks)
@@ -316,7 +366,7 @@ def test_messages_that_are_taken_together_have_a_payload_each(
 def test_rooms_in_several_views_are_filled_with_what_is_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingest, "receive", None)
+    monkeypatch.setattr(filling, "receive", None)
     monkeypatch.setattr(arena, "MOST_SHARED", 5 * LAYOUT.nbytes)
     store, taking = ingesting(tmp_path)
     blocks = {f"s{seed}": good(seed) for seed in range(15)}
@@ -327,8 +377,15 @@ def test_rooms_in_several_views_are_filled_with_what_is_theirs(
     store.close()
 
 
-def test_float8_and_large_ones_are_left_out() -> None:
-    packed, plain = arriving(good(0)).message, pb.VerifierStates(sample_id="x")
-    assert is_small(packed, LAYOUT) and not is_small(plain, LAYOUT)
-    assert not is_small(packed, layout_of(TOKENS, 2, HIDDEN, torch.float8_e4m3fn))
-    assert not is_small(packed, layout_of(1000, 2, HIDDEN, torch.bfloat16))
+def test_float8_and_what_is_not_packed_is_left_to_the_one_that_decodes_it() -> None:
+    sample = arriving(good(0))
+    plain = pb.VerifierStates(sample_id="x")
+    eight = layout_of(TOKENS, 2, HIDDEN, torch.float8_e4m3fn)
+    (room,) = rooms_for([sample])
+    for message, layout, taken in (
+        (sample.message, LAYOUT, [0]),
+        (sample.message, eight, []),
+        (plain, LAYOUT, []),
+    ):
+        found = fill_together([(message, sample.memories)], [(0, layout)], [room], EXPECTED)
+        assert [at for at, _ in found] == taken
