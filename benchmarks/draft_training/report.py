@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.draft_training.flops import products
-from benchmarks.draft_training.rounds import CaseResult, spread
+from benchmarks.draft_training.rounds import CaseResult
+from benchmarks.spread import spread
 
 # (shape, dtype): ours must be so many times as fast as the fastest peer, for every K.
 SPEED_BOUNDS = {

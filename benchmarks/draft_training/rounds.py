@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.draft_training.case import Case
 from benchmarks.draft_training.process import WorkerProcess
+from benchmarks.spread import spread
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,6 @@ class CaseResult:
             "times_the_floor": floor,
             "speed_against": {name: spread(self.ratios(name, "ours")) for name in self.peers()},
         }
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, lowest and highest."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def measure(

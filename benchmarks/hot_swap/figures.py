@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.draft_training.report import Target
 from benchmarks.hot_swap.load import Seen
 from benchmarks.hot_swap.swaps import Swap
+from benchmarks.spread import spread
 
 NONE, OURS, PEER = "no swaps", "ours", "vLLM's three calls"
 ALPHA = 1e-4
@@ -105,14 +106,14 @@ def figures(outcome: Outcome, wanted_swaps: int) -> dict[str, Any]:
         "p_value": outcome.p_value,
         "acceptance_length": outcome.acceptance,
         "servers": servers,
-        "swap_seconds": _spread([s.ended - s.began for s in outcome.swaps]),
-        "peer_swap_seconds": _spread(outcome.peer_swaps) if outcome.peer_swaps else None,
+        "swap_seconds": spread([s.ended - s.began for s in outcome.swaps]),
+        "peer_swap_seconds": spread(outcome.peer_swaps) if outcome.peer_swaps else None,
         "throughput": {
-            arm: _spread([w.rate for w in outcome.windows if w.arm == arm])
+            arm: spread([w.rate for w in outcome.windows if w.arm == arm])
             for arm in dict.fromkeys(w.arm for w in outcome.windows)
         },
         "throughput_ratio": {
-            arm: _spread(throughput_ratios(outcome.windows, arm))
+            arm: spread(throughput_ratios(outcome.windows, arm))
             for arm in (OURS, PEER)
             if any(w.arm == arm for w in outcome.windows)
         },
@@ -133,7 +134,7 @@ def _server(outcome: Outcome, index: int, control: str) -> dict[str, Any]:
     p99 = quantile(quiet, 0.99)
     return {
         "step_seconds": step,
-        "commit_seconds": _spread(commits) | {"p99": quantile(commits, 0.99)},
+        "commit_seconds": spread(commits) | {"p99": quantile(commits, 0.99)},
         "commit_steps": {
             "median": statistics.median(commits) / step,
             "p99": quantile(commits, 0.99) / step,
@@ -205,11 +206,3 @@ def _across(
             if end - gap <= ended:
                 found.append(gap)
     return found
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {
-        "median": statistics.median(values),
-        "min": min(values),
-        "max": max(values),
-    }

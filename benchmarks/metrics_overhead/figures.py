@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.policy_stall.ratios import median, spread
+from benchmarks.policy_stall.ratios import median
+from benchmarks.spread import spread
 
 OFF, ON = "vLLM's own metrics", "and Slipstream's"
 ARMS = (OFF, ON)

@@ -63,8 +63,3 @@ def growth(resident: list[int]) -> float:
     at = at - at.mean()
     slope = float((at * (half - half.mean())).sum() / (at * at).sum().clamp_min(1.0))
     return slope * len(half) / float(half.mean())
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, lowest and highest."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
