@@ -66,7 +66,7 @@ def one_round(
     measured.add("rates", "floor", 1.0 / (1.0 / copied + 1.0 / read))
     plain = plain_read_rate(sources)
     measured.add("rates", "plain", 1.0 / (1.0 / copied + 1.0 / plain))
-    fewer = max(4, case.count // 8) if case.sample_bytes >= 1 << 20 else case.count
+    fewer = max(4, case.count // 4) if case.sample_bytes >= 1 << 20 else case.count
     size = samples[0].layout.nbytes
     for name, process in (("bare", bare), ("kept", receiver)):
         receiver_cpu, own_cpu = process.cpu_seconds(), time.process_time()

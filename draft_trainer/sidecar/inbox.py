@@ -15,11 +15,12 @@ _MOST_SAMPLES = 512
 _MOST_BYTES = 16 << 20
 # Of messages. Credit counts bytes, and 64 MiB are 32 million empty samples.
 _MOST_WAITING = 1024
-# A transaction, an answer and the switches between threads take as long as checking a MiB does.
-# What arrives within the pause is taken with what came first; 4 MiB arrive in about that time.
+# A transaction, an answer and the switches between threads take as long as checking some MiB does.
+# What arrives within the pause is taken with what came first. With half of both, inline samples of
+# a MiB took a tenth longer; with half as much again they took as long.
 _ENOUGH_SAMPLES = 256
-_ENOUGH_BYTES = 4 << 20
-_PAUSE = 0.002
+_ENOUGH_BYTES = 8 << 20
+_PAUSE = 0.004
 
 Arrived = tuple[Framed, float]
 """A request, and when it came (monotonic seconds)."""
