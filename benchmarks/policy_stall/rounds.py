@@ -18,7 +18,6 @@ from benchmarks.policy_stall.row import Round, Row, Times
 from policy_bridge import null_bridge
 
 SETTLE_SECONDS = 5.0
-_POLL_SECONDS = 0.005
 CHECKS = 3
 _COLD_BYTES = 64 << 20
 _COLD_PASSES = 4
@@ -62,9 +61,6 @@ class Rounds:
 
     def _step(self, row: Row | None) -> Times:
         bridge, captures = (row.bridge, row.captures) if row else (None, False)
-        if self._background is None:
-            # All alike: with one core some rows have just slept.
-            time.sleep(_POLL_SECONDS)
         self._policy.touch()
         # Nobody's step finds what its sync, or the step before it, left in the caches.
         for _ in range(_COLD_PASSES):
@@ -112,7 +108,7 @@ class Rounds:
             self._wait_until(lambda: bridge.flush(0.0))
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
-        """Or for ``SETTLE_SECONDS``; with passes of the policy, where a core is left for the rest.
+        """Or for ``SETTLE_SECONDS``; with passes of the policy, on a core that is shared as well.
 
         What lies before a step shows in all parts of it, also those that no bridge has a hand in:
         rows that slept until their version was announced were about 2 % slower. So those that wait
@@ -120,10 +116,7 @@ class Rounds:
         """
         deadline = time.perf_counter() + SETTLE_SECONDS
         while not done() and time.perf_counter() < deadline:
-            if self._background is None:
-                time.sleep(_POLL_SECONDS)
-            else:
-                self._policy.pass_time()
+            self._policy.pass_time()
 
     def _move_threads(self) -> None:
         if self._background is not None:
