@@ -125,7 +125,7 @@ def source_of(span: pb.Span, memories: Memories) -> Sequence[Bytes]:
             "describe bytes that were written before the message was sent",
         )
     if span.memory == pb.MEMORY_PAYLOAD:
-        return cut(memories.payload, start, until)
+        return _cut(memories.payload, start, until)
     assert memories.ring is not None
     return [memories.ring.span(start, span.bytes)]
 
@@ -155,7 +155,7 @@ def bounds_of(memory: int, memories: Memories) -> tuple[int, int, int]:
     return HEADER_BYTES, memories.ring.nbytes, ALIGNMENT
 
 
-def cut(pieces: Sequence[Bytes], start: int, end: int) -> Sequence[Bytes]:
+def _cut(pieces: Sequence[Bytes], start: int, end: int) -> Sequence[Bytes]:
     """The bytes from ``start`` to ``end``, in pieces of whole floats."""
     found, at = [], 0
     for piece in pieces:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from google.protobuf.message import DecodeError
 
-from draft_trainer.feed.receive import cut
+from draft_trainer.feed.receive import _cut
 from policy_bridge.ring_space import RingSpace
 from slipstream import framing
 from slipstream.checksums import (
@@ -284,10 +284,10 @@ def test_a_span_over_pieces_is_cut_out_of_them(length: int, whole: bool) -> None
     data = np.arange(1000, dtype=np.uint64).astype(np.uint8)
     pieces = [data[start : start + length] for start in range(0, 1000, length)]
     for start, end in ((0, 64), (64, 1000), (0, 1000), (128, 128)):
-        found = cut(pieces, start, end)
+        found = _cut(pieces, start, end)
         assert b"".join(part.tobytes() for part in found) == data[start:end].tobytes()
         assert all(len(part) % 64 == 0 for part in found[:-1])
-    assert (len(cut(pieces, 0, 1000)) > 1) == whole
+    assert (len(_cut(pieces, 0, 1000)) > 1) == whole
 
 
 @pytest.mark.parametrize("keep", [1, 3, 100, -1])
