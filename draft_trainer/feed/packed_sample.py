@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from draft_trainer.feed.sample import Sample
+from draft_trainer.feed.sample import Sample, prompt_of
 from slipstream.checksums import Bytes
 from slipstream.packed import Layout, tensors_in
 
@@ -36,8 +33,3 @@ def prompt_in(block: Bytes, layout: Layout) -> str:
     """
     length = block[layout.mask_at : layout.mask_at + layout.tokens].tobytes().find(1)
     return prompt_of(block[: 4 * length].view(np.int32).astype(np.int64)) if length > 0 else ""
-
-
-def prompt_of(token_ids: NDArray[np.int64]) -> str:
-    """A hash of tokens."""
-    return hashlib.blake2b(token_ids.tobytes(), digest_size=16).hexdigest()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -74,8 +76,12 @@ def group_of(sample_id: str, token_ids: Tensor, loss_mask: Tensor) -> str:
     prompt = int(loss_mask.int().argmax())
     if prompt == 0:
         return sample_id
-    tokens = token_ids[:prompt].long().numpy()
-    return hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
+    return prompt_of(token_ids[:prompt].long().numpy())
+
+
+def prompt_of(token_ids: NDArray[np.int64]) -> str:
+    """A hash of tokens."""
+    return hashlib.blake2b(token_ids.tobytes(), digest_size=16).hexdigest()
 
 
 def is_held_out(group: str, fraction: float) -> bool:

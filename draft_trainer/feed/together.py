@@ -13,9 +13,9 @@ from ctypes import CDLL
 from dataclasses import dataclass, field
 
 from draft_trainer.feed.contents import LOGPROB_TOLERANCE
-from draft_trainer.feed.packed_sample import prompt_of
 from draft_trainer.feed.receive import Memories, bounds_of, ring_there
 from draft_trainer.feed.reservation import Reservation
+from draft_trainer.feed.sample import prompt_of
 from draft_trainer.feed.validate import Expected
 from draft_trainer.kernels.checked_copy import copies_checked, fits_copies
 from draft_trainer.kernels.contents import sequences_right
