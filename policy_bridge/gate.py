@@ -79,10 +79,18 @@ class CaptureGate:
         self._switch.clear(Cause.TRAINER)
 
     def check_trainer(self) -> None:
-        """Turn capture off if the trainer refused the run, or refuses all that it is sent."""
+        """Turn capture off if the trainer refuses what it is sent, or if nobody is left to send."""
         refusal = self._counters.run_refusal
         count, field = self._counters.refused_in_a_row
-        if refusal is not None and not self.connected:
+        if self._shipper is not None and self._shipper.died:
+            error = RefusedError(
+                "bridge",
+                "its thread to the trainer ended of an error",
+                "a bridge that can send",
+                "report the traceback that it printed; a PolicyBridge built anew captures again",
+            )
+            self._switch.refuse(Cause.BRIDGE, error)
+        elif refusal is not None and not self.connected:
             self._switch.refuse(Cause.TRAINER, refusal)
         elif count >= _REFUSALS:
             error = RefusedError(
@@ -97,7 +105,7 @@ class CaptureGate:
 
     def off_reason(self) -> str:
         """Why a window would take nothing now; empty if it would take states."""
-        standing = self._switch.reason(Cause.MODEL, Cause.VERSION, Cause.TRAINER)
+        standing = self._switch.reason(Cause.MODEL, Cause.BRIDGE, Cause.VERSION, Cause.TRAINER)
         if standing:
             return standing
         if not self._config.bytes_per_step:

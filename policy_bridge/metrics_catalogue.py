@@ -62,7 +62,7 @@ SHIPPING = Group(
                 (
                     *("closed", "copies_behind", "deadline", "draft_changed", "no_credit"),
                     *("non_finite", "outbox_full", "policy_moved", "policy_not_announced"),
-                    *("policy_refused", "superseded", "too_large"),
+                    *("policy_refused", "shipper_died", "superseded", "too_large"),
                 ),
             ),
         ),

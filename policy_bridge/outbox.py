@@ -60,7 +60,7 @@ class Outbox:
         self._waiting: OrderedDict[str, None] = OrderedDict()
         self._sent: OrderedDict[str, None] = OrderedDict()
         self._bytes = 0
-        self._closed = False
+        self._closed = ""  # Why, once it is.
 
     def reserve(
         self, nbytes: int, version: int, priority: int, deadline_seconds: float
@@ -224,11 +224,11 @@ class Outbox:
         with self._changed:
             return self._changed.wait_for(lambda: self._bytes == 0, timeout)
 
-    def close(self) -> None:
-        """Take no more, shed what is left, wake every waiter."""
+    def close(self, reason: str = "closed") -> None:
+        """Take no more, shed what is left, wake every waiter; the first reason stands."""
         with self._changed:
-            self._closed = True
-        self.shed("closed")
+            self._closed = self._closed or reason
+            self.shed(self._closed)
 
     @property
     def nbytes(self) -> int:
@@ -243,7 +243,7 @@ class Outbox:
     def _make_room(self, nbytes: int, version: int, priority: int) -> bool:
         """Shed what is less until ``nbytes`` fit; shed nothing, and count, if they cannot."""
         if self._closed:
-            reason = "closed"
+            reason = self._closed
         elif nbytes > self._capacity:
             reason = "too_large"
         elif self._capacity - self._bytes >= nbytes:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE = 0.05
 _TICK = 0.2
 _JOIN_SECONDS = 5.0
+_DIED = "shipper_died"
 
 
 class Shipper:
@@ -68,6 +69,7 @@ class Shipper:
         self._placement: Placement | None = None
         self._connected = False
         self._attempted = False
+        self._died = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="slipstream-shipper", daemon=True)
         self._thread.start()
@@ -85,15 +87,22 @@ class Shipper:
             return self._connected
 
     @property
+    def died(self) -> bool:
+        """Whether the thread ended of an error that nobody foresaw; it does not come back."""
+        with self._changed:
+            return self._died
+
+    @property
     def ring_bytes(self) -> tuple[int, int] | None:
         """See ``Placement.ring_bytes``; None while no stream is open."""
         placement = self._placement
         return None if placement is None else placement.ring_bytes
 
     def wait_connected(self, timeout: float) -> bool:
-        """Wait for an open run."""
+        """Wait for an open run; False if there is none, or will be none, by then."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._connected, timeout)
+            self._changed.wait_for(lambda: self._connected or self._died, timeout)
+            return self._connected
 
     def wait_first_attempt(self, timeout: float) -> None:
         """Wait until the trainer was reached, or was found to be unreachable, once."""
@@ -134,7 +143,16 @@ class Shipper:
                 self._stop.wait(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, self._config.max_backoff_seconds)
         finally:
+            if not self._stop.is_set():
+                self._mourn()
             self._set_connected(False)
+
+    def _mourn(self) -> None:
+        """This thread ends of a mistake in the bridge: nobody may wait for what it held."""
+        with self._changed:
+            self._died = True
+        self._counters.error("the bridge's thread to the trainer ended of an error; see the log")
+        self._outbox.close(_DIED)
 
     def _connect_and_ship(self) -> bool:
         """One connection's life. Whether the trainer answered on its stream."""

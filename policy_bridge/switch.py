@@ -25,6 +25,8 @@ class Cause(Enum):
     """The policy's version went backwards: over with one that rises."""
     CALL = "call"
     """What a window was told or saw: over with the next window that is sound."""
+    BRIDGE = "bridge"
+    """The bridge's own thread ended of an error: never over."""
     TRAINER = "trainer"
     """What the trainer answered: over when it takes the run, or with the next version."""
 

@@ -186,6 +186,39 @@ def test_close_drains_and_ends_every_thread(trainer: FakeTrainer, connect: Conne
             bridge.capture()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_mistake_in_the_bridges_own_thread_costs_samples_not_the_run(
+    trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    """Before it was told, callers waited until their deadline for what nobody would send."""
+
+    def mistake(*_: object) -> None:
+        raise ZeroDivisionError("seeded by a test")
+
+    monkeypatch.setattr("policy_bridge.batches.Batches.send", mistake)
+    model, data = make_model(), batch((10, 10))
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, strict=strict)
+        with bridge.sync(1):
+            pass
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+        assert not bridge.wait_connected(DEADLINE)
+        assert bridge.stats().shed == {"shipper_died": 2}
+        assert "see the log" in bridge.stats().last_error
+        if strict:
+            with pytest.raises(RefusedError, match="bridge: found its thread"):
+                bridge.capture()
+        else:
+            ship(bridge, model, data)
+            stats = bridge.stats()
+            assert (stats.captures_skipped, stats.outbox_samples) == (1, 0)
+            assert "a PolicyBridge built anew captures again" in stats.capture_off_reason
+        bridge.close()
+    assert accounted(bridge) == 2
+
+
 def test_ids_are_unique_over_bridges_of_one_run(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((10,) * 3)
     with trainer.serve() as server:
