@@ -193,7 +193,7 @@ class GrpoLoop:
     def _grade(
         self, problems: list[Problem], prompts: list[list[int]], rounds: dict[str, _Round]
     ) -> tuple[list[Grade], list[str], GrpoBatch]:
-        """Grades, arm of each completion, and the padded batch, group after group."""
+        """Grades, arm of each completion, and the padded batch, shortest sequence first."""
         for arm, played in rounds.items():
             if played.generation.failed:
                 raise RuntimeError(f"{arm}: requests failed: {played.generation.failed[:3]}")
@@ -208,7 +208,15 @@ class GrpoLoop:
                     rows.append(completion)
         rewards = torch.tensor([reward(graded) for graded in grades])
         advantages = group_advantages(rewards, self._settings.group_size)
-        return grades, arms, pad_batch(rows_prompts, rows, advantages, PAD_ID)
+        # A micro-batch is as wide as its longest sequence: of the update's time a sixth.
+        order = sorted(range(len(rows)), key=lambda row: len(rows_prompts[row]) + len(rows[row]))
+        batch = pad_batch(
+            [rows_prompts[row] for row in order],
+            [rows[row] for row in order],
+            advantages[order],
+            PAD_ID,
+        )
+        return [grades[row] for row in order], [arms[row] for row in order], batch
 
     @torch.no_grad()
     def _log_prob(self, batch: GrpoBatch) -> tuple[torch.Tensor, torch.Tensor]:
