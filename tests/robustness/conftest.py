@@ -11,6 +11,8 @@ from benchmarks.robustness.healthy import Feeder, Stager
 from benchmarks.robustness.services import Process, start_rollout_server, start_trainer
 
 DEADLINE = 60.0
+PATIENCE = 5.0
+"""``server.message_timeout_s``: with a second, sound clients of a busy machine were refused too."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ class Rollout:
 
 @pytest.fixture(scope="package")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    """Gives up on silent clients after a second."""
-    process = start_trainer(tmp_path_factory.mktemp("trainer"), seconds=1.0)
+    """Gives up on silent clients after ``PATIENCE``."""
+    process = start_trainer(tmp_path_factory.mktemp("trainer"), seconds=PATIENCE)
     try:
         feeder = Feeder(process.address, DEADLINE)
         yield Trainer(process, feeder)
@@ -44,8 +46,8 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
 
 @pytest.fixture(scope="package")
 def rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollout]:
-    """Gives up on silent clients after a second."""
-    process = start_rollout_server(tmp_path_factory.mktemp("rollout"), seconds=1.0)
+    """Gives up on silent clients after ``PATIENCE``."""
+    process = start_rollout_server(tmp_path_factory.mktemp("rollout"), seconds=PATIENCE)
     try:
         stager = Stager(process.address, DEADLINE)
         yield Rollout(process, stager)

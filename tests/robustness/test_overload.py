@@ -22,7 +22,7 @@ from slipstream.refusal import refused_from
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
-from .conftest import DEADLINE, Rollout, Trainer
+from .conftest import DEADLINE, PATIENCE, Rollout, Trainer
 
 MORE_MEMORY = 96 << 20
 
@@ -155,7 +155,7 @@ def test_a_batch_of_millions_of_empty_samples_is_never_parsed(trainer: Trainer) 
 
 
 def test_a_stream_that_sends_nothing_ends_and_gives_its_place_back(tmp_path: Path) -> None:
-    process = start_trainer(tmp_path, seconds=1.0, idle=1.0, streams=1)
+    process = start_trainer(tmp_path, seconds=PATIENCE, idle=3.0, streams=1)
     try:
         feeder = Feeder(process.address, DEADLINE)
         feeder.serve()
