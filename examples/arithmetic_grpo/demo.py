@@ -203,9 +203,11 @@ threads = 1
 compute_dtype = "bfloat16"
 ttt_steps = {DRAFT_LENGTH}
 batch_tokens = 1024
-learning_rate = 2e-3
+learning_rate = 1e-3
 weight_averaging = 0.95
-steps_per_candidate = 16
+# A candidate for each sync. With half as many steps the gate took a quarter of the time for
+# candidates that the next one overtook before they could be committed.
+steps_per_candidate = 32
 seed = {options.seed}
 
 [gate]
