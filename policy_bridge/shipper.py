@@ -143,14 +143,15 @@ class Shipper:
                 self._stop.wait(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, self._config.max_backoff_seconds)
         finally:
+            self._set_connected(False)
             if not self._stop.is_set():
                 self._mourn()
-            self._set_connected(False)
 
     def _mourn(self) -> None:
         """This thread ends of a mistake in the bridge: nobody may wait for what it held."""
         with self._changed:
             self._died = True
+            self._changed.notify_all()
         self._counters.error("the bridge's thread to the trainer ended of an error; see the log")
         self._outbox.close(_DIED)
 
