@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from draft_trainer.sidecar.metrics_catalogue import CATALOGUE as TRAINER
-from policy_bridge.metrics_catalogue import CATALOGUE as BRIDGE
-from rollout_server.metrics_catalogue import CATALOGUE as ROLLOUT
-from slipstream.metric_spec import Catalogue, Label, Metric
+from draft_trainer.server.metrics import CATALOGUE as TRAINER
+from policy_bridge.metrics import CATALOGUE as BRIDGE
+from rollout_server.metrics import CATALOGUE as ROLLOUT
+from slipstream.metrics import Catalogue, Label, Metric
 
 CATALOGUES = (ROLLOUT, TRAINER, BRIDGE)
 PAGE = Path(__file__).with_name("metrics.md")

@@ -13,7 +13,7 @@ import httpx
 import yaml
 
 from examples.arithmetic_grpo.processes import Service, ServiceError, free_port
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 RULES = Path(__file__).resolve().parents[1] / "deploy" / "prometheus"
 INSTALL = "apt-get install --no-install-recommends prometheus"

@@ -19,9 +19,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from policy_bridge.bridge import PolicyBridge
+    from policy_bridge.bridge import DisabledBridge, PolicyBridge, null_bridge
     from policy_bridge.config import BridgeConfig, ModulePaths
-    from policy_bridge.null import DisabledBridge, null_bridge
     from policy_bridge.selection import (
         Candidate,
         MostRejected,
@@ -36,7 +35,7 @@ _HOMES = {
     "BridgeConfig": "config",
     "BridgeStats": "stats",
     "Candidate": "selection",
-    "DisabledBridge": "null",
+    "DisabledBridge": "bridge",
     "ModulePaths": "config",
     "MostRejected": "selection",
     "NewestFirst": "selection",
@@ -45,7 +44,7 @@ _HOMES = {
     "Selector": "selection",
     "SyncResult": "stats",
     "UniformRandom": "selection",
-    "null_bridge": "null",
+    "null_bridge": "bridge",
 }
 
 __all__ = [

@@ -1,7 +1,36 @@
-"""``PolicyBridge``: the one object that a training loop holds."""
+"""``PolicyBridge``: the one object that a training loop holds.
+
+Decides whether the next window captures: the versions, the trainer and the switch together.
+
+Whether capture is on, and why not: bad input costs samples, never the training run.
+
+Strict or not, an error is a ``RefusedError``. Strict raises it to the caller. Otherwise
+it is logged once, capture is off, and the reason stands in the statistics until the
+cause is gone.
+
+The same surfaces with nothing behind them, so that the training loop has no branch.
+
+Room for samples, and who copies into it: as the policy's device needs them.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from policy_bridge.config import BridgeConfig
+from policy_bridge.connection import Shipper
+from policy_bridge.session import Session
+from policy_bridge.stats import BridgeStats, Counters, SyncResult
+from slipstream.errors import RefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
 import itertools
 import time
 import uuid
@@ -11,26 +40,314 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from policy_bridge.announce import PolicySnapshot
-from policy_bridge.batch import check_temperature
-from policy_bridge.capture import Capture, CapturePlan
-from policy_bridge.config import FLOAT8, BridgeConfig
-from policy_bridge.fleet import RolloutFleet
-from policy_bridge.gate import CaptureGate
-from policy_bridge.matrices import PolicyMatrices
-from policy_bridge.memory import sample_memory
-from policy_bridge.modules import PolicyModules, find_modules, stamp_of
-from policy_bridge.null import DisabledBridge, NullCapture
-from policy_bridge.probe import TrainerProbe
+from policy_bridge.capture import Capture, CapturePlan, check_temperature
+from policy_bridge.config import FLOAT8
+from policy_bridge.copier import Inline, Runner, runner_for
+from policy_bridge.model import PolicyModules, find_modules, stamp_of
+from policy_bridge.outbox import HostPool, Outbox
 from policy_bridge.selection import Selector, UniformRandom
-from policy_bridge.session import Session
-from policy_bridge.shipper import Shipper
-from policy_bridge.stats import BridgeStats, Counters, SyncResult
-from policy_bridge.switch import CaptureSwitch, Cause
-from policy_bridge.sync import SyncParties, SyncWindow
-from slipstream.channel import open_channel
-from slipstream.refusal import RefusedError
+from policy_bridge.session import PolicyMatrices, PolicySnapshot
+from policy_bridge.sync import RolloutFleet, SyncParties, SyncWindow, TrainerProbe
+from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+
+logger = logging.getLogger(__name__)
+
+
+class Cause(Enum):
+    """What a refusal is about, and with it when it is over."""
+
+    MODEL = "model"
+    """The policy cannot be captured: never over."""
+    VERSION = "version"
+    """The policy's version went backwards: over with one that rises."""
+    CALL = "call"
+    """What a window was told or saw: over with the next window that is sound."""
+    BRIDGE = "bridge"
+    """The bridge's own thread ended of an error: never over."""
+    TRAINER = "trainer"
+    """What the trainer answered: over when it takes the run, or with the next version."""
+
+
+class CaptureSwitch:
+    """The refusals that stand. Thread-safe.
+
+    Args:
+        strict: raise them.
+    """
+
+    def __init__(self, strict: bool) -> None:
+        self._strict = strict
+        self._lock = threading.Lock()
+        self._standing: dict[Cause, str] = {}
+        self._logged: set[str] = set()
+
+    def refuse(self, cause: Cause, error: RefusedError) -> None:
+        """Turn capture off. Raises ``error`` if strict."""
+        text = str(error)
+        with self._lock:
+            self._standing[cause] = text
+            # By field: a shape in the text may differ in every step.
+            new = error.field not in self._logged
+            self._logged.add(error.field)
+        if new:
+            logger.error("capture is off: %s", text)
+        if self._strict:
+            raise error
+
+    def clear(self, cause: Cause) -> None:
+        """The cause is gone."""
+        with self._lock:
+            self._standing.pop(cause, None)
+
+    def reason(self, *causes: Cause) -> str:
+        """Why capture is off, the first of ``causes`` (all) that stands; empty if none."""
+        with self._lock:
+            return next((self._standing[c] for c in causes or Cause if c in self._standing), "")
+
+
+# Samples refused in a row, with none taken between them, after which no more of a version go out.
+_REFUSALS = 16
+
+
+class CaptureGate:
+    """What a bridge may capture now. Used from the training loop's thread.
+
+    Args:
+        config: of the bridge.
+        switch: where refusals stand.
+        counters: what the trainer answered.
+        shipper: the way to the trainer; None where the policy cannot be captured.
+
+    Attributes:
+        version: the highest version whose sync ended well; None before it.
+        session: whose rows were copied at that sync; None if none were.
+    """
+
+    def __init__(
+        self,
+        config: BridgeConfig,
+        switch: CaptureSwitch,
+        counters: Counters,
+        shipper: Shipper | None,
+    ) -> None:
+        self._config = config
+        self._switch = switch
+        self._counters = counters
+        self._shipper = shipper
+        self.version: int | None = None
+        self.session: Session | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether a run is open now."""
+        return self._shipper is not None and self._shipper.connected
+
+    def session_for(self, version: int) -> Session | None:
+        """The run that ``version`` belongs to; None if it can belong to none."""
+        session = None
+        if self._shipper is not None:
+            if self.version is None:
+                # Once: a loop must not wait for an absent trainer in every step.
+                self._shipper.wait_first_attempt(self._config.connect_seconds)
+            session = self._shipper.session
+            self.check_trainer()
+        known = session.latest_policy_version if session and self.version is None else None
+        floor = max((v for v in (self.version, known) if v is not None), default=None)
+        # The first version of a bridge may be the trainer's newest: a policy that was resumed.
+        again = self.version is None and version == known
+        if floor is not None and version <= floor and not again:
+            error = RefusedError(
+                "policy_version",
+                version,
+                f"> {floor}",
+                "count the policy's versions up; another run_id begins anew",
+            )
+            self._switch.refuse(Cause.VERSION, error)
+            return None
+        self._switch.clear(Cause.VERSION)
+        return session
+
+    def synced(self, version: int, session: Session | None) -> None:
+        """A sync ended well; ``session`` is whose rows were copied for it."""
+        self.version = max(version, self.version or 0)
+        self.session = session
+        self._counters.forgive_refusals()
+        self._switch.clear(Cause.TRAINER)
+
+    def check_trainer(self) -> None:
+        """Turn capture off if the trainer refuses what it is sent, or if nobody is left to send."""
+        refusal = self._counters.run_refusal
+        count, field = self._counters.refused_in_a_row
+        if self._shipper is not None and self._shipper.died:
+            error = RefusedError(
+                "bridge",
+                "its thread to the trainer ended of an error",
+                "a bridge that can send",
+                "report the traceback that it printed; a PolicyBridge built anew captures again",
+            )
+            self._switch.refuse(Cause.BRIDGE, error)
+        elif refusal is not None and not self.connected:
+            self._switch.refuse(Cause.TRAINER, refusal)
+        elif count >= _REFUSALS:
+            error = RefusedError(
+                f"samples.{field}",
+                f"{count} samples in a row refused for it",
+                "samples that the trainer takes",
+                "see the trainer's log for what it found; the next version is tried again",
+            )
+            self._switch.refuse(Cause.TRAINER, error)
+        elif self.connected:
+            self._switch.clear(Cause.TRAINER)
+
+    def off_reason(self) -> str:
+        """Why a window would take nothing now; empty if it would take states."""
+        standing = self._switch.reason(Cause.MODEL, Cause.BRIDGE, Cause.VERSION, Cause.TRAINER)
+        if standing:
+            return standing
+        if not self._config.bytes_per_step:
+            return "bytes_per_step is 0"
+        if self.version is None:
+            return "no policy version was synced yet"
+        wanted = self._shipper.session if self._shipper is not None else None
+        if wanted is None:
+            refusal = self._counters.run_refusal
+            if refusal is not None:
+                return str(refusal)
+            return f"the draft trainer at {self._config.trainer} was not reached"
+        if self.session is None or not self.session.same_shape(wanted):
+            # Nobody copied this version's matrices while no trainer said which rows it wants.
+            return f"the draft trainer came after version {self.version} was synced"
+        return ""
+
+
+class NullCapture:
+    """A capture window that takes nothing: no hooks, no copies."""
+
+    def __enter__(self) -> NullCapture:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def ship(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        loss_mask: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        sampled_logprobs: torch.Tensor | None = None,
+        sampled_logits: torch.Tensor | None = None,
+        acceptance: torch.Tensor | Sequence[float] | None = None,
+    ) -> None:
+        """Nothing. See ``Capture.ship``."""
+
+
+class NullSyncWindow:
+    """A sync window without Slipstream in it."""
+
+    def __init__(self, version: int) -> None:
+        self.result: SyncResult | None = SyncResult(version)
+
+    def __enter__(self) -> NullSyncWindow:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
+
+    def push_policy(
+        self, source: torch.nn.Module | Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Raise: doing nothing here would leave the rollouts on an old policy, unseen."""
+        from slipstream.errors import RefusedError
+
+        raise RefusedError(
+            "push_policy",
+            "a disabled bridge",
+            "a bridge that reaches the rollout servers",
+            "enable the bridge, or sync the policy by the framework's own means",
+        )
+
+
+class DisabledBridge:
+    """What ``PolicyBridge`` offers, doing nothing; start no thread, open no connection."""
+
+    def __init__(self) -> None:
+        self._version: int | None = None
+        self._counters = Counters()
+
+    def __enter__(self) -> DisabledBridge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def policy_version(self) -> int | None:
+        """The last version given to ``sync``."""
+        return self._version
+
+    def sync(self, version: int, *, lead: bool = True) -> NullSyncWindow:
+        """A window that does nothing."""
+        self._version = version
+        return NullSyncWindow(version)
+
+    def capture(self, *, temperature: float = 1.0, forwards: int | None = None) -> NullCapture:
+        """A window that takes nothing."""
+        self._counters.add(captures_skipped=1)
+        return NullCapture()
+
+    def wait_connected(self, timeout: float) -> bool:
+        """False: there is no trainer."""
+        return False
+
+    def flush(self, timeout: float) -> bool:
+        """True: nothing waits."""
+        return True
+
+    def stats(self) -> BridgeStats:
+        """Zeros, and how many captures were skipped."""
+        return self._counters.snapshot(
+            connected=False,
+            policy_version=self._version,
+            outbox_samples=0,
+            outbox_bytes=0,
+            last_sync=None,
+            capture_off_reason="the bridge is disabled",
+        )
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def null_bridge() -> DisabledBridge:
+    """A bridge that is switched off."""
+    return DisabledBridge()
+
+
+def sample_memory(
+    config: BridgeConfig, modules: PolicyModules | None, counters: Counters
+) -> tuple[Outbox, Runner]:
+    """An outbox over a pool, pinned for a policy on a CUDA device, and a runner for its copies.
+
+    Args:
+        config: its bound.
+        modules: the policy; None where it cannot be captured.
+        counters: where shed samples are counted.
+    """
+    if modules is None or not config.bytes_per_step:
+        return Outbox(config.outbox_bytes, counters), Inline()
+    device = modules.head_weight.device
+    # A little more than the bound: each loan is rounded up, and gaps are left between them.
+    nbytes = config.outbox_bytes + config.outbox_bytes // 100
+    pool = HostPool(nbytes, pinned=device.type == "cuda")
+    return Outbox(config.outbox_bytes, counters, pool), runner_for(device)
 
 
 class PolicyBridge:

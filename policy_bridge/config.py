@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from slipstream.credentials import NONE, ClientCredentials
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
+from slipstream.security import NONE, ClientCredentials
 
 DTYPES = ("bfloat16", "float16", "float32")
 FLOAT8 = "float8_e4m3"

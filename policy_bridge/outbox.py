@@ -9,22 +9,183 @@ What is shed to make room is the least of (policy version, priority), the oldest
 of equals first, and only what is less than the sample that needs the room:
 swapping equals would only churn. Finding it takes no search: samples lie in one
 bin per version and priority, and versions only rise.
+
+Host memory for captured states: taken once, lent out, used again.
+
+Correctness: a loan is a tensor over a numpy view of the slab, and every tensor
+or memoryview made from it keeps that numpy view alive. The loan therefore ends
+exactly when nobody can read it any more: not when a sample is shed, which may be
+while another thread is still sending it.
+
+One sequence's states in host memory, as the block that travels.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from bisect import insort
-from collections import OrderedDict
+import weakref
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
-from policy_bridge.pool import HostPool
-from policy_bridge.sample import Sample
 from policy_bridge.stats import Counters
+from slipstream.sample import FLOAT8, Layout, PackedTensors, layout_of, tensors_in, write_block
+from slipstream.tensors import quantize
+
+ALIGNMENT = 64
+"""Bytes; a cache line, and more than any dtype needs."""
+
+
+class _Loan(weakref.ref):  # type: ignore[type-arg]
+    """Tells of a loan's end. A tenth of what ``weakref.finalize`` costs the policy's thread."""
+
+    __slots__ = ("end", "start")
+    start: int
+    end: int
+
+
+class HostPool:
+    """One slab of host memory, lent out piece by piece. Thread-safe.
+
+    First fit from the low end: samples leave about in the order in which they came,
+    so there are few gaps, and pages of an unpinned slab that were never needed are
+    never touched.
+
+    Args:
+        capacity_bytes: size of the slab.
+        pinned: lock it in memory, for asynchronous copies from a CUDA device.
+    """
+
+    def __init__(self, capacity_bytes: int, *, pinned: bool = False) -> None:
+        self._capacity = capacity_bytes // ALIGNMENT * ALIGNMENT
+        self._slab = torch.empty(self._capacity, dtype=torch.uint8, pin_memory=pinned).numpy()
+        self._lock = threading.Lock()
+        # Gaps as [start, end), ascending.
+        self._gaps: list[tuple[int, int]] = [(0, self._capacity)] if self._capacity else []
+        self._held = 0
+        # Appended to by finalizers, which may run in any thread and inside any call: no lock.
+        self._returned: deque[_Loan] = deque()
+        self._loans: dict[int, _Loan] = {}
+
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        """A piece of the slab, uint8 [nbytes], undefined content; None if no gap is large enough.
+
+        It is given back when the last tensor over it is gone.
+        """
+        size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        with self._lock:
+            self._collect()
+            fits = (i for i, (start, end) in enumerate(self._gaps) if end - start >= size)
+            index = next(fits, None)
+            if index is None:
+                return None
+            start, end = self._gaps.pop(index)
+            if end - start > size:
+                self._gaps.insert(index, (start + size, end))
+            self._held += size
+            view = self._slab[start : start + nbytes]
+            loan = _Loan(view, self._returned.append)
+            loan.start, loan.end = start, start + size
+            self._loans[id(loan)] = loan
+        return torch.from_numpy(view)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the slab."""
+        return self._capacity
+
+    @property
+    def held(self) -> int:
+        """Bytes on loan."""
+        with self._lock:
+            self._collect()
+            return self._held
+
+    def _collect(self) -> None:
+        while self._returned:
+            loan = self._returned.popleft()
+            del self._loans[id(loan)]
+            start, end = loan.start, loan.end
+            self._held -= end - start
+            at = bisect_left(self._gaps, (start, end))
+            if at < len(self._gaps) and self._gaps[at][0] == end:
+                end = self._gaps.pop(at)[1]
+            if at and self._gaps[at - 1][1] == start:
+                start = self._gaps[at - 1][0]
+                self._gaps[at - 1] = (start, end)
+            else:
+                self._gaps.insert(at, (start, end))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """T tokens of one sequence, A auxiliary layers, hidden size H.
+
+    Attributes:
+        sample_id: unique within the run.
+        policy_version: whose forward pass made the states.
+        temperature: of the rollout.
+        aux_layers: "after L layers" numbers of the auxiliary states.
+        layout: of the block.
+        block: uint8 [layout.nbytes], on the CPU, its own memory: it is sent as it is.
+    """
+
+    sample_id: str
+    policy_version: int
+    temperature: float
+    aux_layers: tuple[int, ...]
+    layout: Layout
+    block: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        sample_id: str,
+        policy_version: int,
+        temperature: float,
+        aux_layers: tuple[int, ...],
+        tensors: PackedTensors,
+    ) -> Sample:
+        """A sample with copies of ``tensors``, which lie apart, on the CPU."""
+        tokens, hidden_size = tensors.final.shape
+        layout = layout_of(tokens, len(aux_layers), hidden_size, tensors.final.dtype)
+        block = torch.empty(layout.nbytes, dtype=torch.uint8)
+        write_block(tensors, layout, block.numpy())
+        return cls(sample_id, policy_version, temperature, aux_layers, layout, block)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the block."""
+        return self.layout.nbytes
+
+    @cached_property
+    def tensors(self) -> PackedTensors:
+        """Views of the block. Made when they are asked for: sending needs none of them."""
+        return tensors_in(self.block, self.layout)
+
+    @property
+    def float8_layout(self) -> Layout:
+        """Of ``in_float8``."""
+        layout = self.layout
+        return layout_of(layout.tokens, layout.aux_layers, layout.hidden_size, FLOAT8)
+
+    def in_float8(self) -> Sample:
+        """With its states in float8 and their scales; itself if they are already."""
+        if self.layout.dtype == FLOAT8:
+            return self
+        aux, aux_scales = quantize(self.tensors.aux, self.layout.hidden_size)
+        final, final_scales = quantize(self.tensors.final, self.layout.hidden_size)
+        scales = torch.cat((aux_scales, final_scales))
+        tensors = replace(self.tensors, aux=aux, final=final, scales=scales)
+        return Sample.of(
+            self.sample_id, self.policy_version, self.temperature, self.aux_layers, tensors
+        )
+
 
 PRIORITIES = 16
 """Priorities are whole numbers from 0 to one less; the highest is shed last."""

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 CONTEXT_TOKENS = 64
 """Tokens that a later window repeats from the one before, so that its first targets have a past."""

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slipstream.refusal import RefusedError
+    from slipstream.errors import RefusedError
 
 
 @dataclass(frozen=True)

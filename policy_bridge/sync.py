@@ -4,30 +4,179 @@ The policy does not depend on the sidecar: when the trainer is absent or late
 the bridge commits the policy itself. It does depend on the rollout servers: one
 that does not take the policy is an error to the caller, because training on
 rollouts of a stale policy would go unseen.
+
+The rollout servers, as the bridge needs them: stage the policy, make it live, read back.
+
+Errors of the other side, in one line for people.
+
+Asks a trainer that went silent whether it is back, without waiting for its answer.
+
+A hung trainer would otherwise cost every weight sync its whole deadline.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import TypeVar
 
 import grpc
 import torch
 from torch import nn
 
 from policy_bridge.config import BridgeConfig
-from policy_bridge.errors import describe
-from policy_bridge.fleet import RolloutFleet
+from policy_bridge.model import full_tensor, plain_name, unwrapped
 from policy_bridge.session import Session
 from policy_bridge.stats import SyncResult
-from policy_bridge.wrappers import full_tensor, plain_name, unwrapped
-from slipstream.refusal import RefusedError
+from slipstream.client import open_channel, stage
+from slipstream.errors import RefusedError, refused_from
+from slipstream.security import NONE, ClientCredentials
+from slipstream.tensors import spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
-from slipstream.v1 import rollout_server_pb2
+from slipstream.v1 import rollout_server_pb2 as rollout_pb
+from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
+
+
+def describe(error: BaseException) -> str:
+    """A refusal's four texts, or gRPC's status, or the error's own text."""
+    if isinstance(error, grpc.RpcError):
+        refusal = refused_from(error)
+        if refusal is not None:
+            return str(refusal)
+        if isinstance(error, grpc.Call):
+            return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__
+
+
+T = TypeVar("T")
+
+
+class RolloutFleet:
+    """One connection per rollout server; every call goes to all of them at once.
+
+    Args:
+        policy_seconds: deadline of a stage and of a commit.
+        rpc_seconds: deadline of everything else.
+        credentials: shown to every server.
+    """
+
+    def __init__(
+        self, policy_seconds: float, rpc_seconds: float, credentials: ClientCredentials = NONE
+    ) -> None:
+        self._credentials = credentials
+        self._policy_seconds = policy_seconds
+        self._rpc_seconds = rpc_seconds
+        self._channels: dict[str, grpc.Channel] = {}
+
+    def stage(
+        self,
+        addresses: Sequence[str],
+        stage_id: str,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> dict[str, str]:
+        """Stage a policy everywhere. Errors by address; empty when all hold it."""
+        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+
+        def one(stub: rollout_grpc.RolloutServerStub) -> rollout_pb.StageResult:
+            return stage(
+                stub,
+                stage_id=stage_id,
+                kind=rollout_pb.STAGE_KIND_POLICY,
+                version=version,
+                tensors=tensors,
+                specs=specs,
+                timeout=self._policy_seconds,
+            )
+
+        return self._each(addresses, one)[1]
+
+    def make_live(
+        self, addresses: Sequence[str], stage_id: str, version: int
+    ) -> tuple[dict[str, rollout_pb.ServerState], dict[str, str]]:
+        """Commit a staged policy wherever it is not live yet.
+
+        Each server is asked first and, when its commit fails, asked again: the
+        trainer may have committed it, or be about to, although its answer was lost.
+
+        Returns:
+            States of the servers that serve it, and errors of those that do not.
+        """
+
+        def one(stub: rollout_grpc.RolloutServerStub) -> rollout_pb.ServerState:
+            state = stub.GetState(rollout_pb.GetStateRequest(), timeout=self._rpc_seconds)
+            if _is_live(state, stage_id, version):
+                return state
+            try:
+                request = rollout_pb.CommitRequest(stage_ids=[stage_id])
+                return stub.Commit(request, timeout=self._policy_seconds).state
+            except grpc.RpcError:
+                state = stub.GetState(rollout_pb.GetStateRequest(), timeout=self._rpc_seconds)
+                if _is_live(state, stage_id, version):
+                    return state
+                raise
+
+        return self._each(addresses, one)
+
+    def abort(self, addresses: Sequence[str], stage_id: str) -> dict[str, str]:
+        """Forget a stage everywhere. Errors by address."""
+
+        def one(stub: rollout_grpc.RolloutServerStub) -> rollout_pb.AbortResponse:
+            return stub.Abort(
+                rollout_pb.AbortRequest(stage_ids=[stage_id]), timeout=self._rpc_seconds
+            )
+
+        return self._each(addresses, one)[1]
+
+    def close(self) -> None:
+        """Close every connection."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+
+    def _each(
+        self, addresses: Sequence[str], call: Callable[[rollout_grpc.RolloutServerStub], T]
+    ) -> tuple[dict[str, T], dict[str, str]]:
+        failed: dict[str, str] = {}
+        for address in addresses:
+            if address not in self._channels:
+                try:
+                    channel = open_channel(address, credentials=self._credentials)
+                except RefusedError as refusal:
+                    # The trainer named it, and the token must not go there.
+                    failed[address] = str(refusal)
+                    continue
+                self._channels[address] = channel
+        with ThreadPoolExecutor(max(1, len(addresses)), "slipstream-fleet") as pool:
+            futures = {
+                address: pool.submit(call, rollout_grpc.RolloutServerStub(self._channels[address]))
+                for address in addresses
+                if address not in failed
+            }
+        done: dict[str, T] = {}
+        for address, future in futures.items():
+            error = future.exception()
+            if error is None:
+                done[address] = future.result()
+            elif isinstance(error, grpc.RpcError | ConnectionError):
+                failed[address] = describe(error)
+            else:
+                raise error
+        return done, failed
+
+
+def _is_live(state: rollout_pb.ServerState, stage_id: str, version: int) -> bool:
+    # The number alone does not do: a policy that is pushed again keeps its number.
+    return (
+        state.HasField("policy_version")
+        and state.policy_version == version
+        and stage_id not in state.staged
+    )
 
 
 class PolicySyncError(RuntimeError):
@@ -167,7 +316,7 @@ class SyncWindow:
 
     def _commit(self) -> None:
         started = time.monotonic()
-        states: dict[str, rollout_server_pb2.ServerState] = {}
+        states: dict[str, rollout_pb.ServerState] = {}
         if self._prepared:
             states.update(self._complete())
         failed: dict[str, str] = {}
@@ -185,7 +334,7 @@ class SyncWindow:
             self._abort()
             raise PolicySyncError("committed", failed, self._figures)
 
-    def _complete(self) -> dict[str, rollout_server_pb2.ServerState]:
+    def _complete(self) -> dict[str, rollout_pb.ServerState]:
         session = self._parties.session
         try:
             response = self._parties.trainer.CompleteSync(
@@ -262,3 +411,42 @@ def _plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
             )
         model = inner
     return {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+
+
+_SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+
+
+class TrainerProbe:
+    """One question at a time. Used from one thread.
+
+    Args:
+        trainer: whom to ask.
+        deadline_seconds: of one question.
+    """
+
+    def __init__(self, trainer: pb_grpc.DraftTrainerStub, deadline_seconds: float) -> None:
+        self._trainer = trainer
+        self._deadline = deadline_seconds
+        self._asked: grpc.Future | None = None
+
+    def send(self) -> None:
+        """Ask, after it let a deadline pass; until an answer is here ``answers`` is False."""
+        self._asked = self._trainer.GetStatus.future(pb.GetStatusRequest(), timeout=self._deadline)
+
+    def answers(self) -> bool:
+        """Whether the trainer may be called: it was not silent, or has answered since."""
+        if self._asked is None:
+            return True
+        if not self._asked.done():
+            return False
+        # Any answer will do, a refusal too.
+        if self._asked.code() in _SILENT:
+            self.send()
+            return False
+        self._asked = None
+        return True
+
+    def close(self) -> None:
+        """Ask no more."""
+        if self._asked is not None:
+            self._asked.cancel()

@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rollout_server.activation import mark_process
+from rollout_server.runtime import mark_process
 from slipstream import __version__
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 _DESCRIPTION = """\
 Serve a policy with real vLLM and an EAGLE-3 draft head that can be replaced while
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parser.parse_args(arguments[:1]).command
     try:
         if command == "fleet":
-            from rollout_server.fleet_cli import fleet
+            from rollout_server.ray_fleet import fleet
 
             return fleet(arguments[1:])
         mark_process()

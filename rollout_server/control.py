@@ -4,23 +4,143 @@ Knows nothing of gRPC services or Prometheus. One event loop owns it; commits ar
 serialised and, once begun, run to their end even if the caller goes away: a
 commit that is abandoned half-way would leave the server not knowing what it
 serves.
+
+Weights that the server knows: what is staged, live, and was live before.
+
+``ServerState``: what is served, as a message.
+
+Whether this server should be sent requests, and why not.
+
+Serving goes on either way: what a bad draft costs is speed, never a wrong token.
+But a balancer or an operator should see it, and the trainer heals it.
+
+Commits by what they changed and how they ended, and how long they took.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from rollout_server.acceptance_tracker import AcceptanceTracker
-from rollout_server.content_store import ContentStore
+from rollout_server.acceptance import AcceptanceTracker, Counters
+from rollout_server.content_store import ContentStore, Key
 from rollout_server.engine import Change, Engine, UntrustedEngineError
-from rollout_server.readiness import READ_BACK, Readiness
-from rollout_server.weights import DRAFT, POLICY, Weights
-from slipstream.refusal import RefusedError, StatusCode
+from rollout_server.reload import WeightSource
+from slipstream.errors import RefusedError, StatusCode
+from slipstream.metrics import Durations
+from slipstream.tensors import release_digest
+from slipstream.v1 import rollout_server_pb2 as pb
+
+DRAFT, POLICY = "draft", "policy"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One version of one model, complete and verified.
+
+    Attributes:
+        kind: ``DRAFT`` or ``POLICY``.
+        version: draft version, or policy version; None for the policy that the
+            server was started with, whose version nobody has named.
+        source: where a worker reads it.
+        keys: its content in the store; empty for a checkpoint on disk.
+        stage_id: the id it was staged under; empty for a checkpoint on disk.
+        trained_against: for a draft: the policy version it was trained against.
+        digests: {name: SHA-256 hex}, to recognise the same stage again.
+    """
+
+    kind: str
+    version: int | None
+    source: WeightSource
+    keys: tuple[Key, ...] = ()
+    stage_id: str = ""
+    trained_against: int | None = None
+    digests: tuple[tuple[str, str], ...] = ()
+
+    def same_content(self, other: Weights) -> bool:
+        """Whether both would be indistinguishable once live."""
+        return (self.kind, self.version, self.trained_against, self.digests) == (
+            other.kind,
+            other.version,
+            other.trained_against,
+            other.digests,
+        )
+
+
+READ_BACK, ACCEPTANCE = "read-back", "acceptance"
+
+
+class Readiness:
+    """Reasons against being ready, at most one from each source. Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, str] = {}
+
+    @property
+    def reason(self) -> str:
+        """Every reason there is; empty while the server is ready."""
+        return "; ".join(self._reasons[source] for source in sorted(self._reasons))
+
+    def say(self, source: str, reason: str) -> None:
+        """What ``source`` finds now; an empty reason takes back what it found before."""
+        if reason:
+            self._reasons[source] = reason
+        else:
+            self._reasons.pop(source, None)
+
+
+class AcceptanceGuard:
+    """Looks for a live draft of which nothing is accepted.
+
+    Judges windows of at least ``min_drafts`` verification steps of one draft version
+    and one commit. Fewer say nothing: no drafts yet is no number.
+
+    Args:
+        tracker: vLLM's counters by draft version.
+        min_drafts: length of a window.
+    """
+
+    MIN_ACCEPTED = 0.005
+    """Accepted tokens a draft under which acceptance length reads 1.00."""
+
+    def __init__(self, tracker: AcceptanceTracker, min_drafts: int) -> None:
+        self._tracker = tracker
+        self._min_drafts = min_drafts
+        self._window: tuple[int, int] | None = None
+        self._start = Counters()
+        self._verdict = ""
+
+    def check(self, version: int, commits: int) -> str:
+        """The verdict now: empty, or why the draft is not to be trusted.
+
+        Args:
+            version: that is live.
+            commits: of drafts so far; another commit begins anew.
+        """
+        counters = self._tracker.counters().get(version, Counters())
+        if self._window != (version, commits):
+            self._window, self._verdict = (version, commits), ""
+            self._begin(counters)
+        drafts = counters.drafts - self._start.drafts
+        if drafts >= self._min_drafts:
+            accepted = counters.accepted_tokens - self._start.accepted_tokens
+            self._verdict = (
+                f"acceptance length of draft {version} is {1 + accepted / drafts:.2f} "
+                f"over {drafts} drafts"
+                if accepted < self.MIN_ACCEPTED * drafts
+                else ""
+            )
+            self._begin(counters)
+        return self._verdict
+
+    def _begin(self, counters: Counters) -> None:
+        self._start = Counters(counters.drafts, counters.draft_tokens, counters.accepted_tokens)
+
 
 MAX_STAGED = 16
 _T = TypeVar("_T")
@@ -306,3 +426,69 @@ class RolloutControl:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return asyncio.shield(task)
+
+
+@dataclass(frozen=True)
+class StateMessage:
+    """Builds the message from the control plane's state and what never changes.
+
+    Attributes:
+        control: the state.
+        draft_length: num_speculative_tokens.
+        draft_sample_method: "greedy" or "probabilistic".
+        model: for people.
+        http_port: of the OpenAI API.
+    """
+
+    control: RolloutControl
+    draft_length: int
+    draft_sample_method: str
+    model: str
+    http_port: int
+
+    def build(self) -> pb.ServerState:
+        """The state now."""
+        control = self.control
+        draft, previous = control.live[DRAFT], control.previous_draft
+        return pb.ServerState(
+            draft_version=draft.version,
+            trained_against_policy_version=draft.trained_against,
+            policy_version=control.live[POLICY].version,
+            previous_draft_version=None if previous is None else previous.version,
+            staged=list(control.staged),
+            num_speculative_tokens=self.draft_length,
+            draft_sample_method=self.draft_sample_method,
+            speculation_enabled=control.speculation_enabled,
+            draft_commits=control.commits[DRAFT],
+            policy_commits=control.commits[POLICY],
+            model=self.model,
+            http_port=self.http_port,
+            draft_sha256=release_digest(draft.digests),
+            not_ready=control.readiness.reason,
+        )
+
+
+BOUNDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+KINDS = ("draft", "policy", "both", "rollback")
+
+
+class CommitCounts:
+    """``control.CommitObserver``.
+
+    Attributes:
+        outcomes: commits by kind and outcome.
+        seconds: from a call's arrival to the worker's answer, by kind.
+        stall: that the engine stood still, by kind.
+    """
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[tuple[str, str]] = Counter()
+        self.seconds = {kind: Durations(BOUNDS) for kind in KINDS}
+        self.stall = {kind: Durations(BOUNDS) for kind in KINDS}
+
+    def committed(self, kind: str, outcome: str, took: Committed | None) -> None:
+        """One that was tried."""
+        self.outcomes[kind, outcome] += 1
+        if took is not None:
+            self.seconds[kind] = self.seconds[kind].observe(took.seconds)
+            self.stall[kind] = self.stall[kind].observe(took.worker_seconds)

@@ -10,11 +10,10 @@ from typing import Any, Protocol
 
 import grpc
 
-from rollout_server.read_back import SAME
-from rollout_server.spares import READY, WORKING
+from rollout_server.reload import WeightSource
 from rollout_server.step_costs import StepSum, StepSums
-from rollout_server.weight_source import WeightSource
-from slipstream.refusal import RefusedError
+from rollout_server.swap import READY, SAME, WORKING
+from slipstream.errors import RefusedError
 
 APPLY_SECONDS = 120.0
 """Deadline of a weight swap in the workers; far above what the largest model needs."""

@@ -2,21 +2,45 @@
 
 Calls the server's run function instead of the ``vllm`` command: the command asks
 for the version of a distribution named "vllm", which the CPU wheel is not.
+
+Ends the process when it is told to stop before the server is up.
+
+vLLM raises KeyboardInterrupt from its signal handler during start-up. Under uvloop
+and pyzmq that exception gets lost: the process either came up and served all the
+same, or waited for ever for an engine that had been stopped. Here the handler
+itself stops the children and leaves. Once the API server runs, vLLM replaces it.
+
+The options of ``rollout-server serve`` that say who may use the control plane.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from rollout_server import access_options, early_stop
+from rollout_server import launch as access_options
+from rollout_server import launch as early_stop
 from rollout_server.preflight import check_draft_fits, check_port_free
-from rollout_server.process import API, Settings
-from slipstream.refusal import RefusedError
+from rollout_server.runtime import API, Settings
+from slipstream.errors import RefusedError
+from slipstream.security import (
+    Access,
+    AccessRefusals,
+    Allowed,
+    FieldNames,
+    Role,
+    TlsFiles,
+    TlsPaths,
+    TokenFiles,
+    check_exposure,
+)
 
 PLUGIN = "slipstream"
 _LOOPBACK = "127.0.0.1"
@@ -233,3 +257,130 @@ async def _serve(args: argparse.Namespace) -> None:
             await API.control_server.stop()
         for close in API.closers:
             close()
+
+
+_CHILD_SECONDS = 10.0
+
+
+def install(closers: Iterable[Callable[[], None]]) -> None:
+    """Handle SIGTERM and SIGINT from now until somebody else does.
+
+    Args:
+        closers: called before leaving, for what outlives a process (shared memory).
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        children = multiprocessing.active_children()
+        for child in children:
+            child.terminate()
+        for child in children:
+            child.join(_CHILD_SECONDS)
+            if child.is_alive():
+                child.kill()
+        for close in closers:
+            close()
+        # Not sys.exit: the interpreter's own end would wait for vLLM's threads.
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+
+
+_ROLES = (Role.OBSERVE, Role.OPERATE)
+
+
+def add_to(group: Any) -> None:
+    """Register the options: files and names, never secrets."""
+    for option, what in (
+        ("--control-certificate", "PEM of the control plane's certificate; turns TLS on there."),
+        ("--control-key", "PEM of its private key."),
+        ("--control-client-ca", "PEM of a CA; every client needs a certificate of it."),
+    ):
+        group.add_argument(option, type=Path, metavar="FILE", help=what)
+    group.add_argument(
+        "--control-token",
+        action="append",
+        default=[],
+        metavar="ROLE=FILE",
+        help="File of tokens that have the role observe or operate. May be given several times.",
+    )
+    group.add_argument(
+        "--control-name",
+        action="append",
+        default=[],
+        metavar="ROLE=NAME",
+        help="Name in client certificates that have the role observe or operate; * for all. May "
+        "be given several times.",
+    )
+    group.add_argument(
+        "--control-allow-plaintext",
+        action="store_true",
+        help="Let the control plane listen on other addresses than loopback without TLS.",
+    )
+    group.add_argument(
+        "--control-allow-anonymous",
+        action="store_true",
+        help="Let it listen there without asking who calls: whoever reaches it can replace the "
+        "weights.",
+    )
+
+
+def access_of(args: argparse.Namespace) -> Access:
+    """What callers of the control plane are asked for; everything is read and checked here.
+
+    Raises:
+        RefusedError: a file cannot be used, an option is given without what it needs, or the
+            control plane would listen on the network without TLS or without asking who calls.
+    """
+    certificate, key, ca = args.control_certificate, args.control_key, args.control_client_ca
+    for option, given, needed, other in (
+        ("--control-certificate", certificate, "--control-key", key),
+        ("--control-key", key, "--control-certificate", certificate),
+        ("--control-client-ca", ca, "--control-certificate", certificate),
+        ("--control-name", args.control_name or None, "--control-client-ca", ca),
+    ):
+        if given is not None and other is None:
+            raise RefusedError(option, f"given without {needed}", "both", f"give {needed} too")
+    tls = None
+    if certificate is not None:
+        names = FieldNames("--control-certificate", "--control-key", "--control-client-ca")
+        tls = TlsFiles(TlsPaths(certificate, key, ca), names)
+    files = _by_role("--control-token", args.control_token)
+    access = Access(
+        tls,
+        TokenFiles(
+            {role: [Path(p) for p in some] for role, some in files.items()}, "--control-token"
+        ),
+        _by_role("--control-name", args.control_name),
+        AccessRefusals(),
+    )
+    check_exposure(
+        args.control_host,
+        access,
+        Allowed(
+            args.control_allow_plaintext,
+            args.control_allow_anonymous,
+            host_key="--control-host",
+            certificate_key="--control-certificate and --control-key",
+            tokens_key="--control-token operate=FILE",
+            plaintext_key="--control-allow-plaintext",
+            anonymous_key="--control-allow-anonymous",
+        ),
+    )
+    return access
+
+
+def _by_role(option: str, given: list[str]) -> dict[Role, list[str]]:
+    found: dict[Role, list[str]] = {role: [] for role in _ROLES}
+    for text in given:
+        role, _, value = text.partition("=")
+        if role not in found or not value:
+            # Not the text: who mistakes this for the token itself must not find it in a log.
+            raise RefusedError(
+                option,
+                "something else",
+                f"ROLE=VALUE with a role of {', '.join(found)}",
+                "name the role, then a file or a name; a token itself is never given here",
+            )
+        found[Role(role)].append(value)
+    return found

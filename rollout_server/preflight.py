@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 
 from rollout_server.checkpoint import Layout, read_config, read_layout, weight_files
+from slipstream.errors import RefusedError
 from slipstream.layers import default_aux_layers
-from slipstream.refusal import RefusedError
 
 
 def check_draft_fits(model_dir: Path, draft_dir: Path) -> None:

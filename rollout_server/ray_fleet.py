@@ -2,25 +2,196 @@
 
 The file is what ``publish.rollout_servers = ["file:..."]`` of the draft trainer reads, so the
 trainer knows nothing of Ray.
+
+One rollout server as a Ray actor: starts it, watches over it, dies with it.
+
+Ray starts an actor again whose process ended, on this node or another, with the same arguments.
+So the actor ends its own process when its server has ended or hangs; there is no second
+supervisor. On the same node the replica gets the same ports: the policy's process pushes weights
+to the addresses that it was told when its run began.
+
+Runs a command for an owner and ends it when the owner dies, however it dies.
+
+    python -m rollout_server.ray_fleet COMMAND ...
+
+The owner holds this process's standard input and starts it in a session of its own. A Ray
+worker that was killed leaves its children behind otherwise: a server on a port that the next
+replica wants, with a GPU's memory.
+
+``rollout-server fleet``: several rollout servers, placed and kept by Ray.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.util import get_node_ip_address
 
-from rollout_server.ray_replica import Launch, Replica, Report
-from slipstream.credentials import NONE, ClientCredentials
-from slipstream.refusal import RefusedError
+from slipstream.client import open_channel
+from slipstream.errors import RefusedError
+from slipstream.security import NONE, ClientCredentials
+from slipstream.serving import serving
 
-LOOK_SECONDS = 1.0
+REFUSED = 2
+"""Exit status of a server that was asked for what it cannot do."""
+LOOK_SECONDS = 2.0
+SILENT_SECONDS = 60.0
+"""Without any answer to a health check after which a server hangs."""
+PORTS_SECONDS = 30.0
+"""That a killed predecessor has to free its ports."""
+AGAIN_SECONDS = 30.0
+"""Before a replica that served once and is refused now tries again."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a replica starts.
+
+    Attributes:
+        command: all but the addresses, which the replica appends: ``--host``, ``--port``,
+            ``--control-host``, ``--control-port``.
+        port: of the OpenAI API.
+        control_port: of the control plane.
+        ready_seconds: longest that it may take until health says SERVING.
+        host: to listen on; empty: its node's address.
+        credentials: to ask for its health with, where it has a certificate.
+    """
+
+    command: tuple[str, ...]
+    port: int
+    control_port: int
+    ready_seconds: float
+    host: str = ""
+    credentials: ClientCredentials = NONE
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a replica is. ``control``: its control plane's address, empty until it serves."""
+
+    pid: int
+    control: str = ""
+    http: str = ""
+    refused: bool = False
+
+
+class Replica:
+    """The actor. Its constructor returns at once; ``report`` says when the server serves."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._host = launch.host or get_node_ip_address()
+        self._report = Report(os.getpid())
+        self._server: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
+        self._thread.start()
+
+    def report(self) -> Report:
+        """How it is now; ``pid`` is the actor's process."""
+        return self._report
+
+    def stop(self, grace: float) -> None:
+        """End the server: SIGTERM, after ``grace`` seconds SIGKILL."""
+        self._stopping.set()
+        server = self._server
+        if server is not None:
+            server.terminate()
+            self._thread.join(grace)
+            _kill_all(server)
+
+    def _run(self) -> None:
+        self._wait_for_ports()
+        launch, host = self._launch, self._host
+        addresses: tuple[str, ...] = ("--host", host, "--port", str(launch.port))
+        addresses += ("--control-host", host, "--control-port", str(launch.control_port))
+        self._server = server = subprocess.Popen(
+            [sys.executable, "-m", "rollout_server.ray_fleet", *launch.command, *addresses],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        status = self._watch(server)
+        _kill_all(server)
+        if self._stopping.is_set():
+            return
+        print(f"rollout server {host}:{launch.control_port}: {status}", file=sys.stderr, flush=True)
+        if server.returncode == REFUSED:
+            if not ray.get_runtime_context().was_current_actor_reconstructed:
+                # At the first start somebody is there to mend it.
+                self._report = Report(os.getpid(), refused=True)
+                return
+            self._stopping.wait(AGAIN_SECONDS)
+        os._exit(1)
+
+    def _wait_for_ports(self) -> None:
+        deadline = time.monotonic() + PORTS_SECONDS
+        ports = (self._launch.port, self._launch.control_port)
+        # Still taken after that: somebody else's, and the server refuses it by name.
+        while not all(_free(self._host, port) for port in ports) and time.monotonic() < deadline:
+            self._stopping.wait(0.2)
+
+    def _watch(self, server: subprocess.Popen[bytes]) -> str:
+        """Until the server ended or hangs; which of the two."""
+        launch = self._launch
+        control = f"{self._host}:{launch.control_port}"
+        deadline = time.monotonic() + launch.ready_seconds
+        with open_channel(control, credentials=launch.credentials) as channel:
+            while not _ended(server, LOOK_SECONDS):
+                try:
+                    if serving(channel) and not self._report.control:
+                        http = f"http://{self._host}:{launch.port}"
+                        self._report = Report(os.getpid(), control, http)
+                    if self._report.control:
+                        deadline = time.monotonic() + SILENT_SECONDS
+                except grpc.RpcError:
+                    pass  # starting, or silent: the deadline decides
+                if time.monotonic() > deadline:
+                    return "hangs"
+        return f"ended with status {server.returncode}"
+
+
+def _free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _ended(server: subprocess.Popen[bytes], seconds: float) -> bool:
+    try:
+        server.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _kill_all(server: subprocess.Popen[bytes]) -> None:
+    """The keeper, the server and the engine's processes, which are one process group."""
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+LOOK_SECONDS_RAY_FLEET = 1.0
 ANSWER_SECONDS = 5.0
 """Of an actor that runs; one that does not answer is being started again."""
 
@@ -101,7 +272,7 @@ class RayFleet:
         """
         while not stop.is_set():
             self._look()
-            stop.wait(LOOK_SECONDS)
+            stop.wait(LOOK_SECONDS_RAY_FLEET)
 
     def close(self) -> None:
         """Nobody serves any more; end every server and its actor."""
@@ -153,3 +324,142 @@ def write_members(path: Path, addresses: Sequence[str]) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
     part.replace(path)
+
+
+GRACE_SECONDS = 3.0
+"""That the command has to end once its owner is gone."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the command's exit status; 128 + N where signal N ended it."""
+    asked = threading.Event()
+    # Before the command is there: asked in between, this process ended and left it behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    child = subprocess.Popen(list(sys.argv[1:] if argv is None else argv), stdin=subprocess.DEVNULL)
+    signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
+    if asked.is_set():
+        child.terminate()
+    ended = os.pidfd_open(child.pid)
+    waiting = select.poll()
+    waiting.register(ended, select.POLLIN)
+    # Nobody writes: readable means closed.
+    waiting.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
+    if ended not in dict(waiting.poll()):
+        child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_SECONDS)
+        os.killpg(0, signal.SIGKILL)
+    status = child.wait()
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+
+_OURS = ("--port", "--control-host", "--control-port")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Options of the fleet; all others are ``rollout-server serve``'s."""
+    parser = argparse.ArgumentParser(
+        prog="rollout-server fleet",
+        usage="rollout-server fleet --replicas N --members FILE [options] MODEL --draft DIR "
+        "[any option of rollout-server serve]",
+        description="Ray places N rollout servers and starts one again that ended or hangs. "
+        "Replica i listens on its node's address, on the first ports plus i. FILE lists the "
+        'control planes that serve: publish.rollout_servers = ["file:FILE"]. Runs until SIGTERM '
+        "or SIGINT, then ends them all.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--replicas", type=int, required=True, metavar="N")
+    parser.add_argument("--members", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--cpus", type=float, default=1.0, help="of each replica (default: 1)")
+    parser.add_argument("--gpus", type=float, default=0.0, help="of each replica (default: 0)")
+    parser.add_argument(
+        "--host",
+        default="",
+        help="that all listen on, where all are on one machine (default: each its node's address)",
+    )
+    parser.add_argument("--first-port", type=int, default=8000, help="OpenAI API (default: 8000)")
+    parser.add_argument(
+        "--first-control-port", type=int, default=50061, help="control plane (default: 50061)"
+    )
+    parser.add_argument(
+        "--ready-timeout-s", type=float, default=600.0, help="of a start (default: 600)"
+    )
+    parser.add_argument(
+        "--ca", type=Path, metavar="FILE", help="on every node: PEM of the CA of their certificate"
+    )
+    parser.add_argument(
+        "--server-name", default="", help="name in it, where that is not a node's address"
+    )
+    parser.add_argument(
+        "--ray-address", default="auto", help="of the cluster (default: the one of this node)"
+    )
+    return parser
+
+
+def fleet(arguments: Sequence[str]) -> int:
+    """Run until a signal. Returns 0.
+
+    Raises:
+        RefusedError: an option cannot be used, Ray is missing or cannot be reached, or a server
+            refuses to start.
+    """
+    args, serve = build_parser().parse_known_args(list(arguments))
+    if args.replicas < 1:
+        raise RefusedError("--replicas", args.replicas, "at least 1", "say how many")
+    for option in _OURS:
+        if any(a == option or a.startswith(f"{option}=") for a in serve):
+            raise RefusedError(option, "given", "not given", "use the first ports; Ray gives hosts")
+    if not args.members.resolve().parent.is_dir():
+        raise RefusedError(
+            "--members", args.members.resolve().parent, "a folder", "make it or name another"
+        )
+    credentials = ClientCredentials(ca=args.ca, server_name=args.server_name)
+    credentials.check("--")
+    try:
+        import ray
+    except ImportError as error:
+        raise RefusedError(
+            "ray", "not installed", "installed", "pip install 'slipstream[ray]'"
+        ) from error
+    from rollout_server.ray_fleet import FleetPlan, RayFleet
+
+    def show(reports: dict[int, Report]) -> None:
+        serving = [report for report in reports.values() if report.control]
+        names = " ".join(f"openai={r.http} control={r.control}" for r in serving)
+        print(f"rollout-fleet: {len(serving)} of {args.replicas} serve {names}", flush=True)
+
+    stop = threading.Event()
+    try:
+        ray.init(address=args.ray_address)
+    except ConnectionError as error:
+        raise RefusedError(
+            "--ray-address", f"{args.ray_address} ({error})", "a running Ray", "ray start --head"
+        ) from error
+    # After ray.init, which takes SIGTERM for itself.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: stop.set())
+    try:
+        plan = FleetPlan(
+            (sys.executable, "-m", "rollout_server.cli", "serve", *serve),
+            args.replicas,
+            args.members,
+            args.cpus,
+            args.gpus,
+            args.first_port,
+            args.first_control_port,
+            args.ready_timeout_s,
+            host=args.host,
+            credentials=credentials,
+        )
+        running = RayFleet(plan, show)
+        try:
+            running.keep(stop)
+        finally:
+            running.close()
+    finally:
+        ray.shutdown()
+    return 0

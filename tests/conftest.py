@@ -18,7 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from examples.arithmetic_grpo.processes import Service, free_port
-from slipstream.channel import open_channel
+from slipstream.client import open_channel
 from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
 
 ROOT = Path(__file__).resolve().parents[1]

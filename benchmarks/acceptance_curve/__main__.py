@@ -40,7 +40,7 @@ from benchmarks.acceptance_curve.process import WorkerProcess
 from benchmarks.acceptance_curve.server import Server
 from benchmarks.draft_training.environments import default_directory, python_of
 from benchmarks.draft_training.report import machine, target_table
-from draft_trainer.recordings.recording_index import read_index
+from draft_trainer.recordings.recording import read_index
 from examples.arithmetic_grpo.make_draft import record, run
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 

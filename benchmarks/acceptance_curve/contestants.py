@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from benchmarks.acceptance_curve.data import TrainingData
-from draft_trainer.eagle3.head import Eagle3Head
-from draft_trainer.eagle3.soft_targets import Target
-from draft_trainer.feed.sample import Sample
+from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters.eagle3.loss import Target
+from draft_trainer.sample import Sample
 
 TTT_STEPS = 3
 LEARNING_RATE = 2e-3

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from draft_trainer.checkpoints.checkpoint import load_head, target_ids
-from draft_trainer.feed.sample import Sample
-from draft_trainer.offline.data_order import DataOrder, Position
+from draft_trainer.offline.fit import DataOrder, Position
 from draft_trainer.recordings.recording import Recording
+from draft_trainer.sample import Sample
 
 
 class TrainingData:

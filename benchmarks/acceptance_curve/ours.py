@@ -20,11 +20,11 @@ from benchmarks.acceptance_curve.contestants import (
     Contestant,
 )
 from benchmarks.acceptance_curve.data import TrainingData
-from draft_trainer.eagle3.head import Eagle3Head
-from draft_trainer.feed.sample import Sample
+from draft_trainer.config import LearnerConfig
+from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.sample import Sample
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.learner_config import LearnerConfig
-from slipstream.fp8 import through_float8
+from slipstream.tensors import through_float8
 
 
 class Ours:

@@ -34,10 +34,10 @@ from benchmarks.acceptance_curve.contestants import (
     Contestant,
 )
 from benchmarks.acceptance_curve.data import TrainingData
-from draft_trainer.eagle3.head import Eagle3Head
-from draft_trainer.eagle3.head_config import HeadConfig
-from draft_trainer.feed.sample import Sample
-from draft_trainer.training.schedule import Schedule
+from draft_trainer.config import Schedule
+from draft_trainer.drafters.eagle3.config import HeadConfig
+from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.sample import Sample
 
 # Rows as long as the samples are; longer ones only make its dense mask larger.
 _ROW_TOKENS = 256

@@ -14,8 +14,7 @@ from benchmarks.acceptance_curve.curve import Acceptance
 from draft_trainer.checkpoints.checkpoint import WEIGHTS_FILE
 from examples.arithmetic_grpo.processes import Service, free_port
 from examples.arithmetic_grpo.rollouts import RolloutClient
-from slipstream.channel import open_channel
-from slipstream.staging import stage
+from slipstream.client import open_channel, stage
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 

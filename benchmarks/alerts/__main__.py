@@ -17,7 +17,7 @@ from benchmarks.alerts.sightings import named
 from benchmarks.alerts.story import Row, Story
 from benchmarks.draft_training.report import Target, machine, target_table
 from examples.local_prometheus import RULES
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,8 +22,8 @@ from examples.arithmetic_grpo.processes import Service, ServiceError, free_port
 from examples.local_prometheus import LocalPrometheus
 from examples.local_services import ARITHMETIC, READY_TIMEOUT, rollout_server
 from policy_bridge import BridgeConfig
-from policy_bridge.prometheus import BridgeCollector
-from slipstream.channel import open_channel
+from policy_bridge.metrics import BridgeCollector
+from slipstream.client import open_channel
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from benchmarks.feed_faults.policy_process import ANSWERED, CAPTURED, STEPS
-from draft_trainer.feed.ledger import keys_of
-from draft_trainer.feed.sample import is_held_out
-from draft_trainer.feed.store import LEDGER
+from draft_trainer.ingest.store import LEDGER, keys_of
+from draft_trainer.sample import is_held_out
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 ACCEPTED, DUPLICATE = str(pb.ACK_STATUS_ACCEPTED), str(pb.ACK_STATUS_DUPLICATE)

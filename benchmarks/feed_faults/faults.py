@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.feed_faults.rig import Rig
-from slipstream.ring import HEADER_BYTES
+from slipstream.shm import HEADER_BYTES
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 SHARED_MEMORY, GRPC = "shared_memory", "grpc"

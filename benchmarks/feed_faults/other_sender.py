@@ -11,13 +11,12 @@ from typing import Any
 from safetensors.torch import load_file
 
 from policy_bridge.config import BridgeConfig
-from policy_bridge.placement import Placement
-from policy_bridge.sample import Sample
+from policy_bridge.connection import Placement, StateStream
+from policy_bridge.outbox import Sample
 from policy_bridge.session import Session, decode_session
-from policy_bridge.stream import StateStream
-from slipstream.channel import open_channel
-from slipstream.packed import PackedTensors
-from slipstream.schema import SCHEMA_VERSION
+from slipstream.client import open_channel
+from slipstream.sample import PackedTensors
+from slipstream.tensors import SCHEMA_VERSION
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 

@@ -21,11 +21,11 @@ import torch
 from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 
-from draft_trainer.durable import written_whole
+from draft_trainer.files import written_whole
 from policy_bridge import BridgeConfig, PolicyBridge
-from policy_bridge.placement import Placement
-from policy_bridge.sample import Sample
-from slipstream.packed import PackedTensors
+from policy_bridge.connection import Placement
+from policy_bridge.outbox import Sample
+from slipstream.sample import PackedTensors
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 ROWS, PROMPT, SHORTEST, LONGEST = 2, 4, 8, 20
@@ -112,7 +112,7 @@ class _Witness:
         shipper._on_acks = self.on_acks  # type: ignore[method-assign]
 
     def offer(self, sample: Sample, deadline_seconds: float, priority: int = 0) -> bool:
-        # Its anchors: see valid_targets in draft_trainer/eagle3/objective.py.
+        # Its anchors: see valid_targets in draft_trainer/drafters/eagle3/loss.py.
         anchors = int(sample.tensors.loss_mask.sum()) - 1
         self._captured.write(f"{sample.sample_id} {anchors}")
         if not self._recorded:

@@ -26,7 +26,7 @@ from benchmarks.feed_faults.settings import (
     trainer_toml,
 )
 from benchmarks.feed_faults.wire import Wire
-from slipstream.channel import open_channel
+from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 

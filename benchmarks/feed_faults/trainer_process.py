@@ -6,7 +6,7 @@ import os
 import sys
 
 # Imported here for the fork server: what the command would import first.
-import draft_trainer.sidecar.server  # noqa: F401
+import draft_trainer.server.app  # noqa: F401
 from draft_trainer.cli.main import main
 
 

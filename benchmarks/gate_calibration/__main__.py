@@ -25,9 +25,9 @@ from benchmarks.draft_training.report import machine, target_table
 from benchmarks.gate_calibration.points import Point, table, targets
 from benchmarks.gate_calibration.releases import make_releases
 from draft_trainer.checkpoints.checkpoint import load_head
-from draft_trainer.durable import written_whole
-from draft_trainer.eagle3.acceptance import AcceptanceEstimate, Method, expected_acceptance
-from draft_trainer.eagle3.head import Eagle3Head
+from draft_trainer.drafters.eagle3.acceptance import AcceptanceEstimate, Method, expected_acceptance
+from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.files import written_whole
 from draft_trainer.recordings.recording import Recording
 from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.record import Recorder

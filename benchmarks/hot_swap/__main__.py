@@ -23,7 +23,7 @@ from benchmarks.hot_swap.load import Load, Seen, Work, complete_all
 from benchmarks.hot_swap.report import progress, table
 from benchmarks.hot_swap.servers import Server, Servers
 from benchmarks.hot_swap.swaps import Ours, Swap, peer_files
-from draft_trainer.durable import written_whole
+from draft_trainer.files import written_whole
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.tokenizer import EOS_ID
 from tests.losslessness.joint import chi_square_p_value, exact_joint

@@ -14,7 +14,7 @@ import httpx
 
 from benchmarks.hot_swap import file_engine_name
 from examples.arithmetic_grpo.processes import Service, free_port
-from slipstream.channel import open_channel
+from slipstream.client import open_channel
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 

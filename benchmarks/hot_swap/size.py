@@ -18,7 +18,7 @@ from benchmarks.draft_training.report import Target
 from benchmarks.hot_swap import big
 from benchmarks.hot_swap.limits import limits_of
 from benchmarks.hot_swap.servers import CALL_TIMEOUT, MODEL, Server, Servers
-from slipstream.staging import stage
+from slipstream.client import stage
 from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 

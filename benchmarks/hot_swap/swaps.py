@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draft_trainer.checkpoints.checkpoint import WEIGHTS_FILE, load_head
+from draft_trainer.counters import Board
 from draft_trainer.releases.fleet import Fleet, Timeouts
-from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.publisher import Publisher
-from draft_trainer.releases.registry import Registry
-from draft_trainer.sidecar.board import Board
+from draft_trainer.releases.registry import Promotions, Registry
 
 NOISE = 1.0
 """Of the worse draft, in standard deviations of each matrix."""

@@ -13,8 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from benchmarks.metrics_overhead.figures import BOUND
-from rollout_server.speculation_switch import SchedulerSwitch
-from rollout_server.step_clock import StepClock
+from rollout_server.engine_core import SchedulerSwitch, StepClock
 
 
 @dataclass(frozen=True)

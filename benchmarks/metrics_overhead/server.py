@@ -17,13 +17,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-import rollout_server.cost_watch
-import rollout_server.endpoint
-from rollout_server.acceptance import AcceptanceStatLogger
+import rollout_server.app
+import rollout_server.step_costs
+from rollout_server.app import ControlPlaneEndpoint
 from rollout_server.cli import main
-from rollout_server.endpoint import ControlPlaneEndpoint
 from rollout_server.metrics import RolloutCollector
-from rollout_server.process import API
+from rollout_server.plugins import AcceptanceStatLogger
+from rollout_server.runtime import API
 
 ROUTE = "/measure"
 LOOK_SECONDS = 0.8
@@ -125,7 +125,7 @@ def _step(
 
 
 if __name__ == "__main__":
-    rollout_server.endpoint.ControlPlaneEndpoint = _Endpoint  # type: ignore[misc]
+    rollout_server.app.ControlPlaneEndpoint = _Endpoint  # type: ignore[misc]
     # One look in every slice: twice as many as a server that is not turned off and on.
-    rollout_server.cost_watch.LOOK_SECONDS = LOOK_SECONDS
+    rollout_server.step_costs.LOOK_SECONDS = LOOK_SECONDS
     sys.exit(main())

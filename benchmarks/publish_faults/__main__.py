@@ -18,7 +18,7 @@ from benchmarks.draft_training.report import Target, machine, target_table
 from benchmarks.publish_faults.faults import FAULTS, Fault, run
 from benchmarks.publish_faults.rig import Rig
 from benchmarks.publish_faults.vllm_rig import VLLM_FAULTS, VllmRig
-from draft_trainer.durable import written_whole
+from draft_trainer.files import written_whole
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """A rollout server's real control plane over any engine, for example one in memory.
 
-``rollout_server.endpoint`` puts the same pieces together around vLLM.
+``rollout_server.app`` puts the same pieces together around vLLM.
 """
 
 from __future__ import annotations
@@ -8,20 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout_server.acceptance_tracker import AcceptanceTracker
+from rollout_server.acceptance import AcceptanceTracker
+from rollout_server.app import _expected_draft, _ingest_draft
+from rollout_server.checkpoint import Expected
 from rollout_server.content_store import ContentStore
-from rollout_server.control import Committed, RolloutControl
-from rollout_server.control_server import ControlServer
-from rollout_server.endpoint import _expected_draft, _ingest_draft
+from rollout_server.control import (
+    DRAFT,
+    POLICY,
+    AcceptanceGuard,
+    Committed,
+    RolloutControl,
+    StateMessage,
+    Weights,
+)
 from rollout_server.engine import Engine
-from rollout_server.layout_check import Expected
-from rollout_server.process import Settings
-from rollout_server.readiness import AcceptanceGuard
-from rollout_server.service import RolloutService
-from rollout_server.state_message import StateMessage
-from rollout_server.weight_source import WeightSource
-from rollout_server.weights import DRAFT, POLICY, Weights
-from slipstream.access import Access
+from rollout_server.reload import WeightSource
+from rollout_server.runtime import Settings
+from rollout_server.service import ControlServer, RolloutService
+from slipstream.security import Access
 
 
 class _Nobody:

@@ -17,8 +17,8 @@ from benchmarks.publish_faults import server_process, trainer_process
 from draft_trainer.checkpoints.checkpoint import load_head
 from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.processes import free_port
-from slipstream.channel import open_channel
-from slipstream.release_digest import digest_of_specs
+from slipstream.client import open_channel
+from slipstream.tensors import digest_of_specs
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 

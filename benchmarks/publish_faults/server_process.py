@@ -19,12 +19,12 @@ from typing import Any
 import grpc
 
 from benchmarks.publish_faults.control_plane import control_plane
-from rollout_server import access_options
+from rollout_server import launch as access_options
 from rollout_server.content_store import ContentStore, Key
 from rollout_server.engine import Applied, Change, Description, UntrustedEngineError
-from rollout_server.weight_source import WeightSource
-from slipstream.access import Access
-from slipstream.refusal import RefusedError
+from rollout_server.reload import WeightSource
+from slipstream.errors import RefusedError
+from slipstream.security import Access
 from slipstream.tensors import digest
 
 STAGES = 4.3

@@ -20,20 +20,16 @@ from typing import Any
 
 import torch
 
-import slipstream.staging
+import slipstream.client
 from draft_trainer.config import CanaryConfig
-from draft_trainer.releases import phases
-from draft_trainer.releases.acceptance_watch import AcceptanceWatch
-from draft_trainer.releases.canary import Canary
-from draft_trainer.releases.commits import Payloads
-from draft_trainer.releases.fleet import DraftPayload, Fleet, RolloutClient, Timeouts
-from draft_trainer.releases.membership import StaticMembers
-from draft_trainer.releases.promotions import Promotions
-from draft_trainer.releases.publisher import Publisher
+from draft_trainer.counters import Board
+from draft_trainer.releases import publisher as phases
+from draft_trainer.releases.canary import AcceptanceWatch, Canary
+from draft_trainer.releases.fleet import DraftPayload, Fleet, RolloutClient, StaticMembers, Timeouts
+from draft_trainer.releases.publisher import Payloads, Publisher
 from draft_trainer.releases.reconciler import Reconciler
-from draft_trainer.releases.registry import Registry
-from draft_trainer.sidecar.board import Board
-from slipstream.refusal import RefusedError
+from draft_trainer.releases.registry import Promotions, Registry
+from slipstream.errors import RefusedError
 from slipstream.tensors import spec_of
 from slipstream.v1 import tensor_pb2
 
@@ -125,7 +121,7 @@ def _patched(
 
 
 def _flip() -> None:
-    real = slipstream.staging.chunks_of
+    real = slipstream.client.chunks_of
     left = [1]
 
     def flipped(tensors: Mapping[str, torch.Tensor]) -> Iterator[tensor_pb2.TensorChunk]:
@@ -137,7 +133,7 @@ def _flip() -> None:
                 chunk.data = bytes(data)
             yield chunk
 
-    slipstream.staging.chunks_of = flipped
+    slipstream.client.chunks_of = flipped
 
 
 def _bad(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[], None]:
@@ -233,16 +229,16 @@ def _strike(when: str, address: str, pids: Sequence[int]) -> None:
 
 
 def _after_first_chunk(then: Callable[[], None]) -> None:
-    real = slipstream.staging.chunks_of
+    real = slipstream.client.chunks_of
 
     def chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[tensor_pb2.TensorChunk]:
         for number, chunk in enumerate(real(tensors)):
             if number == 1:
-                slipstream.staging.chunks_of = real
+                slipstream.client.chunks_of = real
                 then()
             yield chunk
 
-    slipstream.staging.chunks_of = chunks
+    slipstream.client.chunks_of = chunks
 
 
 _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {

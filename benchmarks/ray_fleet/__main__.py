@@ -165,7 +165,11 @@ def _pids(control_port: int) -> list[int]:
         except OSError:
             continue  # it ended meanwhile
         parents[int(entry.name)] = parent
-        if str(control_port) in words and "rollout_server.keeper" not in words and "serve" in words:
+        if (
+            str(control_port) in words
+            and "rollout_server.ray_fleet" not in words
+            and "serve" in words
+        ):
             roots.append(int(entry.name))
     return [*roots, *(pid for pid, parent in parents.items() if parent in roots)]
 

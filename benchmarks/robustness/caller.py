@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import grpc
 
 from benchmarks.robustness.methods import Method
-from slipstream.channel import OPTIONS
-from slipstream.refusal import METADATA_KEY
+from slipstream.client import OPTIONS
+from slipstream.errors import METADATA_KEY
 
 UNTYPED = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 """What a server says that did not expect what it was sent."""

@@ -8,7 +8,7 @@ import time
 import grpc
 
 from benchmarks.robustness import traffic
-from slipstream.channel import open_channel
+from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import rollout_server_pb2 as rollout_pb

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from benchmarks.publish_faults.control_plane import control_plane
 from benchmarks.publish_faults.server_process import Fault, MemoryEngine
-from rollout_server import admission
+from rollout_server import service as admission
 from rollout_server.content_store import ContentStore
-from slipstream.access import open_to_all
+from slipstream.security import open_to_all
 
 
 async def serve(draft_dir: Path, folder: Path) -> None:

@@ -11,12 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.robustness.services import EXAMPLE
-from slipstream.checksums import CRC32, checksum_of
-from slipstream.framing import frame
+from slipstream.checksum import CRC32, checksum_of
 from slipstream.layers import encode_layers
-from slipstream.packed import layout_of, tensors_in
-from slipstream.schema import SCHEMA_VERSION
-from slipstream.tensors import chunks_of, encode, spec_of
+from slipstream.sample import layout_of, tensors_in
+from slipstream.tensors import SCHEMA_VERSION, chunks_of, encode, frame, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
 from slipstream.v1 import tensor_pb2

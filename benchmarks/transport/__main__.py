@@ -34,9 +34,9 @@ from benchmarks.transport.floors import (
 from benchmarks.transport.process import Process
 from benchmarks.transport.report import Measured, table, targets, to_dict
 from benchmarks.transport.sender import Sender
-from policy_bridge.sample import Sample
-from slipstream.channel import MAX_MESSAGE_BYTES
-from slipstream.checksums import KINDS
+from policy_bridge.outbox import Sample
+from slipstream.checksum import KINDS
+from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 MEMORY_BYTES = 192 << 20

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from policy_bridge.sample import Sample
-from slipstream.packed import PackedTensors
+from policy_bridge.outbox import Sample
+from slipstream.sample import PackedTensors
 
 RUN = "benchmark"
 POLICY_VERSION = 1

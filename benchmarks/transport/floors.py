@@ -11,9 +11,9 @@ import grpc
 import numpy as np
 import torch
 
-from policy_bridge.sample import Sample
-from slipstream.channel import MAX_MESSAGE_BYTES, open_channel
-from slipstream.checksums import BLOCK_BYTES, KINDS, Bytes, all_finite, hasher
+from policy_bridge.outbox import Sample
+from slipstream.checksum import BLOCK_BYTES, KINDS, Bytes, all_finite, hasher
+from slipstream.client import MAX_MESSAGE_BYTES, open_channel
 
 
 def states_of(samples: Sequence[Sample]) -> list[Bytes]:

@@ -20,13 +20,13 @@ from benchmarks.transport.case import AUX_LAYERS, MAX_TOKENS, POLICY_VERSION, RU
 from draft_trainer.allocator import keep_freed_memory, settle_collector
 from draft_trainer.checkpoints.checkpoint import save_draft
 from draft_trainer.config import parse_config
-from draft_trainer.eagle3.head import Eagle3Head
-from draft_trainer.eagle3.head_config import HeadConfig
-from draft_trainer.eagle3.policy_head import PolicyHead
+from draft_trainer.drafters.eagle3.batch import PolicyHead
+from draft_trainer.drafters.eagle3.config import HeadConfig
+from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.kernels.library import use_kernels
-from draft_trainer.sidecar.server import TrainerServer
-from slipstream.channel import MAX_MESSAGE_BYTES
-from slipstream.schema import SCHEMA_VERSION
+from draft_trainer.server.app import TrainerServer
+from slipstream.client import MAX_MESSAGE_BYTES
+from slipstream.tensors import SCHEMA_VERSION
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 

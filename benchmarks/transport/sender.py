@@ -11,11 +11,10 @@ from types import SimpleNamespace
 from benchmarks.transport.case import RUN, VOCAB
 from benchmarks.transport.process import Process
 from policy_bridge.config import BridgeConfig
-from policy_bridge.outbox import Outbox
-from policy_bridge.sample import Sample
-from policy_bridge.shipper import Shipper
+from policy_bridge.connection import Shipper
+from policy_bridge.outbox import Outbox, Sample
 from policy_bridge.stats import Counters
-from slipstream.channel import open_channel
+from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 DEADLINE = 120.0

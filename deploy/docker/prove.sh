@@ -39,7 +39,7 @@ inside() {
 }
 # Who it runs as, what it was built of, and that both services and the demo start.
 test "$(inside id -u)" = 10001
-inside python -c "from slipstream.code_version import code_version; print(code_version())"
+inside python -c "from slipstream.metrics import code_version; print(code_version())"
 inside draft-trainer serve --help >/dev/null
 inside rollout-server serve --help=slipstream | grep -q -- --control-port
 inside python -m examples.torch_loop.train --help >/dev/null
@@ -52,5 +52,5 @@ inside sh -c '
 	until address=$(sed -n "s/.*ready: grpc=\([^ ]*\).*/\1/p" /tmp/out) && [ -n "$address" ]; do
 		kill -0 $server && sleep 1
 	done
-	python -m slipstream.health "$address" && kill $server && wait $server'
+	python -m slipstream.serving "$address" && kill $server && wait $server'
 echo "the image is sound"

@@ -1,56 +1,235 @@
 """Draft checkpoints: read in every layout that trainers write, written in those that vLLM serves.
 
 A layout is a file in ``layouts``; the config.json tells which one a checkpoint is in.
+
+The tensors of a checkpoint folder: one safetensors file, or the shards that its index names.
+
+The draft vocabulary: which of the policy's tokens the head can propose.
+
+Checkpoints hold it as d2t, int64 [draft_vocab], target id = draft id + d2t[draft id], and, for
+trainers, as its inverse t2d, bool [vocab], true at the target ids.
+
+Whether a draft on disk is one for a given policy, and whose embeddings it carries.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draft_trainer.checkpoints.draft_vocabulary import (
-    check_draft_vocabulary,
-    check_maps,
-    d2t_of,
-    t2d_of,
-    target_ids,
-)
-from draft_trainer.checkpoints.layouts.layout import Document, Layout
-from draft_trainer.checkpoints.layouts.modelopt import MODELOPT
-from draft_trainer.checkpoints.layouts.plain import PLAIN
-from draft_trainer.checkpoints.layouts.speculators import SPECULATORS
-from draft_trainer.checkpoints.policy_checkpoint import read_policy_config
-from draft_trainer.checkpoints.policy_fit import check_fits_policy, is_copy_of_the_policys
-from draft_trainer.checkpoints.tensor_files import (
-    WEIGHTS_FILE,
-    load_tensors,
-    tensor_names,
-    weight_files,
-)
-from draft_trainer.eagle3.head import Eagle3Head, HeadConfig
-from draft_trainer.eagle3.head_config import OWN_EMBEDDINGS
-from slipstream.refusal import RefusedError
+from draft_trainer.checkpoints.layouts import MODELOPT, PLAIN, SPECULATORS, Document, Layout
+from draft_trainer.checkpoints.policy import read_embeddings, read_policy_config, size_of
+from draft_trainer.drafters.eagle3.config import LAYER_IDS, OWN_EMBEDDINGS
+from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
+from slipstream.errors import RefusedError
 
-__all__ = [
-    "CONFIG_FILE",
-    "WEIGHTS_FILE",
-    "Checkpoint",
-    "check_draft_vocabulary",
-    "check_fits_policy",
-    "d2t_of",
-    "load_draft",
-    "load_head",
-    "read_checkpoint",
-    "save_draft",
-    "target_ids",
-    "write_checkpoint",
-]
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Where the tensors are. Raises RefusedError: only pickles are there, or a broken index."""
+    index = directory / INDEX_FILE
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise _refused(index, repr(error), "an object with a weight_map") from error
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise _refused(index, repr(name), "names of files in its own folder")
+        return [directory / name for name in names]
+    path = directory / WEIGHTS_FILE
+    pickled = [] if path.is_file() else pickles(directory)
+    if pickled:
+        raise RefusedError(
+            str(directory / pickled[0]),
+            "a pickle",
+            WEIGHTS_FILE,
+            "pickles run code and are never read: export a training checkpoint with its trainer "
+            "(specforge export --to hf), or save the weights as safetensors",
+        )
+    return [path]
+
+
+def pickles(directory: Path) -> list[str]:
+    """Names of the files in a folder that are pickles by their suffix, sorted."""
+    if not directory.is_dir():
+        return []
+    return sorted(file.name for file in directory.iterdir() if file.suffix.lower() in _PICKLED)
+
+
+def load_tensors(directory: Path) -> dict[str, Tensor]:
+    """Every tensor by the name that it has on disk.
+
+    Raises:
+        RefusedError: a file is missing, unreadable or pickled, or two hold the same name.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(directory):
+        try:
+            held = load_file(path)
+        except (OSError, SafetensorError, struct.error) as error:
+            raise _refused(path, error, "a safetensors file") from error
+        twice = sorted(tensors.keys() & held)
+        if twice:
+            raise _refused(path, f"{twice[0]} again", "each tensor in one file")
+        tensors |= held
+    return tensors
+
+
+def tensor_names(directory: Path) -> set[str]:
+    """The names alone; raises as ``load_tensors``."""
+    names: set[str] = set()
+    for path in weight_files(directory):
+        try:
+            with safe_open(path, "pt") as file:
+                names |= set(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise _refused(path, error, "a safetensors file") from error
+    return names
+
+
+def _refused(path: Path, found: object, expected: str) -> RefusedError:
+    return RefusedError(
+        str(path), str(found), expected, "write the checkpoint again, as safetensors"
+    )
+
+
+def target_ids(d2t: Tensor) -> Tensor:
+    """int64 [draft_vocab]: the target id of every draft id."""
+    return torch.arange(len(d2t), device=d2t.device) + d2t.long()
+
+
+def d2t_of(draft_vocab_ids: Tensor) -> Tensor:
+    """int64 [draft_vocab]: the inverse of ``target_ids``."""
+    return draft_vocab_ids.long() - torch.arange(len(draft_vocab_ids))
+
+
+def t2d_of(d2t: Tensor, vocab_size: int) -> Tensor:
+    """bool [vocab]: true at every target id that the draft vocabulary has."""
+    present = torch.zeros(vocab_size, dtype=torch.bool)
+    present[target_ids(d2t)] = True
+    return present
+
+
+def check_draft_vocabulary(ids: Tensor, config: HeadConfig, field: str) -> None:
+    """Raise RefusedError unless the target ids ascend strictly within the vocabulary."""
+    right_size = ids.shape == (config.draft_vocab_size,)
+    if not right_size or ids[0] < 0 or ids[-1] >= config.vocab_size or (ids.diff() <= 0).any():
+        raise _refused_draft_vocabulary(
+            f"{field}: draft vocabulary",
+            f"{list(ids.shape)} ids, {ids[:4].tolist()} ...",
+            f"{config.draft_vocab_size} strictly ascending ids below {config.vocab_size}",
+        )
+
+
+def check_maps(d2t: Tensor | None, t2d: Tensor | None, config: HeadConfig, field: str) -> None:
+    """Refuse maps that are not those of one draft vocabulary of ``config``.
+
+    A full vocabulary needs none, and has either none or those that change nothing (which
+    SpecForge writes).
+
+    Raises:
+        RefusedError: missing, misshapen, not integers, not ascending, or contradicting each other.
+    """
+    if d2t is None:
+        if t2d is not None or not config.full_vocabulary:
+            needed = "d2t: the draft vocabulary is a part of the vocabulary"
+            raise _refused_draft_vocabulary(f"{field}: d2t", "nothing", needed)
+        return
+    if d2t.dtype not in (torch.int64, torch.int32) or d2t.ndim != 1 or not len(d2t):
+        found = f"{d2t.dtype} {list(d2t.shape)}"
+        raise _refused_draft_vocabulary(
+            f"{field}: d2t", found, f"int64 [{config.draft_vocab_size}]"
+        )
+    check_draft_vocabulary(target_ids(d2t), config, f"{field}: d2t")
+    if t2d is None:
+        return
+    if t2d.shape != (config.vocab_size,) or t2d.is_floating_point():
+        found = f"{t2d.dtype} {list(t2d.shape)}"
+        raise _refused_draft_vocabulary(f"{field}: t2d", found, f"bool [{config.vocab_size}]")
+    differing = int((t2d.bool() != t2d_of(d2t, config.vocab_size)).sum())
+    if differing:
+        found = f"{differing} ids marked otherwise"
+        raise _refused_draft_vocabulary(
+            f"{field}: t2d", found, "true exactly at the target ids of d2t"
+        )
+
+
+def _refused_draft_vocabulary(field: str, found: object, expected: object) -> RefusedError:
+    return RefusedError(
+        field, found, expected, "give the maps that the draft was trained with; d2t holds offsets"
+    )
+
+
+def check_fits_policy(config: HeadConfig, policy: Mapping[str, Any]) -> None:
+    """Refuse a draft that is not for this policy.
+
+    Args:
+        config: the draft's.
+        policy: the policy's config.json (its ``text_config`` where it has one).
+
+    Raises:
+        RefusedError: the vocabulary or the width differs, or a layer is deeper than the policy.
+    """
+    vocab, width = size_of(policy, "vocab_size"), size_of(policy, "hidden_size")
+    depth, deepest = size_of(policy, "num_hidden_layers"), config.aux_layer_ids[-1]
+    for name, found, expected, fits in (
+        ("vocab_size", config.vocab_size, vocab, config.vocab_size == vocab),
+        (
+            "target_hidden_size",
+            config.target_hidden_size,
+            width,
+            config.target_hidden_size == width,
+        ),
+        (LAYER_IDS, deepest, f"at most {depth}", deepest <= depth),
+    ):
+        if not fits:
+            raise RefusedError(
+                f"the draft's {name}",
+                found,
+                f"{expected}, for this policy",
+                "give the draft that was trained for this policy",
+            )
+
+
+def is_copy_of_the_policys(embeddings: Tensor, policy: Path | None, where: str) -> bool:
+    """Whether embeddings in a checkpoint are the policy's, compared as vLLM compares them.
+
+    vLLM shares the policy's where they are equal when it loads both, and keeps the draft's own
+    where they are not.
+
+    Args:
+        embeddings: [vocab, H], of the draft's checkpoint.
+        policy: its folder; None if it is not at hand.
+        where: the checkpoint, for a refusal.
+
+    Raises:
+        RefusedError: there is no policy to compare with.
+    """
+    if policy is None:
+        raise RefusedError(
+            f"{where}: embed_tokens.weight",
+            "embeddings that may be a copy of the policy's, or not",
+            "none, or the policy's folder to compare them with",
+            "name the policy's folder (draft.policy of a trainer); or remove the tensor, and vLLM "
+            "uses the policy's; or, if they are the draft's own, add "
+            f'"{OWN_EMBEDDINGS}": true to config.json',
+        )
+    theirs = read_embeddings(policy)
+    return embeddings.shape == theirs.shape and torch.equal(embeddings, theirs.to(embeddings.dtype))
+
 
 CONFIG_FILE = "config.json"
 # In this order: the first that recognises a config.json has it.
@@ -185,14 +364,16 @@ def save_draft(
     """
     if (d2t is None) != config.full_vocabulary:
         found = "nothing" if d2t is None else "a map"
-        raise _refused("d2t", found, f"a map exactly when part of {config.vocab_size} is drafted")
+        raise _refused_checkpoint(
+            "d2t", found, f"a map exactly when part of {config.vocab_size} is drafted"
+        )
     check_maps(d2t, None, config, "save_draft")
     dtype_name = str(dtype).removeprefix("torch.")
     if like is None:
         writer = next((one for one in LAYOUTS if one.name == layout and one.write), None)
         if writer is None or writer.write is None:
             written = [one.name for one in LAYOUTS if one.write]
-            raise _refused(
+            raise _refused_checkpoint(
                 "layout", layout, f"one of {written}", "choose a layout that vLLM serves"
             )
         document = writer.write(config, dtype_name, policy)
@@ -200,7 +381,7 @@ def save_draft(
     else:
         theirs, _, _, document = _read_config(like, None)
         if theirs != config:
-            raise _refused(str(like / CONFIG_FILE), theirs, config)
+            raise _refused_checkpoint(str(like / CONFIG_FILE), theirs, config)
         names = tensor_names(like)
         document, layer = _with_dtype(document, dtype_name), _layer_prefix(names)
         with_t2d = "t2d" in names
@@ -233,18 +414,20 @@ def _read_config(
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise _refused(path, str(error), "a JSON object") from error
+        raise _refused_checkpoint(path, str(error), "a JSON object") from error
     if not isinstance(document, dict):
-        raise _refused(path, type(document).__name__, "a JSON object")
+        raise _refused_checkpoint(path, type(document).__name__, "a JSON object")
     layout = next((layout for layout in LAYOUTS if layout.matches(document)), None)
     if layout is None:
-        raise _refused(
+        raise _refused_checkpoint(
             path, "neither architectures nor speculators_model_type", "a draft's config.json"
         )
     try:
         config, served = layout.read(document, policy)
     except _WRONG_TYPES as error:
-        raise _refused(path, repr(error), "fields of the types that vLLM reads") from error
+        raise _refused_checkpoint(
+            path, repr(error), "fields of the types that vLLM reads"
+        ) from error
     return config, layout, document, served
 
 
@@ -253,15 +436,19 @@ def _check_tensors(tensors: Mapping[str, Tensor], config: HeadConfig, where: str
         wanted = {name: p.shape for name, p in Eagle3Head(config).state_dict().items()}
     if tensors.keys() != wanted.keys():
         missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted)
-        raise _refused(where, f"missing {missing}, unknown {extra}", sorted(wanted))
+        raise _refused_checkpoint(where, f"missing {missing}, unknown {extra}", sorted(wanted))
     for name, tensor in tensors.items():
         if tensor.shape != wanted[name]:
-            raise _refused(f"{where}: {name}", list(tensor.shape), list(wanted[name]))
+            raise _refused_checkpoint(f"{where}: {name}", list(tensor.shape), list(wanted[name]))
         if tensor.dtype not in _FLOATS:
-            raise _refused(f"{where}: {name}", tensor.dtype, f"one of {[*map(str, _FLOATS)]}")
+            raise _refused_checkpoint(
+                f"{where}: {name}", tensor.dtype, f"one of {[*map(str, _FLOATS)]}"
+            )
         wrong = int((~torch.isfinite(tensor)).sum())
         if wrong:
-            raise _refused(f"{where}: {name}", f"{wrong} values not finite", "finite numbers")
+            raise _refused_checkpoint(
+                f"{where}: {name}", f"{wrong} values not finite", "finite numbers"
+            )
 
 
 def _layer_prefix(names: Mapping[str, Tensor] | set[str]) -> str:
@@ -289,7 +476,7 @@ def _with_dtype(document: Document, dtype_name: str) -> Document:
     }
 
 
-def _refused(
+def _refused_checkpoint(
     field: object,
     found: object,
     expected: object,

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from draft_trainer.checkpoints.checkpoint import check_draft_vocabulary
-from draft_trainer.checkpoints.policy_checkpoint import PolicyCheckpoint, size_of
-from draft_trainer.eagle3.head import Eagle3Head, HeadConfig
-from draft_trainer.eagle3.rope import Rope
-from draft_trainer.recordings.recording_index import RecordingFacts
+from draft_trainer.checkpoints.policy import PolicyCheckpoint, size_of
+from draft_trainer.drafters.eagle3.config import Rope
+from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.recordings.recording import RecordingFacts
+from slipstream.errors import RefusedError
 from slipstream.layers import default_aux_layers
-from slipstream.refusal import RefusedError
 
 
 def choose_draft_vocabulary(counts: Tensor, size: int, allowed: Tensor) -> Tensor:

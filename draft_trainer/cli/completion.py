@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 SHELLS = ("bash", "zsh", "fish")
 

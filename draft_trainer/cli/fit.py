@@ -72,9 +72,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     import torch
 
     from draft_trainer.kernels.library import use_kernels
-    from draft_trainer.offline.fit import Fit, FitFolders
-    from draft_trainer.offline.fit_config import fit_config
-    from draft_trainer.offline.progress import Progress
+    from draft_trainer.offline.fit import Fit, FitFolders, Progress, fit_config
     from draft_trainer.training.ranks import RankLostError, Ranks
 
     given = {key: getattr(arguments, key) for _, key, _, _ in _OPTIONS}

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 DEFAULT_DRAFT_VOCAB = 32_000
 
@@ -72,9 +72,9 @@ def _init(arguments: argparse.Namespace) -> int:
         choose_draft_vocabulary,
         init_draft,
     )
-    from draft_trainer.checkpoints.policy_checkpoint import read_policy, size_of
-    from draft_trainer.durable import check_free, folder_written_whole
-    from draft_trainer.offline.progress import Progress
+    from draft_trainer.checkpoints.policy import read_policy, size_of
+    from draft_trainer.files import check_free, folder_written_whole
+    from draft_trainer.offline.fit import Progress
     from draft_trainer.recordings.recording import Recording
 
     for name in ("draft_vocab", "intermediate_size"):

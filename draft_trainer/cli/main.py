@@ -11,7 +11,7 @@ import grpc
 
 from draft_trainer.cli import completion, events, fit, init, releases, serve, status, top
 from draft_trainer.cli.trainer import explain
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 

@@ -42,7 +42,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from draft_trainer.allocator import keep_freed_memory, settle_collector
     from draft_trainer.config import load_config
     from draft_trainer.kernels.library import use_kernels
-    from draft_trainer.sidecar.server import TrainerServer
+    from draft_trainer.server.app import TrainerServer
     from draft_trainer.training.ranks import RankLostError, Ranks
 
     logging.basicConfig(
@@ -92,8 +92,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _follow(ranks: Any, training: Any) -> int:
     import torch
 
+    from draft_trainer.config import learner_config
     from draft_trainer.training.followers import follow
-    from draft_trainer.training.learner_config import learner_config
 
     # Whoever stops the ranks signals all of them: these end after rank 0's last step, at its word.
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from draft_trainer.cli.trainer import add_address, explain, trainer
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import grpc
 
-from slipstream.channel import open_channel
-from slipstream.credentials import ClientCredentials
-from slipstream.refusal import RefusedError, refused_from
+from slipstream.client import open_channel
+from slipstream.errors import RefusedError, refused_from
+from slipstream.security import ClientCredentials
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
 _UNTRUSTED = re.compile(

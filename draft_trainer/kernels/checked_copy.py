@@ -1,4 +1,4 @@
-"""``slipstream.checksums.copy_checked`` for large blocks or many, in one pass instead of four."""
+"""``slipstream.checksum.copy_checked`` for large blocks or many, in one pass instead of four."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from draft_trainer.kernels.guarded import SourceGoneError, arguments, guarded_gather
 from draft_trainer.kernels.library import all_kernels
-from slipstream.checksums import XXH3_64, Bytes, copy_checked, infinity_bits
+from slipstream.checksum import XXH3_64, Bytes, copy_checked, infinity_bits
 
 # Below it calling costs more than the passes: they are over what the first-level cache holds.
 _SMALLEST_BYTES = 16 << 10

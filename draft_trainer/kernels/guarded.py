@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.checksums import Bytes
+from slipstream.checksum import Bytes
 
 
 class SourceGoneError(Exception):

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 Mode = Literal["auto", "on", "off"]
 

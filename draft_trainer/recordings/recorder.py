@@ -17,13 +17,12 @@ from pathlib import Path
 from torch import Tensor
 
 from draft_trainer.config import RecordingConfig
-from draft_trainer.eagle3.head_config import HeadConfig
-from draft_trainer.feed.sample import Sample
-from draft_trainer.feed.session import Run
-from draft_trainer.recordings.recording_index import RecordingFacts
-from draft_trainer.recordings.recording_writer import RecordingWriter
-from draft_trainer.sidecar.board import Board
-from slipstream.refusal import RefusedError
+from draft_trainer.counters import Board
+from draft_trainer.drafters.eagle3.config import HeadConfig
+from draft_trainer.ingest.run import Run
+from draft_trainer.recordings.recording import RecordingFacts, RecordingWriter
+from draft_trainer.sample import Sample
+from slipstream.errors import RefusedError
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"run-(\d{6,})")

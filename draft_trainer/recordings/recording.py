@@ -1,4 +1,20 @@
-"""Reads a recording: any sample by its number, without loading the others."""
+"""Reads a recording: any sample by its number, without loading the others.
+
+What a folder of recorded states holds, in one file: ``index.json``.
+
+A recording is one run's::
+
+    index.json                  this: the run's facts, its policy versions, its shards
+    states-000000.safetensors   shards, immutable once they are named here
+    matrix-<sha256>.safetensors lm_head rows, their ids and embeddings, once per content
+
+A shard holds the samples' fields one behind the other, N tokens in all (``token_ids`` [N],
+``aux`` [N, A * H], ...), and for its S samples ``offsets`` int64 [S + 1], ``policy_version``
+int64 [S] and ``temperature`` float64 [S]; their ids are JSON in the file's metadata. The file of
+a matrix is named by the SHA-256 over the matrix's bytes.
+
+Writes a recording: samples into shards of bounded size, each there whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +24,149 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Final, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from draft_trainer.eagle3.head_config import HeadConfig
-from draft_trainer.eagle3.policy_head import PolicyHead, PolicyHeads
-from draft_trainer.feed.sample import Sample, group_of
-from draft_trainer.recordings.recording_index import (
-    PolicyEntry,
-    RecordingFacts,
-    ShardEntry,
-    matrix_file,
-    read_index,
-)
-from slipstream.refusal import RefusedError
+from draft_trainer.drafters.eagle3.batch import PolicyHead, PolicyHeads
+from draft_trainer.drafters.eagle3.config import HeadConfig
+from draft_trainer.files import written_whole
+from draft_trainer.sample import STATE_DTYPES, Sample, group_of
+from slipstream.errors import RefusedError
 from slipstream.tensors import digest
+
+INDEX_FILE = "index.json"
+FORMAT: Final = "slipstream.recording/1"
+_Count = Annotated[int, Field(ge=0)]
+_Size = Annotated[int, Field(ge=1)]
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RecordingFacts(_Strict):
+    """What does not change within a run.
+
+    Attributes:
+        run_id: the run's.
+        hidden_size: H of the policy.
+        vocab_size: of the policy.
+        num_hidden_layers: of the policy.
+        aux_layer_ids: the recorded layers, ascending, as ``layer_convention`` says.
+        layer_convention: "after_layers": L means after L decoder layers, 0 the embeddings.
+    """
+
+    run_id: str
+    hidden_size: _Size
+    vocab_size: _Size
+    num_hidden_layers: _Size
+    aux_layer_ids: Annotated[tuple[_Count, ...], Field(min_length=1)]
+    layer_convention: Literal["after_layers"] = "after_layers"
+
+    @field_validator("aux_layer_ids")
+    @classmethod
+    def _ascending(cls, ids: tuple[int, ...]) -> tuple[int, ...]:
+        if list(ids) != sorted(set(ids)):
+            raise ValueError("layer ids in ascending order")
+        return ids
+
+
+class PolicyEntry(_Strict):
+    """One policy version: the SHA-256 of its matrices.
+
+    Attributes:
+        lm_head: [R, H], the recorded rows of lm_head.
+        lm_head_ids: int64 [R], their token ids, ascending; None where every row is there.
+        embed_tokens: [vocab, H].
+    """
+
+    lm_head: _Digest
+    lm_head_ids: _Digest | None
+    embed_tokens: _Digest
+
+
+class ShardEntry(_Strict):
+    """One file of samples.
+
+    Attributes:
+        file: its name.
+        bytes: its size.
+        sha256: over the whole file.
+        samples: how many.
+        tokens: of all of them.
+        policy_versions: that its samples are of, ascending.
+        temperatures: of their rollouts, ascending.
+    """
+
+    file: Annotated[str, Field(pattern=r"^states-\d{6,}\.safetensors$")]
+    bytes: _Size
+    sha256: _Digest
+    samples: _Size
+    tokens: _Size
+    policy_versions: tuple[_Count, ...]
+    temperatures: tuple[float, ...]
+
+
+class RecordingIndex(_Strict):
+    """The whole file."""
+
+    format: Literal["slipstream.recording/1"]
+    facts: RecordingFacts
+    policies: dict[_Count, PolicyEntry] = {}
+    shards: tuple[ShardEntry, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        """Of all shards."""
+        return sum(shard.samples for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        """Of all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+
+def read_index(directory: Path) -> RecordingIndex:
+    """The index of a recording.
+
+    Raises:
+        RefusedError: no recording, or one of another format or with a wrong field.
+    """
+    path = directory / INDEX_FILE
+    try:
+        return RecordingIndex.model_validate_json(path.read_bytes())
+    except OSError as error:
+        inside = sorted(p.parent.name for p in directory.glob(f"*/{INDEX_FILE}"))
+        advice = f"give one of the recordings in it: {', '.join(inside)}" if inside else _RECORD
+        raise RefusedError(str(path), error.strerror, "the index of a recording", advice) from error
+    except ValidationError as error:
+        detail = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(str(part) for part in detail["loc"])
+        raise RefusedError(
+            f"{path}: {key}".rstrip(": "), detail["msg"], f"an index of {FORMAT}", _RECORD
+        ) from error
+
+
+def write_index(directory: Path, index: RecordingIndex) -> None:
+    """Replace the index whole."""
+    with written_whole(directory / INDEX_FILE) as temporary:
+        temporary.write_text(index.model_dump_json(indent=2) + "\n")
+
+
+def matrix_file(sha256: str) -> str:
+    """The name of the file that holds a matrix."""
+    return f"matrix-{sha256}.safetensors"
+
+
+_RECORD = "record states with [recording] of draft-trainer serve, or offline"
+
 
 _TOKEN_FIELDS = (
     *("token_ids", "positions", "segment_ids", "loss_mask"),
@@ -279,3 +421,213 @@ def _check_teacher(sample: Sample, head: PolicyHead, draft_vocab_ids: Tensor) ->
             "the lm_head that the states were recorded with, and its input as final_hidden",
             "record lm_head and states of the same policy version",
         )
+
+
+DEFAULT_SHARD_BYTES = 256 << 20
+_INTEGERS = ("token_ids", "positions", "segment_ids")
+_FLOATS = ("sampled_logprobs", "sampled_logits")
+_STATES = ("aux", "final_hidden")
+
+
+class RecordingWriter:
+    """A new recording. Not thread-safe; a context manager, whose end writes the last shard.
+
+    A kill loses the samples that were not in a shard yet, ``shard_bytes`` at most.
+
+    Args:
+        directory: made; refused where it holds anything.
+        facts: of the run.
+        shard_bytes: samples are written when they would exceed this together.
+
+    Raises:
+        RefusedError: the directory is not empty.
+        OSError: it cannot be written.
+    """
+
+    def __init__(
+        self, directory: Path, facts: RecordingFacts, shard_bytes: int = DEFAULT_SHARD_BYTES
+    ) -> None:
+        # States tell what was in the prompts.
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise RefusedError(
+                str(directory), "files in it", "a new or empty folder", "record into another folder"
+            )
+        self._directory = directory
+        self._shard_bytes = shard_bytes
+        self._index = RecordingIndex(format=FORMAT, facts=facts)
+        self._waiting: list[Sample] = []
+        self._waiting_bytes = 0
+        self.nbytes = 0
+        """Bytes written and waiting to be written, matrices included."""
+        write_index(directory, self._index)
+
+    def __enter__(self) -> RecordingWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.flush()
+
+    @property
+    def index(self) -> RecordingIndex:
+        """What has been written."""
+        return self._index
+
+    @property
+    def waiting(self) -> int:
+        """Samples that are in no shard yet."""
+        return len(self._waiting)
+
+    def has_policy(self, version: int) -> bool:
+        """Whether ``add_policy`` was called for this version."""
+        return version in self._index.policies
+
+    def add_policy(
+        self, version: int, lm_head: Tensor, lm_head_ids: Tensor | None, embed_tokens: Tensor
+    ) -> None:
+        """Write a policy version's matrices; equal ones are written once.
+
+        Args:
+            version: not added before.
+            lm_head: floating [R, H], rows of lm_head.
+            lm_head_ids: int [R], their ascending token ids; None when R is the vocabulary.
+            embed_tokens: floating [vocab, H].
+
+        Raises:
+            RefusedError: added before, or a shape that does not fit the run.
+            OSError: the disk is full.
+        """
+        facts = self._index.facts
+        rows = facts.vocab_size if lm_head_ids is None else len(lm_head_ids)
+        for name, matrix, height in (
+            ("lm_head", lm_head, rows),
+            ("embed_tokens", embed_tokens, facts.vocab_size),
+        ):
+            wanted = [height, facts.hidden_size]
+            if list(matrix.shape) != wanted or not matrix.is_floating_point():
+                found = f"{matrix.dtype} {list(matrix.shape)}"
+                raise RefusedError(name, found, f"floating point {wanted}", "pass the policy's own")
+        if self.has_policy(version):
+            raise RefusedError(
+                "policy_version", version, "a version that was not added", "add each of them once"
+            )
+        entry = PolicyEntry(
+            lm_head=self._write_matrix(lm_head),
+            lm_head_ids=None if lm_head_ids is None else self._write_matrix(lm_head_ids.long()),
+            embed_tokens=self._write_matrix(embed_tokens),
+        )
+        self._replace_index(policies={**self._index.policies, version: entry})
+
+    def add(self, sample: Sample) -> None:
+        """Take a sample; writes a shard when enough wait.
+
+        Raises:
+            RefusedError: the sample does not fit the run, is not finite, or its policy version
+                was not added.
+            OSError: the shard could not be written; its samples are lost.
+        """
+        check_sample(sample, self._index.facts)
+        if not self.has_policy(sample.policy_version):
+            raise RefusedError(
+                "policy_version",
+                sample.policy_version,
+                f"one of {sorted(self._index.policies)}",
+                "call add_policy before the first sample of a version",
+            )
+        full = self._waiting_bytes + sample.nbytes > self._shard_bytes
+        # One dtype per tensor, so one per shard.
+        if self._waiting and (full or sample.aux.dtype != self._waiting[0].aux.dtype):
+            self.flush()
+        self._waiting.append(sample)
+        self._waiting_bytes += sample.nbytes
+        self.nbytes += sample.nbytes
+
+    def flush(self) -> int:
+        """Write what waits as a shard; how many samples that was. Raises OSError: they are lost."""
+        samples, self._waiting = self._waiting, []
+        self._waiting_bytes = 0
+        if not samples:
+            return 0
+        name = f"states-{len(self._index.shards):06d}.safetensors"
+        path = self._directory / name
+        with written_whole(path) as temporary:
+            ids = json.dumps([sample.sample_id for sample in samples])
+            save_file(_columns(samples), temporary, metadata={"sample_ids": ids})
+            with temporary.open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            size = temporary.stat().st_size
+        entry = ShardEntry(
+            file=name,
+            bytes=size,
+            sha256=sha256,
+            samples=len(samples),
+            tokens=sum(sample.num_tokens for sample in samples),
+            policy_versions=tuple(sorted({sample.policy_version for sample in samples})),
+            temperatures=tuple(sorted({sample.temperature for sample in samples})),
+        )
+        self._replace_index(shards=(*self._index.shards, entry))
+        return len(samples)
+
+    def _write_matrix(self, matrix: Tensor) -> str:
+        sha256 = digest(matrix).hex()
+        path = self._directory / matrix_file(sha256)
+        if not path.exists():
+            with written_whole(path) as temporary:
+                save_file({"weight": matrix.detach().cpu().contiguous()}, temporary)
+            self.nbytes += matrix.nbytes
+        return sha256
+
+    def _replace_index(self, **changes: object) -> None:
+        self._index = self._index.model_copy(update=changes)
+        write_index(self._directory, self._index)
+
+
+def check_sample(sample: Sample, facts: RecordingFacts) -> None:
+    """Refuse what would be trained on without an error and mean nothing.
+
+    Raises:
+        RefusedError: a wrong shape or dtype, a token outside the vocabulary, or a state that is
+            not finite; ``field`` is the sample's.
+    """
+    tokens, hidden = sample.num_tokens, facts.hidden_size
+    states = ([tokens, len(facts.aux_layer_ids) * hidden], [tokens, hidden])
+    shapes = {name: [tokens] for name in (*_INTEGERS, *_FLOATS, "loss_mask")}
+    for name, shape in (shapes | dict(zip(_STATES, states, strict=True))).items():
+        if list(getattr(sample, name).shape) != shape:
+            _refuse(sample, name, list(getattr(sample, name).shape), shape)
+    if sample.aux.dtype not in STATE_DTYPES or sample.final_hidden.dtype != sample.aux.dtype:
+        found = f"{sample.aux.dtype} and {sample.final_hidden.dtype}"
+        _refuse(sample, "aux and final_hidden", found, f"one of {STATE_DTYPES}, the same")
+    if int(sample.token_ids.min()) < 0 or int(sample.token_ids.max()) >= facts.vocab_size:
+        _refuse(sample, "token_ids", int(sample.token_ids.max()), f"0 to {facts.vocab_size - 1}")
+    for name in (*_FLOATS, *_STATES):
+        if not bool(getattr(sample, name).isfinite().all()):
+            _refuse(sample, name, "values that are not finite", "finite values")
+
+
+def _columns(samples: list[Sample]) -> dict[str, Tensor]:
+    """The fields of all samples one behind the other."""
+    columns = {name: torch.cat([getattr(s, name).int() for s in samples]) for name in _INTEGERS}
+    for name in (*_FLOATS, *_STATES, "loss_mask"):
+        columns[name] = torch.cat([getattr(sample, name) for sample in samples])
+    lengths = torch.tensor([0, *(sample.num_tokens for sample in samples)])
+    return columns | {
+        "offsets": lengths.cumsum(0),
+        "policy_version": torch.tensor([sample.policy_version for sample in samples]),
+        "temperature": torch.tensor([s.temperature for s in samples], dtype=torch.float64),
+    }
+
+
+def _refuse(sample: Sample, name: str, found: object, expected: object) -> None:
+    raise RefusedError(
+        f"sample {sample.sample_id!r} {name}",
+        found,
+        expected,
+        "look at the policy's forward pass and at what was captured of it",
+    )

@@ -3,19 +3,295 @@
 With servers on both sides the two drafts are compared over the same minutes. Where
 every server has the new one (one server, or ``canary.share = 1``) it is compared with
 what the incumbent did on the same servers just before.
+
+Compares two drafts' live acceptance again and again without spending the error rate.
+
+Per arm a confidence sequence of the mean accepted tokens per draft: with probability
+1 - alpha it covers the true mean at *every* time at once, so looking after each report
+is allowed (asymptotic confidence sequence with a Gaussian mixture: Waudby-Smith, Arbour,
+Sinha, Kennedy and Ramdas 2021, arXiv 2103.06476, theorem 2.2 and its choice of rho).
+
+Drafts of one sequence, and of one prompt's samples, are alike. The number of drafts is
+therefore divided by a design effect: the larger of a configured floor and of what the
+variance between blocks says (method of batch means; blocks are merged in pairs as they
+grow in number, so that they outgrow the correlation's length).
+
+Follows every rollout server's acceptance counters and keeps the recent past of each.
+
+One thread and one stream per server, opened again when it ends, so that a server may
+come, go and restart. Counters only grow while a process lives; one that fell belongs
+to a new process and counts from nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from draft_trainer.config import CanaryConfig
-from draft_trainer.releases.acceptance_watch import AcceptanceWatch
-from draft_trainer.releases.sequential import Arm, Batch, Interval, verdict
+from draft_trainer.releases.fleet import Fleet
+from slipstream.v1 import rollout_server_pb2 as pb
+
+TUNED_FOR = 100.0
+"""Effective drafts at which the interval is tightest."""
+
+MAX_BLOCKS = 32
+MIN_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Verification steps of one draft version, between two reports.
+
+    Args:
+        drafts: how many.
+        accepted: tokens accepted in all of them.
+        squares: sum over drafts of the square of what was accepted.
+    """
+
+    drafts: int
+    accepted: int
+    squares: int
+
+
+def batch_of(drafts: int, accepted_per_position: Iterable[int]) -> Batch:
+    """From counters per position: a draft of which a tokens were accepted counts at
+    positions 0 .. a-1, and a^2 is the sum of the first a odd numbers."""
+    per_position = list(accepted_per_position)
+    return Batch(
+        drafts,
+        sum(per_position),
+        sum((2 * place + 1) * count for place, count in enumerate(per_position)),
+    )
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Accepted tokens per draft: the mean, and where it may truly be."""
+
+    drafts: int
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def length(self) -> float:
+        """Acceptance length, the bonus token included."""
+        return 1.0 + self.mean
+
+
+class Arm:
+    """One draft version's side of a comparison.
+
+    Args:
+        most: tokens of a draft (k): accepted lies in [0, k].
+        design_effect: floor, at least 1.
+    """
+
+    def __init__(self, most: int, design_effect: float) -> None:
+        self._most = most
+        self._floor = design_effect
+        self.drafts = self._accepted = self._squares = 0
+        self._blocks: list[tuple[int, int]] = []
+        self._block_drafts = 1
+
+    def add(self, batch: Batch) -> None:
+        """Take in what came since the last."""
+        if not batch.drafts:
+            return
+        self.drafts += batch.drafts
+        self._accepted += batch.accepted
+        self._squares += batch.squares
+        if self._blocks and self._blocks[-1][0] < self._block_drafts:
+            drafts, accepted = self._blocks.pop()
+            self._blocks.append((drafts + batch.drafts, accepted + batch.accepted))
+        else:
+            self._blocks.append((batch.drafts, batch.accepted))
+        if len(self._blocks) > MAX_BLOCKS:
+            pairs = zip(self._blocks[::2], self._blocks[1::2], strict=False)
+            merged = [(a[0] + b[0], a[1] + b[1]) for a, b in pairs]
+            self._blocks = merged + self._blocks[2 * len(merged) :]
+            self._block_drafts = min(drafts for drafts, _ in merged)
+
+    def interval(self, alpha: float) -> Interval:
+        """Where the mean lies, but for one time in 1 / ``alpha``. Needs at least one draft."""
+        mean = self._accepted / self.drafts
+        # Two more drafts, of which none and all were accepted: nothing is certain yet.
+        variance = (self._squares + self._most**2) / (self.drafts + 2)
+        variance -= ((self._accepted + self._most) / (self.drafts + 2)) ** 2
+        n = self.drafts / max(self._floor, self._measured_effect(mean, variance))
+        if not n:
+            return Interval(self.drafts, mean, 0.0, float(self._most))
+        log_alpha = -2.0 * math.log(alpha)
+        rho2 = (log_alpha + math.log(log_alpha + 1.0)) / TUNED_FOR
+        t = n * rho2 + 1.0
+        radius = math.sqrt(variance * 2.0 * t / (n * n * rho2) * math.log(math.sqrt(t) / alpha))
+        return Interval(
+            self.drafts, mean, max(0.0, mean - radius), min(float(self._most), mean + radius)
+        )
+
+    def _measured_effect(self, mean: float, variance: float) -> float:
+        """Variance between blocks over what independent drafts would give; 1 while unknown."""
+        if len(self._blocks) < MIN_BLOCKS:
+            return 1.0
+        spread = sum(drafts * (accepted / drafts - mean) ** 2 for drafts, accepted in self._blocks)
+        return spread / (len(self._blocks) - 1) / variance
+
+
+def verdict(candidate: Interval, incumbent: Interval, max_loss: float) -> bool | None:
+    """Whether the candidate loses no more than a share ``max_loss`` of the acceptance length.
+
+    Returns:
+        True: it does not. False: it loses more. None: not known yet.
+    """
+    kept = 1.0 - max_loss
+    if 1.0 + candidate.high < kept * (1.0 + incumbent.low):
+        return False
+    if 1.0 + candidate.low > kept * (1.0 + incumbent.high):
+        return True
+    return None
+
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_MS = 100
+STREAM_SECONDS = 600.0
+RETRY_SECONDS = 1.0
+KEPT = 2048
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One batch of one draft version on one server, and when it was reported (monotonic s)."""
+
+    at: float
+    version: int
+    batch: Batch
+
+
+class AcceptanceWatch:
+    """Owner of the threads. Thread-safe.
+
+    Args:
+        fleet: asked for each server's stream.
+        on_growth: told what each report added: address, the state that came with it, draft
+            version, drafts, accepted per position.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        on_growth: Callable[
+            [str, pb.ServerState, int, int, Sequence[int]], None
+        ] = lambda *growth: None,
+    ) -> None:
+        self._fleet = fleet
+        self._on_growth = on_growth
+        self._changed = threading.Condition()
+        self._revision = 0
+        self._seen: dict[str, deque[Seen]] = {}
+        self._threads: dict[str, tuple[threading.Thread, threading.Event]] = {}
+        self._stopped = False
+
+    def follow(self, addresses: Iterable[str]) -> None:
+        """Watch these servers and no others."""
+        wanted = set(addresses)
+        with self._changed:
+            if self._stopped:
+                return
+            for address in set(self._threads) - wanted:
+                self._threads.pop(address)[1].set()
+                self._seen.pop(address, None)
+            for address in wanted - set(self._threads):
+                over = threading.Event()
+                thread = threading.Thread(
+                    target=self._watch, args=(address, over), name=f"watch-{address}", daemon=True
+                )
+                self._threads[address] = (thread, over)
+                self._seen[address] = deque(maxlen=KEPT)
+                thread.start()
+
+    def look(self) -> None:
+        """Ask every server what it serves, for the fleet's own ``on_states``; changes nothing."""
+        self._fleet.states()
+
+    def since(self, version: int, addresses: Iterable[str], begin: float) -> list[Batch]:
+        """What a draft version did on these servers after ``begin``, oldest first."""
+        return [seen.batch for seen in self._of(version, addresses) if seen.at > begin]
+
+    def before(
+        self, version: int, addresses: Iterable[str], end: float, seconds: float
+    ) -> list[Batch]:
+        """What it did on them in the ``seconds`` before ``end``, oldest first."""
+        return [s.batch for s in self._of(version, addresses) if end - seconds < s.at <= end]
+
+    def wait_beyond(self, revision: int, timeout: float) -> int:
+        """Block until a report came, or ``timeout`` seconds; returns the revision then."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._revision > revision, timeout)
+            return self._revision
+
+    def wake(self) -> None:
+        """As if a report had come."""
+        with self._changed:
+            self._revision += 1
+            self._changed.notify_all()
+
+    def stop(self, timeout: float) -> bool:
+        """End the threads; their streams end when the fleet's channels close."""
+        with self._changed:
+            self._stopped = True
+            threads, self._threads = self._threads, {}
+        for _, over in threads.values():
+            over.set()
+        deadline = time.monotonic() + timeout
+        for thread, _ in threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread, _ in threads.values())
+
+    def _of(self, version: int, addresses: Iterable[str]) -> list[Seen]:
+        with self._changed:
+            found = [s for a in addresses for s in self._seen.get(a, ()) if s.version == version]
+        return sorted(found, key=lambda seen: seen.at)
+
+    def _watch(self, address: str, over: threading.Event) -> None:
+        before: dict[int, list[int]] | None = None
+        while not over.is_set():
+            for report in self._fleet.client(address).watch(INTERVAL_MS, STREAM_SECONDS):
+                before = self._note(address, report, before)
+                if over.is_set():
+                    return
+            over.wait(RETRY_SECONDS)
+
+    def _note(
+        self, address: str, report: pb.AcceptanceReport, before: dict[int, list[int]] | None
+    ) -> dict[int, list[int]]:
+        now = {c.draft_version: [c.drafts, *c.accepted_per_position] for c in report.counters}
+        if before is None:
+            # How old these counts are nobody knows; they only say where to begin.
+            return now
+        with self._changed:
+            for version, counts in now.items():
+                last = before.get(version, [])
+                grown = [
+                    count - (last[place] if place < len(last) else 0)
+                    for place, count in enumerate(counts)
+                ]
+                if grown[0] < 0:
+                    grown = counts
+                if grown[0] > 0 and address in self._seen:
+                    self._on_growth(address, report.state, version, grown[0], grown[1:])
+                    seen = Seen(time.monotonic(), version, batch_of(grown[0], grown[1:]))
+                    self._seen[address].append(seen)
+            self._revision += 1
+            self._changed.notify_all()
+        return now
+
 
 HISTORY_SECONDS = 300.0
 """How far back an incumbent's figures count where none of its servers are left."""

@@ -2,29 +2,157 @@
 
 A server that cannot be reached is a value here (``Failure``), never an
 exception: the trainer outlives its fleet.
+
+Who belongs to the fleet: a list, a DNS name, a file that somebody keeps, or others who know.
+
+A name service that does not answer says nothing about the fleet, so the last
+answer stands until there is another.
+
+No draft proposes for a policy that it is further behind than configured.
+
+Off before the policy goes live, on again after a draft has gone live that is fresh
+enough: what is in between costs speed, the other way round would be rollouts with a
+draft that nobody wanted to serve.
 """
 
 from __future__ import annotations
 
+import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import grpc
 import torch
 
-from draft_trainer.releases.membership import Members, StaticMembers
-from slipstream.channel import open_channel
-from slipstream.credentials import NONE, ClientCredentials
-from slipstream.refusal import RefusedError, refused_from
-from slipstream.release_digest import digest_of_specs
-from slipstream.staging import stage
+from slipstream.client import open_channel, stage
+from slipstream.errors import RefusedError, refused_from
+from slipstream.security import NONE, ClientCredentials
+from slipstream.tensors import digest_of_specs
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from slipstream.v1 import tensor_pb2
+
+logger = logging.getLogger(__name__)
+
+DNS, FILE = "dns:", "file:"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port``. Raises ValueError: it is none."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"not an address of the form host:port: {address!r}")
+    return host, int(port)
+
+
+class Members(Protocol):
+    """Asked before every publish and at every round of the reconciler. Thread-safe."""
+
+    def addresses(self) -> tuple[str, ...]:
+        """``host:port`` of every control plane, each once. Never raises."""
+        ...
+
+
+class StaticMembers:
+    """A list that does not change."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = tuple(addresses)
+
+    def addresses(self) -> tuple[str, ...]:
+        """The list."""
+        return self._addresses
+
+
+class LookedUpMembers:
+    """Whoever a look-up names now: a DNS name's addresses, a file's lines.
+
+    Args:
+        name: for the log.
+        look_up: answers ``host:port`` strings; OSError (``socket.gaierror`` too) or
+            ValueError where it cannot.
+    """
+
+    def __init__(self, name: str, look_up: Callable[[], Sequence[str]]) -> None:
+        self._name = name
+        self._look_up = look_up
+        self._known: tuple[str, ...] = ()
+        self._failed = False
+
+    def addresses(self) -> tuple[str, ...]:
+        """As of the last look-up that succeeded."""
+        try:
+            self._known = tuple(dict.fromkeys(self._look_up()))
+            self._failed = False
+        except (OSError, ValueError) as error:
+            if not self._failed:
+                logger.warning("%s: %s; keeping %s", self._name, error, list(self._known))
+            self._failed = True
+        return self._known
+
+
+class UnionMembers:
+    """All of several."""
+
+    def __init__(self, parts: Sequence[Members]) -> None:
+        self._parts = tuple(parts)
+
+    def addresses(self) -> tuple[str, ...]:
+        """Each address once."""
+        return tuple(dict.fromkeys(a for part in self._parts for a in part.addresses()))
+
+
+def members_of(entries: Sequence[str]) -> Members:
+    """Members as ``publish.rollout_servers`` names them.
+
+    ``host:port``, ``dns:name:port`` or ``file:path``. Raises ValueError: none of these.
+    """
+    parts: list[Members] = []
+    for entry in entries:
+        if entry.startswith(DNS):
+            name, port = split_address(entry.removeprefix(DNS))
+            parts.append(LookedUpMembers(entry, _dns(name, port)))
+        elif entry.startswith(FILE):
+            if entry == FILE:
+                raise ValueError("file: without a path")
+            parts.append(LookedUpMembers(entry, _file(Path(entry.removeprefix(FILE)))))
+        else:
+            split_address(entry)
+            parts.append(StaticMembers([entry]))
+    return UnionMembers(parts)
+
+
+def _dns(name: str, port: int) -> Callable[[], Sequence[str]]:
+    """Every address of a name, as a Kubernetes headless service answers."""
+
+    def look_up() -> list[str]:
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        hosts = sorted({str(entry[4][0]) for entry in found})
+        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
+
+    return look_up
+
+
+def _file(path: Path) -> Callable[[], Sequence[str]]:
+    """A ``host:port`` a line, as ``rollout-server fleet`` keeps them; an empty file is nobody.
+
+    Whoever writes it replaces it as a whole: half a file would be half a fleet.
+    """
+
+    def look_up() -> list[str]:
+        addresses = path.read_text(encoding="utf-8").split()
+        for address in addresses:
+            split_address(address)
+        return addresses
+
+    return look_up
+
 
 T = TypeVar("T")
 
@@ -271,3 +399,63 @@ class Fleet:
         for client in clients.values():
             client.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class DraftLag:
+    """Decides which servers speculate, where a limit is set; otherwise leaves them alone.
+
+    Args:
+        max_lag: policy versions that a draft may be behind; 0 for no limit.
+    """
+
+    def __init__(self, max_lag: int) -> None:
+        self.max_lag = max_lag
+        self._policy_version: int | None = None
+
+    def policy_synced(self, policy_version: int) -> None:
+        """Remember the newest policy, for servers whose policy the framework syncs itself."""
+        self._policy_version = policy_version
+
+    def fresh(self, state: pb.ServerState, policy_version: int | None = None) -> bool:
+        """Whether a server's draft may propose for ``policy_version`` (the one it has now).
+
+        A draft that was trained against no policy version yet (release 0) counts as
+        trained against version 0; a policy without a version yet has no lag.
+        """
+        if policy_version is None:
+            policy_version = (
+                state.policy_version if state.HasField("policy_version") else self._policy_version
+            )
+        if policy_version is None:
+            return True
+        return policy_version - state.trained_against_policy_version <= self.max_lag
+
+    def before_policy(self, client: RolloutClient, policy_version: int) -> Failure | None:
+        """Turn speculation off where the draft that is live will be too old for this policy."""
+        state = client.state()
+        if isinstance(state, Failure):
+            return state
+        if state.speculation_enabled and not self.fresh(state, policy_version):
+            return self._set(client, state, enabled=False)
+        return None
+
+    def apply(self, client: RolloutClient, state: pb.ServerState) -> Failure | None:
+        """Bring a server's speculation in line with what it serves."""
+        wanted = self.fresh(state)
+        if not self.max_lag or state.speculation_enabled == wanted:
+            return None
+        return self._set(client, state, enabled=wanted)
+
+    @staticmethod
+    def _set(client: RolloutClient, state: pb.ServerState, enabled: bool) -> Failure | None:
+        answer = client.set_speculation(enabled)
+        if isinstance(answer, Failure):
+            return answer
+        logger.warning(
+            "%s: speculation %s: draft %d was trained against policy version %d",
+            client.address,
+            "on" if enabled else "off",
+            state.draft_version,
+            state.trained_against_policy_version,
+        )
+        return None

@@ -1,20 +1,105 @@
-"""Lets a candidate release through only when its gain over the incumbent is real."""
+"""Lets a candidate release through only when its gain over the incumbent is real.
+
+The interval of a paired difference over clusters: completions of one prompt are one observation.
+
+The standard error is the jackknife over clusters ("CV3": leave one prompt out, each in turn). The
+sandwich estimator (Liang and Zeger 1986), which it equals where all clusters are of one size, is
+too narrow where they are few and unequal: MacKinnon, Nielsen and Webb, "Cluster-robust inference:
+a guide to empirical practice", 2023, section 5.
+
+The quantile is the greater of Student's and of the bootstrap's of the same statistic over resampled
+prompts ("bootstrap-t", Efron 1981). Differences of acceptance between two heads are skewed, more so
+the nearer the heads are: with Student's alone a head without any gain passed up to 5.5 % of the
+time where 2.5 % was stated, on 4 to 32 prompts alike; with the greater of both, about 3 %.
+
+Judges heads against the promoted release on the run's held-out states, and keeps record.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
+from torch import Tensor
 
-from draft_trainer.eagle3.acceptance import AcceptanceEstimate, Method, expected_acceptance
-from draft_trainer.eagle3.head import Eagle3Head
-from draft_trainer.eagle3.policy_head import PolicyHeads
-from draft_trainer.feed.sample import Sample
-from draft_trainer.releases.paired_interval import MIN_CLUSTERS, paired_interval
-from slipstream.refusal import RefusedError
+from draft_trainer.checkpoints.checkpoint import load_head
+from draft_trainer.config import TrainerConfig
+from draft_trainer.counters import Board, GateResult, VerdictLog
+from draft_trainer.drafters.eagle3.acceptance import AcceptanceEstimate, Method, expected_acceptance
+from draft_trainer.drafters.eagle3.batch import PolicyHeads
+from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.ingest.run import Run
+from draft_trainer.releases.registry import Promotions, Registry
+from draft_trainer.sample import Sample
+from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
+
+MIN_CLUSTERS = 4
+RESAMPLES = 999
+
+
+def paired_interval(
+    paired: Tensor, groups: Sequence[str], confidence: float
+) -> tuple[float, float]:
+    """Mean of paired differences, and how far below it its two-sided interval begins.
+
+    The same differences always give the same interval.
+
+    Args:
+        paired: float64 [sequences], differences of pseudo-values (see ``acceptance``).
+        groups: what each belongs to; at least ``MIN_CLUSTERS`` different ones.
+        confidence: of the interval, in (0, 1).
+    """
+    numbers = {group: index for index, group in enumerate(dict.fromkeys(groups))}
+    rows = torch.tensor([numbers[group] for group in groups])
+    count = len(numbers)
+    sums = torch.zeros(count, dtype=paired.dtype).index_add_(0, rows, paired)
+    sizes = torch.zeros(count, dtype=paired.dtype).index_add_(0, rows, torch.ones_like(paired))
+    mean, error = _jackknife(sums, sizes)
+    if not float(error) > 0.0:
+        return float(mean), 0.0 if float(error) == 0.0 else math.nan
+    drawn = torch.randint(count, (RESAMPLES, count), generator=torch.Generator().manual_seed(0))
+    means, errors = _jackknife(sums[drawn], sizes[drawn])
+    # One prompt drawn every time has no spread: such a draw counts as far out.
+    statistics = ((means - mean) / errors).nan_to_num(nan=math.inf).sort().values
+    place = math.ceil((0.5 + confidence / 2) * (RESAMPLES + 1)) - 1
+    quantile = max(student(confidence, count - 1), float(statistics[min(place, RESAMPLES - 1)]))
+    return float(mean), float(error) * quantile
+
+
+def _jackknife(sums: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean over all sequences and its standard error.
+
+    Args:
+        sums: float64 [..., clusters], of the values in each.
+        sizes: float64 [..., clusters], how many they are.
+    """
+    count = sums.shape[-1]
+    total, number = sums.sum(-1, keepdim=True), sizes.sum(-1, keepdim=True)
+    mean = total / number
+    away = (total - sums) / (number - sizes) - mean
+    return mean[..., 0], (away.square().sum(-1) * (count - 1) / count).sqrt()
+
+
+def student(confidence: float, freedom: int) -> float:
+    """Two-sided quantile of Student's t (Cornish-Fisher, Abramowitz & Stegun 26.7.5).
+
+    At 3 degrees of freedom and 95 % it is 1 % too small; from 6 on the error is below 0.1 %.
+    """
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    return (
+        z
+        + (z**3 + z) / (4 * freedom)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    )
 
 
 @dataclass(frozen=True)
@@ -178,3 +263,157 @@ def _estimate(
 def unmeasured(reason: str, anchors: int = 0, prompts: int = 0) -> GateVerdict:
     """A verdict where nothing could be measured. Nothing passes unmeasured."""
     return GateVerdict(False, math.nan, math.nan, math.nan, math.nan, anchors, prompts, reason)
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict and what it was made of.
+
+    Attributes:
+        verdict: the gate's.
+        figures: the same as a message; None where nothing could be measured.
+        incumbent: draft version that was compared with.
+        run_id: whose held-out states.
+        trained_against: newest policy version that the candidate was trained on, if known.
+    """
+
+    verdict: GateVerdict
+    figures: release_pb2.GateFigures | None
+    incumbent: int
+    run_id: str
+    trained_against: int | None
+
+    @property
+    def outcome(self) -> str:
+        """The verdict in a word."""
+        if self.verdict.passed:
+            return "passed"
+        return "failed" if self.verdict.measured else "not_measured"
+
+
+class Judge:
+    """The gate with its states, its incumbent and its log. Thread-safe; one judgement at a time.
+
+    Args:
+        config: the trainer's.
+        registry: where the incumbent is.
+        promotions: which one it is.
+        verdicts: every judgement is added to it.
+        board: counts them.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        registry: Registry,
+        promotions: Promotions,
+        verdicts: VerdictLog,
+        board: Board,
+    ) -> None:
+        gate = config.gate
+        self._config = config
+        self._gate = Gate(GateConfig(gate.min_gain, gate.confidence, gate.min_anchors))
+        self._registry = registry
+        self._promotions = promotions
+        self._verdicts = verdicts
+        self._board = board
+        self._lock = threading.Lock()
+        self._incumbent: tuple[int, Eagle3Head] | None = None
+
+    def judge(self, candidate: Eagle3Head, run: Run, trained_against: int | None) -> Judgement:
+        """Compare a head, with the weights that would be served, with the promoted release."""
+        k = self._config.publish.num_speculative_tokens
+        method = self._config.publish.draft_sample_method
+        with self._lock:
+            version, incumbent = self._promoted_head()
+            try:
+                verdict = self._gate.compare(
+                    candidate,
+                    incumbent.to(candidate.norm.weight.device),
+                    self._held_out(run),
+                    run.heads,
+                    k,
+                    method,
+                )
+            except RefusedError as error:
+                if error.field != "policy_version":
+                    raise
+                # A newer policy version pushed one out while the gate was measuring.
+                verdict = unmeasured("the policy moved on meanwhile")
+        figures = self._gate.figures(verdict, k, method) if verdict.measured else None
+        return Judgement(verdict, figures, version, run.run_id, trained_against)
+
+    def record(
+        self, judgement: Judgement, release: int | None = None, not_written: str = ""
+    ) -> release_pb2.Verdict:
+        """Put a judgement on record, here, in the log and in the status.
+
+        Args:
+            judgement: from ``judge``.
+            release: the release that the candidate became, if it did.
+            not_written: why it did not, though it was to.
+        """
+        outcome = "write_failed" if not_written else judgement.outcome
+        text = f"not written: {not_written}" if not_written else judgement.verdict.reason
+        record = release_pb2.Verdict(
+            judged_at=time.time(),
+            outcome=outcome,
+            reason=text,
+            draft_version=release,
+            incumbent_version=judgement.incumbent,
+            gate=judgement.figures,
+            run_id=judgement.run_id,
+            trained_against_policy_version=judgement.trained_against,
+        )
+        self._board.gated(_result(outcome, judgement.verdict, text))
+        try:
+            self._verdicts.add(record)
+        except OSError as error:
+            # A full disk must not end training.
+            logger.error("the verdict was not written: %s (%s)", error, text)
+        return record
+
+    def _promoted_head(self) -> tuple[int, Eagle3Head]:
+        version = self._promotions.now.promoted
+        if self._incumbent is None or self._incumbent[0] != version:
+            with self._registry.using(version):
+                head, _ = load_head(self._registry.path(version))
+            self._incumbent = (version, head.requires_grad_(False))
+        return self._incumbent
+
+    def _held_out(self, run: Run) -> list[Sample]:
+        """Held-out samples, at most ``gate.max_tokens`` of them: of every prompt the newest first.
+
+        Prompts are what the interval counts: sixteen completions of one say little more than two.
+        """
+        before: Counter[str] = Counter()
+        ranked = []
+        for age, sample in enumerate(reversed(run.held_out(self._config.gate.newest_versions))):
+            if sample.policy_version in run.heads:
+                ranked.append((before[sample.group], age, sample))
+                before[sample.group] += 1
+        chosen: list[Sample] = []
+        tokens = 0
+        for _, _, sample in sorted(ranked, key=lambda entry: entry[:2]):
+            tokens += sample.num_tokens
+            if tokens > self._config.gate.max_tokens:
+                break
+            chosen.append(sample)
+        return chosen
+
+
+def _result(outcome: str, verdict: GateVerdict, text: str) -> GateResult:
+    def known(value: float) -> float | None:
+        return None if math.isnan(value) else value
+
+    return GateResult(
+        verdict=outcome,
+        candidate=known(verdict.candidate),
+        incumbent=known(verdict.incumbent),
+        half_width=known(verdict.half_width),
+        anchors=verdict.anchors,
+        text=text,
+    )

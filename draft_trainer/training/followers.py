@@ -16,13 +16,13 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from draft_trainer.eagle3.head import Eagle3Head, HeadConfig
-from draft_trainer.eagle3.policy_head import PolicyHead, PolicyHeads
-from draft_trainer.feed.sample import Sample
+from draft_trainer.config import LearnerConfig
+from draft_trainer.drafters.eagle3.batch import PolicyHead, PolicyHeads
+from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.sample import Sample
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.learner_config import LearnerConfig
 from draft_trainer.training.ranks import Ranks, shares
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional
+from torch import Tensor
+
+from slipstream.errors import RefusedError
 
 # Its functions have the group that exists when it is first imported as a default argument. An
 # optimizer's first step imports it by way of dynamo; then the group outlives ``leave``, and a
 # thread of gloo that drops its last tensor while the interpreter ends aborts the process.
-import torch.distributed.nn.functional
-from torch import Tensor
-
-from slipstream.refusal import RefusedError
 
 
 class RankLostError(RuntimeError):

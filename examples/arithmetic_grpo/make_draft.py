@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draft_trainer.cli.main import main as draft_trainer
-from draft_trainer.offline.progress import Progress
+from draft_trainer.offline.fit import Progress
 from examples.arithmetic_grpo.record import Recorder, solutions
 
 AUX_LAYERS = (2, 5, 7)

@@ -23,21 +23,20 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draft_trainer.feed.packed_sample import packed_sample
-from draft_trainer.offline.progress import Progress
-from draft_trainer.recordings.recording_index import RecordingFacts
-from draft_trainer.recordings.recording_writer import RecordingWriter
+from draft_trainer.offline.fit import Progress
+from draft_trainer.recordings.recording import RecordingFacts, RecordingWriter
+from draft_trainer.sample import packed_sample
 from examples.arithmetic_grpo.sampling import prompt_ids, sample
 from examples.arithmetic_grpo.task import sample_problem
 from policy_bridge.capture import Capture, CapturePlan
 from policy_bridge.config import ModulePaths
-from policy_bridge.modules import PolicyModules, find_modules
-from policy_bridge.sample import Sample as CapturedSample
+from policy_bridge.model import PolicyModules, find_modules
+from policy_bridge.outbox import Sample as CapturedSample
 from policy_bridge.selection import UniformRandom
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
+from slipstream.errors import RefusedError
 from slipstream.layers import default_aux_layers
-from slipstream.refusal import RefusedError
 
 Rollout = tuple[list[int], list[int]]
 """Token ids of a prompt and of its completion."""

@@ -16,8 +16,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
-from slipstream.channel import open_channel
-from slipstream.staging import stage
+from slipstream.client import open_channel, stage
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as trainer_pb
 from slipstream.v1 import draft_trainer_pb2_grpc as trainer_grpc

@@ -11,8 +11,8 @@ from urllib.parse import quote
 from prometheus_client import CollectorRegistry, start_http_server
 
 from examples.local_prometheus import LocalPrometheus
-from policy_bridge.prometheus import BridgeCollector, Counting
-from slipstream.refusal import RefusedError
+from policy_bridge.metrics import BridgeCollector, Counting
+from slipstream.errors import RefusedError
 
 # A shorter window than the rules': every step of the demo puts another draft on the server.
 ACCEPTANCE = (

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 _IDLE_SECONDS = 2.0
 

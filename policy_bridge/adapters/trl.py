@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from policy_bridge.adapters.completions import Rollouts
-from policy_bridge.bridge import PolicyBridge
+from policy_bridge.bridge import DisabledBridge, NullCapture, PolicyBridge
 from policy_bridge.capture import Capture
-from policy_bridge.null import DisabledBridge, NullCapture
 
 
 def whole_policy(trainer: Any) -> Mapping[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 from slipstream.v1 import tensor_pb2
 
 

@@ -2,6 +2,21 @@
 
 Every decode checks shape, size and checksum and raises ``RefusedError`` naming
 the field, so that a damaged or lying message never becomes a tensor.
+
+Which revision of slipstream.v1 a peer must speak.
+
+States in eight bits: float8 e4m3, with a scale for each row.
+
+A row is one token's state after one layer. The layers' magnitudes differ by far, so the auxiliary
+states, which are several layers side by side, have a scale for each of them.
+
+One checksum for a whole draft: what a server reads back, compared with a release's manifest.
+
+Requests with their payload left where it is: of StreamStates, and chunks of AnnouncePolicy.
+
+protobuf's Python runtime copies a bytes field on the way in and again on the way out of a message,
+and holds the interpreter's lock meanwhile; at 32 KiB a token that costs more than the checks. The
+bytes here are those that protobuf would write: the payload is put behind the rest.
 """
 
 from __future__ import annotations
@@ -9,12 +24,17 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import grpc
+import numpy as np
 import torch
 
-from slipstream.refusal import RefusedError
+from slipstream.checksum import Bytes
+from slipstream.errors import RefusedError, StatusCode
+from slipstream.sample import ALIGNMENT
+from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
 
 CHUNK_BYTES = 4 << 20
@@ -221,3 +241,257 @@ def _spec_bytes(spec: tensor_pb2.TensorSpec) -> int:
 def _check_shape(shape: tuple[int, ...], field: str) -> None:
     if any(size < 0 for size in shape):
         raise RefusedError(f"{field}.shape", list(shape), "sizes >= 0", "send the real shape")
+
+
+SCHEMA_VERSION = 2
+"""2: samples packed as one block, batches, shared memory."""
+
+
+def check_schema(found: int, whose: str, upgrade: str) -> None:
+    """Raise RefusedError (FAILED_PRECONDITION) unless a peer speaks this revision.
+
+    Args:
+        found: its ``schema_version``; 0, an absent one, means 1.
+        whose: "the trainer's", for the error.
+        upgrade: how to make it speak this revision.
+    """
+    version = found or 1
+    if version != SCHEMA_VERSION:
+        raise RefusedError(
+            "schema_version",
+            f"{version} ({whose})",
+            SCHEMA_VERSION,
+            upgrade,
+            StatusCode.FAILED_PRECONDITION,
+        )
+
+
+LARGEST = 448.0
+"""The largest float8_e4m3fn."""
+
+_BLOCK_ROWS = 1024
+
+
+def quantize(states: torch.Tensor, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """States as float8 and the scales that restore them, on the states' device.
+
+    The error of a value is at most 2^-4 of it, or 2^-10 of its row's largest / 448 where it is
+    below 2^-6 of that; a row that holds NaN or infinity gets a scale that is not finite.
+
+    Args:
+        states: floating point [T, L * H].
+        hidden_size: H.
+
+    Returns:
+        float8_e4m3fn [T, L * H], and float32 [L, T]: largest magnitude of the row / 448, and 1
+        for a row of zeros.
+    """
+    tokens, width = states.shape
+    layers = width // hidden_size
+    values = torch.empty((tokens, width), dtype=torch.float8_e4m3fn, device=states.device)
+    scales = torch.empty((layers, tokens), dtype=torch.float32, device=states.device)
+    # In blocks: all rows at once in float32 are four times the result.
+    for first in range(0, tokens, _BLOCK_ROWS):
+        rows = states[first : first + _BLOCK_ROWS].float().view(-1, layers, hidden_size)
+        scale = rows.abs().amax(dim=2) / LARGEST
+        scale = torch.where(scale == 0, 1.0, scale)
+        scaled = (rows / scale[:, :, None]).view(-1, width)
+        values[first : first + _BLOCK_ROWS] = scaled.to(torch.float8_e4m3fn)
+        scales[:, first : first + _BLOCK_ROWS] = scale.T
+    return values, scales
+
+
+def dequantize_into(
+    destination: torch.Tensor, values: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """Restore states into ``destination`` and return it.
+
+    Args:
+        destination: [T, L * H], bfloat16 or wider.
+        values: float8_e4m3fn [T, L * H].
+        scales: float32 [L, T].
+    """
+    layers, tokens = scales.shape
+    for first in range(0, tokens, _BLOCK_ROWS):
+        rows = (
+            values[first : first + _BLOCK_ROWS].float().view(-1, layers, values.shape[1] // layers)
+        )
+        rows *= scales[:, first : first + _BLOCK_ROWS].T[:, :, None]
+        destination[first : first + _BLOCK_ROWS] = rows.view(-1, values.shape[1])
+    return destination
+
+
+def through_float8(states: torch.Tensor, hidden_size: int) -> torch.Tensor:
+    """What the trainer gets of states that are shipped in float8; same shape and dtype.
+
+    Shows the effect on training of recorded samples: apply it to both of their states.
+
+    Args:
+        states: bfloat16, float16 or float32 [T, L * H].
+        hidden_size: H.
+    """
+    values, scales = quantize(states, hidden_size)
+    decoded = torch.empty(states.shape, dtype=torch.bfloat16, device=states.device)
+    return dequantize_into(decoded, values, scales).to(states.dtype)
+
+
+def release_digest(tensors: Iterable[tuple[str, str]]) -> bytes:
+    """SHA-256 over (name, SHA-256 hex of the bytes) of every tensor, in the order of names."""
+    lines = (f"{name}\0{sha256}\n" for name, sha256 in sorted(tensors))
+    return hashlib.sha256("".join(lines).encode()).digest()
+
+
+def digest_of_specs(specs: Iterable[tensor_pb2.TensorSpec]) -> bytes:
+    """The same, of a manifest's tensors."""
+    return release_digest((spec.name, spec.sha256.hex()) for spec in specs)
+
+
+_PAYLOAD = pb.StreamStatesRequest.PAYLOAD_FIELD_NUMBER
+_CHUNK = pb.AnnouncePolicyRequest.CHUNK_FIELD_NUMBER
+_CHUNK_DATA = tensor_pb2.TensorChunk.DATA_FIELD_NUMBER
+_BATCH = pb.StreamStatesRequest.BATCH_FIELD_NUMBER
+_LENGTH_DELIMITED = 2
+
+# What a client may make the reader do for a message of 64 MiB: millions of fields of two bytes took
+# a minute, and a batch of empty samples gigabytes.
+_MOST_FIELDS = 16
+_MOST_BATCH_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
+"""About the payload of a message, where a sample's is longer."""
+
+
+@dataclass(frozen=True)
+class Framed:
+    """A request as it arrived.
+
+    Attributes:
+        request: everything but the payload.
+        payload: uint8 [n], read-only.
+        nbytes: of the serialized message, as credits count them.
+        ahead: payloads that came ahead of it, in messages of their own.
+    """
+
+    request: pb.StreamStatesRequest
+    payload: Bytes
+    nbytes: int
+    ahead: tuple[Bytes, ...] = ()
+
+    def behind(self, ahead: Sequence[Framed]) -> Framed:
+        """With the messages that came ahead of it."""
+        if not ahead:
+            return self
+        nbytes = self.nbytes + sum(framed.nbytes for framed in ahead)
+        return replace(self, nbytes=nbytes, ahead=tuple(framed.payload for framed in ahead))
+
+
+Parts = list["bytes | Bytes"]
+"""Of a serialized message, to be joined: the payload among them is not copied yet."""
+
+
+def frame(request: pb.StreamStatesRequest, payload: Sequence[Bytes] = ()) -> bytes:
+    """``request`` serialized, with a payload that is copied once."""
+    return b"".join(_parts(request, payload))  # type: ignore[arg-type]
+
+
+def frames(request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> Iterator[Parts]:
+    """The messages of ``request``: one, or where the payload is long pieces of it ahead of that.
+
+    gRPC copies a message several times and takes fresh memory for each copy; in pieces that a
+    processor's cache holds a byte costs a third of what it does in a message of 32 MiB.
+    """
+    length = sum(map(len, payload))
+    count = round(length / PIECE_BYTES)
+    if count > 1:
+        # Evenly: a message costs as much for a few bytes that were left over.
+        step = -(-length // (count * ALIGNMENT)) * ALIGNMENT
+        *ahead, last = [
+            piece[start : start + step] for piece in payload for start in range(0, len(piece), step)
+        ]
+        for piece in ahead:
+            yield _parts(pb.StreamStatesRequest(), [piece])
+        payload = [last]
+    yield _parts(request, payload)
+
+
+def frame_chunk(name: str, offset: int, data: memoryview) -> bytes:
+    """An AnnouncePolicyRequest with a chunk of a tensor, whose data is copied once."""
+    chunk = tensor_pb2.TensorChunk(name=name, offset=offset).SerializeToString()
+    chunk += _field(_CHUNK_DATA, len(data))
+    return b"".join((_field(_CHUNK, len(chunk) + len(data)), chunk, data))
+
+
+def unframe(data: bytes) -> Framed:
+    """The inverse of ``frame``, for any order of fields.
+
+    Raises:
+        google.protobuf.message.DecodeError: not a StreamStatesRequest.
+        RefusedError: more fields than it has, or a batch that describes too much.
+    """
+    at = fields = 0
+    payload = np.empty(0, dtype=np.uint8)
+    rest = []
+    while at < len(data):
+        begin = at
+        fields += 1
+        if fields > _MOST_FIELDS:
+            raise RefusedError(
+                "request",
+                f"more than {_MOST_FIELDS} fields",
+                "a header, sample or batch, and a payload",
+                "send one message at a time",
+            )
+        tag, at = _read_varint(data, at)
+        if tag & 7 != _LENGTH_DELIMITED:
+            # A field of a later revision: protobuf knows how to skip it.
+            request = pb.StreamStatesRequest.FromString(data)
+            return Framed(request, np.frombuffer(request.payload, dtype=np.uint8), len(data))
+        length, at = _read_varint(data, at)
+        if tag >> 3 == _BATCH and length > _MOST_BATCH_BYTES:
+            raise RefusedError(
+                "batch",
+                f"{length} bytes",
+                f"at most {_MOST_BATCH_BYTES} bytes",
+                "put the states into the payload or the ring, or send smaller batches",
+                StatusCode.RESOURCE_EXHAUSTED,
+            )
+        if tag >> 3 == _PAYLOAD and at + length <= len(data):
+            payload = np.frombuffer(data, np.uint8, length, at)
+        else:
+            rest.append(data[begin : at + length])
+        at += length
+    request = pb.StreamStatesRequest.FromString(b"".join(rest))
+    return Framed(request, payload, len(data))
+
+
+def _parts(request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> Parts:
+    parts: Parts = [request.SerializeToString()]
+    length = sum(map(len, payload))
+    if length:
+        parts += [_field(_PAYLOAD, length), *payload]
+    return parts
+
+
+def _field(number: int, length: int) -> bytes:
+    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(length)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number, and where it ends; a cut one ends at the end, for protobuf to refuse."""
+    value = shift = 0
+    while at < len(data) and shift < 64:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            break
+        shift += 7
+    return value, at

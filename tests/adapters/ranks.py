@@ -25,8 +25,7 @@ from examples.arithmetic_grpo.task import Problem
 from examples.torch_loop.train import load, train
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.adapters.completions import Completion
-from policy_bridge.adapters.pipeline import PipelineCapture
-from policy_bridge.adapters.staged import StagedPolicy
+from policy_bridge.adapters.pipeline import PipelineCapture, StagedPolicy
 
 STEPS = 2
 CUT, AUX_LAYERS = 5, (2, 5, 7)

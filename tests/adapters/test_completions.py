@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from policy_bridge.adapters.completions import CompletionsClient
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 Requests = list[dict[str, Any]]
 

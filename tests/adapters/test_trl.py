@@ -23,7 +23,7 @@ from examples.trl_grpo.train import grpo_trainer, open_bridge
 from policy_bridge import PolicyBridge
 from policy_bridge.adapters.completions import Completion, CompletionsClient
 from policy_bridge.adapters.trl import TrlRollouts
-from slipstream.channel import open_channel
+from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import rollout_server_pb2 as rollout_pb

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from draft_trainer.eagle3.policy_head import PolicyHead, PolicyHeads
-from draft_trainer.feed.sample import Sample
+from draft_trainer.drafters.eagle3.batch import PolicyHead, PolicyHeads
+from draft_trainer.sample import Sample
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draft_trainer.checkpoints.checkpoint import load_head, target_ids
-from draft_trainer.eagle3.acceptance import expected_acceptance
+from draft_trainer.drafters.eagle3.acceptance import expected_acceptance
 from examples.arithmetic_grpo.rollouts import SpecCounters, parse_counters
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS

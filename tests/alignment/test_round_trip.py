@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draft_trainer.checkpoints.checkpoint import load_head, target_ids
-from draft_trainer.eagle3.batch import batches
-from draft_trainer.eagle3.unroll import ttt_unroll
+from draft_trainer.drafters.eagle3.batch import batches
+from draft_trainer.drafters.eagle3.unroll import ttt_unroll
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner, LearnerConfig
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids, sample

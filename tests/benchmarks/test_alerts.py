@@ -15,7 +15,7 @@ from benchmarks.alerts.__main__ import targets_of
 from benchmarks.alerts.sightings import named
 from benchmarks.alerts.story import Row
 from examples.local_prometheus import INSTALL, RULES, LocalPrometheus, shortened
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 ALERTS = [
     rule

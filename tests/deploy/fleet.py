@@ -9,8 +9,8 @@ import torch
 
 from draft_trainer.checkpoints.checkpoint import load_head
 from draft_trainer.releases.registry import Registry
-from slipstream.channel import open_channel
-from slipstream.release_digest import digest_of_specs
+from slipstream.client import open_channel
+from slipstream.tensors import digest_of_specs
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 

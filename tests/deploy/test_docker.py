@@ -98,7 +98,7 @@ def test_services_are_started_and_probed_as_they_are(dockerfile: Path) -> None:
         assert target in PROJECT["scripts"]
         assert {int(port) for port in steps["EXPOSE"].split()} == ports
         probe = json.loads(steps["HEALTHCHECK"].partition("CMD ")[2])
-        assert probe[1:3] == ["-m", "slipstream.health"]
+        assert probe[1:3] == ["-m", "slipstream.serving"]
         assert port_of(probe[3]) in ports - {defaults.metrics_port, 8000}
 
 

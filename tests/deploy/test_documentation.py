@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import yaml
 
-from rollout_server.fleet_cli import build_parser
+from rollout_server.ray_fleet import build_parser
 from tests.deploy.manifests import DEPLOY, ROOT, overlay, pods
 from tests.deploy.test_docker import stages
 

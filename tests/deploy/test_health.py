@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from examples.arithmetic_grpo.processes import free_port
-from slipstream.health import main
+from slipstream.serving import main
 
 STATUS = health_pb2.HealthCheckResponse
 

@@ -32,7 +32,7 @@ OLDEST = "1.30"
 NEWEST = kubernetes_validate.latest_version()
 # As the server has it, without loading torch for it.
 READY = re.findall(
-    r'^READY_SERVICE = "(.*)"', (ROOT / "rollout_server" / "control_server.py").read_text(), re.M
+    r'^READY_SERVICE = "(.*)"', (ROOT / "rollout_server" / "service.py").read_text(), re.M
 )
 
 
@@ -111,7 +111,7 @@ def test_probes_ask_the_ports_that_are_served(manifests: list[Manifest]) -> None
                 found, service = probe["grpc"]["port"], probe["grpc"].get("service", "")
             else:
                 words = probe["exec"]["command"]
-                assert words[1:3] == ["-m", "slipstream.health"]
+                assert words[1:3] == ["-m", "slipstream.serving"]
                 (address,) = [w for w in words if w.startswith("localhost:")]
                 found, service = port_of(address), words[-1] if words[-1] != address else ""
                 # A Python has to start first, beside an engine that is busy.

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from examples.local_prometheus import INSTALL, LocalPrometheus
 from policy_bridge import PolicyBridge
-from policy_bridge.prometheus import BridgeCollector
+from policy_bridge.metrics import BridgeCollector
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.deploy import expressions
 from tests.deploy.expressions import Expression

@@ -20,12 +20,16 @@ from draft_trainer.cli.main import main as draft_trainer
 from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.processes import Service, Services, free_port
 from rollout_server.cli import main as rollout_server
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 from tests.deploy.fleet import second_release, served
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream[ray]'")
-from rollout_server.ray_fleet import FleetPlan, RayFleet, write_members  # noqa: E402
-from rollout_server.ray_replica import Report  # noqa: E402
+from rollout_server.ray_fleet import (  # noqa: E402
+    FleetPlan,
+    RayFleet,
+    Report,
+    write_members,
+)
 
 PATIENCE = 60.0
 
@@ -112,7 +116,7 @@ def pids(control_port: int) -> dict[str, int]:
         except OSError:
             continue  # it ended meanwhile
         if str(control_port) in words and "tests.deploy.memory_server" in words:
-            name = "keeper" if "rollout_server.keeper" in words else "server"
+            name = "keeper" if "rollout_server.ray_fleet" in words else "server"
             found[name] = int(entry.name)
     return found
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from draft_trainer.config import parse_config
-from rollout_server.fleet_cli import build_parser
+from rollout_server.ray_fleet import build_parser
 from tests.deploy.manifests import DEPLOY, containers, port_of
 
 kubernetes_validate = pytest.importorskip(

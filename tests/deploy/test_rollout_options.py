@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from rollout_server.fleet_cli import build_parser as fleet_parser
 from rollout_server.launch import build_parser
+from rollout_server.ray_fleet import build_parser as fleet_parser
 from tests.deploy.manifests import DEPLOY, OVERLAYS, container, overlay
 
 

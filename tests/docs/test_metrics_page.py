@@ -7,7 +7,7 @@ import re
 import pytest
 
 from docs.make_metrics import CATALOGUES, NOTES, PAGE, page
-from slipstream.metric_spec import Catalogue, Kind
+from slipstream.metrics import Catalogue, Kind
 
 
 def test_the_page_is_current() -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draft_trainer.checkpoints.checkpoint import d2t_of, save_draft
-from draft_trainer.eagle3.head import Eagle3Head
+from draft_trainer.drafters.eagle3.head import Eagle3Head
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, draft_vocab_ids, head
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draft_trainer.eagle3.head import Eagle3Head
+from draft_trainer.drafters.eagle3.head import Eagle3Head
 
 
 def dense_step(head: Eagle3Head, hidden: Tensor, embeds: Tensor, positions: Tensor) -> Tensor:

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 import grpc
 import torch
 
-from slipstream.channel import SERVER_OPTIONS
-from slipstream.refusal import RefusedError, abort_with
-from slipstream.release_digest import digest_of_specs
-from slipstream.tensors import ChunkAssembler, spec_of
+from slipstream.client import SERVER_OPTIONS
+from slipstream.errors import RefusedError, abort_with
+from slipstream.tensors import ChunkAssembler, digest_of_specs, spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 

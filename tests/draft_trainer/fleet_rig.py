@@ -9,13 +9,11 @@ import torch
 
 from draft_trainer.checkpoints.checkpoint import d2t_of
 from draft_trainer.config import CanaryConfig
-from draft_trainer.releases.acceptance_watch import AcceptanceWatch
-from draft_trainer.releases.canary import Canary
+from draft_trainer.counters import Board
+from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import Fleet, Timeouts
-from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.publisher import Publisher
-from draft_trainer.releases.registry import Registry
-from draft_trainer.sidecar.board import Board
+from draft_trainer.releases.registry import Promotions, Registry
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.rig import write_draft
 from tests.draft_trainer.synthetic import draft_vocab_ids, head

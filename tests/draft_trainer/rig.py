@@ -13,13 +13,12 @@ import torch
 
 from draft_trainer.checkpoints.checkpoint import d2t_of, save_draft
 from draft_trainer.config import TrainerConfig, parse_config
-from draft_trainer.feed.sample import Sample
-from draft_trainer.sidecar.server import TrainerServer
-from slipstream.channel import open_channel
+from draft_trainer.sample import Sample
+from draft_trainer.server.app import TrainerServer
+from slipstream.client import open_channel
+from slipstream.errors import RefusedError, refused_from
 from slipstream.layers import encode_layers
-from slipstream.refusal import RefusedError, refused_from
-from slipstream.schema import SCHEMA_VERSION
-from slipstream.tensors import chunks_of, encode, spec_of
+from slipstream.tensors import SCHEMA_VERSION, chunks_of, encode, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, draft_vocab_ids, head

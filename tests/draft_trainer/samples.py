@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from draft_trainer.config import ReplayConfig
-from draft_trainer.feed.sample import Sample
-from draft_trainer.feed.store import Reservation, SampleStore
+from draft_trainer.ingest.store import Reservation, SampleStore
+from draft_trainer.sample import Sample
 
 WIDTH = 8
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from draft_trainer.eagle3.policy_head import PolicyHead, PolicyHeads
-from draft_trainer.feed.sample import Sample
+from draft_trainer.drafters.eagle3.batch import PolicyHead, PolicyHeads
+from draft_trainer.sample import Sample
 from draft_trainer.training.followers import Followers, follow
 from draft_trainer.training.learner import Learner, LearnerConfig
 from draft_trainer.training.ranks import Ranks
-from draft_trainer.training.training_state import StateStore
-from slipstream.refusal import RefusedError
+from draft_trainer.training.state import StateStore
+from slipstream.errors import RefusedError
 from tests.draft_trainer.synthetic import Policy, draft_vocab_ids, head
 
 # Waited out in full, and the deadline of joining and of every exchange before it too: two processes

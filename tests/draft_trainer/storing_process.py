@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from draft_trainer.feed.store import SampleStore
+from draft_trainer.ingest.store import SampleStore
 from tests.draft_trainer.samples import is_intact, open_store, put, received
 
 EPOCHS = 2

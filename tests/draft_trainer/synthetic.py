@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draft_trainer.eagle3.head import Eagle3Head, HeadConfig
-from draft_trainer.eagle3.policy_head import PolicyHead, PolicyHeads
-from draft_trainer.feed.sample import Sample
+from draft_trainer.drafters.eagle3.batch import PolicyHead, PolicyHeads
+from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.sample import Sample
 
 HIDDEN, VOCAB, DRAFT_VOCAB, LAYERS = 16, 24, 16, 3
 

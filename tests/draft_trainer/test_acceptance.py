@@ -12,13 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_trainer.eagle3.acceptance import Method, expected_acceptance, visit_probabilities
-from draft_trainer.eagle3.batch import batches, collate
-from draft_trainer.eagle3.head import Eagle3Head
-from draft_trainer.eagle3.objective import valid_targets
-from draft_trainer.eagle3.unroll import ttt_unroll
+from draft_trainer.drafters.eagle3.acceptance import (
+    Method,
+    expected_acceptance,
+    visit_probabilities,
+)
+from draft_trainer.drafters.eagle3.batch import batches, collate
+from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters.eagle3.loss import valid_targets
+from draft_trainer.drafters.eagle3.unroll import ttt_unroll
 from draft_trainer.training.learner import Learner, LearnerConfig
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 from tests.draft_trainer.synthetic import VOCAB, Policy, draft_vocab_ids, head
 
 K = 3

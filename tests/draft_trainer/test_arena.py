@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_trainer.feed.arena import ALIGNMENT, MOST_SHARED, Arena, FreeList, aligned
-from slipstream.refusal import RefusedError, StatusCode
+from draft_trainer.ingest.arena import ALIGNMENT, MOST_SHARED, Arena, FreeList, aligned
+from slipstream.errors import RefusedError, StatusCode
 
 
 def test_aligned() -> None:

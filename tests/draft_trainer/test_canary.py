@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.config import CanaryConfig
-from draft_trainer.releases.publish_log import FILE_NAME
+from draft_trainer.counters import FILE_NAME
 from draft_trainer.releases.reconciler import Reconciler
-from slipstream.refusal import RefusedError, StatusCode
+from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.fleet_rig import Rig
 
 GOOD, RUINED = [70, 50, 30], [2, 0, 0]

@@ -15,8 +15,8 @@ from xxhash import xxh3_64_intdigest
 from draft_trainer.kernels import checked_copy
 from draft_trainer.kernels.checked_copy import copies_checked, fits_copies, fused_copy_checked
 from draft_trainer.kernels.library import all_kernels, using_kernels
-from slipstream.checksums import CRC32, XXH3_64, Bytes, all_finite, checksum_of, copy_checked
-from slipstream.refusal import RefusedError
+from slipstream.checksum import CRC32, XXH3_64, Bytes, all_finite, checksum_of, copy_checked
+from slipstream.errors import RefusedError
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"

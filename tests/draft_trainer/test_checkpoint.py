@@ -18,9 +18,8 @@ from draft_trainer.checkpoints.checkpoint import (
     target_ids,
     write_checkpoint,
 )
-from draft_trainer.eagle3.head_config import HeadConfig
-from draft_trainer.eagle3.rope import RopeScaling
-from slipstream.refusal import RefusedError
+from draft_trainer.drafters.eagle3.config import HeadConfig, RopeScaling
+from slipstream.errors import RefusedError
 from tests.draft_trainer.checkpoint_rig import (
     CONFIG,
     WEIGHTS,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from draft_trainer.checkpoints.checkpoint import load_head, read_checkpoint, save_draft
 from draft_trainer.releases.registry import Registry
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 from tests.draft_trainer.dense_head import dense_step
 
 _FOLDER = Path(__file__).parent / "checkpoints"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draft_trainer.checkpoints.checkpoint import read_checkpoint, save_draft
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 from tests.draft_trainer.checkpoint_rig import (
     CONFIG,
     WEIGHTS,

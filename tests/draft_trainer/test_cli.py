@@ -19,7 +19,7 @@ import grpc
 import pytest
 
 from draft_trainer.cli.main import main
-from slipstream.channel import open_channel
+from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import Client, Stream, make_config, raw_config, rollouts, running
 
@@ -115,7 +115,7 @@ def test_sigterm_while_fed_and_training_ends_with_0(tmp_path: Path) -> None:
 def test_killed_client_does_not_matter_and_sigint_ends_with_0(tmp_path: Path) -> None:
     feeder = """
 import os, sys
-from slipstream.channel import open_channel
+from slipstream.client import open_channel
 from tests.draft_trainer.rig import Client, Stream, rollouts
 client = Client(open_channel(sys.argv[1]))
 client.open()

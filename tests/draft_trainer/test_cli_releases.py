@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from draft_trainer.checkpoints.checkpoint import load_head, read_checkpoint, save_draft
 from draft_trainer.cli.main import main
-from draft_trainer.releases.pins import write_pins
-from draft_trainer.releases.registry import Registry
-from draft_trainer.releases.verdicts import KEPT, VerdictLog, read_verdicts
-from slipstream.refusal import RefusedError
+from draft_trainer.counters import KEPT, VerdictLog, read_verdicts
+from draft_trainer.releases.registry import Registry, write_pins
+from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
 from tests.draft_trainer.registry_rig import create, d2t, flip
 from tests.draft_trainer.rig import make_config, running, write_draft

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draft_trainer.config import load_config, parse_config
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 GOOD: dict[str, Any] = {"draft": {"initial": "draft", "registry": "registry"}}
 

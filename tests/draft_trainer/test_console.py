@@ -24,7 +24,7 @@ import pytest
 
 from draft_trainer.cli.completion import SHELLS
 from draft_trainer.cli.main import main
-from slipstream.channel import open_channel
+from slipstream.client import open_channel
 from slipstream.v1 import console_pb2
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.rig import Client, make_config, rollouts, running

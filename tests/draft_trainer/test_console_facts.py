@@ -8,15 +8,14 @@ from pathlib import Path
 import grpc
 import pytest
 
+from draft_trainer import counters as events
 from draft_trainer.cli.events import described
 from draft_trainer.cli.past import DASH, length, number, slot_lengths
 from draft_trainer.cli.sparkline import bar, sparkline
+from draft_trainer.counters import EventLog
 from draft_trainer.releases.fleet import Failure
-from draft_trainer.sidecar import acceptance_history, events
-from draft_trainer.sidecar.acceptance_history import AcceptanceHistory
-from draft_trainer.sidecar.events import EventLog
-from draft_trainer.sidecar.fleet_view import FleetView
-from draft_trainer.sidecar.moments import Thinned
+from draft_trainer.server import status as acceptance_history
+from draft_trainer.server.status import AcceptanceHistory, FleetView, Thinned
 from slipstream.v1 import console_pb2 as pb
 from slipstream.v1 import release_pb2, rollout_server_pb2
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 from safetensors.torch import load_file
 
-from slipstream.channel import open_channel
+from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import Client, Stream, make_config, rollouts, running
 from tests.draft_trainer.test_cli import serving, write_config

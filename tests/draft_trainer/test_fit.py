@@ -19,12 +19,10 @@ import torch
 
 from draft_trainer.checkpoints.checkpoint import load_head, target_ids
 from draft_trainer.cli.main import main
-from draft_trainer.eagle3.acceptance import expected_acceptance
-from draft_trainer.feed.sample import is_held_out
-from draft_trainer.offline.progress import Progress, duration
-from draft_trainer.offline.training_log import read_log
-from draft_trainer.offline.training_plot import _ticks
+from draft_trainer.drafters.eagle3.acceptance import expected_acceptance
+from draft_trainer.offline.fit import Progress, _ticks, duration, read_log
 from draft_trainer.recordings.recording import Recording
+from draft_trainer.sample import is_held_out
 from tests.draft_trainer.recordings import record_synthetic
 from tests.draft_trainer.rig import write_draft
 from tests.draft_trainer.synthetic import Policy

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_trainer.eagle3.acceptance import expected_acceptance
-from draft_trainer.eagle3.head import Eagle3Head
-from draft_trainer.feed.sample import Sample
-from draft_trainer.releases.gate import Gate, GateConfig
-from draft_trainer.releases.paired_interval import paired_interval, student
+from draft_trainer.drafters.eagle3.acceptance import expected_acceptance
+from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.releases.gate import Gate, GateConfig, paired_interval, student
+from draft_trainer.sample import Sample
 from draft_trainer.training.learner import Learner, LearnerConfig
 from tests.draft_trainer.synthetic import VOCAB, Policy, head
 

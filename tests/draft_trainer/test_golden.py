@@ -16,10 +16,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from draft_trainer.eagle3.batch import Batch
-from draft_trainer.eagle3.head import Eagle3Head, HeadConfig
-from draft_trainer.eagle3.objective import Objective, step_weights, ttt_objective
-from draft_trainer.eagle3.unroll import ahead, ttt_unroll
+from draft_trainer.drafters.eagle3.batch import Batch
+from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.drafters.eagle3.loss import Objective, step_weights, ttt_objective
+from draft_trainer.drafters.eagle3.unroll import ahead, ttt_unroll
 from draft_trainer.kernels.library import using_kernels
 
 STEPS = 4

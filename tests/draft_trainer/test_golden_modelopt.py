@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import draft_trainer.eagle3.unroll
-from draft_trainer.eagle3.head import Eagle3Head, RMSNorm
-from draft_trainer.eagle3.objective import ttt_objective
-from draft_trainer.eagle3.unroll import ahead, ttt_unroll
+import draft_trainer.drafters.eagle3.unroll
+from draft_trainer.drafters.eagle3.head import Eagle3Head, RMSNorm
+from draft_trainer.drafters.eagle3.loss import ttt_objective
+from draft_trainer.drafters.eagle3.unroll import ahead, ttt_unroll
 from tests.draft_trainer.test_golden import (
     STEPS,
     _batch,
@@ -32,14 +32,14 @@ golden, dims = _load("modelopt")
 def head(monkeypatch: pytest.MonkeyPatch) -> Eagle3Head:
     """The golden head, its hidden state normed twice."""
     head = _head(golden, dims)
-    once = draft_trainer.eagle3.unroll._normed
+    once = draft_trainer.drafters.eagle3.unroll._normed
 
     def normed(norm: RMSNorm, x: Tensor) -> Tensor:
         if norm is head.midlayer.hidden_norm:
             x = once(head.midlayer.input_layernorm, x)
         return once(norm, x)
 
-    monkeypatch.setattr(draft_trainer.eagle3.unroll, "_normed", normed)
+    monkeypatch.setattr(draft_trainer.drafters.eagle3.unroll, "_normed", normed)
     return head
 
 

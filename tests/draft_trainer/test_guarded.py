@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 from draft_trainer.kernels.checked_copy import fused_copy_checked
 from draft_trainer.kernels.guarded import SourceGoneError, guarded_gather
 from draft_trainer.kernels.library import all_kernels, using_kernels
-from slipstream.checksums import CRC32, XXH3_64, Bytes
+from slipstream.checksum import CRC32, XXH3_64, Bytes
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"

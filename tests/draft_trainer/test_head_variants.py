@@ -19,12 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draft_trainer.checkpoints.checkpoint import d2t_of, load_head, save_draft, target_ids
-from draft_trainer.eagle3.batch import Batch
-from draft_trainer.eagle3.head import Eagle3Head
-from draft_trainer.eagle3.head_config import HeadConfig
-from draft_trainer.eagle3.rope import RopeScaling
-from draft_trainer.eagle3.unroll import ttt_unroll
-from slipstream.refusal import RefusedError
+from draft_trainer.drafters.eagle3.batch import Batch
+from draft_trainer.drafters.eagle3.config import HeadConfig, RopeScaling
+from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters.eagle3.unroll import ttt_unroll
+from slipstream.errors import RefusedError
 from tests.draft_trainer.dense_head import dense_step
 
 WIDTH, VOCAB, TOKENS, START = 192, 128, 14, 200

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from draft_trainer.sidecar import inbox as module
-from draft_trainer.sidecar.inbox import Inbox, samples_in
-from slipstream.framing import Framed, frame, unframe
-from slipstream.refusal import RefusedError
+from draft_trainer.server import stream as module
+from draft_trainer.server.stream import Inbox, samples_in
+from slipstream.errors import RefusedError
+from slipstream.tensors import Framed, frame, unframe
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 LONG = 60.0

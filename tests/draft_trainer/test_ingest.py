@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from draft_trainer.sidecar.server import TrainerServer
+from draft_trainer.server.app import TrainerServer
 from slipstream.tensors import encode
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from draft_trainer.sidecar.server import TrainerServer
+from draft_trainer.server.app import TrainerServer
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import Client, Stream, make_config, refusal, rollouts, running
 

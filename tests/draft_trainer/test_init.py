@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from draft_trainer.checkpoints.checkpoint import load_head, target_ids
 from draft_trainer.checkpoints.initial import choose_draft_vocabulary, init_draft
-from draft_trainer.checkpoints.policy_checkpoint import PolicyCheckpoint, read_policy
+from draft_trainer.checkpoints.policy import PolicyCheckpoint, read_policy
 from draft_trainer.cli.main import main
 from draft_trainer.recordings.recording import Recording
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 from tests.draft_trainer.recordings import record_synthetic
 from tests.draft_trainer.synthetic import VOCAB, Policy, draft_vocab_ids
 

@@ -8,15 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_trainer.eagle3 import soft_targets
-from draft_trainer.eagle3.attention import ttt_attention
-from draft_trainer.eagle3.rms_norm import rms_norm
-from draft_trainer.eagle3.rotary import rotate_heads
-from draft_trainer.eagle3.soft_targets import Target
-from draft_trainer.eagle3.swiglu import swiglu
+from draft_trainer.drafters.eagle3 import loss as soft_targets
+from draft_trainer.drafters.eagle3.attention import ttt_attention
+from draft_trainer.drafters.eagle3.head import rms_norm, rotate_heads, swiglu
+from draft_trainer.drafters.eagle3.loss import Target
 from draft_trainer.kernels import library
 from draft_trainer.kernels.library import kernels_for, use_kernels, using_kernels
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 compiled = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler"

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from draft_trainer.eagle3.acceptance import expected_acceptance
-from draft_trainer.eagle3.head import Eagle3Head
+from draft_trainer.drafters.eagle3.acceptance import expected_acceptance
+from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.training.learner import Learner, LearnerConfig
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 from tests.draft_trainer.synthetic import Policy, head
 
 CONFIG = LearnerConfig(learning_rate=3e-3, warmup_steps=5, ttt_steps=3)

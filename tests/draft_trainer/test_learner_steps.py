@@ -9,12 +9,11 @@ import random
 import pytest
 import torch
 
-from draft_trainer.eagle3.objective import step_weights
-from draft_trainer.offline.data_order import DataOrder, Position
-from draft_trainer.training.learner import Learner, LearnerConfig
-from draft_trainer.training.muon import orthogonal
-from draft_trainer.training.schedule import Schedule
-from slipstream.refusal import RefusedError
+from draft_trainer.config import Schedule
+from draft_trainer.drafters.eagle3.loss import step_weights
+from draft_trainer.offline.fit import DataOrder, Position
+from draft_trainer.training.learner import Learner, LearnerConfig, orthogonal
+from slipstream.errors import RefusedError
 from tests.draft_trainer.synthetic import Policy, head
 
 CONFIG = LearnerConfig(learning_rate=3e-3, warmup_steps=2, ttt_steps=3)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from draft_trainer.feed.ledger import Ledger, keys_of, ranges
-from slipstream.refusal import RefusedError
+from draft_trainer.ingest.store import Ledger, keys_of, ranges
+from slipstream.errors import RefusedError
 
 A, B, C, D = (keys_of("run")(name) for name in "abcd")
 

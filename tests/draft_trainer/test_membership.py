@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.config import load_config, parse_config
-from draft_trainer.releases.membership import LookedUpMembers, members_of
-from slipstream.refusal import RefusedError
+from draft_trainer.releases.fleet import LookedUpMembers, members_of
+from slipstream.errors import RefusedError
 
 
 def test_a_name_is_looked_up_again_and_the_last_answer_outlives_the_name_service() -> None:

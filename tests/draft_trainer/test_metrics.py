@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
-from draft_trainer.feed.rings import Rings
-from draft_trainer.sidecar.board import Board, GateResult, Servers
-from draft_trainer.sidecar.metrics import TrainerCollector
-from draft_trainer.sidecar.metrics_catalogue import CATALOGUE
-from draft_trainer.sidecar.policy_clock import KEPT, PolicyClock
-from slipstream.limits import RefusedCalls
-from slipstream.refusal import StatusCode
+from draft_trainer.counters import Board, GateResult, Servers
+from draft_trainer.ingest.rings import Rings
+from draft_trainer.server.metrics import CATALOGUE, TrainerCollector
+from draft_trainer.server.status import KEPT, PolicyClock
+from slipstream.errors import StatusCode
+from slipstream.serving import RefusedCalls
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.fleet_rig import Rig
 from tests.draft_trainer.rig import Stream, make_config, rollouts, running

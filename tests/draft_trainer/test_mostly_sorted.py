@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from draft_trainer.feed.mostly_sorted import MostlySorted
+from draft_trainer.ingest.replay import MostlySorted
 
 
 @pytest.mark.parametrize("in_order", [0.0, 0.7, 1.0])

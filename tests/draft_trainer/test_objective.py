@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draft_trainer.eagle3.batch import batches, collate
-from draft_trainer.eagle3.objective import METRICS, step_weights, ttt_objective, valid_targets
-from draft_trainer.eagle3.unroll import ttt_unroll
+from draft_trainer.drafters.eagle3.batch import batches, collate
+from draft_trainer.drafters.eagle3.loss import METRICS, step_weights, ttt_objective, valid_targets
+from draft_trainer.drafters.eagle3.unroll import ttt_unroll
 from tests.draft_trainer.synthetic import Policy, draft_vocab_ids, head
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from draft_trainer.feed import placement
-from draft_trainer.feed.placement import SampleFolder
-from draft_trainer.feed.store import SampleStore
-from slipstream.refusal import RefusedError, StatusCode
+from draft_trainer.ingest import store as placement
+from draft_trainer.ingest.store import SampleFolder, SampleStore
+from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.rig import make_config, rollouts, running
 from tests.draft_trainer.samples import is_intact, open_store, put
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from draft_trainer.releases import healing
-from draft_trainer.releases.promotions import Promotions
-from draft_trainer.releases.publish_log import FILE_NAME
-from slipstream.refusal import RefusedError
+from draft_trainer.counters import FILE_NAME
+from draft_trainer.releases import publisher as healing
+from draft_trainer.releases.registry import Promotions
+from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.fleet_rig import Rig
 

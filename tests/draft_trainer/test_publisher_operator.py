@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from draft_trainer.releases.promotions import FILE_NAME, Promotions
-from slipstream.refusal import RefusedError
+from draft_trainer.releases.registry import FILE_NAME, Promotions
+from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_rig import Rig
 
 

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.ranks import Ranks, shares
-from draft_trainer.training.training_state import StateStore
-from slipstream.channel import open_channel
-from slipstream.refusal import RefusedError
+from draft_trainer.training.state import StateStore
+from slipstream.client import open_channel
+from slipstream.errors import RefusedError
 from tests.draft_trainer.rig import Client, train
 from tests.draft_trainer.serving_process import CONFIG as SERVING
 from tests.draft_trainer.serving_process import SILENCE_S, lead

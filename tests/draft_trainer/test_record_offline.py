@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_trainer.recordings.recording import Recording
 from examples.arithmetic_grpo.record import Recorder, Rollout, read_rollouts, solutions
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 from tests.alignment.recorded import record
 
 LAYERS = (2, 5, 7)

@@ -20,16 +20,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from draft_trainer.config import RecordingConfig, ReplayConfig
-from draft_trainer.eagle3.policy_head import PolicyHead
-from draft_trainer.feed.sample import Sample
-from draft_trainer.feed.session import PolicySizes, Run
-from draft_trainer.feed.store import SampleStore
-from draft_trainer.recordings import recording_writer
+from draft_trainer.counters import Board
+from draft_trainer.drafters.eagle3.batch import PolicyHead
+from draft_trainer.ingest.run import PolicySizes, Run
+from draft_trainer.ingest.store import SampleStore
+from draft_trainer.recordings import recording as recording_writer
 from draft_trainer.recordings.recorder import Recorder
-from draft_trainer.recordings.recording import Recording
-from draft_trainer.recordings.recording_writer import RecordingWriter
-from draft_trainer.sidecar.board import Board
-from slipstream.refusal import RefusedError
+from draft_trainer.recordings.recording import Recording, RecordingWriter
+from draft_trainer.sample import Sample
+from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.recordings import FACTS, record_synthetic
 from tests.draft_trainer.rig import make_config, rollouts, running
@@ -232,7 +231,7 @@ import os, signal, sys
 from pathlib import Path
 from tests.draft_trainer.recordings import FACTS
 from tests.draft_trainer.synthetic import Policy
-from draft_trainer.recordings.recording_writer import RecordingWriter
+from draft_trainer.recordings.recording import RecordingWriter
 
 left = int(sys.argv[2])
 def on_event(name, arguments):

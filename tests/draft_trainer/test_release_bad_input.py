@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from draft_trainer.releases import publisher
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_rig import Rig
 from tests.draft_trainer.registry_rig import flip
 

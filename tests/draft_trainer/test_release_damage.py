@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.releases.registry import Registry
-from slipstream.refusal import RefusedError, StatusCode
+from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.registry_rig import create, flip
 from tests.draft_trainer.synthetic import head
 

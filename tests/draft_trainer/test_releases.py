@@ -15,9 +15,8 @@ import torch
 
 import slipstream
 from draft_trainer.checkpoints.checkpoint import save_draft
-from draft_trainer.releases.opening import newest_own
-from draft_trainer.releases.registry import Registry
-from slipstream.refusal import RefusedError, StatusCode
+from draft_trainer.releases.registry import Registry, newest_own
+from slipstream.errors import RefusedError, StatusCode
 from slipstream.v1 import release_pb2
 from tests.draft_trainer.registry_rig import create, d2t, names
 from tests.draft_trainer.synthetic import head

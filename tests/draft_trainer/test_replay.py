@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from draft_trainer.eagle3.policy_head import PolicyHead, PolicyHeads
-from draft_trainer.feed.replay import ReplayBuffer
-from draft_trainer.feed.sample import Sample
-from slipstream.refusal import RefusedError
+from draft_trainer.drafters.eagle3.batch import PolicyHead, PolicyHeads
+from draft_trainer.ingest.replay import ReplayBuffer
+from draft_trainer.sample import Sample
+from slipstream.errors import RefusedError
 from slipstream.tensors import digest
 from tests.draft_trainer.synthetic import Policy
 

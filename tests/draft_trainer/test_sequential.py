@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from draft_trainer.config import CanaryConfig
-from draft_trainer.releases.sequential import Arm, Batch, batch_of, verdict
+from draft_trainer.releases.canary import Arm, Batch, batch_of, verdict
 
 K = 3
 IN_FLIGHT = 32

@@ -11,9 +11,9 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from draft_trainer.sidecar.server import TrainerServer
-from slipstream.channel import open_channel
-from slipstream.refusal import RefusedError
+from draft_trainer.server.app import TrainerServer
+from slipstream.client import open_channel
+from slipstream.errors import RefusedError
 from slipstream.tensors import decode
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import (

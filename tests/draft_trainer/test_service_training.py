@@ -9,8 +9,8 @@ import grpc
 import pytest
 import torch
 
-from draft_trainer.eagle3.policy_head import PolicyHeads
-from draft_trainer.feed.sample import Sample
+from draft_trainer.drafters.eagle3.batch import PolicyHeads
+from draft_trainer.sample import Sample
 from draft_trainer.training.learner import StepMetrics
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as pb

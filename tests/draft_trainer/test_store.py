@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from draft_trainer.eagle3.policy_head import PolicyHead
-from draft_trainer.feed.arena import aligned
-from draft_trainer.feed.ledger import Ledger
-from draft_trainer.feed.store import ARENA, LEDGER, SampleStore
-from slipstream.refusal import RefusedError, StatusCode
+from draft_trainer.drafters.eagle3.batch import PolicyHead
+from draft_trainer.ingest.arena import aligned
+from draft_trainer.ingest.store import ARENA, LEDGER, Ledger, SampleStore
+from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import digest
 from tests.draft_trainer.samples import (
     all_drawn,

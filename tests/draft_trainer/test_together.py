@@ -17,24 +17,28 @@ import pytest
 import torch
 
 from draft_trainer.config import ReplayConfig
-from draft_trainer.feed import arena, filling
-from draft_trainer.feed.arena import Extent
-from draft_trainer.feed.contents import check_contents
-from draft_trainer.feed.filling import Outcome, fill_rooms
-from draft_trainer.feed.ingest import Ingest
-from draft_trainer.feed.receive import Memories, receive
-from draft_trainer.feed.reservation import Reservation
-from draft_trainer.feed.sample import group_of
-from draft_trainer.feed.store import SampleStore
-from draft_trainer.feed.together import fill_together
-from draft_trainer.feed.validate import Expected
+from draft_trainer.counters import Board
+from draft_trainer.ingest import arena
+from draft_trainer.ingest import ingest as filling
+from draft_trainer.ingest.arena import Extent
+from draft_trainer.ingest.ingest import (
+    Expected,
+    Ingest,
+    Memories,
+    Outcome,
+    check_contents,
+    fill_rooms,
+    fill_together,
+    receive,
+)
+from draft_trainer.ingest.store import Reservation, SampleStore
 from draft_trainer.kernels.library import using_kernels
-from draft_trainer.sidecar.board import Board
-from slipstream.checksums import KINDS, Bytes, checksum_of
+from draft_trainer.sample import group_of
+from slipstream.checksum import KINDS, Bytes, checksum_of
+from slipstream.errors import RefusedError, StatusCode
 from slipstream.layers import encode_layers
-from slipstream.packed import Layout, layout_of, tensors_in
-from slipstream.refusal import RefusedError, StatusCode
-from slipstream.ring import HEADER_BYTES, RingFile, RingTruncatedError
+from slipstream.sample import Layout, layout_of, tensors_in
+from slipstream.shm import HEADER_BYTES, RingFile, RingTruncatedError
 from slipstream.tensors import dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 

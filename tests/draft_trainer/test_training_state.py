@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from draft_trainer.training.learner import Learner, LearnerConfig
-from draft_trainer.training.training_state import VERSION, StateStore, head_facts
-from slipstream.refusal import RefusedError, StatusCode
+from draft_trainer.training.state import VERSION, StateStore, head_facts
+from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.synthetic import Policy, config, head
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "n": torch.tensor(7), "h": torch.ones(3).bfloat16()}
@@ -137,7 +137,7 @@ def test_full_disk_leaves_the_states_before_it(tmp_path: Path) -> None:
     # After the imports: Python writes their bytecode, and half a file of that breaks the next run.
     code = f"""import resource, sys, torch
 from pathlib import Path
-from draft_trainer.training.training_state import StateStore
+from draft_trainer.training.state import StateStore
 from tests.draft_trainer.test_training_state import FACTS
 resource.setrlimit({resource.RLIMIT_FSIZE}, (4096, 4096))
 try:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_trainer.eagle3 import causal
-from draft_trainer.eagle3.attention import ttt_attention
-from draft_trainer.eagle3.batch import Batch, collate
-from draft_trainer.eagle3.head import Eagle3Head, rotate
-from draft_trainer.eagle3.unroll import ahead, ttt_unroll
+from draft_trainer.drafters.eagle3 import attention as causal
+from draft_trainer.drafters.eagle3.attention import ttt_attention
+from draft_trainer.drafters.eagle3.batch import Batch, collate
+from draft_trainer.drafters.eagle3.head import Eagle3Head, rotate
+from draft_trainer.drafters.eagle3.unroll import ahead, ttt_unroll
 from tests.draft_trainer.synthetic import Policy, head
 
 

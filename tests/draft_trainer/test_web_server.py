@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from draft_trainer.web import server
-from draft_trainer.web.server import WebServer
-from slipstream.access import open_to_all
-from slipstream.refusal import RefusedError
+from draft_trainer.server import web as server
+from draft_trainer.server.web import WebServer
+from slipstream.errors import RefusedError
+from slipstream.security import open_to_all
 
 DEADLINE = 60.0
 

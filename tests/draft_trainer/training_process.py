@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from draft_trainer.offline.data_order import DataOrder, Position
+from draft_trainer.offline.fit import DataOrder, Position
 from draft_trainer.training.learner import Learner, LearnerConfig
 from draft_trainer.training.ranks import RankLostError, Ranks, shares
-from draft_trainer.training.training_state import StateStore, head_facts
+from draft_trainer.training.state import StateStore, head_facts
 from tests.draft_trainer.synthetic import Policy, config, head
 
 CONFIG = LearnerConfig(

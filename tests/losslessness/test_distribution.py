@@ -2,7 +2,7 @@
 
 Null: the server draws from the policy's exact distribution at T = 1. Each test refuses it at
 p < 1e-4, so a correct server fails one run in 10,000 per test. Power: vLLM's CPU sampler bug
-(``rollout_server.cpu_sampler``) puts the joint at 0.42 in total variation, p < 1e-300.
+(``rollout_server.vllm_patches``) puts the joint at 0.42 in total variation, p < 1e-300.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.tokenizer import EOS_ID
-from slipstream.staging import stage
+from slipstream.client import stage
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.conftest import RunningServer
 from tests.losslessness.joint import chi_square_p_value, exact_joint

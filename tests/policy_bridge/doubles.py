@@ -13,13 +13,12 @@ import grpc
 import numpy as np
 import torch
 
-from slipstream.channel import SERVER_OPTIONS
-from slipstream.checksums import KINDS, checksum_of
+from slipstream.checksum import KINDS, checksum_of
+from slipstream.client import SERVER_OPTIONS
+from slipstream.errors import RefusedError, abort_with
 from slipstream.layers import encode_layers
-from slipstream.packed import layout_of, tensors_in
-from slipstream.refusal import RefusedError, abort_with
-from slipstream.schema import SCHEMA_VERSION
-from slipstream.tensors import ChunkAssembler, decode, dtype_from_wire, encode
+from slipstream.sample import layout_of, tensors_in
+from slipstream.tensors import SCHEMA_VERSION, ChunkAssembler, decode, dtype_from_wire, encode
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import rollout_server_pb2 as rollout_pb

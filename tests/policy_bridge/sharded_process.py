@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from policy_bridge.matrices import PolicyMatrices
+from policy_bridge.session import PolicyMatrices
 from policy_bridge.sync import policy_tensors
 from tests.policy_bridge.conftest import batch
 from tests.policy_bridge.test_models import qwen3

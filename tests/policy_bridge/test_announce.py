@@ -7,12 +7,11 @@ import hashlib
 import pytest
 import torch
 
-from policy_bridge import announce, pacing
-from policy_bridge.pacing import BLOCK_BYTES, Pace
-from policy_bridge.session import Session
-from slipstream.channel import open_channel
-from slipstream.framing import frame_chunk
-from slipstream.tensors import bytes_of, spec_of
+from policy_bridge import session as announce
+from policy_bridge import session as pacing
+from policy_bridge.session import BLOCK_BYTES, Pace, Session
+from slipstream.client import open_channel
+from slipstream.tensors import bytes_of, frame_chunk, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 from .conftest import Connect

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from policy_bridge.batch import spans_of
-from slipstream.refusal import RefusedError
+from policy_bridge.capture import spans_of
+from slipstream.errors import RefusedError
 
 from .conftest import batch
 from .test_models import qwen3

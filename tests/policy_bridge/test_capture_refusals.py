@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from policy_bridge import BridgeConfig, PolicyBridge
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, FakeTrainer

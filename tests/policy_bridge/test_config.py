@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from policy_bridge import BridgeConfig, ModulePaths, PolicyBridge, null_bridge
-from policy_bridge.modules import find_modules
-from slipstream.refusal import RefusedError
+from policy_bridge.model import find_modules
+from slipstream.errors import RefusedError
 
 from .conftest import batch, make_model, ship
 

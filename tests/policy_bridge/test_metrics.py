@@ -6,9 +6,8 @@ import subprocess
 import sys
 
 from policy_bridge import PolicyBridge
-from policy_bridge.metrics_catalogue import CATALOGUE
-from policy_bridge.prometheus import BridgeCollector
-from policy_bridge.ring_space import RingSpace
+from policy_bridge.connection import RingSpace
+from policy_bridge.metrics import CATALOGUE, BridgeCollector
 from policy_bridge.stats import Counters
 from tests.scraping import of, scrape, value
 
@@ -108,6 +107,6 @@ def test_a_switched_off_bridge_is_exposed_too() -> None:
 def test_the_bridge_needs_no_prometheus_client() -> None:
     code = (
         "import sys; sys.modules['prometheus_client'] = None\n"
-        "import policy_bridge, policy_bridge.bridge, policy_bridge.metrics_catalogue"
+        "import policy_bridge, policy_bridge.bridge, policy_bridge.metrics"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

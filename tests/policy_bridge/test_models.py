@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from policy_bridge import ModulePaths
-from policy_bridge.modules import find_modules
-from slipstream.refusal import RefusedError
+from policy_bridge.model import find_modules
+from slipstream.errors import RefusedError
 
 from .conftest import VOCAB, batch
 from .windows import LAYERS, Batch, Windows, assert_same_bits, gradients, hooks_on

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from policy_bridge.outbox import Outbox
-from policy_bridge.pool import HostPool
-from policy_bridge.sample import Sample
+from policy_bridge.outbox import HostPool, Outbox, Sample
 from policy_bridge.stats import BridgeStats, Counters
-from slipstream.packed import Layout
+from slipstream.sample import Layout
 
 
 def sample(name: str, version: int, nbytes: int = 200) -> Sample:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from policy_bridge.config import ModulePaths
-from policy_bridge.modules import find_modules
-from slipstream.refusal import RefusedError
+from policy_bridge.model import find_modules
+from slipstream.errors import RefusedError
 
 from .conftest import batch
 from .test_models import Windows, assert_same_bits, check_states, gradients, qwen3

@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from policy_bridge.pool import ALIGNMENT, HostPool
+from policy_bridge.outbox import ALIGNMENT, HostPool
 
 
 def test_a_loan_ends_with_the_last_view_of_it() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from policy_bridge import PolicyBridge
-from policy_bridge.null import NullCapture
-from slipstream.refusal import RefusedError, StatusCode
+from policy_bridge.bridge import NullCapture
+from slipstream.errors import RefusedError, StatusCode
 
 from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, BlackHole, FakeTrainer

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from policy_bridge import capture
-from policy_bridge.gather import gather_into
-from policy_bridge.runner import DeviceRunner, HostRunner
-from policy_bridge.side_thread import JOBS, SideThread
-from slipstream.refusal import RefusedError
+from policy_bridge.capture import gather_into
+from policy_bridge.copier import JOBS, DeviceRunner, HostRunner, SideThread
+from slipstream.errors import RefusedError
 
 from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, FakeTrainer

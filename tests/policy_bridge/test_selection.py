@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from policy_bridge.sample import Sample
+from policy_bridge.outbox import Sample
 from policy_bridge.selection import (
     CONTEXT_TOKENS,
     Candidate,
@@ -18,7 +18,7 @@ from policy_bridge.selection import (
     choose,
     windows,
 )
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 from .conftest import HIDDEN, Connect, batch, make_model, ship
 from .doubles import DEADLINE, FakeTrainer

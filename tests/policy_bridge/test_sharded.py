@@ -14,12 +14,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from policy_bridge import ModulePaths
-from policy_bridge.logprobs import picked_logits
-from policy_bridge.matrices import PolicyMatrices
-from policy_bridge.modules import find_modules
+from policy_bridge.capture import picked_logits
+from policy_bridge.hooks import ForwardTap
+from policy_bridge.model import find_modules
+from policy_bridge.session import PolicyMatrices
 from policy_bridge.sync import policy_tensors
-from policy_bridge.tap import ForwardTap
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 from .conftest import batch, make_model
 from .test_models import check_states, qwen3

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from policy_bridge import PolicyBridge
-from slipstream.packed import layout_of
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
+from slipstream.sample import layout_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 from .conftest import Connect, batch, make_model, ship
@@ -196,7 +196,7 @@ def test_a_mistake_in_the_bridges_own_thread_costs_samples_not_the_run(
     def mistake(*_: object) -> None:
         raise ZeroDivisionError("seeded by a test")
 
-    monkeypatch.setattr("policy_bridge.batches.Batches.send", mistake)
+    monkeypatch.setattr("policy_bridge.connection.Batches.send", mistake)
     model, data = make_model(), batch((10, 10))
     with trainer.serve() as server:
         bridge = connect(server.address, model=model, strict=strict)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from policy_bridge import BridgeConfig, ModulePaths, MostRejected, PolicyBridge
+from policy_bridge.bridge import NullCapture
 from policy_bridge.capture import Capture
-from policy_bridge.null import NullCapture
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, FakeTrainer

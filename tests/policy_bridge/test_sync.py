@@ -9,7 +9,7 @@ import torch
 
 from policy_bridge import PolicySyncError, null_bridge
 from policy_bridge.sync import policy_tensors
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 from .conftest import Connect, make_model

@@ -13,8 +13,8 @@ from torch import nn
 
 from policy_bridge.capture import Capture, CapturePlan
 from policy_bridge.config import ModulePaths
-from policy_bridge.modules import PolicyModules, find_modules
-from policy_bridge.sample import Sample
+from policy_bridge.model import PolicyModules, find_modules
+from policy_bridge.outbox import Sample
 from policy_bridge.selection import Selector, UniformRandom
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters

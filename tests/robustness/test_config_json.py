@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from draft_trainer.checkpoints.checkpoint import read_checkpoint
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "draft_trainer" / "checkpoints"
 ODD: list[Any] = [

@@ -12,9 +12,9 @@ import grpc
 import pytest
 import torch
 
-from draft_trainer.sidecar.server import TrainerServer
+from draft_trainer.server.app import TrainerServer
 from rollout_server.content_store import ContentStore, Key
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 from slipstream.tensors import bytes_of, digest
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import make_config, refusal, rollouts, running

@@ -11,11 +11,11 @@ import grpc
 import pytest
 import torch
 
-from draft_trainer.sidecar.patience import PatientRequests, WaitingRoom
-from rollout_server.layout_check import check_finite
-from slipstream.framing import _varint, unframe
-from slipstream.limits import CallRate, Places, RefusedCalls, Unreadable, reader
-from slipstream.refusal import RefusedError
+from draft_trainer.server.calls import PatientRequests, WaitingRoom
+from rollout_server.checkpoint import check_finite
+from slipstream.errors import RefusedError
+from slipstream.serving import CallRate, Places, RefusedCalls, Unreadable, reader
+from slipstream.tensors import _varint, unframe
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 

@@ -17,8 +17,8 @@ from benchmarks.robustness import traffic
 from benchmarks.robustness.healthy import Feeder
 from benchmarks.robustness.overload import SILENT_ROLLOUT, SILENT_TRAINER, Crowd, flood
 from benchmarks.robustness.services import Process, start_trainer
-from slipstream.channel import open_channel
-from slipstream.refusal import refused_from
+from slipstream.client import open_channel
+from slipstream.errors import refused_from
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
@@ -138,7 +138,7 @@ def test_streams_and_messages_over_the_limit(trainer: Trainer) -> None:
 def test_a_batch_of_millions_of_empty_samples_is_never_parsed(trainer: Trainer) -> None:
     memory = trainer.process.rss
     empty = b"\x0a\x00" * (16 << 20)
-    from slipstream.framing import _varint
+    from slipstream.tensors import _varint
 
     message = b"\x1a" + _varint(len(empty)) + empty
     fields = b"\x12\x00" * (16 << 20)

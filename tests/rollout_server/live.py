@@ -15,8 +15,8 @@ import grpc
 import httpx
 import torch
 
-from slipstream.refusal import RefusedError, refused_from
-from slipstream.staging import stage
+from slipstream.client import stage
+from slipstream.errors import RefusedError, refused_from
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_server.acceptance_tracker import KEPT_VERSIONS, AcceptanceTracker
+from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceTracker
 
 
 def test_drafts_before_the_boundary_belong_to_the_old_version() -> None:

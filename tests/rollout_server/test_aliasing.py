@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_server import aliasing
+from rollout_server import vllm_patches as aliasing
 
 
 class Model(nn.Module):

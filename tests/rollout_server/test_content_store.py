@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout_server.content_store import ContentStore, Key
-from rollout_server.store_directory import make_directory
-from rollout_server.weight_source import StagedTensor, WeightSource
-from slipstream.refusal import RefusedError
+from rollout_server.content_store import ContentStore, Key, make_directory
+from rollout_server.reload import StagedTensor, WeightSource
+from slipstream.errors import RefusedError
 
 
 def put(store: ContentStore, name: str, values: int = 25) -> Key:
@@ -77,7 +76,7 @@ def test_what_a_killed_server_left_is_swept_and_a_living_ones_stays(tmp_path: Pa
     (living / "tensor").write_bytes(b"1")
     code = (
         "import os, pathlib, sys\n"
-        "from rollout_server.store_directory import make_directory\n"
+        "from rollout_server.content_store import make_directory\n"
         "folder = make_directory(1, pathlib.Path(sys.argv[1]))\n"
         "(folder / 'tensor').write_bytes(b'1')\n"
         "os.kill(os.getpid(), 9)\n"

@@ -10,13 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from rollout_server.acceptance_tracker import AcceptanceTracker
+from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.content_store import ContentStore, Key
-from rollout_server.control import MAX_STAGED, Committed, RolloutControl
+from rollout_server.control import DRAFT, MAX_STAGED, POLICY, Committed, RolloutControl, Weights
 from rollout_server.engine import Applied, Change, Description, UntrustedEngineError
-from rollout_server.weight_source import WeightSource
-from rollout_server.weights import DRAFT, POLICY, Weights
-from slipstream.refusal import RefusedError
+from rollout_server.reload import WeightSource
+from slipstream.errors import RefusedError
 
 
 class FakeEngine:

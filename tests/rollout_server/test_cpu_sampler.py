@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 
-from rollout_server import cpu_sampler
-from slipstream.refusal import RefusedError
+from rollout_server import vllm_patches as cpu_sampler
+from slipstream.errors import RefusedError
 
 
 def test_repeats_each_request_for_its_tokens() -> None:

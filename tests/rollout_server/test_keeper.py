@@ -17,7 +17,7 @@ DEAF = (
 
 def keep(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "rollout_server.keeper", *command],
+        [sys.executable, "-m", "rollout_server.ray_fleet", *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from transformers import AutoModelForCausalLM
 
-from slipstream.channel import open_channel
+from slipstream.client import open_channel
 from slipstream.tensors import digest, spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.checkpoints import load, perturbed

@@ -12,16 +12,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draft_trainer.checkpoints.checkpoint import load_head
 from draft_trainer.config import CanaryConfig
-from draft_trainer.releases.acceptance_watch import AcceptanceWatch
-from draft_trainer.releases.canary import Canary
+from draft_trainer.counters import Board
+from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import Fleet, Timeouts
-from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconciler import Reconciler
-from draft_trainer.releases.registry import Registry
-from draft_trainer.sidecar.board import Board
+from draft_trainer.releases.registry import Promotions, Registry
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
-from slipstream.channel import open_channel
+from slipstream.client import open_channel
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.conftest import RunningServer
 from tests.rollout_server.live import Live, until

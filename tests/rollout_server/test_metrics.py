@@ -11,17 +11,14 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from rollout_server.acceptance_tracker import KEPT_VERSIONS, AcceptanceTracker
-from rollout_server.commit_counts import CommitCounts
+from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceTracker
 from rollout_server.content_store import ContentStore
-from rollout_server.control import RolloutControl
-from rollout_server.metrics import RolloutCollector, negotiate
-from rollout_server.metrics_catalogue import CATALOGUE
+from rollout_server.control import DRAFT, POLICY, CommitCounts, RolloutControl
+from rollout_server.metrics import CATALOGUE, RolloutCollector, negotiate
 from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, Accepted, StepCosts, StepSum
-from rollout_server.weights import DRAFT, POLICY
-from slipstream.access import AccessRefusals
-from slipstream.limits import RefusedCalls
-from slipstream.refusal import StatusCode
+from slipstream.errors import StatusCode
+from slipstream.security import AccessRefusals
+from slipstream.serving import RefusedCalls
 from tests.rollout_server.test_control import FakeEngine, weights
 from tests.scraping import of, scrape, value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 
-from rollout_server.prefix_epoch import PrefixEpoch
+from rollout_server.engine_core import PrefixEpoch
 
 
 def request(tokens: list[int], salt: str | None = None) -> types.SimpleNamespace:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollout_server.preflight import check_draft_fits, check_port_free
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 from tests.rollout_server.checkpoints import load, write_draft
 
 

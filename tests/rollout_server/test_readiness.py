@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rollout_server.acceptance_tracker import AcceptanceTracker
-from rollout_server.read_back import ASLEEP, DIFFERS, SAME, ReadBack, watch_sleep
-from rollout_server.readiness import AcceptanceGuard, Readiness
-from rollout_server.weights import DRAFT
+from rollout_server.acceptance import AcceptanceTracker
+from rollout_server.control import DRAFT, AcceptanceGuard, Readiness
+from rollout_server.swap import ASLEEP, DIFFERS, SAME, ReadBack, watch_sleep
 from tests.rollout_server.test_control import Plane, run
 
 

@@ -11,12 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_server.exchange import pairs_of
-from rollout_server.read_back import DIFFERS, SAME, ReadBack
-from rollout_server.reload import Change, apply_all, load
-from rollout_server.shadow import Shadow, ShadowError
-from rollout_server.spares import READY, WORKING, Spares
-from rollout_server.weight_source import StagedTensor, WeightSource
+from rollout_server.reload import Change, StagedTensor, WeightSource, apply_all, load
+from rollout_server.swap import (
+    DIFFERS,
+    READY,
+    SAME,
+    WORKING,
+    ReadBack,
+    Shadow,
+    ShadowError,
+    Spares,
+    pairs_of,
+)
 from tests.rollout_server import checkpoints
 
 

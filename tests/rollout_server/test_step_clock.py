@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-import rollout_server.step_clock
-from rollout_server.acceptance_tracker import AcceptanceTracker
-from rollout_server.cost_watch import CostWatch
-from rollout_server.step_clock import StepClock, rounded_up
-from rollout_server.step_costs import StepCosts, StepSum, StepSums
-from slipstream.refusal import RefusedError
+import rollout_server.engine_core
+from rollout_server.acceptance import AcceptanceTracker
+from rollout_server.engine_core import StepClock, rounded_up
+from rollout_server.step_costs import CostWatch, StepCosts, StepSum, StepSums
+from slipstream.errors import RefusedError
 
 
 class Core:
@@ -31,7 +30,7 @@ class Core:
             has_requests=lambda: self.left,
         )
         fake = SimpleNamespace(perf_counter=lambda: self.now)
-        monkeypatch.setattr(rollout_server.step_clock, "time", fake)
+        monkeypatch.setattr(rollout_server.engine_core, "time", fake)
         self.switch: Any = SimpleNamespace(enabled=True)
         self.clock = StepClock(self, self.switch)
         self.clock.measure(True)
@@ -155,7 +154,7 @@ def test_an_engine_that_generates_nothing_is_not_asked() -> None:
 
 
 def test_a_slow_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_server.cost_watch.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("rollout_server.step_costs.LOOK_SECONDS", 0.0)
     source, tracker = Source(), AcceptanceTracker()
     tracker.start(0)
     source.broken = True
@@ -196,7 +195,7 @@ class Drafting:
 
 
 def probed(monkeypatch: pytest.MonkeyPatch, plain: bool) -> tuple[Drafting, StepCosts]:
-    monkeypatch.setattr("rollout_server.cost_watch.PROBE_SECONDS", 0.05)
+    monkeypatch.setattr("rollout_server.step_costs.PROBE_SECONDS", 0.05)
     tracker, costs = AcceptanceTracker(), StepCosts()
     tracker.start(0)
     tracker.generated(1)

@@ -11,10 +11,9 @@ import pytest
 
 from draft_trainer.kernels.library import _check_own
 from rollout_server.checkpoint import read_layout
-from rollout_server.content_store import ContentStore
-from rollout_server.store_directory import make_directory
-from slipstream.refusal import RefusedError
-from slipstream.ring import RingFile
+from rollout_server.content_store import ContentStore, make_directory
+from slipstream.errors import RefusedError
+from slipstream.shm import RingFile
 from tests.draft_trainer.rig import SPEC, make_config, rollouts, running, write_draft
 
 OTHERS = 0o077

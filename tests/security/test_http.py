@@ -14,13 +14,9 @@ from typing import Any
 
 import pytest
 
-from draft_trainer.web import server as web_server
-from draft_trainer.web.access import observed
-from draft_trainer.web.server import WebServer
-from slipstream.access import Access
-from slipstream.roles import Role
-from slipstream.tls import FieldNames, TlsFiles, TlsPaths
-from slipstream.tokens import TokenFiles
+from draft_trainer.server import web as web_server
+from draft_trainer.server.web import WebServer, observed
+from slipstream.security import Access, FieldNames, Role, TlsFiles, TlsPaths, TokenFiles
 from tests.security.certificates import HOUR, Authority, Pair, write_token
 
 TOKENS = {role: role.value * 8 for role in Role}

@@ -27,9 +27,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from examples.arithmetic_grpo.processes import free_port
 from policy_bridge import BridgeConfig, PolicyBridge
-from slipstream.channel import open_channel
-from slipstream.credentials import ClientCredentials
-from slipstream.refusal import refused_from
+from slipstream.client import open_channel
+from slipstream.errors import refused_from
+from slipstream.security import ClientCredentials
 from slipstream.v1 import draft_trainer_pb2 as trainer_pb
 from slipstream.v1 import draft_trainer_pb2_grpc as trainer_grpc
 from slipstream.v1 import rollout_server_pb2 as rollout_pb

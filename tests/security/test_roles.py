@@ -6,9 +6,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from slipstream.access import Access
-from slipstream.roles import GRANTS, METHODS, Role, roles_granted
-from slipstream.tokens import TokenFiles
+from slipstream.security import GRANTS, METHODS, Access, Role, TokenFiles, roles_granted
 from slipstream.v1 import draft_trainer_pb2, rollout_server_pb2
 
 FILES = (draft_trainer_pb2, rollout_server_pb2, health_pb2, reflection_pb2)
@@ -24,7 +22,7 @@ def every_method() -> set[str]:
 
 
 def test_every_method_of_both_services_has_exactly_one_role() -> None:
-    """Fails when a method is added to a .proto and not to ``slipstream.roles``."""
+    """Fails when a method is added to a .proto and not to ``slipstream.security``."""
     assert every_method() == METHODS.keys()
     for method, role in METHODS.items():
         assert (role is None) == ("health" in method), method

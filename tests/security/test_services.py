@@ -16,14 +16,19 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
-from slipstream.access import Access
-from slipstream.channel import SERVER_OPTIONS, open_channel
-from slipstream.credentials import ClientCredentials
-from slipstream.interceptors import AccessInterceptor, AioAccessInterceptor
-from slipstream.refusal import refused_from
-from slipstream.roles import Role
-from slipstream.tls import FieldNames, TlsFiles, TlsPaths
-from slipstream.tokens import TokenFiles
+from slipstream.client import SERVER_OPTIONS, open_channel
+from slipstream.errors import refused_from
+from slipstream.security import (
+    Access,
+    AccessInterceptor,
+    AioAccessInterceptor,
+    ClientCredentials,
+    FieldNames,
+    Role,
+    TlsFiles,
+    TlsPaths,
+    TokenFiles,
+)
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from tests.security.certificates import HOUR, Authority, write_token

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 
-from draft_trainer.access_config import access_of as trainer_access
-from draft_trainer.access_config import credentials_of
+from draft_trainer.config import access_of as trainer_access
+from draft_trainer.config import credentials_of
 from policy_bridge import BridgeConfig
-from rollout_server import access_options
-from slipstream.channel import open_channel
-from slipstream.credentials import ClientCredentials
-from slipstream.exposure import is_loopback
-from slipstream.refusal import RefusedError
-from slipstream.roles import Role
-from slipstream.tokens import TokenFiles, read_tokens
+from rollout_server import launch as access_options
+from slipstream.client import open_channel
+from slipstream.errors import RefusedError
+from slipstream.security import ClientCredentials, Role, TokenFiles, is_loopback, read_tokens
 from tests.draft_trainer.rig import make_config
 from tests.security.certificates import Authority, Pair, write_token
 
@@ -92,7 +89,7 @@ def test_loopback_needs_nothing(tmp_path: Path, host: str) -> None:
 
 
 def test_a_trainer_that_is_refused_has_touched_nothing(tmp_path: Path) -> None:
-    from draft_trainer.sidecar.server import TrainerServer
+    from draft_trainer.server.app import TrainerServer
 
     config = make_config(tmp_path, server={"host": "0.0.0.0"})
     with pytest.raises(RefusedError, match=r"server\.host"):

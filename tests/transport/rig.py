@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
-from draft_trainer.feed.sample import Sample as Kept
-from draft_trainer.sidecar.server import TrainerServer
+from draft_trainer.sample import Sample as Kept
+from draft_trainer.server.app import TrainerServer
 from policy_bridge.config import BridgeConfig
-from policy_bridge.outbox import Outbox
-from policy_bridge.sample import Sample
-from policy_bridge.shipper import Shipper
+from policy_bridge.connection import Shipper
+from policy_bridge.outbox import Outbox, Sample
 from policy_bridge.stats import BridgeStats, Counters
-from slipstream.channel import open_channel
-from slipstream.packed import PackedTensors
+from slipstream.client import open_channel
+from slipstream.sample import PackedTensors
 from tests.draft_trainer.rig import DEADLINE, LAYERS, SPEC
 from tests.draft_trainer.synthetic import VOCAB, Policy
 

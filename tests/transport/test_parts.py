@@ -13,10 +13,10 @@ import pytest
 import torch
 from google.protobuf.message import DecodeError
 
-from draft_trainer.feed.receive import _cut
-from policy_bridge.ring_space import RingSpace
-from slipstream import framing
-from slipstream.checksums import (
+from draft_trainer.ingest.ingest import _cut
+from policy_bridge.connection import RingSpace
+from slipstream import tensors as framing
+from slipstream.checksum import (
     BLOCK_BYTES,
     CRC32,
     KINDS,
@@ -24,11 +24,10 @@ from slipstream.checksums import (
     all_finite,
     checksum_of,
 )
-from slipstream.fp8 import quantize, through_float8
-from slipstream.framing import frame, frames, unframe
-from slipstream.packed import PackedTensors, layout_of, tensors_in, write_block
-from slipstream.refusal import RefusedError
-from slipstream.ring import HEADER_BYTES, RingFile, remove_stale
+from slipstream.errors import RefusedError
+from slipstream.sample import PackedTensors, layout_of, tensors_in, write_block
+from slipstream.shm import HEADER_BYTES, RingFile, remove_stale
+from slipstream.tensors import frame, frames, quantize, through_float8, unframe
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 

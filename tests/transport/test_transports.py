@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from draft_trainer.kernels.library import using_kernels
-from draft_trainer.sidecar.server import TrainerServer
-from policy_bridge.placement import Placement
-from slipstream import framing
-from slipstream.fp8 import through_float8
-from slipstream.ring import RingFile
+from draft_trainer.server.app import TrainerServer
+from policy_bridge.connection import Placement
+from slipstream import tensors as framing
+from slipstream.shm import RingFile
+from slipstream.tensors import through_float8
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import Client, make_config, running
 

@@ -8,12 +8,12 @@ import grpc
 import numpy as np
 import pytest
 
-from draft_trainer.sidecar.server import TrainerServer
-from policy_bridge.placement import Placement
+from draft_trainer.server.app import TrainerServer
+from policy_bridge.connection import Placement
 from policy_bridge.session import Session, decode_session
-from slipstream.checksums import KINDS
-from slipstream.refusal import RefusedError
-from slipstream.schema import SCHEMA_VERSION
+from slipstream.checksum import KINDS
+from slipstream.errors import RefusedError
+from slipstream.tensors import SCHEMA_VERSION
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
 from tests.draft_trainer.rig import DEADLINE, SPEC, Client, Stream, make_config, refusal, running

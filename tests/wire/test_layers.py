@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.errors import RefusedError
 from slipstream.layers import decode_layers, default_aux_layers, encode_layers
-from slipstream.refusal import RefusedError
 from slipstream.v1 import tensor_pb2
 
 

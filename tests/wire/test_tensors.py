@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 from slipstream.tensors import (
     CHUNK_BYTES,
     ChunkAssembler,

@@ -43,7 +43,7 @@ def add_to(actions: Any) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from draft_trainer.durable import check_free, folder_written_whole
+    from draft_trainer.files import check_free, folder_written_whole
 
     check_free(arguments.folder, "DIR")
     with source(arguments) as releases:
@@ -69,7 +69,7 @@ def _write_as_it_is(
     from safetensors.torch import save_file
 
     from draft_trainer.checkpoints.checkpoint import CONFIG_FILE, WEIGHTS_FILE
-    from draft_trainer.releases.release_folder import MANIFEST_FILE
+    from draft_trainer.releases.registry import MANIFEST_FILE
 
     (folder / CONFIG_FILE).write_text(manifest.config_json)
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from draft_trainer.cli.output import as_dict, print_json
 from draft_trainer.cli.releases.source import add_source, open_folder
 from draft_trainer.cli.trainer import trainer
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def add_to(actions: Any) -> None:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from draft_trainer.releases.foreign_draft import read_foreign
+    from draft_trainer.releases.imports import read_foreign
 
     if arguments.registry is not None and arguments.gate:
         raise RefusedError(
@@ -83,7 +83,7 @@ def _told(answer: pb.ImportReleaseResponse) -> str:
 
 def _into_folder(checkpoint: Checkpoint, origin: str, root: Path) -> pb.ImportReleaseResponse:
     from draft_trainer.checkpoints.checkpoint import read_checkpoint
-    from draft_trainer.releases.foreign_draft import foreign_head, release_foreign
+    from draft_trainer.releases.imports import foreign_head, release_foreign
 
     registry = open_folder(root)
     oldest = read_checkpoint(registry.path(registry.versions()[0]))
@@ -94,8 +94,7 @@ def _into_folder(checkpoint: Checkpoint, origin: str, root: Path) -> pb.ImportRe
 def _requests(checkpoint: Checkpoint, origin: str, gate: bool) -> Iterator[pb.ImportReleaseRequest]:
     from tempfile import TemporaryDirectory
 
-    from draft_trainer.checkpoints.checkpoint import CONFIG_FILE, write_checkpoint
-    from draft_trainer.checkpoints.tensor_files import load_tensors
+    from draft_trainer.checkpoints.checkpoint import CONFIG_FILE, load_tensors, write_checkpoint
     from slipstream.tensors import chunks_of, spec_of
 
     with TemporaryDirectory() as temporary:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from draft_trainer.cli.trainer import add_address, trainer
-from slipstream.refusal import RefusedError, StatusCode
+from slipstream.errors import RefusedError, StatusCode
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import release_pb2
@@ -144,8 +144,7 @@ class Offline:
 
     def listing(self) -> tuple[list[release_pb2.ReleaseManifest], list[release_pb2.ReleaseUse]]:
         """See ``Releases``."""
-        from draft_trainer.releases.promotions import read_promotion
-        from draft_trainer.releases.retention import list_uses, uses_of
+        from draft_trainer.releases.registry import list_uses, read_promotion, uses_of
 
         promotion = read_promotion(self._registry.root)
         uses = list_uses(self._registry, [] if promotion is None else uses_of(promotion))
@@ -162,6 +161,6 @@ class Offline:
 
     def verdicts(self, newest: int) -> list[release_pb2.Verdict]:
         """See ``Releases``."""
-        from draft_trainer.releases.verdicts import read_verdicts
+        from draft_trainer.counters import read_verdicts
 
         return read_verdicts(self._registry.root)[-newest:]

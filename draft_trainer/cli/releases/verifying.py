@@ -8,7 +8,7 @@ from typing import Any
 from draft_trainer.cli.output import print_json
 from draft_trainer.cli.releases.looking import DRAFT_HELP
 from draft_trainer.cli.releases.source import add_source, source
-from slipstream.refusal import RefusedError
+from slipstream.errors import RefusedError
 
 
 def add_to(actions: Any) -> None:

@@ -1,0 +1,287 @@
+"""What a layout of draft checkpoints is, to those who read and write them.
+
+The plain layout: what vLLM reads at the top level, as SpecForge's exporter writes it.
+
+speculators' layout (0.9.0): the decoder layer's sizes nested, the rest around them.
+
+Source: speculators ``models/eagle3/config.py`` writes it; vLLM 0.32
+``transformers_utils/configs/speculators/algos.py`` flattens it as ``_flat`` does here.
+
+ModelOpt's exported layout (0.47.0, ``export/plugins/hf_spec_export.py``). Only read.
+
+It is not written: vLLM's V1 runner takes its layer numbers, which count layer outputs from 0, for
+"after L layers", and the V2 runner does not see them, so what it names is not what is served.
+
+Its Hugging Face trainer also puts hidden states through ``input_layernorm`` before
+``hidden_norm``. vLLM does not, and what vLLM serves is what is read and trained here, so such a
+draft starts a little below what it was trained to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from draft_trainer.checkpoints.policy import read_policy_config, size_of
+from draft_trainer.drafters.eagle3.config import (
+    ARCHITECTURES,
+    LAYER_IDS,
+    OWN_EMBEDDINGS,
+    HeadConfig,
+)
+from slipstream.errors import RefusedError
+from slipstream.layers import default_aux_layers
+
+Document = dict[str, Any]
+"""A config.json."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to write a draft.
+
+    Attributes:
+        name: "plain", "speculators" or "modelopt".
+        layer: what the decoder layer's tensors begin with, "midlayer." in the head.
+        leftovers: tensors that its trainer may leave in a file; copies of the policy's, which
+            vLLM cannot load.
+        matches: whether a config.json is in this layout.
+        read: the head's configuration, and the config.json in which vLLM 0.32 reads the same; the
+            policy's folder, if it is known, settles what the file leaves open.
+        write: the config.json of a new checkpoint, from the configuration, the element type's name
+            and the policy's folder; None for a layout that is only read.
+    """
+
+    name: str
+    layer: str
+    leftovers: tuple[str, ...]
+    matches: Callable[[Mapping[str, Any]], bool]
+    read: Callable[[Document, Path | None], tuple[HeadConfig, Document]]
+    write: Callable[[HeadConfig, str, Path | None], Document] | None
+
+
+def default_layer_ids(document: Mapping[str, Any], policy: Path | None) -> list[int]:
+    """vLLM's default layers, for a config.json that names none.
+
+    Raises:
+        RefusedError: the policy is unknown, or too shallow.
+    """
+    if policy is None:
+        refuse(
+            LAYER_IDS,
+            document.get(LAYER_IDS),
+            "the auxiliary layers, at top level, L meaning after L decoder layers",
+            "add them, or name the policy's folder (draft.policy of a trainer), on whose depth "
+            "vLLM's default depends",
+        )
+    depth = size_of(read_policy_config(policy), "num_hidden_layers")
+    return list(default_aux_layers(depth))
+
+
+def counted(document: Document, ids: list[int]) -> Document:
+    """With ``num_aux_hidden_states``, where vLLM's Llama class would take three for granted."""
+    if len(ids) == 3 or "num_aux_hidden_states" in document:
+        return document
+    return {**document, "num_aux_hidden_states": len(ids)}
+
+
+def refuse(
+    field: str,
+    found: object,
+    expected: object,
+    next_step: str = "give a draft that vLLM's EAGLE-3 classes serve",
+) -> NoReturn:
+    """Raise RefusedError for a field of config.json."""
+    raise RefusedError(f"config.json {field}", found, expected, next_step)
+
+
+def _matches(document: Mapping[str, Any]) -> bool:
+    return "architectures" in document and "speculators_model_type" not in document
+
+
+def _read(document: Document, policy: Path | None) -> tuple[HeadConfig, Document]:
+    eagle = dict(document.get("eagle_config") or {})
+    nested = eagle.pop(LAYER_IDS, None) or eagle.pop("layer_ids", None)
+    ids = document.get(LAYER_IDS)
+    if ids and nested and list(nested) != list(ids):
+        refuse(f"eagle_config.{LAYER_IDS}", nested, f"{ids}, as at top level")
+    if not ids:
+        document = {**document, LAYER_IDS: _nested_ids(nested, document, policy)}
+        if "eagle_config" in document:
+            document["eagle_config"] = eagle
+    document = counted(document, document[LAYER_IDS])
+    return HeadConfig.from_dict(document), document
+
+
+def _nested_ids(nested: object, document: Document, policy: Path | None) -> list[int]:
+    """The layers that ``eagle_config`` means, which only the policy's depth can tell.
+
+    SpecForge and SGLang count the outputs of layers from 0. vLLM's V1 runner reads the same list
+    as "after L layers", and its V2 runner does not read it. An off-by-one here trains without an
+    error, so only the two defaults, which differ at every depth, are taken.
+    """
+    if not nested:
+        return default_layer_ids(document, policy)
+    expected = f"{LAYER_IDS} at top level, L meaning after L decoder layers"
+    advice = "move it there: add 1 to each where 0 means the output of the first layer"
+    if policy is None or not isinstance(nested, list):
+        refuse(f"eagle_config.{LAYER_IDS}", nested, expected, advice)
+    default = list(default_aux_layers(size_of(read_policy_config(policy), "num_hidden_layers")))
+    if nested not in (default, [layer - 1 for layer in default]):
+        refuse(f"eagle_config.{LAYER_IDS}", nested, expected, advice)
+    return default
+
+
+def _write(config: HeadConfig, dtype_name: str, policy: Path | None) -> Document:
+    return config.to_dict(dtype_name)
+
+
+PLAIN = Layout(
+    name="plain",
+    layer="midlayer.",
+    leftovers=(),
+    matches=_matches,
+    read=_read,
+    write=_write,
+)
+
+
+LAYER = "transformer_layer_config"
+_VERSION = "0.9.0"
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# What speculators and vLLM both take for a flag that a file of an older speculators lacks. For
+# norm_before_residual they differ: false in speculators' config, true in vLLM's.
+_AGREED = {
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+    "draft_vocab_size": None,
+}
+_AROUND = (*_FLAGS, "draft_vocab_size", "target_hidden_size", LAYER_IDS, OWN_EMBEDDINGS)
+_DRAFT_LENGTH = 3
+
+
+def _matches_speculators(document: Mapping[str, Any]) -> bool:
+    return "speculators_model_type" in document
+
+
+def _read_speculators(document: Document, policy: Path | None) -> tuple[HeadConfig, Document]:
+    kind = document["speculators_model_type"]
+    if kind != "eagle3":
+        refuse("speculators_model_type", kind, "eagle3")
+    if not isinstance(document.get(LAYER), dict):
+        refuse(LAYER, document.get(LAYER), "an object")
+    if not document.get(LAYER_IDS):
+        document = {**document, LAYER_IDS: default_layer_ids(document, policy)}
+    # vLLM passes every field of the nested object on to the draft's class.
+    document = {**document, LAYER: counted(document[LAYER], document[LAYER_IDS])}
+    return HeadConfig.from_dict(_flat(document)), document
+
+
+def _flat(document: Document) -> Document:
+    """What vLLM makes of it: the nested fields, overridden by those around them."""
+    flat = {**document[LAYER]}
+    model_type = flat.setdefault("model_type", "llama")
+    if model_type not in ARCHITECTURES:
+        refuse(f"{LAYER}.model_type", model_type, f"one of {list(ARCHITECTURES)}")
+    flat["architectures"] = [ARCHITECTURES[model_type][0]]
+    for name in _AROUND:
+        if document.get(name) is not None:
+            flat[name] = document[name]
+        elif name == "norm_before_residual":
+            refuse(name, "nothing", "true or false: speculators and vLLM differ in the default")
+        elif name in _AGREED:
+            flat[name] = _AGREED[name]
+    if document.get("embed_requires_grad"):
+        flat[OWN_EMBEDDINGS] = True
+    return flat
+
+
+def _write_speculators(config: HeadConfig, dtype_name: str, policy: Path | None) -> Document:
+    if config.norm_before_fc and config.fc_norm:
+        refuse("fc_norm", True, "false: speculators has it or norm_before_fc, not both")
+    flat = config.to_dict(dtype_name)
+    around = {name: flat.pop(name) for name in _AROUND if name in flat}
+    del flat["architectures"], flat["rope_theta"]
+    verifier: Document = {"name_or_path": None, "architectures": []}
+    if policy is not None:
+        architectures = read_policy_config(policy).get("architectures") or []
+        verifier = {"name_or_path": str(policy), "architectures": architectures}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": _DRAFT_LENGTH,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": _VERSION,
+        "dtype": dtype_name,
+        "tie_word_embeddings": False,
+        **around,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        LAYER: flat,
+    }
+
+
+SPECULATORS = Layout(
+    name="speculators",
+    layer="layers.0.",
+    leftovers=("verifier_lm_head.weight", "verifier_norm.weight"),
+    matches=_matches_speculators,
+    read=_read_speculators,
+    write=_write_speculators,
+)
+
+
+# Fields of eagle_config that no other exporter writes, with the values that EAGLE-3 has.
+_EAGLE_3 = {
+    "use_input_layernorm_in_first_layer": (True, None),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False, None),
+    "next_layer_regular": (True, None),
+    "parallel_draft_step": (1, None),
+    "parallel_draft_heads_num_layers": (1, None),
+}
+
+
+def _matches_modelopt(document: Mapping[str, Any]) -> bool:
+    eagle = document.get("eagle_config")
+    return isinstance(eagle, Mapping) and "next_layer_regular" in eagle
+
+
+def _read_modelopt(document: Document, policy: Path | None) -> tuple[HeadConfig, Document]:
+    eagle = document["eagle_config"]
+    if eagle.get("use_aux_hidden_state") is not True:
+        refuse("eagle_config.use_aux_hidden_state", eagle.get("use_aux_hidden_state"), True)
+    for name, allowed in _EAGLE_3.items():
+        # Heads of parallel drafting are refused as unknown tensors; their number is not read.
+        if name != "parallel_draft_heads_num_layers" and eagle.get(name) not in allowed:
+            refuse(f"eagle_config.{name}", eagle.get(name), allowed[0])
+    outputs = eagle.get(LAYER_IDS)
+    if not outputs:
+        refuse(f"eagle_config.{LAYER_IDS}", outputs, "the auxiliary layers, the first being 0")
+    ids = [layer + 1 for layer in outputs]
+    if document.get(LAYER_IDS) not in (None, ids):
+        refuse(LAYER_IDS, document[LAYER_IDS], f"{ids}, one above eagle_config's")
+    flat = {name: value for name, value in document.items() if name != "eagle_config"}
+    flat = counted({**flat, LAYER_IDS: ids}, ids)
+    return HeadConfig.from_dict(flat), flat
+
+
+MODELOPT = Layout(
+    name="modelopt",
+    layer="layers.0.",
+    leftovers=(),
+    matches=_matches_modelopt,
+    read=_read_modelopt,
+    write=None,
+)

@@ -1,1 +1,0 @@
-"""The ways in which EAGLE-3 drafts are written to disk, one file each."""

@@ -1,0 +1,109 @@
+"""What a new draft takes from a policy's Hugging Face checkpoint: sizes, lm_head, final norm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from slipstream.errors import RefusedError
+
+_PREFIXES = ("", "model.", "model.language_model.", "language_model.", "language_model.model.")
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyCheckpoint:
+    """A policy on disk.
+
+    Attributes:
+        config: of the language model: ``config.json``, or its ``text_config``.
+        lm_head: [vocab, H], memory-mapped.
+        final_norm: [H].
+    """
+
+    config: dict[str, Any]
+    lm_head: Tensor
+    final_norm: Tensor
+
+
+def read_policy(directory: Path) -> PolicyCheckpoint:
+    """Read a policy as Hugging Face saves it: config.json and one or more safetensors files.
+
+    Raises:
+        RefusedError: a file is missing or unreadable, or a tensor is missing or misshapen.
+    """
+    config = read_policy_config(directory)
+    vocab, hidden = (size_of(config, name) for name in ("vocab_size", "hidden_size"))
+    files = _tensor_files(directory)
+    heads = ["lm_head.weight"]
+    if config.get("tie_word_embeddings"):
+        heads.append("embed_tokens.weight")
+    return PolicyCheckpoint(
+        config,
+        _tensor(directory, files, heads, [vocab, hidden]),
+        _tensor(directory, files, ("norm.weight",), [hidden]),
+    )
+
+
+def read_policy_config(directory: Path) -> dict[str, Any]:
+    """The language model's part of a policy's config.json. Raises as ``read_policy``."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise _refused(str(path), error, "the policy's config.json") from error
+    return config.get("text_config", config)
+
+
+def read_embeddings(directory: Path) -> Tensor:
+    """A policy's input embeddings [vocab, H], memory-mapped. Raises as ``read_policy``."""
+    config = read_policy_config(directory)
+    shape = [size_of(config, "vocab_size"), size_of(config, "hidden_size")]
+    return _tensor(directory, _tensor_files(directory), ("embed_tokens.weight",), shape)
+
+
+def size_of(config: Mapping[str, Any], name: str) -> int:
+    """A positive whole number of the policy's config. Raises RefusedError where it is not one."""
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _refused(f"the policy's config.json {name}", value, "a whole number above 0")
+    return value
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """The file of every tensor, by the tensor's name."""
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                found.update(dict.fromkeys(file.keys(), path))
+        except (OSError, SafetensorError) as error:
+            raise _refused(str(path), error, "a safetensors file") from error
+    return found
+
+
+def _tensor(
+    directory: Path, files: Mapping[str, Path], names: Sequence[str], shape: list[int]
+) -> Tensor:
+    for name in (prefix + name for name in names for prefix in _PREFIXES):
+        if name in files:
+            with safe_open(files[name], "pt") as file:
+                tensor = file.get_tensor(name)
+            if list(tensor.shape) != shape or not tensor.is_floating_point():
+                found = f"{tensor.dtype} {list(tensor.shape)}"
+                raise _refused(f"{files[name]}: {name}", found, f"floating point {shape}")
+            return tensor
+    raise _refused(
+        str(directory), f"{len(files)} tensors, no {' or '.join(names)}", "the policy's weights"
+    )
+
+
+def _refused(field: str, found: object, expected: str) -> RefusedError:
+    return RefusedError(
+        field, found, expected, "give the policy's folder as Hugging Face save_pretrained writes it"
+    )

@@ -1,0 +1,1 @@
+"""Draft mechanisms: the states each needs, its loss, its acceptance, its checkpoint."""

@@ -1,0 +1,338 @@
+"""Samples as padded rows, with everything about the policy that the objective needs.
+
+The policy's output and input matrices, per policy version.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from draft_trainer.sample import Sample
+from slipstream.errors import RefusedError, StatusCode
+from slipstream.tensors import digest
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyHead:
+    """What the trainer needs of one policy version.
+
+    Attributes:
+        policy_version: the version.
+        lm_head_rows: [draft_vocab, H], the policy's lm_head rows of the draft vocabulary, in
+            the order of the draft ids.
+        embed_tokens: [vocab, H], the policy's embeddings, which the draft head shares.
+    """
+
+    policy_version: int
+    lm_head_rows: Tensor
+    embed_tokens: Tensor
+
+
+class PolicyHeads:
+    """The newest policy versions, bounded in number; equal matrices are held once.
+
+    A policy whose embeddings are frozen, or tied, costs its matrices once and not once per
+    version. Thread-safe.
+
+    Args:
+        keep: how many versions to hold, at least 1.
+
+    Attributes:
+        keep: the same.
+    """
+
+    def __init__(self, keep: int) -> None:
+        if keep < 1:
+            raise RefusedError("keep", keep, "at least 1", "hold at least one policy version")
+        self.keep = keep
+        self._lock = threading.Lock()
+        self._heads: dict[int, PolicyHead] = {}
+        self._digests: dict[int, tuple[bytes, bytes]] = {}
+
+    def add(self, head: PolicyHead, digests: tuple[bytes, bytes] | None = None) -> tuple[int, ...]:
+        """Make a version known.
+
+        Args:
+            head: the version.
+            digests: what ``digests`` will give for it, where that is known already.
+
+        Returns:
+            The versions that were forgotten for it, oldest first. Their samples can no longer be
+            trained on.
+
+        Raises:
+            RefusedError: the version is not higher than every one added before.
+        """
+        digests = digests or (digest(head.lm_head_rows), digest(head.embed_tokens))
+        with self._lock:
+            self._check_newer(head.policy_version)
+            held = self._by_digest()
+            self._heads[head.policy_version] = PolicyHead(
+                head.policy_version,
+                held.get(digests[0], head.lm_head_rows),
+                held.get(digests[1], head.embed_tokens),
+            )
+            self._digests[head.policy_version] = digests
+            forgotten = tuple(sorted(self._heads)[: -self.keep])
+            for version in forgotten:
+                del self._heads[version], self._digests[version]
+        return forgotten
+
+    def check_newer(self, version: int) -> None:
+        """Raise RefusedError unless ``add`` would take this version now."""
+        with self._lock:
+            self._check_newer(version)
+
+    def get(self, version: int) -> PolicyHead:
+        """The matrices of a version. Raises RefusedError when it is not held."""
+        with self._lock:
+            self._check(version)
+            return self._heads[version]
+
+    def digests(self, version: int) -> tuple[bytes, bytes]:
+        """SHA-256 of ``lm_head_rows`` and ``embed_tokens``. Raises RefusedError as ``get``."""
+        with self._lock:
+            self._check(version)
+            return self._digests[version]
+
+    def tensor(self, sha256: bytes) -> Tensor | None:
+        """A held matrix with this SHA-256 over its bytes, or None: it need not be sent again."""
+        with self._lock:
+            return self._by_digest().get(sha256)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions held, oldest first."""
+        with self._lock:
+            return tuple(sorted(self._heads))
+
+    def __contains__(self, version: object) -> bool:
+        with self._lock:
+            return version in self._heads
+
+    def _check_newer(self, version: int) -> None:
+        newest = max(self._heads, default=-1)
+        if version <= newest:
+            raise RefusedError(
+                "policy_version",
+                version,
+                f"higher than {newest}",
+                "announce every policy version once, in ascending order",
+                StatusCode.FAILED_PRECONDITION,
+            )
+
+    def _check(self, version: int) -> None:
+        if version not in self._heads:
+            raise RefusedError(
+                "policy_version",
+                version,
+                f"one of {sorted(self._heads)}",
+                "announce the policy version before its first sample, and send its samples "
+                f"before {self.keep} newer versions are announced",
+                StatusCode.FAILED_PRECONDITION,
+            )
+
+    def _by_digest(self) -> Mapping[bytes, Tensor]:
+        held: dict[bytes, Tensor] = {}
+        for version, head in self._heads.items():
+            rows, embeddings = self._digests[version]
+            held[rows], held[embeddings] = head.lm_head_rows, head.embed_tokens
+        return held
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """B rows of at most T tokens of ONE policy version; a row is one sequence, padded at its end.
+
+    The teacher is not in it: its log-probs over the draft vocabulary are the largest tensor of
+    all, so they are recomputed chunk by chunk where they are used (``teacher_log_probs``).
+
+    Attributes:
+        token_ids: int64 [B, T].
+        positions: int64 [B, T].
+        lengths: int64 [B].
+        loss_mask: bool [B, T], false in the padding.
+        anchors: bool [B, T], positions that this row trains; false in the context of a window,
+            whose own anchors are another row's.
+        aux: [B, T, A * H], in the samples' type.
+        embeds: [B, T, H], the policy's embeddings of ``token_ids``, in the policy's type.
+        final_hidden: [B, T, H], in the samples' type.
+        lm_head_rows: [draft_vocab, H], the policy's lm_head rows of the draft vocabulary.
+        log_z: float32 [B, T]; at j the log of the sum, over the WHOLE vocabulary, of
+            exp(y_j / temperature), as the policy's own log-probs say.
+        teacher_known: bool [B, T], where log Z was on the wire: j + 1 lies in the row.
+        sampled_logprobs: float32 [B, T], log p(x_j).
+        temperature: float32 [B].
+        groups: B names; rows of one prompt share one (``Sample.group``).
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    lengths: Tensor
+    loss_mask: Tensor
+    anchors: Tensor
+    aux: Tensor
+    embeds: Tensor
+    final_hidden: Tensor
+    lm_head_rows: Tensor
+    log_z: Tensor
+    teacher_known: Tensor
+    sampled_logprobs: Tensor
+    temperature: Tensor
+    groups: tuple[str, ...]
+
+    def teacher_log_probs(self, row: Tensor, index: Tensor) -> Tensor:
+        """The policy's log p(x_{j+1} = v) at the rollout's temperature.
+
+        Args:
+            row: int64 [N], b of every (b, j).
+            index: int64 [N], j; ``teacher_known`` there.
+
+        Returns:
+            float32 [N, draft_vocab], NOT renormalised over the draft vocabulary: what is missing
+            to 1 is the policy's mass outside it.
+        """
+        logits = self.final_hidden[row, index].float() @ self.lm_head_rows.float().T
+        return logits / self.temperature[row, None] - self.log_z[row, index, None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """Tokens ``start`` to ``stop`` of a sample; anchors from ``first`` up to ``end``."""
+
+    sample: Sample
+    start: int
+    stop: int
+    first: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def collate(
+    samples: Sequence[Sample], policy_heads: PolicyHeads, device: torch.device | None = None
+) -> Batch:
+    """One batch of all sequences in ``samples``; a packed sample becomes a row per segment.
+
+    Args:
+        samples: at least one, all of one policy version.
+        policy_heads: must hold it.
+        device: where to; the samples' own if None.
+
+    Raises:
+        RefusedError: the policy version is not held, or there are several.
+    """
+    return _collate([row for sample in samples for row in _segments(sample)], policy_heads, device)
+
+
+def batches(
+    samples: Sequence[Sample],
+    policy_heads: PolicyHeads,
+    max_tokens: int,
+    device: torch.device | None = None,
+    window_steps: int | None = None,
+) -> Iterator[Batch]:
+    """The sequences of ``samples`` in batches of at most ``max_tokens``, padding included.
+
+    Rows of one policy version and of like lengths go together. A sequence longer than
+    ``max_tokens`` is a batch of its own, or several: see ``window_steps``.
+
+    Args:
+        samples: at least one.
+        policy_heads: must hold their policy versions.
+        max_tokens: of a batch.
+        device: where to; the samples' own if None.
+        window_steps: K, to split a longer sequence into windows of ``max_tokens`` anchors. A
+            window has all of the sequence before it as context, so its anchors see what they
+            would see in the whole sequence, and the K + 1 tokens after it as targets: sums over
+            the windows are the sums over the sequence. None: it stays whole.
+    """
+    rows = [row for sample in samples for row in _segments(sample)]
+    if window_steps is not None:
+        rows = [part for row in rows for part in _windows(row, max_tokens, window_steps)]
+    rows.sort(key=lambda row: (row.sample.policy_version, row.size))
+    chosen: list[_Row] = []
+    for row in rows:
+        other = chosen and chosen[0].sample.policy_version != row.sample.policy_version
+        if other or (chosen and (len(chosen) + 1) * row.size > max_tokens):
+            yield _collate(chosen, policy_heads, device)
+            chosen = []
+        chosen.append(row)
+    if chosen:
+        yield _collate(chosen, policy_heads, device)
+
+
+def _segments(sample: Sample) -> list[_Row]:
+    changes = (sample.segment_ids.diff() != 0).nonzero().flatten() + 1
+    edges = [0, *changes.tolist(), sample.num_tokens]
+    return [_Row(sample, a, b, a, b) for a, b in pairwise(edges)]
+
+
+def _windows(row: _Row, size: int, steps: int) -> list[_Row]:
+    if row.size <= size:
+        return [row]
+    firsts = range(row.start, row.stop, size)
+    return [
+        _Row(row.sample, row.start, min(first + size + steps + 1, row.stop), first, first + size)
+        for first in firsts
+    ]
+
+
+def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.device | None) -> Batch:
+    versions = sorted({row.sample.policy_version for row in rows})
+    if len(versions) > 1:
+        raise RefusedError(
+            "policy_version", versions, "one version a batch", "collate each version by itself"
+        )
+    head = policy_heads.get(versions[0])
+    where = device or head.lm_head_rows.device
+    first = rows[0].sample
+    size = (len(rows), max(row.size for row in rows))
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(*size, *shape, dtype=dtype, device=where)
+
+    token_ids, positions = empty(dtype=torch.int64), empty(dtype=torch.int64)
+    loss_mask, known = empty(dtype=torch.bool), empty(dtype=torch.bool)
+    anchors = empty(dtype=torch.bool)
+    aux = empty(first.aux.shape[1], dtype=first.aux.dtype)
+    final = empty(first.final_hidden.shape[1], dtype=first.final_hidden.dtype)
+    log_z, logprobs = empty(), empty()
+    for b, row in enumerate(rows):
+        sample, part, n = row.sample, slice(row.start, row.stop), row.size
+        token_ids[b, :n] = sample.token_ids[part]
+        positions[b, :n] = sample.positions[part]
+        loss_mask[b, :n] = sample.loss_mask[part]
+        aux[b, :n] = sample.aux[part]
+        final[b, :n] = sample.final_hidden[part]
+        logprobs[b, :n] = sample.sampled_logprobs[part]
+        # log Z_j = y_j[x_{j+1}] / temperature - log p(x_{j+1}), both on the wire with x_{j+1}.
+        z = sample.sampled_logits[part] / sample.temperature - sample.sampled_logprobs[part]
+        log_z[b, : n - 1] = z[1:]
+        known[b, : n - 1] = True
+        anchors[b, row.first - row.start : min(row.end - row.start, n)] = True
+    return Batch(
+        token_ids=token_ids,
+        positions=positions,
+        lengths=torch.tensor([row.size for row in rows], device=where),
+        loss_mask=loss_mask,
+        anchors=anchors,
+        aux=aux,
+        # Looked up where the table lies: the rows are little, the table is a gigabyte.
+        embeds=head.embed_tokens[token_ids.to(head.embed_tokens.device)].to(where),
+        final_hidden=final,
+        lm_head_rows=head.lm_head_rows.to(where),
+        log_z=log_z,
+        teacher_known=known,
+        sampled_logprobs=logprobs,
+        temperature=torch.tensor([row.sample.temperature for row in rows], device=where),
+        groups=tuple(row.sample.group for row in rows),
+    )

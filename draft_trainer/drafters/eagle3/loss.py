@@ -1,0 +1,371 @@
+"""Loss, metrics and gradient of the head's logits against the policy, chunk by chunk in one pass.
+
+The logits of a training step are its largest tensors by far: [K, tokens, draft vocabulary]. Here
+a chunk of them is made, scored, turned into its own gradient in place, multiplied into the
+gradients of the hidden states and of lm_head, and forgotten. The loss is a sum over rows, so its
+gradient is known up to a factor before the backward pass starts; that pass only applies the
+factor. The teacher's rows are made once per chunk and serve all K steps: at the teacher's
+position j the step s is scored for the anchor j - 1 - s.
+
+Notation of a row: logits z, q = softmax(z), p the policy's probabilities over the draft
+vocabulary (not renormalised), S = sum(p) <= 1, A = sum(min(p, q)), the acceptance rate.
+
+    kl  -sum(p log q)   dz = S q - p         forward KL up to the teacher's entropy
+    tv  1 - A           dz = q (a - 1[q<p])  a = sum of q where q < p
+    lk  -log A          dz = the one of tv / A
+
+Sources: EAGLE-3 (arXiv 2503.01840) for kl; arXiv 2602.23881 ("LK losses") for tv and lk; the
+gradient computed in the forward pass is Liger Kernel's idea (arXiv 2410.10989).
+
+The objective of the training-time test: the head's K steps against the policy.
+
+Every valid row (anchor i, step s) has a loss against the policy's p at j = i + 1 + s
+(``soft_targets``). p is NOT renormalised over the draft vocabulary: the mass outside it is missing
+from p, as it is when vLLM verifies. Rows are averaged within a step, steps with the weights
+decay^s, normalised by their sum.
+
+q is taken at the rollout's temperature, because vLLM divides the draft's logits by the request's
+temperature before it samples from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from draft_trainer.drafters.eagle3.batch import Batch
+from draft_trainer.drafters.eagle3.head import Eagle3Head, computing_in, product, rms_norm
+from draft_trainer.drafters.eagle3.unroll import ahead, ttt_unroll
+from draft_trainer.kernels.library import kernels_for
+from draft_trainer.kernels.score_rows import score_rows
+
+Target = Literal["kl", "tv", "lk"]
+METRICS = ("loss", "top1_agreement", "acceptance", "outside_mass")
+
+_CHUNK_BYTES = 16 << 20
+# Elements of one tensor in the innermost loop, so that the few it reads stay in a core's cache.
+_BLOCK_ELEMENTS = 1 << 17
+_LOG2E = 1.4426950408889634
+_SMALLEST_ACCEPTANCE = 1e-8
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherRows:
+    """What the policy's probabilities at N positions are made of.
+
+    Attributes:
+        final_hidden: [N, H], input of the policy's lm_head.
+        lm_head_rows: [V, H], rows of the draft vocabulary, in the type of ``final_hidden``.
+        log_z: float32 [N], log of the whole vocabulary's sum of exp(logit / temperature).
+        temperature: float32 [N].
+    """
+
+    final_hidden: Tensor
+    lm_head_rows: Tensor
+    log_z: Tensor
+    temperature: Tensor
+
+
+def soft_target_loss(
+    hidden: Tensor,
+    lm_head: Tensor,
+    teacher: TeacherRows,
+    valid: Tensor,
+    row_weights: Tensor,
+    target: Target,
+) -> tuple[Tensor, Tensor]:
+    """Weighted loss of K * N rows and the sums of their metrics.
+
+    Args:
+        hidden: [K, N, H], input of the head's lm_head; row n of every step has row n's teacher.
+        lm_head: [V, H], in the type of ``hidden``.
+        teacher: of the N rows.
+        valid: bool [K, N], rows that count.
+        row_weights: float32 [K, N], factor of each valid row's loss.
+        target: which loss.
+
+    Returns:
+        The loss, a float32 scalar differentiable in ``hidden`` and ``lm_head``; float64
+        [K, len(METRICS)], unweighted sums over the valid rows: the loss; argmax q = argmax p;
+        A; the policy's mass outside the draft vocabulary.
+    """
+    loss, sums = _SoftTargetLoss.apply(
+        hidden,
+        lm_head,
+        teacher.final_hidden,
+        teacher.lm_head_rows,
+        teacher.log_z,
+        teacher.temperature,
+        valid,
+        row_weights * valid,
+        target,
+    )
+    return loss, sums
+
+
+class _SoftTargetLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        lm_head: Tensor,
+        final_hidden: Tensor,
+        lm_head_rows: Tensor,
+        log_z: Tensor,
+        temperature: Tensor,
+        valid: Tensor,
+        row_weights: Tensor,
+        target: Target,
+    ) -> tuple[Tensor, Tensor]:
+        steps, count, _ = hidden.shape
+        learns = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        sums = torch.zeros(steps, len(METRICS), dtype=torch.float64, device=hidden.device)
+        loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if learns else None
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        grad_lm_head = torch.zeros_like(lm_head, dtype=wide) if learns else None
+        for rows in _chunks(count, (steps + 1) * len(lm_head) * hidden.element_size()):
+            states = hidden[:, rows].flatten(0, 1)
+            # Holds the logits first, then, block by block, their gradient.
+            logits = product(states, lm_head.T).unflatten(0, (steps, -1))
+            policy = product(final_hidden[rows], lm_head_rows.T)
+            scores = _score_blocks(
+                logits, policy, log_z[rows], 1.0 / temperature[rows], target, learns
+            )
+            sums += (scores * valid[:, rows, None]).sum(1)
+            loss += (scores[..., 0] * row_weights[:, rows]).sum()
+            if grad_hidden is None or grad_lm_head is None:
+                continue
+            gradient = logits.flatten(0, 1)
+            # The factor of a row is applied to its H states and not to its V logits.
+            factor = (row_weights[:, rows] / temperature[rows]).reshape(-1, 1).to(wide)
+            flowing = product(gradient, lm_head).to(wide).mul_(factor)
+            grad_hidden[:, rows] = flowing.to(hidden.dtype).unflatten(0, (steps, -1))
+            grad_lm_head += product(gradient.T, (states * factor).to(states.dtype))
+        ctx.save_for_backward(grad_hidden, grad_lm_head)
+        ctx.mark_non_differentiable(sums)
+        return loss.to(wide), sums
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_lm_head = ctx.saved_tensors
+        if not grad_loss.is_cuda and grad_loss == 1.0:
+            # The loss was where the backward pass began: a pass over the largest gradient less.
+            return grad_hidden, grad_lm_head.to(grad_hidden.dtype), *[None] * 7
+        for_lm_head = (grad_lm_head * grad_loss).to(grad_hidden.dtype)
+        return grad_hidden * grad_loss.to(grad_hidden.dtype), for_lm_head, *[None] * 7
+
+
+def _score_blocks(
+    logits: Tensor, policy: Tensor, log_z: Tensor, inverse_t: Tensor, target: Target, learns: bool
+) -> Tensor:
+    """The metrics of every row, and every row's gradient in place of its logits.
+
+    Args:
+        logits: [K, R, V] of the head, before temperature; overwritten when ``learns``.
+        policy: [R, V], the policy's logits, before temperature.
+        log_z: float32 [R].
+        inverse_t: float32 [R].
+
+    Returns:
+        float64 [K, R, len(METRICS)].
+    """
+    kernels = kernels_for(logits)
+    if kernels is not None:
+        return score_rows(kernels, logits, policy, log_z, inverse_t, target, learns)
+    steps, count, vocab = logits.shape
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    scores = torch.zeros(steps, count, len(METRICS), dtype=torch.float64, device=logits.device)
+    cool = bool((inverse_t != 1.0).any())
+    block = count if logits.is_cuda else max(1, _BLOCK_ELEMENTS // vocab)
+    p, z, q, scratch = (
+        torch.empty(min(block, count), vocab, dtype=wide, device=logits.device) for _ in range(4)
+    )
+    for start in range(0, count, block):
+        rows = slice(start, min(start + block, count))
+        size = rows.stop - rows.start
+        if size < len(p):
+            p, z, q, scratch = p[:size], z[:size], q[:size], scratch[:size]
+        # exp2, because torch's exp is four times slower on a CPU.
+        p.copy_(policy[rows]).mul_(inverse_t[rows, None] * _LOG2E)
+        p.sub_(log_z[rows, None] * _LOG2E).exp2_()
+        likeliest = p.argmax(-1, keepdim=True)
+        mass = p.sum(-1)
+        for step in range(steps):
+            z.copy_(logits[step, rows])
+            if cool:
+                z.mul_(inverse_t[rows, None])
+            torch.softmax(z, -1, out=q)
+            highest = z.amax(-1)
+            row = scores[step, rows]
+            row[:, 1] = z.gather(1, likeliest)[:, 0] == highest
+            row[:, 2] = torch.minimum(p, q, out=scratch).sum(-1)
+            row[:, 3] = 1.0 - mass
+            if target == "kl":
+                # log q = z - log sum exp(z), and the latter is what the highest entry says.
+                log_sum = highest - q.amax(-1).log()
+                row[:, 0] = mass * log_sum - torch.linalg.vecdot(p, z)
+                if learns:
+                    q.mul_(mass[:, None]).sub_(p)
+            else:
+                rate = row[:, 2].clamp(min=_SMALLEST_ACCEPTANCE)
+                row[:, 0] = 1.0 - rate if target == "tv" else -rate.log()
+                if learns:
+                    _toward_overlap(q, p, scratch)
+                    if target == "lk":
+                        q.div_(rate[:, None].to(wide))
+            if learns:
+                logits[step, rows] = q
+    return scores
+
+
+def _toward_overlap(q: Tensor, p: Tensor, scratch: Tensor) -> None:
+    """Put the gradient of 1 - sum(min(p, q)) with respect to the logits in place of ``q``."""
+    below = torch.lt(q, p, out=scratch)
+    share = torch.linalg.vecdot(q, below)
+    q.mul_(share[:, None] - below)
+
+
+def _chunks(count: int, row_bytes: int) -> Iterator[slice]:
+    """Slices of at most ``_CHUNK_BYTES``, all but the last of one size."""
+    size = max(1, _CHUNK_BYTES // row_bytes)
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """Outcome of one pass over a batch.
+
+    Attributes:
+        loss: scalar, differentiable in the head's parameters.
+        sums: float64 [K, len(METRICS)], sums over the valid anchors of each step, see
+            ``soft_target_loss``.
+        counts: int64 [K], valid anchors of each step.
+    """
+
+    loss: Tensor
+    sums: Tensor
+    counts: Tensor
+
+
+def valid_targets(batch: Batch, steps: int) -> Tensor:
+    """Where an anchor's step has a target that serving could ask for.
+
+    The target of (i, s) is x_{i+2+s} and its teacher y_{i+1+s}, whose log Z comes with x_{i+2+s}:
+    the target must lie in the row, i + 2 + s <= T - 1. It and every token fed before it
+    (x_{i+1} .. x_{i+2+s}) must be completion tokens, because vLLM first drafts after it sampled
+    the first completion token: the first anchor of a completion is the last prompt position.
+
+    Returns:
+        bool [K, B, T].
+    """
+    valid = []
+    chain = batch.anchors & ahead(batch.loss_mask, 1)
+    for step in range(steps):
+        chain = chain & ahead(batch.loss_mask, step + 2)
+        valid.append(chain & ahead(batch.teacher_known, step + 1))
+    return torch.stack(valid)
+
+
+def step_weights(steps: int, decay: float) -> list[float]:
+    """decay^s for s = 0 .. steps - 1, normalised by the sum."""
+    weights = [decay**step for step in range(steps)]
+    return [weight / sum(weights) for weight in weights]
+
+
+def ttt_objective(
+    head: Eagle3Head,
+    batch: Batch,
+    valid: Tensor,
+    *,
+    weights: list[float],
+    denominators: Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+    target: Target = "kl",
+) -> Objective:
+    """Loss and metrics of the head on a batch, in one pass.
+
+    Args:
+        head: the draft head; its parameters are the float32 masters.
+        batch: rows; the teacher is a constant.
+        valid: bool [K, B, T], from ``valid_targets`` or any part of it.
+        weights: K step weights, see ``step_weights``.
+        denominators: [K], what each step's sum is divided by; the number of valid anchors of the
+            step in this batch if None (at least 1). Given when a batch is one part of many.
+        compute_dtype: what matrices are multiplied in. Soft-max, norms and sums are at least
+            float32, gradients arrive in the parameters' own type.
+        target: the loss of a row.
+    """
+    steps = valid.shape[0]
+    counts = valid.flatten(1).sum(1)
+    divisors = counts.clamp(min=1) if denominators is None else denominators
+    # Step s of the anchor i has its teacher at j = i + 1 + s. Rows are the js that any step uses.
+    at_teacher = torch.stack([_behind(valid[step], step + 1) for step in range(steps)])
+    row, index = at_teacher.any(0).nonzero(as_tuple=True)
+    first_anchor = int(valid.flatten(0, 1).any(0).int().argmax())
+    anchors_a_row = valid.shape[2] - first_anchor
+    # Of the anchor of step 0; where a row has no anchor for a step, some other one stands in.
+    flat = row * anchors_a_row + index - 1 - first_anchor
+    teacher = TeacherRows(
+        final_hidden=batch.final_hidden[row, index].to(compute_dtype),
+        lm_head_rows=batch.lm_head_rows.to(compute_dtype),
+        log_z=batch.log_z[row, index],
+        temperature=batch.temperature[row],
+    )
+    per_step = (torch.tensor(weights, device=valid.device) / divisors).float()
+
+    def score(computing: Eagle3Head) -> tuple[Tensor, Tensor]:
+        outputs = ttt_unroll(computing, batch, steps, first_anchor)
+        norm = computing.norm
+        normed = [rms_norm(output.flatten(0, 1), norm.weight, norm.eps) for output in outputs]
+        return soft_target_loss(
+            _AtTeachers.apply(flat, *normed),
+            computing.lm_head.weight,
+            teacher,
+            at_teacher[:, row, index],
+            per_step[:, None].expand(-1, len(row)),
+            target,
+        )
+
+    loss, sums = computing_in(head, compute_dtype, score)
+    return Objective(loss, sums, counts)
+
+
+class _AtTeachers(torch.autograd.Function):
+    """Row n of step s is what step s has for the anchor ``flat[n] - s``: [M, H] to [K, N, H].
+
+    ``flat`` ascends, so no row of a step is taken twice but for those before the start, which have
+    no gradient. The backward pass may copy rows then, where indexing's own has to add them up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, *outputs: Tensor) -> Tensor:
+        ctx.save_for_backward(flat)
+        ctx.rows = len(outputs[0])
+        taken = outputs[0].new_empty(len(outputs), len(flat), outputs[0].shape[1])
+        for step, output in enumerate(outputs):
+            torch.index_select(output, 0, (flat - step).clamp(min=0), out=taken[step])
+        return taken
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (flat,) = ctx.saved_tensors
+        grads = []
+        for step, of_step in enumerate(grad):
+            before = int((flat < step).sum())
+            rows = of_step.new_zeros(ctx.rows, of_step.shape[1])
+            grads.append(rows.index_copy_(0, flat[before:] - step, of_step[before:]))
+        return None, *grads
+
+
+def _behind(x: Tensor, count: int) -> Tensor:
+    """x[:, j - count] at index j, zeros before the start; [B, T] to the same shape."""
+    shifted = torch.zeros_like(x)
+    if count < x.shape[1]:
+        shifted[:, count:] = x[:, : x.shape[1] - count]
+    return shifted

@@ -1,1 +1,0 @@
-"""What the policy sends: sessions, checks, the ledger, the replay buffer."""

@@ -1,0 +1,1 @@
+"""What the policy sends: runs, checks, the store, the replay order."""

@@ -1,0 +1,370 @@
+"""Builds the trainer from its configuration, starts it, and takes it down again in order."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from draft_trainer.checkpoints.checkpoint import load_head, target_ids
+from draft_trainer.config import TrainerConfig, access_of, credentials_of, learner_config
+from draft_trainer.counters import Board, EventLog, VerdictLog
+from draft_trainer.drafters.eagle3.config import HeadConfig
+from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.ingest.ingest import Expected, Ingest
+from draft_trainer.ingest.rings import Rings
+from draft_trainer.ingest.run import Runs
+from draft_trainer.ingest.store import SampleFolder, SampleStore
+from draft_trainer.recordings.recorder import Recorder
+from draft_trainer.releases.canary import AcceptanceWatch, Canary
+from draft_trainer.releases.fleet import Fleet, Timeouts, members_of
+from draft_trainer.releases.gate import Judge
+from draft_trainer.releases.imports import Imports
+from draft_trainer.releases.publisher import Publisher
+from draft_trainer.releases.reconciler import AutoPublisher, Reconciler
+from draft_trainer.releases.registry import (
+    Promotions,
+    Registry,
+    Retention,
+    newest_own,
+    open_registry,
+    uses_of,
+)
+from draft_trainer.server.calls import SERVICE, Health, admission
+from draft_trainer.server.metrics import TrainerCollector
+from draft_trainer.server.service import DraftTrainerService, ReleaseRooms, add_draft_trainer
+from draft_trainer.server.status import AcceptanceHistory, FleetView, Live, Status
+from draft_trainer.server.web import serve_console
+from draft_trainer.training.followers import Followers
+from draft_trainer.training.learner import Learner
+from draft_trainer.training.loop import Candidates, TrainingLoop
+from draft_trainer.training.ranks import Ranks
+from draft_trainer.training.state import LearnerStates, head_facts
+from slipstream.client import server_options
+from slipstream.errors import RefusedError
+from slipstream.metrics import code_version
+from slipstream.security import AccessInterceptor
+from slipstream.serving import RefusedCalls
+from slipstream.v1 import console_pb2
+
+logger = logging.getLogger(__name__)
+
+MAX_CALLS = 2048
+"""Calls that wait for a thread at a time; gRPC refuses the others itself."""
+
+_MESSAGE_OVERHEAD = 64 << 10
+
+
+class TrainerServer:
+    """The running trainer. Owns every thread, connection and port of it.
+
+    Args:
+        config: checked, with absolute paths.
+        ranks: of which this process is number 0; the others run ``followers.follow``.
+
+    Raises:
+        RefusedError: the draft, the registry or a port cannot be used; nothing is left running.
+    """
+
+    def __init__(self, config: TrainerConfig, ranks: Ranks | None = None) -> None:
+        self._config = config
+        ranks = ranks or Ranks()
+        self.died = threading.Event()
+        """Set when the training thread ended by itself."""
+        self._board = Board()
+        self._access = access_of(config, self._board.access_refused)
+        self._credentials = credentials_of(config)
+        self._registry = registry = open_registry(config.draft)
+        self._close_samples: Callable[[], None] = lambda: None
+        try:
+            self._build(registry, ranks)
+        except BaseException:
+            self._close_samples()
+            registry.close()
+            raise
+
+    def _build(self, registry: Registry, ranks: Ranks) -> None:
+        config = self._config
+        newest = newest_own(registry)
+        events = EventLog(registry.root)
+        self._promotions = Promotions(config.draft.registry, 0, events.published)
+        for version in {self._promotions.now.promoted, self._promotions.now.last_good}:
+            registry.get(version)
+        head, d2t = load_head(registry.path(newest.draft_version))
+        draft = head.config
+        self._open_samples()
+        states = LearnerStates(
+            config.draft.registry,
+            states_belong_to(registry, draft),
+            config.training.state_every_steps,
+            self._store.saved,
+        )
+        learner = Learner(head.to(ranks.device), learner_config(config.training), ranks)
+        resumed = states.resume(learner, newest.draft_version)
+        self._store.rewind(resumed.draws, newest.draft_version)
+        arrived = threading.Event()
+        expected = Expected(
+            hidden_size=draft.target_hidden_size,
+            vocab_size=draft.vocab_size,
+            aux_layer_ids=draft.aux_layer_ids,
+            max_tokens=_max_tokens(config, head),
+        )
+        self.runs = Runs(
+            draft, self._store, config.replay.max_policy_lag, config.server.max_sessions
+        )
+        publish = config.publish
+        fleet_view = FleetView(events, self._board.touch)
+        acceptance = AcceptanceHistory(self._policy_version, self._board.touch)
+        self._fleet = Fleet(
+            members_of(publish.rollout_servers),
+            Timeouts(publish.state_timeout_s, publish.stage_timeout_s, publish.commit_timeout_s),
+            fleet_view.looked,
+            self._credentials,
+        )
+        self._watch = AcceptanceWatch(self._fleet, acceptance.grew)
+        self._canary = canary = Canary(config.canary, publish.num_speculative_tokens, self._watch)
+        verdicts = VerdictLog(registry.root, events.judged)
+        known = newest.HasField("trained_against_policy_version")
+        self._status = Status(
+            self._board,
+            self.runs,
+            self._promotions,
+            newest.draft_version,
+            newest.trained_against_policy_version if known else None,
+            self._store,
+            Live(events, fleet_view, acceptance, registry, verdicts, lambda: canary.trial),
+        )
+        self.publisher = Publisher(
+            self._fleet,
+            registry,
+            self._promotions,
+            self._board,
+            canary if config.canary.share else None,
+            publish.max_draft_lag,
+        )
+        self._auto = AutoPublisher(self.publisher) if publish.on == "promotion" else None
+        self._reconciler = Reconciler(
+            self.publisher, canary, self._watch, publish.reconcile_s, self._publish_again
+        )
+        on_release = self._auto.released if self._auto else lambda version: None
+        judge = Judge(config, registry, self._promotions, verdicts, self._board)
+        retention = Retention(
+            registry,
+            config.draft.keep_releases,
+            config.draft.keep_bytes,
+            lambda: [*uses_of(self._promotions.now), (self._status.newest_release, "parent")],
+        )
+        self.loop = TrainingLoop(
+            learner,
+            Followers(ranks),
+            states,
+            resumed,
+            newest.draft_version,
+            config.training,
+            self.runs,
+            Candidates(config, registry, d2t, judge, self._promotions, retention, self._status),
+            self._board,
+            arrived,
+            on_release=on_release,
+            on_death=self._training_died,
+        )
+        ids = torch.arange(draft.vocab_size) if d2t is None else target_ids(d2t)
+        folder = config.recording.directory
+        self._recorder = (
+            Recorder(folder, config.recording, draft, ids, self._board) if folder else None
+        )
+        server = config.server
+        self._rings = Rings(
+            Path(server.shared_memory) if server.shared_memory else None,
+            min(server.ring_bytes, config.replay.capacity_bytes),
+            server.max_streams,
+            server.message_timeout_s,
+        )
+        self._service = DraftTrainerService(
+            config,
+            draft,
+            ids.to(torch.int32),
+            self.runs,
+            Ingest(expected, self._store, self._board, arrived, self._recorder),
+            ReleaseRooms(
+                registry,
+                self.publisher,
+                retention,
+                verdicts,
+                Imports(
+                    *(registry, draft, d2t, self.runs, judge, self._promotions, retention),
+                    on_promoted=on_release,
+                ),
+            ),
+            self._status,
+            self._rings,
+        )
+        self._listen()
+
+    @property
+    def ready_line(self) -> str:
+        """What is printed once everything listens."""
+        web = self._web.url
+        return f"draft-trainer ready: grpc={self.address} metrics={web}/metrics web={web}/"
+
+    def start(self) -> None:
+        """Serve, train and publish until ``stop``."""
+        self._status.events.note(
+            console_pb2.EVENT_KIND_TRAINER_STARTED,
+            draft_version=self._promotions.now.promoted,
+            policy_version=self._policy_version(),
+            reason=f"version {code_version()}",
+        )
+        self._grpc.start()
+        for name in ("", SERVICE):
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        if self._recorder:
+            self._recorder.start()
+        self.loop.start()
+        if self._auto:
+            self._auto.start()
+        self._status.moments.start()
+        self._reconciler.start()
+        # What the last process could not finish.
+        self._publish_again()
+
+    def stop(self) -> bool:
+        """Drain, stop training, close everything.
+
+        Returns:
+            True when every part ended within ``server.shutdown_timeout_s``.
+        """
+        deadline = time.monotonic() + self._config.server.shutdown_timeout_s
+        self._status.events.note(console_pb2.EVENT_KIND_TRAINER_STOPPED)
+        self._health.enter_graceful_shutdown()
+        self._service.drain()
+        # Calls in progress get half of the time; then they are cancelled.
+        stopped = self._grpc.stop(grace=(deadline - time.monotonic()) / 2)
+        clean = self.loop.stop(_left(deadline))
+        if self._auto:
+            clean = self._auto.stop(_left(deadline)) and clean
+        clean = self._reconciler.stop(_left(deadline)) and clean
+        clean = stopped.wait(_left(deadline)) and clean
+        self._rings.close()
+        if self._recorder:
+            clean = self._recorder.stop(_left(deadline)) and clean
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._fleet.close()
+        clean = self._watch.stop(_left(deadline)) and clean
+        clean = self._status.moments.stop(_left(deadline)) and clean
+        self._web.close(_left(deadline))
+        self._close_samples()
+        self._registry.close()
+        return clean
+
+    def _policy_version(self) -> int | None:
+        run = self.runs.current
+        return run.latest_policy_version if run is not None else None
+
+    def _training_died(self) -> None:
+        reason = self._board.read().training_error
+        self._status.events.note(console_pb2.EVENT_KIND_TRAINING_FAILED, reason=reason)
+        self.died.set()
+
+    def _open_samples(self) -> None:
+        replay = self._config.replay
+        folder = SampleFolder(replay.directory, self._config.draft.registry)
+        try:
+            self._store = SampleStore(
+                folder.path, replay, self._config.training.seed, self._board.evicted
+            )
+        except BaseException:
+            folder.close(keep=True)
+            raise
+
+        def close() -> None:
+            keep = self._store.run is not None
+            self._store.close()
+            folder.close(keep)
+            self._close_samples = lambda: None
+
+        self._close_samples = close
+
+    def _publish_again(self) -> None:
+        now = self._promotions.now
+        if self._auto and now.promoted != now.last_good:
+            self._auto.released(now.promoted)
+
+    def _listen(self) -> None:
+        server = self._config.server
+        self.refused_calls = RefusedCalls()
+        admitting, threads = admission(server, self.refused_calls)
+        access = self._access
+        guards = [] if access.anonymous else [AccessInterceptor(access)]
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
+        self._grpc = grpc.server(
+            self._pool,
+            interceptors=(*guards, admitting),
+            options=server_options(server.max_message_bytes, server.keepalive_s),
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
+        self._health = Health(("", SERVICE))
+        add_draft_trainer(self._service, self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        reflection.enable_server_reflection(
+            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
+        )
+        try:
+            host = f"[{server.host}]" if ":" in server.host else server.host
+            try:
+                at = f"{host}:{server.port}"
+                port = (
+                    self._grpc.add_insecure_port(at)
+                    if access.tls is None
+                    else self._grpc.add_secure_port(at, access.tls.grpc_credentials())
+                )
+            except RuntimeError as error:
+                raise RefusedError(
+                    "server.port",
+                    f"{host}:{server.port} ({error})",
+                    "a free port of this machine, or 0",
+                    "stop what listens there, or set another server.port",
+                ) from error
+            self.address = f"{host}:{port}"
+            metrics = TrainerCollector(
+                *(self._board, self._status, self._rings, self._canary, self.refused_calls)
+            )
+            self._web = serve_console(
+                self._status, metrics, access, server.host, server.metrics_port
+            )
+        except RefusedError:
+            self._grpc.stop(grace=None)
+            self._pool.shutdown(wait=False)
+            self._fleet.close()
+            raise
+
+
+def states_belong_to(registry: Registry, draft: HeadConfig) -> dict[str, object]:
+    """What a training state must have been saved with to be resumed: this draft's beginning."""
+    first = registry.get(0).tensors
+    total = hashlib.sha256(b"".join(spec.sha256 for spec in first))
+    return head_facts(draft) | {"initial_sha256": total.hexdigest()}
+
+
+def _max_tokens(config: TrainerConfig, head: Eagle3Head) -> int:
+    """Longest sample: as configured, but in bf16 it must fit one message and the windows."""
+    per_token = 2 * (head.config.num_aux_layers + 1) * head.config.target_hidden_size + 21
+    server = config.server
+    largest = min(server.max_message_bytes, server.receive_window_bytes) - _MESSAGE_OVERHEAD
+    longest = min(config.server.max_tokens_per_sample, largest // per_token)
+    if head.config.sliding_window is not None:
+        longest = min(longest, head.config.sliding_window - config.training.ttt_steps + 1)
+    return max(3, longest)
+
+
+def _left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())

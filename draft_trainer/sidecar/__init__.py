@@ -1,1 +1,0 @@
-"""The gRPC service around the rest: server, status, metrics."""

@@ -1,0 +1,385 @@
+"""Training states on disk: everything that a killed run needs to go on as if it had not been.
+
+One safetensors file per state. Its header names the format, the step, the position in the data, to
+what the state belongs, and a SHA-256 over all of that and every tensor's bytes. A file is written
+to a temporary name, fsynced and renamed, so that a kill at any instant leaves the one before.
+
+Writes training states beside training: the training thread pays for a copy in memory only.
+
+The training states of a serving trainer: when they are written, and which one is resumed.
+
+A state carries the number of the last draw that its weights have seen, so that a restart can take
+back the later ones; see ``draft_trainer/ingest/store.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draft_trainer.drafters.eagle3.config import HeadConfig
+from draft_trainer.files import written_whole
+from draft_trainer.training.learner import Learner
+from slipstream.errors import RefusedError, StatusCode
+from slipstream.tensors import bytes_of
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "slipstream.training_state"
+VERSION = 1
+KEPT = 2
+_NAME = re.compile(r"state-(\d{12})\.safetensors")
+_TEMPORARY = re.compile(r"\.state-\d{12}\.safetensors-.*")
+
+Facts = Mapping[str, object]
+"""Names and JSON-able values."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingState:
+    """One state as it was read.
+
+    Attributes:
+        tensors: what ``Learner.state_dict`` gave.
+        step: the number it was saved under.
+        position: what the caller needs besides the tensors, as it was given.
+        passed_over: newer files that were damaged, and why; empty as a rule.
+    """
+
+    tensors: dict[str, Tensor]
+    step: int
+    position: dict[str, Any]
+    passed_over: tuple[str, ...] = ()
+
+
+class StateStore:
+    """The newest two training states in a folder of their own. One process writes at a time.
+
+    Args:
+        folder: made when it is missing. What a killed process left half-written is removed.
+        belongs_to: what a state must have been saved with to be loaded here, compared name by
+            name: the head's configuration (``head_facts``), the data, whatever makes another
+            run's state wrong for this one.
+
+    Raises:
+        OSError: the folder cannot be made or read.
+    """
+
+    def __init__(self, folder: Path, belongs_to: Facts) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder.resolve(strict=True)
+        self._belongs_to = json.loads(json.dumps(dict(belongs_to)))
+        for path in self.folder.iterdir():
+            if _TEMPORARY.fullmatch(path.name):
+                path.unlink()
+
+    def save(self, tensors: Mapping[str, Tensor], step: int, position: Facts) -> Path:
+        """Write a state; when this returns it survives kill -9 and a loss of power.
+
+        Args:
+            tensors: contiguous, on the CPU, none a view of another; not kept.
+            step: not below that of any state here.
+            position: what ``load`` is to give back.
+
+        Raises:
+            OSError: it could not be written; the states before it are as they were.
+        """
+        path = self._path(step)
+        facts = {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "step": str(step),
+            "position": json.dumps(dict(position), sort_keys=True),
+            "belongs_to": json.dumps(self._belongs_to, sort_keys=True),
+        }
+        facts["sha256"] = _digest(facts, tensors)
+        with written_whole(path) as temporary:
+            _write(temporary, dict(tensors), facts)
+        for old in self._steps()[:-KEPT]:
+            self._path(old).unlink()
+        return path
+
+    def clear(self) -> None:
+        """Remove every state: another training begins here."""
+        for step in self._steps():
+            self._path(step).unlink()
+
+    def load(self) -> TrainingState | None:
+        """The newest sound state; None where none was ever saved.
+
+        A damaged file is passed over for the one before it, and said in the log and the result.
+
+        Raises:
+            RefusedError: the newest readable state is of another format version or belongs to
+                something else (FAILED_PRECONDITION), or all of them are damaged (DATA_LOSS).
+        """
+        damaged: list[str] = []
+        for step in reversed(self._steps()):
+            path = self._path(step)
+            try:
+                state = self._read(path, step, tuple(damaged))
+            except _DamagedError as error:
+                damaged.append(f"{path.name}: {error}")
+                continue
+            for text in damaged:
+                logger.error(
+                    "passed over a damaged training state, going on from %s: %s", step, text
+                )
+            return state
+        if damaged:
+            raise RefusedError(
+                str(self.folder),
+                "; ".join(damaged),
+                "at least one sound training state",
+                "restore one from a copy, or remove the folder to train on from the weights alone",
+                StatusCode.DATA_LOSS,
+            )
+        return None
+
+    def _read(self, path: Path, step: int, passed_over: tuple[str, ...]) -> TrainingState:
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = dict(file.metadata() or {})
+                digest = facts.pop("sha256", None)
+                # Before the bytes are looked at: another version may sum them differently.
+                if facts.get("format") == FORMAT and facts.get("version") != str(VERSION):
+                    raise _unfit("version", facts.get("version"), VERSION, path)
+                # Cloned: what stays mapped would change with the file.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise _DamagedError(str(error)) from error
+        if digest != _digest(facts, tensors):
+            raise _DamagedError("its SHA-256 is not that of its content")
+        found = json.loads(facts["belongs_to"])
+        for name in sorted(self._belongs_to.keys() | found.keys()):
+            if found.get(name) != self._belongs_to.get(name):
+                raise _unfit(name, found.get(name), self._belongs_to.get(name), path)
+        return TrainingState(tensors, step, json.loads(facts["position"]), passed_over)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"state-{step:012d}.safetensors"
+
+    def _steps(self) -> list[int]:
+        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(match.group(1)) for match in found if match)
+
+
+def head_facts(config: HeadConfig) -> dict[str, object]:
+    """A head's configuration for ``belongs_to``."""
+    return {f"head.{name}": value for name, value in asdict(config).items()}
+
+
+class _DamagedError(Exception):
+    """A file is not what was written."""
+
+
+def _unfit(name: str, found: object, expected: object, path: Path) -> RefusedError:
+    return RefusedError(
+        f"training state {name}",
+        f"{found} in {path}",
+        expected,
+        "resume with what the state was saved with, or remove its folder to begin anew",
+        StatusCode.FAILED_PRECONDITION,
+    )
+
+
+def _write(path: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> None:
+    try:
+        save_file(tensors, path, facts)
+    except SafetensorError as error:
+        # Its only name for a full disk.
+        raise OSError(f"{path}: {error}") from error
+
+
+def _digest(facts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the header's facts and every tensor's name, type, shape and bytes."""
+    total = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        total.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        total.update(bytes_of(tensor))
+    return total.hexdigest()
+
+
+class StateWriter:
+    """A thread that writes one state at a time; while it does, no other is taken.
+
+    Args:
+        store: where to.
+        on_written: told the position of every state that is on disk, on the writer's thread.
+    """
+
+    def __init__(
+        self, store: StateStore, on_written: Callable[[Facts], None] = lambda position: None
+    ) -> None:
+        self._store = store
+        self._on_written = on_written
+        self._changed = threading.Condition()
+        self._job: tuple[Mapping[str, Tensor], int, Facts] | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="state-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def free(self) -> bool:
+        """Whether ``write`` would take a state at once."""
+        with self._changed:
+            return self._job is None and not self._closing
+
+    def write(
+        self, tensors: Mapping[str, Tensor], step: int, position: Facts, timeout: float
+    ) -> bool:
+        """Hand over a state, which is not changed any more; ``StateStore.save`` says what it is.
+
+        A state that cannot be written is logged as an error and given up: training goes on.
+
+        Args:
+            timeout: seconds to wait while another one is being written.
+
+        Returns:
+            False when it was not taken.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._job is None, timeout) or self._closing:
+                return False
+            self._job = (tensors, step, position)
+            self._changed.notify_all()
+            return True
+
+    def wait(self, timeout: float) -> bool:
+        """Until what was handed over is written; False when that took ``timeout`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._job is None, timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Write what was handed over and end; True when that was done in ``timeout`` seconds."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._job is not None or self._closing)
+                if self._job is None:
+                    return
+                tensors, step, position = self._job
+            try:
+                self._store.save(tensors, step, position)
+                self._on_written(position)
+            except OSError as error:
+                # A full disk must not end training; the next state may fit.
+                logger.error("the training state of step %d was not written: %s", step, error)
+            finally:
+                with self._changed:
+                    self._job = None
+                    self._changed.notify_all()
+
+
+FOLDER = "training-state"
+_WAIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a resumed training stands.
+
+    Attributes:
+        run_id: the run that it was trained on; empty when nothing was resumed.
+        draws: number of the last draw that it contains; None when nothing was resumed.
+    """
+
+    run_id: str = ""
+    draws: int | None = None
+
+
+class LearnerStates:
+    """Saves a learner every few steps, off the training thread. For that thread only.
+
+    Args:
+        registry: folder of the releases, in which the states get a folder of their own.
+        belongs_to: see ``StateStore``.
+        every_steps: optimizer steps between two states; 0 writes and reads none. While one is
+            being written the next is put off.
+        on_saved: told the last draw of every state that is on disk, on another thread.
+    """
+
+    def __init__(
+        self,
+        registry: Path,
+        belongs_to: Facts,
+        every_steps: int,
+        on_saved: Callable[[int], None] = lambda draws: None,
+    ) -> None:
+        self._every_steps = every_steps
+        self._on_saved = on_saved
+        self._saved_at = -1
+        self._store = StateStore(registry / FOLDER, belongs_to) if every_steps else None
+        self._writer: StateWriter | None = None
+
+    def resume(self, learner: Learner, newest_release: int) -> Resumed:
+        """Put the newest state into ``learner`` unless a release is newer than it.
+
+        Raises:
+            RefusedError: the state is of another head, draft or format, or all are damaged.
+        """
+        if self._store is None:
+            return Resumed()
+        state = self._store.load()
+        if state is None:
+            return Resumed()
+        if state.position["newest_release"] != newest_release:
+            # Its weights are older than the release's, by more than is ever lost to a kill.
+            logger.warning(
+                "training state of step %d is from before release %d and is not resumed",
+                *(state.step, newest_release),
+            )
+            self._store.clear()
+            return Resumed()
+        learner.load_state_dict(state.tensors)
+        self._saved_at = learner.steps
+        logger.info("resumed the training state of step %d", state.step)
+        # States of a trainer that kept no samples have no draws: none of theirs can be undone.
+        return Resumed(str(state.position["run_id"]), int(state.position.get("draws", 0)))
+
+    def after_step(self, learner: Learner, run_id: str, newest_release: int, draws: int) -> None:
+        """Save when it is time and the last one is written."""
+        due = self._every_steps and learner.steps >= self._saved_at + self._every_steps
+        if due and (self._writer is None or self._writer.free):
+            self.save(learner, run_id, newest_release, draws)
+
+    def save(self, learner: Learner, run_id: str, newest_release: int, draws: int) -> None:
+        """Save now, as after a release."""
+        if self._store is None:
+            return
+        self._writer = self._writer or StateWriter(self._store, self._written)
+        position = {"run_id": run_id, "newest_release": newest_release, "draws": draws}
+        if self._writer.write(learner.state_dict(), learner.steps, position, _WAIT_S):
+            self._saved_at = learner.steps
+        else:
+            logger.error("the training state of step %d was not written in time", learner.steps)
+
+    def save_last(self, learner: Learner, run_id: str, newest_release: int, draws: int) -> None:
+        """Save what was learned since the last state, and wait until it is written."""
+        if learner.steps > max(self._saved_at, 0):
+            self.save(learner, run_id, newest_release, draws)
+        if self._writer is not None and not self._writer.close(_WAIT_S):
+            logger.error("the last training state was not written in time")
+
+    def _written(self, position: Facts) -> None:
+        draws = position["draws"]
+        assert isinstance(draws, int)
+        self._on_saved(draws)

@@ -1,0 +1,309 @@
+"""Finds the parts of a causal language model that the bridge needs, by structure.
+
+Hugging Face models are recognised by shape, not by class, so that this package
+never imports transformers: a training image's version of it is not our business.
+
+What may stand between the model that a caller holds and its decoder layers.
+
+Recognised by structure and by class name, so that nothing is imported that the
+training image may not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from policy_bridge.config import ModulePaths
+from slipstream.errors import RefusedError
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+_INNER = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+_INFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
+    """``model``, then what is inside each wrapper: DDP, torch.compile, checkpointing, PEFT.
+
+    Raises:
+        RefusedError: FSDP1, whose flattened parameters are no matrices.
+    """
+    inner: nn.Module | None = model
+    while inner is not None:
+        if type(inner).__name__ == "FullyShardedDataParallel":
+            raise RefusedError(
+                "model",
+                "FullyShardedDataParallel (FSDP1)",
+                "FSDP2: torch.distributed.fsdp.fully_shard",
+                "shard with fully_shard, which keeps lm_head a matrix",
+            )
+        yield inner
+        inner = _inside(inner)
+
+
+def _inside(module: nn.Module) -> nn.Module | None:
+    children = dict(module.named_children())
+    name = _INNER.get(type(module).__name__)
+    if name is not None:
+        return children.get(name)
+    # PEFT: PeftModel.base_model is a tuner whose .model is the policy. Not Hugging Face's
+    # own base_model, which is a property and no child.
+    tuner = children.get("base_model")
+    return dict(tuner.named_children()).get("model") if tuner is not None else None
+
+
+def refuse_compiled(path: list[nn.Module]) -> None:
+    """Raise RefusedError if a module that contains the decoder layers is compiled as a whole.
+
+    A compiled graph runs without calling its inner modules, so nothing can be seen there.
+    """
+    for module in path:
+        whole = (
+            type(module).__name__ == "OptimizedModule"
+            or module._compiled_call_impl is not None
+            or hasattr(module.forward, "_torchdynamo_orig_callable")
+        )
+        if whole:
+            raise RefusedError(
+                "model",
+                f"{type(module).__name__} compiled as a whole",
+                "compiled layer by layer, or not compiled",
+                "compile each decoder layer: for layer in model.model.layers: layer.compile()",
+            )
+
+
+def refuse_adapted(name: str, module: nn.Module) -> None:
+    """Raise RefusedError if a matrix that the trainer needs is behind an adapter."""
+    children = dict(module.named_children())
+    if "base_layer" in children or "modules_to_save" in children:
+        raise RefusedError(
+            f"modules.{name}",
+            f"{type(module).__name__}, an adapter around it",
+            "a plain module, whose weight is all there is",
+            f"leave {name} out of the adapter's target_modules and modules_to_save",
+        )
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, of which ranks hold parts (FSDP2, tensor parallelism)."""
+    return hasattr(tensor, "full_tensor")
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor, detached; a collective call if it is sharded: all ranks alike."""
+    tensor = tensor.detach()
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else cast(torch.Tensor, gather())
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what compiling and checkpointing put into it."""
+    for infix in _INFIXES:
+        name = name.replace(infix, "")
+    return name
+
+
+_LAYER_PATHS = (
+    "model.layers",
+    "model.language_model.layers",
+    "layers",
+    "transformer.h",
+    "transformer.layers",
+    "gpt_neox.layers",
+    "model.decoder.layers",
+)
+
+# A model that changes logits after lm_head breaks "logit = final hidden state x
+# lm_head row", and with it log Z: the teacher would be wrong without an error.
+_LOGIT_CHANGES = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+)
+
+
+@dataclass(frozen=True)
+class PolicyModules:
+    """The parts of one policy.
+
+    Attributes:
+        root: the whole model.
+        decoder: owner of the decoder layers; its call marks the start of a forward pass.
+        layers: the decoder layers.
+        lm_head: the output projection, weight [vocab, hidden].
+        embed_tokens: the input embeddings, weight [vocab, hidden].
+        final_norm: when set, its output is the final hidden state.
+        shards: every parameter of a policy that is spread over ranks (FSDP2), as this rank
+            holds it between steps; empty if it is not spread.
+    """
+
+    root: nn.Module
+    decoder: nn.Module
+    layers: tuple[nn.Module, ...]
+    lm_head: nn.Module
+    embed_tokens: nn.Module
+    final_norm: nn.Module | None
+    shards: tuple[torch.Tensor, ...]
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """lm_head's weight, [vocab, hidden]."""
+        return cast(torch.Tensor, self.lm_head.weight)
+
+    @property
+    def head_bias(self) -> torch.Tensor | None:
+        """lm_head's bias, [vocab], if it has one."""
+        return cast("torch.Tensor | None", getattr(self.lm_head, "bias", None))
+
+    @property
+    def embed_weight(self) -> torch.Tensor:
+        """The embedding table, [vocab, hidden]."""
+        return cast(torch.Tensor, self.embed_tokens.weight)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the final hidden state."""
+        return int(self.head_weight.shape[1])
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of lm_head."""
+        return int(self.head_weight.shape[0])
+
+    def spec(self, model_name: str) -> pb.PolicySpec:
+        """What the trainer must know about this policy."""
+        return pb.PolicySpec(
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            num_hidden_layers=len(self.layers),
+            model_name=model_name or type(self.root).__name__,
+        )
+
+    def stamp(self) -> int:
+        """A number that changes when an optimizer writes to the weights in place.
+
+        Sum of the parameters' version counters. Writes through ``.data`` escape it.
+        """
+        return stamp_of(self.weights())
+
+    def weights(self) -> list[torch.Tensor]:
+        """Every parameter that counts how often it was written to, or shard of one."""
+        # FSDP2 puts gathered parameters into the places of the shards during a step.
+        found = self.shards or self.root.parameters()
+        return [p for p in found if not p.is_inference()]
+
+
+def stamp_of(weights: Sequence[torch.Tensor]) -> int:
+    """``PolicyModules.stamp`` of ``weights``, which take a millisecond to find: not in a step."""
+    return sum([p._version for p in weights])
+
+
+def find_modules(model: nn.Module, paths: ModulePaths) -> PolicyModules:
+    """The parts of ``model``, from ``paths`` where given, otherwise by structure.
+
+    Wrappers (DDP, PEFT, torch.compile) are looked into; a path may name a module of
+    the wrapper or of what it wraps. With FSDP2, call it after ``fully_shard``.
+
+    Raises:
+        RefusedError: a part was not found, does not fit, is behind an adapter or compiled
+            together with what contains it, or the model changes its logits after lm_head
+            (soft caps, scales).
+    """
+    inside = list(unwrapped(model))
+    owner, layers_path = _layers(inside, paths.decoder_layers)
+    layers = tuple(owner.get_submodule(layers_path).children())
+    if not layers:
+        raise RefusedError(
+            "modules.decoder_layers", f"{layers_path}, empty", "decoder layers", "fix the path"
+        )
+    lm_head = _part(inside, paths.lm_head, "get_output_embeddings", "lm_head")
+    embed_tokens = _part(inside, paths.embed_tokens, "get_input_embeddings", "embed_tokens")
+    for name, part in (("lm_head", lm_head), ("embed_tokens", embed_tokens)):
+        refuse_adapted(name, part)
+        weight = getattr(part, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+            raise RefusedError(
+                f"modules.{name}", type(part).__name__, "a weight [vocab, hidden]", "fix the path"
+            )
+    _refuse_changed_logits(inside[-1])
+    parents = layers_path.split(".")[:-1]
+    around = [owner.get_submodule(".".join(parents[:depth])) for depth in range(len(parents) + 1)]
+    refuse_compiled([*inside[: inside.index(owner)], *around])
+    norm = _submodule(inside, paths.final_norm, "modules.final_norm") if paths.final_norm else None
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    return PolicyModules(
+        root=model,
+        decoder=around[-1],
+        layers=layers,
+        lm_head=lm_head,
+        embed_tokens=embed_tokens,
+        final_norm=norm,
+        shards=tuple(model.parameters()) if sharded else (),
+    )
+
+
+def _layers(inside: list[nn.Module], path: str) -> tuple[nn.Module, str]:
+    """The module that holds the decoder layers, and their path in it."""
+    for owner in inside:
+        modules = dict(owner.named_modules())
+        if path and path in modules:
+            return owner, path
+        for known in () if path else _LAYER_PATHS:
+            if isinstance(modules.get(known), nn.ModuleList):
+                return owner, known
+    model = type(inside[-1]).__name__
+    raise RefusedError(
+        "modules.decoder_layers",
+        path or f"none of {', '.join(_LAYER_PATHS)} in {model}",
+        f"the path of a ModuleList of decoder layers in {model}",
+        "set modules.decoder_layers; see model.named_modules()",
+    )
+
+
+def _submodule(inside: list[nn.Module], path: str, field: str) -> nn.Module:
+    for owner in inside:
+        found = dict(owner.named_modules()).get(path)
+        if found is not None:
+            return found
+    raise RefusedError(
+        field, path, f"a module of {type(inside[-1]).__name__}", "see model.named_modules()"
+    )
+
+
+def _part(inside: list[nn.Module], path: str, getter: str, name: str) -> nn.Module:
+    if path:
+        return _submodule(inside, path, f"modules.{name}")
+    model = inside[-1]
+    get = cast("Callable[[], object] | None", getattr(model, getter, None))
+    found = get() if get is not None else None
+    if not isinstance(found, nn.Module):
+        raise RefusedError(
+            f"modules.{name}",
+            f"{type(model).__name__} without {getter}()",
+            "a Hugging Face causal language model",
+            f"set modules.{name} to its path",
+        )
+    return found
+
+
+def _refuse_changed_logits(model: nn.Module) -> None:
+    config = getattr(model, "config", None)
+    for name in _LOGIT_CHANGES:
+        value = getattr(config, name, None)
+        if value is not None and value != 1.0:
+            raise RefusedError(
+                f"model.config.{name}",
+                value,
+                "absent: logits must be the final hidden state times lm_head",
+                "this policy cannot be captured",
+            )

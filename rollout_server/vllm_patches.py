@@ -1,0 +1,225 @@
+"""Workaround: vLLM lets the draft and the verifier share one lm_head.
+
+If the draft's lm_head equals the verifier's when vLLM loads it, which is the
+usual initialisation of a draft, vLLM drops the draft's and points it at the
+verifier's. The next draft commit then overwrites the VERIFIER: accuracy fell
+from .96 to .81 without an error. Here the draft keeps its own.
+
+embed_tokens is different: a draft checkpoint without it is meant to use the
+verifier's and to follow policy pushes, so that sharing stays, and a draft stage
+that brings embed_tokens while it is shared is refused (``layout.py``).
+
+Upstream: https://github.com/vllm-project/vllm/pull/28549 brought the sharing of
+equal heads; the code is ``_maybe_share_lm_head``
+(``v1/spec_decode/llm_base_proposer.py``) and ``_should_share``
+(``v1/worker/gpu/spec_decode/eagle/utils.py``, Model Runner V2). The guard is the
+storage check in ``shared_parameters``: it runs whatever the vLLM version is.
+
+Workaround: per-token temperature, top-k and top-p of drafts are garbage on CPUs.
+
+vLLM's ``expand_batch_to_tokens`` allocates its output uninitialised; the CPU
+kernel behind it fills an int64 copy of that output and throws the copy away.
+Every sampling constraint of a verified draft token is then whatever was in
+memory: at temperature 1 a policy with accuracy 0.76 scored below 0.11, silently.
+Greedy requests take another path and hide it.
+
+Upstream: https://github.com/vllm-project/vllm/pull/42638 (closed unmerged).
+
+Which vLLM this is, for the guards of the workarounds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.errors import RefusedError
+
+EMBEDDING = "embed_tokens"
+
+
+def keep_own_lm_head(proposer_class: type) -> None:
+    """Make the V1 runner's proposer leave an lm_head alone that the checkpoint brought.
+
+    Args:
+        proposer_class: vLLM's class with ``_maybe_share_lm_head(self, target)``.
+    """
+    original: Callable[[Any, nn.Module], None] = proposer_class._maybe_share_lm_head  # type: ignore[attr-defined]
+    if getattr(original, "_slipstream", False):
+        return
+
+    def maybe_share_lm_head(self: Any, target_language_model: nn.Module) -> None:
+        own = self.model.lm_head if getattr(self.model, "has_own_lm_head", False) else None
+        original(self, target_language_model)
+        if own is not None:
+            self.model.lm_head = own
+
+    maybe_share_lm_head._slipstream = True  # type: ignore[attr-defined]
+    proposer_class._maybe_share_lm_head = maybe_share_lm_head  # type: ignore[attr-defined]
+
+
+def keep_own_lm_head_v2(module: ModuleType) -> None:
+    """The same for Model Runner V2.
+
+    Args:
+        module: vLLM's ``v1.worker.gpu.spec_decode.eagle.utils``.
+    """
+    original: Callable[..., bool] = module._should_share
+    if getattr(original, "_slipstream", False):
+        return
+
+    def should_share(model: nn.Module, own: str, draft: Any, target: Any) -> bool:
+        if own == "has_own_lm_head" and getattr(model, own, False):
+            return False
+        return original(model, own, draft, target)
+
+    should_share._slipstream = True  # type: ignore[attr-defined]
+    module._should_share = should_share  # type: ignore[attr-defined]
+
+
+def shares_embedding(policy: nn.Module, draft: nn.Module) -> bool:
+    """Whether the draft uses the verifier's embedding module."""
+    theirs = {id(module) for module in policy.modules()}
+    return any(
+        name.rpartition(".")[2] == EMBEDDING and id(module) in theirs
+        for name, module in draft.named_modules()
+    )
+
+
+def shared_parameters(policy: nn.Module, draft: nn.Module) -> list[str]:
+    """Draft parameters that lie in the verifier's memory, the embedding apart.
+
+    Compares storages, not values, so two equal tensors in different memory pass.
+
+    Returns:
+        Names in the draft, sorted; empty is what it must be.
+    """
+    theirs = {
+        parameter.untyped_storage().data_ptr()
+        for _, parameter in policy.named_parameters(remove_duplicate=False)
+        if parameter.numel()
+    }
+    return sorted(
+        name
+        for name, parameter in draft.named_parameters(remove_duplicate=False)
+        if parameter.numel()
+        and parameter.untyped_storage().data_ptr() in theirs
+        and EMBEDDING not in name.split(".")
+    )
+
+
+KNOWN_BROKEN = ((0, 27), (0, 32))
+"""First and last release that were seen to have it, ``(major, minor)`` inclusive."""
+
+Expand = Callable[..., torch.Tensor]
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    num_tokens: int,
+    replace_from: float = 0,
+    replace_to: float = 0,
+) -> torch.Tensor:
+    """One value per request, repeated for each of its tokens.
+
+    Args:
+        x: [batch], any dtype.
+        cu_num_tokens: [batch], integer, cumulative tokens up to and including each request.
+        num_tokens: total, the length of the result.
+        replace_from: a value of ``x`` to be replaced.
+        replace_to: by this one.
+
+    Returns:
+        [num_tokens], the dtype of ``x``.
+    """
+    replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
+    return torch.repeat_interleave(replaced, counts, output_size=num_tokens)
+
+
+def is_broken(expand: Expand) -> bool:
+    """Whether ``expand`` gets a small example wrong.
+
+    Tried with floats that no allocator leaves behind by chance, several times and
+    with poisoned memory, because uninitialised memory may hold the right answer.
+    """
+    values = torch.tensor([0.8125, -1.0, 3.25])
+    ends = torch.tensor([2, 5, 6], dtype=torch.int32)
+    expected = torch.tensor([0.8125, 0.8125, 1.0, 1.0, 1.0, 3.25])
+    for _ in range(4):
+        poison = torch.full((6,), 7.5)
+        del poison
+        if not torch.equal(expand(values, ends, 6, replace_from=-1, replace_to=1), expected):
+            return True
+    return False
+
+
+def prepare_kernels() -> None:
+    """Load what the function calls on a CPU; vLLM does it later than plug-ins run."""
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    current_platform.register_triton_kernel_overrides()
+
+
+def install(module: ModuleType, release: tuple[int, int], on_cpu: bool) -> bool:
+    """Replace the function in vLLM's ``v1.sample.rejection_sampler`` where it is broken.
+
+    A release in ``KNOWN_BROKEN`` is always patched; any other is judged by what
+    the function does, so that an unknown version is never left unguarded.
+
+    Args:
+        module: ``vllm.v1.sample.rejection_sampler``.
+        release: of vLLM.
+        on_cpu: whether the platform is the CPU; elsewhere nothing is done.
+
+    Returns:
+        Whether it was replaced.
+
+    Raises:
+        RefusedError: the function is gone, so nobody knows what samples the drafts.
+    """
+    if not on_cpu:
+        return False
+    original = getattr(module, "expand_batch_to_tokens", None)
+    if original is None:
+        raise RefusedError(
+            "vllm.v1.sample.rejection_sampler.expand_batch_to_tokens",
+            f"absent in vLLM {release[0]}.{release[1]}",
+            "present",
+            "use a vLLM release that Slipstream was tested with (0.32)",
+        )
+    first, last = KNOWN_BROKEN
+    if not first <= release <= last:
+        prepare_kernels()
+    if first <= release <= last or is_broken(original):
+        module.expand_batch_to_tokens = expand_batch_to_tokens  # type: ignore[attr-defined]
+        return True
+    return False
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """``(major, minor)`` of a vLLM version such as "0.32.0+cpu".
+
+    Raises:
+        RefusedError: not of that form (a development build without a tag).
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        raise RefusedError(
+            "vllm.__version__", version, "a release such as 0.32.0", "install a released vLLM"
+        )
+    return int(match[1]), int(match[2])
+
+
+def installed_release() -> tuple[int, int]:
+    """``(major, minor)`` of the vLLM that is imported here."""
+    from vllm.version import __version__
+
+    return release_of(__version__)
