@@ -7,6 +7,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 from safetensors.torch import load_file
+from vllm.v1.metrics.loggers import StatLoggerBase
 
 from rollout_server.checkpoint import (
     VOCABULARY_MAPS,
@@ -28,7 +29,7 @@ from rollout_server.control import (
 from rollout_server.engine import Description, VllmEngine
 from rollout_server.metrics import RolloutCollector, negotiate
 from rollout_server.reload import WeightSource
-from rollout_server.runtime import API, Settings
+from rollout_server.runtime import API, Settings, is_active
 from rollout_server.service import (
     ControlServer,
     RolloutService,
@@ -180,3 +181,39 @@ def _expected_draft(specs: list[tensor_pb2.TensorSpec], description: Description
         {spec.name: spec.sha256 for spec in specs if spec.name in VOCABULARY_MAPS},
         forbidden,
     )
+
+
+class AcceptanceStatLogger(StatLoggerBase):  # type: ignore[misc]
+    """Loaded by every vLLM of the environment; does nothing where Slipstream did not start it.
+
+    Args:
+        vllm_config: not looked at.
+        engine_index: not looked at; the launcher refuses more than one engine.
+    """
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self._tracker = API.tracker if is_active() else None
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """One engine step. Called in the API server's event loop."""
+        if self._tracker is None or scheduler_stats is None:
+            return
+        stats = scheduler_stats.spec_decoding_stats
+        if stats is not None:
+            self._tracker.record(
+                stats.num_drafts,
+                stats.num_draft_tokens,
+                stats.num_accepted_tokens,
+                stats.num_accepted_tokens_per_pos,
+            )
+        if iteration_stats is not None:
+            self._tracker.generated(iteration_stats.num_generation_tokens)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""

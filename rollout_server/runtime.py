@@ -13,18 +13,18 @@ Nothing here imports torch or vLLM: an inert plug-in must cost nothing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout_server.acceptance import AcceptanceTracker
-from slipstream.security import Access
 
 if TYPE_CHECKING:
     from rollout_server.service import ControlServer
     from rollout_server.step_costs import CostWatch
-import os
+    from slipstream.security import Access
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from starlette.routing import Route
 
 import rollout_server.app
 import rollout_server.step_costs
-from rollout_server.app import ControlPlaneEndpoint
+from rollout_server.app import AcceptanceStatLogger, ControlPlaneEndpoint
 from rollout_server.cli import main
 from rollout_server.metrics import RolloutCollector
-from rollout_server.plugins import AcceptanceStatLogger
 from rollout_server.runtime import API
 
 ROUTE = "/measure"

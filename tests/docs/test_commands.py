@@ -68,8 +68,8 @@ def test_a_command_is_understood(
         build_parser().parse_args(arguments)
     elif program == "rollout-server":
         assert arguments[0] in ("serve", "fleet")
-        files = ["launch.py", "access_options.py"]
-        files += ["fleet_cli.py"] if arguments[0] == "fleet" else []
+        files = ["launch.py"]
+        files += ["ray_fleet.py"] if arguments[0] == "fleet" else []
         text = "".join((ROOT / "rollout_server" / file).read_text() for file in files)
         for option in options_of(arguments):
             assert f'"{option}"' in text, option

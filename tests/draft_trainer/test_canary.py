@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.config import CanaryConfig
-from draft_trainer.counters import FILE_NAME
+from draft_trainer.counters import FILE_NAME_PUBLISH_LOG as FILE_NAME
 from draft_trainer.releases.reconciler import Reconciler
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.fleet_rig import Rig

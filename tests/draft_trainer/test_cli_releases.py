@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from draft_trainer.checkpoints.checkpoint import load_head, read_checkpoint, save_draft
 from draft_trainer.cli.main import main
-from draft_trainer.counters import KEPT, VerdictLog, read_verdicts
+from draft_trainer.counters import KEPT_VERDICTS as KEPT
+from draft_trainer.counters import VerdictLog, read_verdicts
 from draft_trainer.releases.registry import Registry, write_pins
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_trainer.counters import FILE_NAME
+from draft_trainer.counters import FILE_NAME_PUBLISH_LOG as FILE_NAME
 from draft_trainer.releases import publisher as healing
 from draft_trainer.releases.registry import Promotions
 from slipstream.errors import RefusedError

@@ -1,0 +1,129 @@
+"""The architecture as a test: packages, layers inside the trainer, sizes; nothing unpickles.
+
+docs/architecture.md states the same in words.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FORBIDDEN = {
+    "proto": {"vllm", "ray", "draft_trainer", "policy_bridge", "rollout_server"},
+    "policy_bridge": {"vllm", "ray", "transformers", "draft_trainer", "rollout_server"},
+    "draft_trainer": {"vllm", "policy_bridge", "rollout_server"},
+    "rollout_server": {"draft_trainer", "policy_bridge"},
+    # The peers' trainers have environments of their own, and so has vLLM.
+    "benchmarks": {"vllm", "policy_bridge", "rollout_server"},
+}
+# The packages that a benchmark measures.
+MEASURED = {
+    "alerts": {"policy_bridge"},
+    # vLLM's own path is imported by vLLM's worker alone.
+    "hot_swap": {"vllm"},
+    "metrics_overhead": {"rollout_server"},
+    "publish_faults": {"rollout_server"},
+    "robustness": {"rollout_server"},
+    "feed_faults": {"policy_bridge"},
+    "policy_stall": {"policy_bridge"},
+    "transport": {"policy_bridge"},
+}
+# Of draft_trainer, bottom up. A module imports from its own layer or from below.
+LAYERS = (
+    ("sample", "files", "state", "counters", "config", "allocator"),
+    ("kernels", "drafters", "checkpoints"),
+    ("ingest",),
+    ("recordings",),
+    ("releases",),
+    ("training",),
+    ("server", "offline"),
+    ("cli",),
+)
+# To be cut; nothing may be added.
+UPWARD = {
+    "draft_trainer.checkpoints.initial imports draft_trainer.recordings.recording",
+    "draft_trainer.config imports draft_trainer.drafters.eagle3.loss",
+    "draft_trainer.config imports draft_trainer.releases.fleet",
+    "draft_trainer.ingest.ingest imports draft_trainer.recordings.recorder",
+    "draft_trainer.training.loop imports draft_trainer.server.status",
+}
+CORES = {
+    "draft_trainer": (
+        *("drafters/**/*", "kernels/*", "checkpoints/**/*", "offline/*"),
+        *("ingest/arena", "ingest/store", "releases/gate", "releases/registry"),
+    ),
+    "policy_bridge": ("capture", "hooks", "model", "outbox", "selection"),
+    "rollout_server": ("reload", "control", "acceptance"),
+}
+
+
+def modules(folder: Path) -> list[Path]:
+    """The hand-written Python files below a folder."""
+    return [path for path in sorted(folder.rglob("*.py")) if "_pb2" not in path.name]
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of all modules that a file imports, inside functions too; not for types alone."""
+    found = set()
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+    return found
+
+
+def packages(path: Path) -> set[str]:
+    """Top-level names of everything that a file imports."""
+    return {name.partition(".")[0] for name in imports(path)}
+
+
+def layer_of(module: str) -> int:
+    """Index in ``LAYERS`` of ``draft_trainer.X...``; -1 for the package itself."""
+    part = module.split(".")[1] if "." in module else ""
+    return next((i for i, layer in enumerate(LAYERS) if part in layer), -1)
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_no_package_imports_another(package: str) -> None:
+    files = modules(ROOT / package)
+    assert files
+    for path in files:
+        measured = MEASURED.get(path.parent.name, set()) if package == "benchmarks" else set()
+        assert not packages(path) & (FORBIDDEN[package] - measured), path
+        assert not packages(path) & {"pickle", "cloudpickle", "dill", "joblib"}, path
+
+
+def test_no_module_of_the_trainer_imports_upward() -> None:
+    upward = []
+    for path in modules(ROOT / "draft_trainer"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if path.name == "__init__.py":
+            continue
+        assert layer_of(module) >= 0, f"{module} is in no layer"
+        for name in sorted(imports(path)):
+            if name.startswith("draft_trainer.") and layer_of(name) > layer_of(module):
+                upward.append(f"{module} imports {name}")
+    assert set(upward) <= UPWARD, "\n".join(upward)
+
+
+@pytest.mark.parametrize("package", CORES)
+def test_the_core_of_a_package_knows_neither_grpc_nor_prometheus(package: str) -> None:
+    for name in CORES[package]:
+        paths = list((ROOT / package).glob(f"{name}.py"))
+        assert paths, name
+        for path in paths:
+            assert not packages(path) & {"prometheus_client", "grpc"}, path
+            assert "_pb2_grpc" not in path.read_text(), path
