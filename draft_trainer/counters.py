@@ -1,6 +1,6 @@
-"""The trainer's own counters, kept once: the status call and Prometheus both read them here.
+"""What the trainer counts: prometheus_client metrics, increased where the fact happens.
 
-Plain numbers behind one lock; nothing here knows of gRPC or Prometheus.
+``server.status`` puts them into ``TrainerStatus``; ``/metrics`` serves their registry.
 
 What happened, in order: a bounded log in the registry that outlives the process.
 
@@ -19,40 +19,45 @@ import logging
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from google.protobuf import json_format
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from draft_trainer.files import written_whole
 from slipstream.errors import RefusedError
-from slipstream.metrics import Durations
+from slipstream.security import REASONS
 from slipstream.v1 import console_pb2 as pb
 from slipstream.v1 import release_pb2
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_NONE = Durations(SECONDS_BUCKETS)
-_NONE_ACKNOWLEDGED = Durations((0.0005, 0.001, 0.0025, *SECONDS_BUCKETS[:-2]))
+ACKNOWLEDGEMENT_BUCKETS = (0.0005, 0.001, 0.0025, *SECONDS_BUCKETS[:-2])
 
+PREFIX = "slipstream_trainer_"
 
-@dataclass(frozen=True)
-class GateResult:
-    """The last gate verdict. Lengths are None where nothing could be measured."""
-
-    verdict: str
-    candidate: float | None
-    incumbent: float | None
-    half_width: float | None
-    anchors: int
-    text: str
+_FLEET_EVENTS = {
+    "committed": ("publishes", "committed"),
+    "stage_failed": ("publishes", "stage_failed"),
+    "not_committed": ("publishes", "not_committed"),
+    "policy_only": ("publishes", "policy_only"),
+    "policy_failed": ("publishes", "policy_failed"),
+    "rolled_back": ("roll_backs", "commit_failed"),
+    "rolled_back_by_hand": ("roll_backs", "by_hand"),
+    "interrupted": ("roll_backs", "interrupted"),
+    "canary_promoted": ("trials", "promoted"),
+    "canary_undecided": ("trials", "undecided"),
+    "canary_rolled_back": ("trials", "rolled_back"),
+}
+"""Events of a publish, each with the counter that counts it and its label."""
 
 
 @dataclass(frozen=True)
 class Servers:
-    """Rollout servers at a look: known, reachable of them, and of these ready ones and those on
-    the release that they should serve."""
+    """Rollout servers when they were last asked: known, reachable of them, and of these ready ones
+    and those on the release that they should serve."""
 
     known: int
     reachable: int
@@ -60,135 +65,158 @@ class Servers:
     current: int
 
 
-@dataclass
-class Counts:
-    """Everything that was counted since the process started, at one instant."""
+class Counters:
+    """What the trainer counts, as prometheus_client metrics on a registry of their own.
 
-    samples_accepted: int = 0
-    samples_duplicate: int = 0
-    samples_refused: int = 0
-    samples_trained: int = 0
-    samples_recorded: int = 0
-    train_steps: int = 0
-    train_steps_skipped: int = 0
-    tokens_trained: int = 0
-    train_seconds: float = 0.0
-    loss: float | None = None
-    loss_total: float = 0.0
-    step_acceptance: tuple[float, ...] = ()
-    idle: bool = True
-    gate: GateResult | None = None
-    training_error: str = ""
-    refused_by_field: Counter[str] = field(default_factory=Counter)
-    evicted_by_reason: Counter[str] = field(default_factory=Counter)
-    gate_verdicts: Counter[str] = field(default_factory=Counter)
-    publishes: Counter[str] = field(default_factory=Counter)
-    recording_shed: Counter[str] = field(default_factory=Counter)
-    received_bytes: Counter[str] = field(default_factory=Counter)
-    access_refused: Counter[str] = field(default_factory=Counter)
-    heals: Counter[str] = field(default_factory=Counter)
-    heals_failed: Counter[str] = field(default_factory=Counter)
-    policy_announcements: int = 0
-    servers: Servers | None = None
-    acknowledgement_seconds: Durations = _NONE_ACKNOWLEDGED
-    stage_seconds: Durations = _NONE
-    commit_seconds: Durations = _NONE
-    revision: int = 0
+    A counter whose label values are known beforehand has a series for each from the start on:
+    ``increase`` does not see the first event of a series that appears with it.
 
-    @property
-    def samples_evicted(self) -> int:
-        """Samples that were given up untrained, or whose training was lost with a kill."""
-        return self.evicted_by_reason.total() - self.evicted_by_reason["unsaved"]
-
-
-class Board:
-    """Thread-safe holder of one ``Counts``; every change wakes those who watch."""
+    Attributes:
+        registry: holds every metric here, for ``/metrics``.
+        loss: training loss of the last step; None before it.
+        step_acceptance: expected acceptance at each TTT step of the last step, each in [0, 1].
+        idle: whether there is nothing to train on.
+        training_error: why the training thread ended; empty while it runs.
+    """
 
     def __init__(self) -> None:
-        self._counts = Counts()
-        self._changed = threading.Condition()
+        self.registry = CollectorRegistry()
+        self.loss: float | None = None
+        self.loss_total = 0.0
+        self.step_acceptance: tuple[float, ...] = ()
+        self.idle = True
+        self.training_error = ""
 
-    def read(self) -> Counts:
-        """The numbers now, all of them copies."""
-        with self._changed:
-            now = self._counts
-            values = {f.name: getattr(now, f.name) for f in fields(now)}
-            copies = {n: Counter(v) for n, v in values.items() if isinstance(v, Counter)}
-            return replace(now, **copies)  # type: ignore[arg-type]
+        self.access_refused = self._counter(
+            "access_refused", "Calls without the right to make them.", "reason", REASONS
+        )
+        self.samples = self._counter(
+            "samples",
+            "Samples that arrived, by outcome.",
+            "outcome",
+            ("accepted", "duplicate", "refused"),
+        )
+        self.samples_refused = self._counter(
+            "samples_refused",
+            "Refused samples, by field of VerifierStates or by what had no capacity for them.",
+            "field",
+        )
+        self.received_bytes = self._counter(
+            "received_bytes",
+            "Bytes that arrived in streams of samples.",
+            "transport",
+            ("grpc", "shared_memory"),
+        )
+        self.acknowledgement_seconds = self._histogram(
+            "acknowledgement_seconds",
+            "Seconds from a sample's arrival to its acknowledgement, which follows its recording.",
+            ACKNOWLEDGEMENT_BUCKETS,
+        )
+        self.policy_announcements = self._counter(
+            "policy_announcements", "Policy versions that were registered."
+        )
+        self.samples_trained = self._counter(
+            "samples_trained", "Samples trained on, once per epoch."
+        )
+        self.samples_evicted = self._counter(
+            "samples_evicted",
+            "Samples evicted: `capacity` to make room, untrained; `stale` for a policy version "
+            "too old, untrained; `unsaved` to make room, trained on but not in a training state "
+            "yet; `undone` of those whose training was lost with a kill.",
+            "reason",
+            ("capacity", "stale", "unsaved", "undone"),
+        )
+        self.samples_recorded = self._counter(
+            "samples_recorded", "Samples written to disk (`recording.directory`)."
+        )
+        self.recording_shed = self._counter(
+            "recording_shed",
+            "Samples not written to disk, by reason.",
+            "reason",
+            ("queue_full", "busy", "capacity", "policy_forgotten", "write_failed"),
+        )
 
-    def wait_beyond(self, revision: int, timeout: float) -> bool:
-        """Block until something changed since ``revision``; False when ``timeout`` s passed."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._counts.revision > revision, timeout)
+        self.tokens_trained = self._counter("tokens_trained", "Step-0 anchors trained on.")
+        self.train_steps = self._counter("train_steps", "Optimizer steps.")
+        self.train_steps_skipped = self._counter(
+            "train_steps_skipped", "Steps skipped: not finite or no anchor."
+        )
+        self.train_seconds = self._counter("train_seconds", "Time in training steps.")
 
-    def touch(self) -> None:
-        """Something outside these counters changed (a version, a promotion)."""
-        self._change()
+        self.verdicts = self._counter(
+            "verdicts",
+            "Gate results.",
+            "verdict",
+            ("passed", "failed", "not_measured", "write_failed"),
+        )
+        self.publishes = self._counter(
+            "publishes",
+            "Publishes, by how they ended: `committed` everywhere; `stage_failed` or "
+            "`not_committed`, so that nothing changed; `policy_only` and `policy_failed` for a "
+            "policy without a draft. Those that were undone are roll backs.",
+            "outcome",
+            ("committed", "stage_failed", "not_committed", "policy_only", "policy_failed"),
+        )
+        self.roll_backs = self._counter(
+            "roll_backs",
+            "Releases taken back: `commit_failed` where a server did not take it, `trial` where "
+            "live acceptance fell, `by_hand`, and `interrupted` where the trainer ended between "
+            "commits.",
+            "reason",
+            ("commit_failed", "trial", "by_hand", "interrupted"),
+        )
+        self.trials = self._counter(
+            "trials",
+            "Trials of releases, by how they ended.",
+            "outcome",
+            ("promoted", "undecided", "rolled_back"),
+        )
+        self.heals = self._counter(
+            "heals",
+            "Servers put on the release that they should serve, by what was wrong: another draft "
+            "version, other content under the same number, or a server that reports that it is not "
+            "ready.",
+            "reason",
+            ("other_version", "other_content", "not_ready"),
+        )
+        self.heals_failed = self._counter(
+            "heals_failed",
+            "Attempts at that which failed; they are repeated.",
+            "reason",
+            ("other_version", "other_content", "not_ready"),
+        )
+        self.stage_seconds = self._histogram(
+            "stage_seconds", "Seconds to stage on one server.", SECONDS_BUCKETS
+        )
+        self.commit_seconds = self._histogram(
+            "commit_seconds", "Seconds from commit to answer on one server.", SECONDS_BUCKETS
+        )
+        self.servers = Gauge(
+            PREFIX + "servers",
+            "Rollout servers when they were last asked: `known` ones, `reachable` of them, `ready` "
+            "of these, and `current`: reachable ones on the release that they should serve. No "
+            "series before that.",
+            ("state",),
+            registry=self.registry,
+        )
 
-    def accepted(self, samples: int) -> None:
-        """Samples were taken."""
-        with self._changed:
-            self._change(samples_accepted=self._counts.samples_accepted + samples)
+    def refused(self, field: str) -> None:
+        """A sample was refused for ``field`` (one of the fixed names of ``ingest``)."""
+        self.samples.labels("refused").inc()
+        self.samples_refused.labels(field).inc()
 
     def received(self, nbytes: Mapping[str, int], waited: Sequence[tuple[float, int]]) -> None:
-        """Samples were answered.
+        """Samples were acknowledged.
 
         Args:
-            nbytes: that they took, by transport.
-            waited: seconds from arrival to acknowledgement, and of how many samples.
+            nbytes: bytes that they took, by transport.
+            waited: pairs of seconds from arrival to acknowledgement and number of samples.
         """
-        with self._changed:
-            self._counts.received_bytes.update(nbytes)
-            total = self._counts.acknowledgement_seconds
-            for seconds, samples in waited:
-                total = total.observe(seconds, samples)
-            self._change(acknowledgement_seconds=total)
-
-    def announced(self) -> None:
-        """A policy version became known."""
-        with self._changed:
-            self._change(policy_announcements=self._counts.policy_announcements + 1)
-
-    def duplicate(self) -> None:
-        """A sample came that had been taken before."""
-        with self._changed:
-            self._change(samples_duplicate=self._counts.samples_duplicate + 1)
-
-    def refused(self, field_name: str) -> None:
-        """A sample was refused for ``field_name`` (one of the fixed names of ``ingest``)."""
-        with self._changed:
-            self._counts.refused_by_field[field_name] += 1
-            self._change(samples_refused=self._counts.samples_refused + 1)
-
-    def evicted(self, reason: str, samples: int) -> None:
-        """Samples were given up: capacity, stale, unsaved or undone; see ``SampleStore``."""
-        with self._changed:
-            self._counts.evicted_by_reason[reason] += samples
-            self._change()
-
-    def recorded(self, samples: int) -> None:
-        """Samples were written to disk."""
-        with self._changed:
-            if samples:
-                self._change(samples_recorded=self._counts.samples_recorded + samples)
-
-    def recording_shed(self, reason: str, samples: int) -> None:
-        """Samples were not: queue_full, busy, capacity, policy_forgotten, write_failed."""
-        with self._changed:
-            self._counts.recording_shed[reason] += samples
-            self._change()
-
-    def access_refused(self, reason: str) -> None:
-        """A call was refused for what its caller showed (``slipstream.security.REASONS``)."""
-        with self._changed:
-            # Nobody is woken: a flood of refusals must not become a flood of status messages.
-            self._counts.access_refused[reason] += 1
-
-    def idle(self, idle: bool) -> None:
-        """Whether there is nothing to train on."""
-        with self._changed:
-            if idle != self._counts.idle:
-                self._change(idle=idle)
+        for transport, size in nbytes.items():
+            self.received_bytes.labels(transport).inc(size)
+        for seconds, samples in waited:
+            for _ in range(samples):
+                self.acknowledgement_seconds.observe(seconds)
 
     def trained(
         self,
@@ -201,41 +229,24 @@ class Board:
         step_acceptance: Sequence[float],
     ) -> None:
         """One optimizer step, or one that was skipped for a non-finite loss or gradient."""
-        with self._changed:
-            now = self._counts
-            self._change(
-                train_steps=now.train_steps + (not skipped),
-                train_steps_skipped=now.train_steps_skipped + skipped,
-                samples_trained=now.samples_trained + samples,
-                tokens_trained=now.tokens_trained + (0 if skipped else tokens),
-                train_seconds=now.train_seconds + seconds,
-                loss=now.loss if skipped else loss,
-                loss_total=now.loss_total + (0.0 if skipped or loss is None else loss),
-                step_acceptance=now.step_acceptance if skipped else tuple(step_acceptance),
-            )
+        self.samples_trained.inc(samples)
+        self.train_seconds.inc(seconds)
+        if skipped:
+            self.train_steps_skipped.inc()
+            return
+        self.train_steps.inc()
+        self.tokens_trained.inc(tokens)
+        self.loss, self.step_acceptance = loss, tuple(step_acceptance)
+        self.loss_total += loss or 0.0
 
-    def gated(self, result: GateResult) -> None:
-        """A verdict of the gate."""
-        with self._changed:
-            self._counts.gate_verdicts[result.verdict] += 1
-            self._change(gate=result)
-
-    def staged(self, seconds: float) -> None:
-        """One server staged one release."""
-        with self._changed:
-            self._change(stage_seconds=self._counts.stage_seconds.observe(seconds))
-
-    def committed(self, seconds: float) -> None:
-        """One server committed one release."""
-        with self._changed:
-            self._change(commit_seconds=self._counts.commit_seconds.observe(seconds))
-
-    def published(self, outcome: str) -> None:
+    def published(self, event: str) -> None:
         """Something was done to the fleet: an event of ``PublishLog``, policy_only or
         policy_failed."""
-        with self._changed:
-            self._counts.publishes[outcome] += 1
-            self._change()
+        name, label = _FLEET_EVENTS[event]
+        counter: Counter = getattr(self, name)
+        counter.labels(label).inc()
+        if event == "canary_rolled_back":
+            self.roll_backs.labels("trial").inc()
 
     def healed(self, reason: str, done: bool) -> None:
         """A server was put on the release that it should serve, or an attempt at it failed.
@@ -244,28 +255,47 @@ class Board:
             reason: other_version, other_content or not_ready.
             done: whether it is.
         """
-        with self._changed:
-            (self._counts.heals if done else self._counts.heals_failed)[reason] += 1
-            self._change()
+        (self.heals if done else self.heals_failed).labels(reason).inc()
 
     def looked(self, servers: Servers) -> None:
         """Every server was asked what it serves."""
-        with self._changed:
-            if servers != self._counts.servers:
-                self._change(servers=servers)
+        for state, count in asdict(servers).items():
+            self.servers.labels(state).set(count)
 
-    def training_failed(self, text: str) -> None:
-        """The training thread ended with an error; the service goes on without it."""
-        self._change(training_error=text)
+    def fleet_events(self) -> dict[str, int]:
+        """How often each event of ``published`` happened, ``healed`` and ``not_healed`` too; those
+        that did not are absent."""
+        found = {}
+        for event, (name, label) in _FLEET_EVENTS.items():
+            found[event] = by_label(getattr(self, name)).get(label, 0)
+        found["healed"] = sum(by_label(self.heals).values())
+        found["not_healed"] = sum(by_label(self.heals_failed).values())
+        return {event: count for event, count in found.items() if count}
 
-    def _change(self, **changes: object) -> None:
-        # The condition's lock is re-entrant: callers that add to a number hold it already.
-        with self._changed:
-            # In place: copying thirty fields was a twentieth of what taking a MiB of states cost.
-            for name, value in changes.items():
-                setattr(self._counts, name, value)
-            self._counts.revision += 1
-            self._changed.notify_all()
+    def _counter(
+        self, name: str, text: str, label: str = "", values: Sequence[str] = ()
+    ) -> Counter:
+        counter = Counter(PREFIX + name, text, (label,) if label else (), registry=self.registry)
+        for value in values:
+            counter.labels(value)
+        return counter
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(PREFIX + name, text, registry=self.registry, buckets=buckets)
+
+
+def by_label(metric: Counter | Gauge) -> dict[str, int]:
+    """Values of a metric with one label, by the label's value; those at 0 are absent."""
+    return {
+        next(iter(sample.labels.values())): int(sample.value)
+        for sample in metric.collect()[0].samples  # type: ignore[index]
+        if sample.value and not sample.name.endswith("_created")
+    }
+
+
+def total(metric: Counter) -> float:
+    """Value of a metric without labels."""
+    return metric.collect()[0].samples[0].value  # type: ignore[index,no-any-return]
 
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draft_trainer.checkpoints.checkpoint import WEIGHTS_FILE, load_head
-from draft_trainer.counters import Board
+from draft_trainer.counters import Counters
 from draft_trainer.releases.fleet import Fleet, Timeouts
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.registry import Promotions, Registry
@@ -71,7 +71,7 @@ class Ours:
         )
         self._fleet = Fleet(servers, Timeouts(10.0, 120.0, 60.0))
         promotions = Promotions(folder, 0)
-        self._publisher = Publisher(self._fleet, self.registry, promotions, Board())
+        self._publisher = Publisher(self._fleet, self.registry, promotions, Counters())
         self._next = 1
 
     @property

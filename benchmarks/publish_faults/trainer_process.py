@@ -22,7 +22,7 @@ import torch
 
 import slipstream.client
 from draft_trainer.config import CanaryConfig
-from draft_trainer.counters import Board
+from draft_trainer.counters import Counters
 from draft_trainer.releases import publisher as phases
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import DraftPayload, Fleet, RolloutClient, StaticMembers, Timeouts
@@ -48,7 +48,7 @@ def run(root: str, addresses: tuple[str, ...], pipe: Connection) -> None:
     fleet = Fleet(StaticMembers(addresses), Timeouts(2.0, 10.0, 5.0))
     watch = AcceptanceWatch(fleet)
     canary = Canary(CanaryConfig(), 3, watch)
-    publisher = Publisher(fleet, registry, promotions, Board(), canary)
+    publisher = Publisher(fleet, registry, promotions, Counters(), canary)
     reconciler = Reconciler(publisher, canary, watch, 0.1, lambda: None)
     reconciler.start()
     pipe.send({"ready": promotions.now.last_good})

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from draft_trainer.counters import Board
+from draft_trainer.counters import Counters
 from draft_trainer.ingest.run import Run
 from draft_trainer.ingest.store import Reservation, SampleStore, StoredSample
 from draft_trainer.kernels.checked_copy import copies_checked, fits_copies, fused_copy_checked
@@ -728,7 +728,7 @@ class Ingest:
     Args:
         expected: what every sample must look like.
         store: keeps them.
-        board: counts fates.
+        counters: counts samples.
         arrived: set whenever there may be something new to train on.
         recorder: is offered every sample that was taken.
     """
@@ -737,13 +737,13 @@ class Ingest:
         self,
         expected: Expected,
         store: SampleStore,
-        board: Board,
+        counters: Counters,
         arrived: threading.Event,
         recorder: Recorder | None = None,
     ) -> None:
         self.expected = expected
         self._store = store
-        self._board = board
+        self._counters = counters
         self._arrived = arrived
         self._recorder = recorder
 
@@ -808,7 +808,7 @@ class Ingest:
             nbytes: that they took, by transport.
             waited: seconds since they arrived, and how many of them, by message.
         """
-        self._board.received(nbytes, waited)
+        self._counters.received(nbytes, waited)
 
     def _wanted(
         self,
@@ -862,18 +862,18 @@ class Ingest:
             if recorder is not None:
                 recorder.offer(run, samples[number])
         if accepted:
-            self._board.accepted(accepted)
+            self._counters.samples.labels("accepted").inc(accepted)
             self._arrived.set()
 
     def _duplicate(self, ack: pb.Ack) -> None:
         ack.status = pb.ACK_STATUS_DUPLICATE
-        self._board.duplicate()
+        self._counters.samples.labels("duplicate").inc()
 
     def _refuse(self, ack: pb.Ack, error: RefusedError) -> None:
         ack.status = pb.ACK_STATUS_REFUSED
         ack.refusal.CopyFrom(error.to_proto())
         # The first word is a field of VerifierStates: a bounded set of metric labels.
-        self._board.refused(error.field.partition(".")[0])
+        self._counters.refused(error.field.partition(".")[0])
 
 
 @dataclass

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from draft_trainer.config import RecordingConfig
-from draft_trainer.counters import Board
+from draft_trainer.counters import Counters
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.ingest.run import Run
 from draft_trainer.recordings.recording import RecordingFacts, RecordingWriter
@@ -39,7 +39,7 @@ class Recorder:
         config: [recording].
         draft: whose layers are recorded.
         draft_vocab_ids: int [draft_vocab], the lm_head rows that are announced.
-        board: counts.
+        counters: counts.
 
     Raises:
         RefusedError: the directory cannot be written.
@@ -51,13 +51,13 @@ class Recorder:
         config: RecordingConfig,
         draft: HeadConfig,
         draft_vocab_ids: Tensor,
-        board: Board,
+        counters: Counters,
     ) -> None:
         self._directory = directory
         self._config = config
         self._draft = draft
         self._lm_head_ids = None if draft.full_vocabulary else draft_vocab_ids
-        self._board = board
+        self._counters = counters
         self._changed = threading.Condition(threading.Lock())
         self._queue: deque[tuple[Run, Sample]] = deque()
         self._queue_bytes = 0
@@ -84,7 +84,7 @@ class Recorder:
     def offer(self, run: Run, sample: Sample) -> None:
         """Hand a sample over, or shed it; within ``recording.offer_timeout_s`` either way."""
         if not self._changed.acquire(timeout=self._config.offer_timeout_s):
-            self._board.recording_shed("busy", 1)
+            self._counters.recording_shed.labels("busy").inc()
             return
         try:
             fits = self._queue_bytes + sample.nbytes <= self._config.queue_bytes
@@ -95,7 +95,7 @@ class Recorder:
                 return
         finally:
             self._changed.release()
-        self._board.recording_shed("queue_full", 1)
+        self._counters.recording_shed.labels("queue_full").inc()
 
     def stop(self, timeout: float) -> bool:
         """Write what was handed over; True when that was done within ``timeout`` seconds."""
@@ -127,9 +127,11 @@ class Recorder:
         except OSError as error:
             # A full disk must not end training; what comes later may fit.
             logger.error("recorded states were not written: %s", error)
-            self._board.recording_shed("write_failed", before + samples - self._waiting)
+            self._counters.recording_shed.labels("write_failed").inc(
+                before + samples - self._waiting
+            )
         if self._writer is not None:
-            self._board.recorded(self._writer.index.samples - self._counted)
+            self._counters.samples_recorded.inc(self._writer.index.samples - self._counted)
             self._counted = self._writer.index.samples
 
     def _flush(self) -> None:
@@ -147,11 +149,11 @@ class Recorder:
             try:
                 head = run.heads.get(sample.policy_version)
             except RefusedError:
-                self._board.recording_shed("policy_forgotten", 1)
+                self._counters.recording_shed.labels("policy_forgotten").inc()
                 return
             size += head.lm_head_rows.nbytes + head.embed_tokens.nbytes
         if self._older_bytes + writer.nbytes + size > self._config.capacity_bytes:
-            self._board.recording_shed("capacity", 1)
+            self._counters.recording_shed.labels("capacity").inc()
             return
         if head is not None:
             writer.add_policy(

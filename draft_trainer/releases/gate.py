@@ -31,7 +31,7 @@ from torch import Tensor
 
 from draft_trainer.checkpoints.checkpoint import load_head
 from draft_trainer.config import TrainerConfig
-from draft_trainer.counters import Board, GateResult, VerdictLog
+from draft_trainer.counters import Counters, VerdictLog
 from draft_trainer.drafters.eagle3.acceptance import AcceptanceEstimate, Method, expected_acceptance
 from draft_trainer.drafters.eagle3.batch import PolicyHeads
 from draft_trainer.drafters.eagle3.head import Eagle3Head
@@ -302,7 +302,7 @@ class Judge:
         registry: where the incumbent is.
         promotions: which one it is.
         verdicts: every judgement is added to it.
-        board: counts them.
+        counters: counts them.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class Judge:
         registry: Registry,
         promotions: Promotions,
         verdicts: VerdictLog,
-        board: Board,
+        counters: Counters,
     ) -> None:
         gate = config.gate
         self._config = config
@@ -319,7 +319,7 @@ class Judge:
         self._registry = registry
         self._promotions = promotions
         self._verdicts = verdicts
-        self._board = board
+        self._counters = counters
         self._lock = threading.Lock()
         self._incumbent: tuple[int, Eagle3Head] | None = None
 
@@ -368,7 +368,7 @@ class Judge:
             run_id=judgement.run_id,
             trained_against_policy_version=judgement.trained_against,
         )
-        self._board.gated(_result(outcome, judgement.verdict, text))
+        self._counters.verdicts.labels(outcome).inc()
         try:
             self._verdicts.add(record)
         except OSError as error:
@@ -403,17 +403,3 @@ class Judge:
                 break
             chosen.append(sample)
         return chosen
-
-
-def _result(outcome: str, verdict: GateVerdict, text: str) -> GateResult:
-    def known(value: float) -> float | None:
-        return None if math.isnan(value) else value
-
-    return GateResult(
-        verdict=outcome,
-        candidate=known(verdict.candidate),
-        incumbent=known(verdict.incumbent),
-        half_width=known(verdict.half_width),
-        anchors=verdict.anchors,
-        text=text,
-    )

@@ -43,7 +43,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from draft_trainer.counters import Board, Servers
+from draft_trainer.counters import Counters, Servers
 from draft_trainer.releases.canary import Canary
 from draft_trainer.releases.fleet import (
     DraftLag,
@@ -295,22 +295,22 @@ class Phases:
         fleet: the rollout servers.
         payloads: releases, ready to stage.
         promotions: which release is wanted, served and intended.
-        board: counts stages, commits and outcomes.
+        counters: counts stages, commits and outcomes.
     """
 
     def __init__(
-        self, fleet: Fleet, payloads: Payloads, promotions: Promotions, board: Board
+        self, fleet: Fleet, payloads: Payloads, promotions: Promotions, counters: Counters
     ) -> None:
         self._fleet = fleet
         self._payloads = payloads
         self._promotions = promotions
-        self._board = board
+        self._counters = counters
 
     def stage(self, version: int) -> tuple[Prepared | None, Published]:
         """Stage on every reachable server that serves another release, or on none of them."""
         self._fleet.refresh()
         states = self._fleet.states()
-        self._board.looked(look(states, self._promotions.now, self._payloads))
+        self._counters.looked(look(states, self._promotions.now, self._payloads))
         outcomes = {a: with_state(Outcome(), state) for a, state in states.items()}
         behind = [
             a
@@ -332,7 +332,7 @@ class Phases:
                 error = f"staging failed: {answer.text}"
                 outcomes[address] = replace(outcomes[address], error=error)
             else:
-                self._board.staged(answer.seconds)
+                self._counters.stage_seconds.observe(answer.seconds)
                 outcomes[address] = replace(
                     outcomes[address], staged=True, stage_seconds=answer.seconds
                 )
@@ -389,12 +389,12 @@ class Phases:
         )
         for outcome in after.values():
             if outcome.committed:
-                self._board.committed(outcome.commit_seconds)
+                self._counters.commit_seconds.observe(outcome.commit_seconds)
         good = self._promotions.now.last_good
         if prepared is None or refusal:
             if policy_stage_id:
                 missed = [a for a in after if not after[a].committed]
-                self._board.published("policy_failed" if missed else "policy_only")
+                self._counters.published("policy_failed" if missed else "policy_only")
             if refusal:
                 after = {a: replace(o, error=o.error or refusal) for a, o in after.items()}
             return Published(good, False, after), ()
@@ -459,7 +459,7 @@ class Phases:
             elif isinstance(answer, rollout_pb.ServerState):
                 restored[address] = replace(outcome, committed=True, state=answer)
             else:
-                self._board.committed(answer.seconds)
+                self._counters.commit_seconds.observe(answer.seconds)
                 restored[address] = replace(
                     outcome,
                     committed=True,
@@ -489,7 +489,7 @@ class Phases:
         return ""
 
     def _note(self, event: str, version: int, reason: str) -> None:
-        self._board.published(event)
+        self._counters.published(event)
         self._promotions.log.note(event, version, reason)
         if reason:
             logger.warning("draft %d, %s: %s", version, event, reason)
@@ -524,7 +524,7 @@ class Healing:
         fleet: the rollout servers.
         payloads: releases, ready to stage.
         promotions: what each server should serve.
-        board: counts what was healed.
+        counters: counts what was healed.
         lag: whether each server should speculate.
     """
 
@@ -533,13 +533,13 @@ class Healing:
         fleet: Fleet,
         payloads: Payloads,
         promotions: Promotions,
-        board: Board,
+        counters: Counters,
         lag: DraftLag,
     ) -> None:
         self._fleet = fleet
         self._payloads = payloads
         self._promotions = promotions
-        self._board = board
+        self._counters = counters
         self._lag = lag
         self._patients: dict[str, _Patient] = {}
         self._healed = 0
@@ -579,7 +579,7 @@ class Healing:
                 self._note(address, wrong[address], answer)
                 if not isinstance(answer, Failure):
                     states[address] = answer
-        self._board.looked(look(states, self._promotions.now, self._payloads))
+        self._counters.looked(look(states, self._promotions.now, self._payloads))
         if self._lag.max_lag:
             known = {a: s for a, s in states.items() if not isinstance(s, Failure)}
             self._fleet.each(lambda c: self._lag.apply(c, known[c.address]), known)
@@ -625,12 +625,10 @@ class Healing:
         patient.attempts += 1
         patient.not_before = time.monotonic() + wait
         wanted, why = self._promotions.now.wanted_on(address), fault.text
-        self._board.healed(fault.reason, not isinstance(answer, Failure))
+        self._counters.healed(fault.reason, not isinstance(answer, Failure))
         if isinstance(answer, Failure):
-            self._board.published("not_healed")
             logger.warning("%s %s; next try in %.0f s: %s", address, why, wait, answer.text)
             return
-        self._board.published("healed")
         self._promotions.log.note("healed", wanted, f"{address} {why}")
         logger.warning("%s was put on draft %d: it %s", address, wanted, why)
 
@@ -642,7 +640,7 @@ class Publisher:
         fleet: the rollout servers; closed by its own owner.
         registry: where releases are read from.
         promotions: which release is wanted, and which were served.
-        board: counts stages, commits and outcomes.
+        counters: counts stages, commits and outcomes.
         canary: tries releases out; None for no trials.
         max_draft_lag: see ``DraftLag``.
     """
@@ -652,7 +650,7 @@ class Publisher:
         fleet: Fleet,
         registry: Registry,
         promotions: Promotions,
-        board: Board,
+        counters: Counters,
         canary: Canary | None = None,
         max_draft_lag: int = 0,
     ) -> None:
@@ -660,11 +658,11 @@ class Publisher:
         self._registry = registry
         self._payloads = Payloads(registry)
         self._promotions = promotions
-        self._board = board
+        self._counters = counters
         self._canary = canary
         self._lag = DraftLag(max_draft_lag)
-        self._phases = Phases(fleet, self._payloads, promotions, board)
-        self._healing = Healing(fleet, self._payloads, promotions, board, self._lag)
+        self._phases = Phases(fleet, self._payloads, promotions, counters)
+        self._healing = Healing(fleet, self._payloads, promotions, counters, self._lag)
         self._staging = threading.Lock()
         self._committing = threading.Lock()
         self._handover = threading.Lock()
@@ -727,7 +725,6 @@ class Publisher:
             published, done = self._publish(version)
             if done:
                 self._promotions.promote(version, pin)
-                self._board.touch()
             return published
 
     def publish_promoted(self) -> Published:
@@ -870,7 +867,7 @@ class Publisher:
         self._phases.abort(prepared)
 
     def _note(self, event: str, version: int, reason: str) -> None:
-        self._board.published(event)
+        self._counters.published(event)
         self._promotions.log.note(event, version, reason)
 
     @contextmanager

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from draft_trainer.checkpoints.checkpoint import load_head, target_ids
 from draft_trainer.config import TrainerConfig, access_of, credentials_of, learner_config
-from draft_trainer.counters import Board, EventLog, VerdictLog
+from draft_trainer.counters import Counters, EventLog, VerdictLog
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.ingest.ingest import Expected, Ingest
@@ -80,8 +80,10 @@ class TrainerServer:
         ranks = ranks or Ranks()
         self.died = threading.Event()
         """Set when the training thread ended by itself."""
-        self._board = Board()
-        self._access = access_of(config, self._board.access_refused)
+        self._counters = Counters()
+        self._access = access_of(
+            config, lambda reason: self._counters.access_refused.labels(reason).inc()
+        )
         self._credentials = credentials_of(config)
         self._registry = registry = open_registry(config.draft)
         self._close_samples: Callable[[], None] = lambda: None
@@ -122,8 +124,8 @@ class TrainerServer:
             draft, self._store, config.replay.max_policy_lag, config.server.max_sessions
         )
         publish = config.publish
-        fleet_view = FleetView(events, self._board.touch)
-        acceptance = AcceptanceHistory(self._policy_version, self._board.touch)
+        fleet_view = FleetView(events)
+        acceptance = AcceptanceHistory(self._policy_version)
         self._fleet = Fleet(
             members_of(publish.rollout_servers),
             Timeouts(publish.state_timeout_s, publish.stage_timeout_s, publish.commit_timeout_s),
@@ -135,7 +137,7 @@ class TrainerServer:
         verdicts = VerdictLog(registry.root, events.judged)
         known = newest.HasField("trained_against_policy_version")
         self._status = Status(
-            self._board,
+            self._counters,
             self.runs,
             self._promotions,
             newest.draft_version,
@@ -147,7 +149,7 @@ class TrainerServer:
             self._fleet,
             registry,
             self._promotions,
-            self._board,
+            self._counters,
             canary if config.canary.share else None,
             publish.max_draft_lag,
         )
@@ -156,7 +158,7 @@ class TrainerServer:
             self.publisher, canary, self._watch, publish.reconcile_s, self._publish_again
         )
         on_release = self._auto.released if self._auto else lambda version: None
-        judge = Judge(config, registry, self._promotions, verdicts, self._board)
+        judge = Judge(config, registry, self._promotions, verdicts, self._counters)
         retention = Retention(
             registry,
             config.draft.keep_releases,
@@ -172,7 +174,7 @@ class TrainerServer:
             config.training,
             self.runs,
             Candidates(config, registry, d2t, judge, self._promotions, retention, self._status),
-            self._board,
+            self._counters,
             arrived,
             on_release=on_release,
             on_death=self._training_died,
@@ -180,7 +182,7 @@ class TrainerServer:
         ids = torch.arange(draft.vocab_size) if d2t is None else target_ids(d2t)
         folder = config.recording.directory
         self._recorder = (
-            Recorder(folder, config.recording, draft, ids, self._board) if folder else None
+            Recorder(folder, config.recording, draft, ids, self._counters) if folder else None
         )
         server = config.server
         self._rings = Rings(
@@ -194,7 +196,7 @@ class TrainerServer:
             draft,
             ids.to(torch.int32),
             self.runs,
-            Ingest(expected, self._store, self._board, arrived, self._recorder),
+            Ingest(expected, self._store, self._counters, arrived, self._recorder),
             ReleaseRooms(
                 registry,
                 self.publisher,
@@ -271,7 +273,7 @@ class TrainerServer:
         return run.latest_policy_version if run is not None else None
 
     def _training_died(self) -> None:
-        reason = self._board.read().training_error
+        reason = self._counters.training_error
         self._status.events.note(console_pb2.EVENT_KIND_TRAINING_FAILED, reason=reason)
         self.died.set()
 
@@ -280,7 +282,10 @@ class TrainerServer:
         folder = SampleFolder(replay.directory, self._config.draft.registry)
         try:
             self._store = SampleStore(
-                folder.path, replay, self._config.training.seed, self._board.evicted
+                folder.path,
+                replay,
+                self._config.training.seed,
+                lambda reason, samples: self._counters.samples_evicted.labels(reason).inc(samples),
             )
         except BaseException:
             folder.close(keep=True)
@@ -336,7 +341,7 @@ class TrainerServer:
                 ) from error
             self.address = f"{host}:{port}"
             metrics = TrainerCollector(
-                *(self._board, self._status, self._rings, self._canary, self.refused_calls)
+                *(self._counters, self._status, self._rings, self._canary, self.refused_calls)
             )
             self._web = serve_console(
                 self._status, metrics, access, server.host, server.metrics_port

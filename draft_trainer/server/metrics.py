@@ -1,4 +1,4 @@
-"""Prometheus: reads the board and the status at every scrape, so that both always agree.
+"""Prometheus: reads the counters and the status at every scrape, so that both always agree.
 
 Which metrics there are says ``metrics_catalogue``.
 
@@ -8,12 +8,11 @@ Every metric of the draft trainer. ``metrics`` fills them; docs/metrics.md is ma
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from draft_trainer.counters import Board, Counts
+from draft_trainer.counters import Counters
 from draft_trainer.ingest.rings import Rings
 from draft_trainer.releases.canary import Canary
 from draft_trainer.server.status import Status
@@ -247,20 +246,6 @@ CATALOGUE = Catalogue(
 )
 
 
-_ROLL_BACKS = {
-    "rolled_back": "commit_failed",
-    "canary_rolled_back": "trial",
-    "rolled_back_by_hand": "by_hand",
-    "interrupted": "interrupted",
-}
-_TRIALS = {
-    "canary_promoted": "promoted",
-    "canary_undecided": "undecided",
-    "canary_rolled_back": "rolled_back",
-}
-_PUBLISHES = ("committed", "stage_failed", "not_committed", "policy_only", "policy_failed")
-
-
 class TrainerCollector(Collector):
     """Everything the trainer counts, as metric families.
 
@@ -268,7 +253,7 @@ class TrainerCollector(Collector):
     a zero would be a measurement.
 
     Args:
-        board: the counters.
+        counters: of this process.
         status: versions and samples.
         rings: of shared memory.
         canary: whether a release is on trial.
@@ -276,9 +261,14 @@ class TrainerCollector(Collector):
     """
 
     def __init__(
-        self, board: Board, status: Status, rings: Rings, canary: Canary, refused: RefusedCalls
+        self,
+        counters: Counters,
+        status: Status,
+        rings: Rings,
+        canary: Canary,
+        refused: RefusedCalls,
     ) -> None:
-        self._board = board
+        self._counters = counters
         self._status = status
         self._rings = rings
         self._canary = canary
@@ -286,19 +276,23 @@ class TrainerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One scrape."""
-        counts, scrape = self._board.read(), Scrape(CATALOGUE)
+        counters, scrape = self._counters, Scrape(CATALOGUE)
         scrape.build()
-        scrape.put("training_failed", bool(counts.training_error))
+        scrape.put("training_failed", bool(counters.training_error))
         for (method, code), count in sorted(self._refused.counts.items()):
             scrape.put("calls_refused", count, method, code)
-        _samples(scrape, counts)
         self._feed(scrape)
-        _training(scrape, counts)
+        scrape.put("loss", counters.loss)
+        for step, acceptance in enumerate(counters.step_acceptance):
+            scrape.put("expected_acceptance", acceptance, str(step))
+        scrape.put("idle", counters.idle)
         self._versions(scrape)
-        _gate(scrape, counts)
-        _fleet(scrape, counts)
+        self._gate(scrape)
         scrape.put("trial_running", self._canary.trial is not None)
-        yield from scrape.families()
+        counted = list(counters.registry.collect())
+        names = {family.name for family in counted}
+        yield from counted
+        yield from (family for family in scrape.families() if family.name not in names)
 
     def _feed(self, scrape: Scrape) -> None:
         runs, store = self._status.runs, self._status.store
@@ -332,53 +326,13 @@ class TrainerCollector(Collector):
             scrape.put("draft_staleness_versions", max(0, policy - against))
             scrape.put("draft_staleness_seconds", status.policy_clock.behind_seconds(against))
 
-
-def _samples(scrape: Scrape, counts: Counts) -> None:
-    outcomes = {
-        "accepted": counts.samples_accepted,
-        "duplicate": counts.samples_duplicate,
-        "refused": counts.samples_refused,
-    }
-    scrape.count("samples", outcomes)
-    scrape.count("samples_refused", counts.refused_by_field)
-    scrape.count("received_bytes", counts.received_bytes)
-    scrape.observe("acknowledgement_seconds", counts.acknowledgement_seconds)
-    scrape.put("policy_announcements", counts.policy_announcements)
-    scrape.put("samples_trained", counts.samples_trained)
-    scrape.count("samples_evicted", counts.evicted_by_reason)
-    scrape.put("samples_recorded", counts.samples_recorded)
-    scrape.count("recording_shed", counts.recording_shed)
-    scrape.count("access_refused", counts.access_refused)
-
-
-def _training(scrape: Scrape, counts: Counts) -> None:
-    scrape.put("tokens_trained", counts.tokens_trained)
-    scrape.put("train_steps", counts.train_steps)
-    scrape.put("train_steps_skipped", counts.train_steps_skipped)
-    scrape.put("train_seconds", counts.train_seconds)
-    scrape.put("loss", counts.loss)
-    for step, acceptance in enumerate(counts.step_acceptance):
-        scrape.put("expected_acceptance", acceptance, str(step))
-    scrape.put("idle", counts.idle)
-
-
-def _gate(scrape: Scrape, counts: Counts) -> None:
-    scrape.count("verdicts", counts.gate_verdicts)
-    if counts.gate is not None:
-        scrape.put("gate_anchors", counts.gate.anchors)
-        scrape.put("gate_acceptance_length", counts.gate.candidate, "candidate")
-        scrape.put("gate_acceptance_length", counts.gate.incumbent, "incumbent")
-        scrape.put("gate_half_width", counts.gate.half_width)
-
-
-def _fleet(scrape: Scrape, counts: Counts) -> None:
-    events = counts.publishes
-    scrape.count("publishes", {event: events[event] for event in _PUBLISHES})
-    scrape.count("roll_backs", {reason: events[e] for e, reason in _ROLL_BACKS.items()})
-    scrape.count("trials", {outcome: events[e] for e, outcome in _TRIALS.items()})
-    scrape.count("heals", counts.heals)
-    scrape.count("heals_failed", counts.heals_failed)
-    scrape.observe("stage_seconds", counts.stage_seconds)
-    scrape.observe("commit_seconds", counts.commit_seconds)
-    if counts.servers is not None:
-        scrape.count("servers", asdict(counts.servers))
+    def _gate(self, scrape: Scrape) -> None:
+        verdict = self._status.last_verdict
+        if verdict is None:
+            return
+        scrape.put("gate_anchors", verdict.gate.anchors)
+        if verdict.HasField("gate"):
+            figures = verdict.gate
+            scrape.put("gate_acceptance_length", figures.candidate_acceptance_length, "candidate")
+            scrape.put("gate_acceptance_length", figures.incumbent_acceptance_length, "incumbent")
+            scrape.put("gate_half_width", figures.difference_half_width)

@@ -181,7 +181,7 @@ logger = logging.getLogger(__name__)
 
 MAX_NAME_CHARACTERS = 256
 
-_LONGEST_INTERVAL = 3600.0
+_SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.1, 3600.0
 _TICK = 1.0
 
 
@@ -352,26 +352,25 @@ class DraftTrainerService(ReleaseCalls):
         self, request: pb.GetStatusRequest, context: grpc.ServicerContext
     ) -> pb.TrainerStatus:
         """See the .proto."""
-        return self._status.read()[0]
+        return self._status.read()
 
     def WatchStatus(
         self, request: pb.WatchStatusRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.TrainerStatus]:
         """See the .proto."""
-        interval = min((request.min_interval_ms or 1000) / 1000.0, _LONGEST_INTERVAL)
-
-        def is_open() -> bool:
-            return bool(context.is_active()) and not self._draining.is_set()
-
-        while is_open():
-            status, revision = self._status.read()
-            yield status
-            # Both waits in ticks: a client that left during a long interval kept its place.
+        interval = max((request.min_interval_ms or 1000) / 1000.0, _SHORTEST_INTERVAL)
+        interval = min(interval, _LONGEST_INTERVAL)
+        shown = None
+        while context.is_active() and not self._draining.is_set():
+            status = self._status.read()
+            if status != shown:
+                yield status
+                shown = status
+            # In ticks: a client that leaves during a long interval frees its place.
             end = time.monotonic() + interval
-            while is_open() and (left := end - time.monotonic()) > 0:
-                self._draining.wait(min(left, _TICK))
-            while is_open() and not self._status.wait_beyond(revision, timeout=_TICK):
-                pass
+            while context.is_active() and (left := end - time.monotonic()) > 0:
+                if self._draining.wait(min(left, _TICK)):
+                    return
 
     def _enter(self, context: grpc.ServicerContext) -> None:
         with self._streams_lock:

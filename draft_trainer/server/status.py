@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from draft_trainer.counters import Board, Counts, EventLog, VerdictLog
+from draft_trainer.counters import Counters, EventLog, VerdictLog, by_label, total
 from draft_trainer.ingest.run import Run, Runs, Session
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.releases.canary import Trial
@@ -29,7 +29,7 @@ from draft_trainer.releases.fleet import Failure
 from draft_trainer.releases.registry import Promotions, Registry
 from slipstream.errors import RefusedError
 from slipstream.metrics import code_version
-from slipstream.v1 import console_pb2
+from slipstream.v1 import console_pb2, release_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
 
@@ -76,17 +76,14 @@ class AcceptanceHistory:
 
     Args:
         policy_version: the newest that the trainer knows, for servers that report none.
-        on_change: called after every growth.
         clock: seconds since the epoch.
     """
 
     def __init__(
         self,
         policy_version: Callable[[], int | None],
-        on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._on_change = on_change
         self._policy_version = policy_version
         self._clock = clock
         self._lock = threading.Lock()
@@ -121,7 +118,6 @@ class AcceptanceHistory:
             slot = self._slot(address, int(now // SLOT_SECONDS))
             slot.add(drafts, accepted)
             slot.releases.setdefault(version, Counted()).add(drafts, accepted)
-        self._on_change()
 
     @property
     def total(self) -> tuple[int, tuple[int, ...]]:
@@ -375,11 +371,9 @@ class FleetView:
 
     Args:
         events: learns of servers that come, go, or change their mind about requests.
-        on_look: called after every look.
     """
 
-    def __init__(self, events: EventLog, on_look: Callable[[], None] = lambda: None) -> None:
-        self._on_look = on_look
+    def __init__(self, events: EventLog) -> None:
         self._events = events
         self._lock = threading.Lock()
         self._servers: dict[str, _Server] = {}
@@ -396,7 +390,6 @@ class FleetView:
                     self._servers[address] = _Server()
                     self._events.note(console_pb2.EVENT_KIND_SERVER_JOINED, server=address)
                 self._saw(address, state, now)
-        self._on_look()
 
     def messages(self) -> list[console_pb2.ServerView]:
         """Every server, by address; without its acceptance."""
@@ -473,7 +466,7 @@ class Status:
     """Puts the status together from those who know. Thread-safe.
 
     Args:
-        board: the counters.
+        counters: of this process.
         runs: the current run.
         promotions: the promoted release.
         newest_release: the newest release at start; ``released`` moves it on.
@@ -484,7 +477,7 @@ class Status:
 
     def __init__(
         self,
-        board: Board,
+        counters: Counters,
         runs: Runs,
         promotions: Promotions,
         newest_release: int,
@@ -492,7 +485,7 @@ class Status:
         store: SampleStore,
         live: Live,
     ) -> None:
-        self._board = board
+        self._counters = counters
         self._runs = runs
         self._promotions = promotions
         self._newest = (newest_release, trained_against)
@@ -510,6 +503,11 @@ class Status:
     def events(self) -> EventLog:
         """What happened."""
         return self._live.events
+
+    @property
+    def last_verdict(self) -> release_pb2.Verdict | None:
+        """The gate's newest verdict, also from before a restart."""
+        return next(iter(self._live.verdicts.newest(1)), None)
 
     @property
     def newest_release(self) -> int:
@@ -551,7 +549,6 @@ class Status:
     def released(self, version: int, trained_against: int | None) -> None:
         """A release was written."""
         self._newest = (version, trained_against)
-        self._board.touch()
 
     def run_opened(self, session: Session) -> None:
         """A client feeds a run. One that connects again and again is told of once."""
@@ -568,49 +565,43 @@ class Status:
         """A version became known; samples that are too old for it are gone."""
         latest = run.latest_policy_version
         if latest is not None and self.policy_clock.announced(latest):
-            self._board.announced()
+            self._counters.policy_announcements.inc()
             self.events.note(console_pb2.EVENT_KIND_POLICY_ANNOUNCED, policy_version=latest)
 
-    def wait_beyond(self, revision: int, timeout: float) -> bool:
-        """Block until something changed since ``revision``; False when ``timeout`` s passed."""
-        return self._board.wait_beyond(revision, timeout)
-
-    def read(self) -> tuple[pb.TrainerStatus, int]:
-        """The status now, and the board's revision that it shows."""
-        status, counts = self._read()
-        return status, counts.revision
-
-    def _read(self) -> tuple[pb.TrainerStatus, Counts]:
-        counts = self._board.read()
+    def read(self) -> pb.TrainerStatus:
+        """The status now."""
+        counters = self._counters
+        samples, evicted = by_label(counters.samples), by_label(counters.samples_evicted)
+        verdict = self.last_verdict
         promotion = self._promotions.now
         status = pb.TrainerStatus(
-            samples_accepted=counts.samples_accepted,
-            samples_duplicate=counts.samples_duplicate,
-            samples_refused=counts.samples_refused,
-            samples_evicted=counts.samples_evicted,
+            samples_accepted=samples.get("accepted", 0),
+            samples_duplicate=samples.get("duplicate", 0),
+            samples_refused=samples.get("refused", 0),
+            samples_evicted=sum(evicted.values()) - evicted.get("unsaved", 0),
             replay_capacity_bytes=self._store.capacity_bytes,
-            train_steps=counts.train_steps,
-            train_steps_skipped=counts.train_steps_skipped,
-            tokens_trained=counts.tokens_trained,
-            train_seconds=counts.train_seconds,
+            train_steps=int(total(counters.train_steps)),
+            train_steps_skipped=int(total(counters.train_steps_skipped)),
+            tokens_trained=int(total(counters.tokens_trained)),
+            train_seconds=total(counters.train_seconds),
             newest_release=self.newest_release,
             promoted_release=promotion.promoted,
             pinned=promotion.pinned,
-            loss=counts.loss,
-            step_acceptance=counts.step_acceptance,
-            last_gate=counts.gate.text if counts.gate is not None else "",
-            idle=counts.idle,
+            loss=counters.loss,
+            step_acceptance=counters.step_acceptance,
+            last_gate="" if verdict is None else verdict.reason,
+            idle=counters.idle,
             started_at=self._started_at,
             code_version=self._code_version,
             trained_against_policy_version=self.trained_against,
             last_minute=self._live.acceptance.last_minute(),
             trial=_trial(self._live.trial()),
-            last_verdict=next(iter(self._live.verdicts.newest(1)), None),
-            refused_by_field=counts.refused_by_field,
-            evicted_by_reason=counts.evicted_by_reason,
-            publishes=counts.publishes,
-            verdicts=counts.gate_verdicts,
-            training_error=counts.training_error,
+            last_verdict=verdict,
+            refused_by_field=by_label(counters.samples_refused),
+            evicted_by_reason=evicted,
+            publishes=counters.fleet_events(),
+            verdicts=by_label(counters.verdicts),
+            training_error=counters.training_error,
         )
         run = self._runs.current
         if run is not None:
@@ -626,11 +617,11 @@ class Status:
                 if drafted.draft_version == server.state.draft_version:
                     server.last_minute.CopyFrom(drafted)
             status.servers.append(server)
-        return status, counts
+        return status
 
     def moment(self) -> console_pb2.Moment:
         """The counters that plots are made of, now."""
-        status, counts = self._read()
+        status = self.read()
         drafts, accepted = self._live.acceptance.total
         known = status.HasField
         return console_pb2.Moment(
@@ -638,7 +629,7 @@ class Status:
             samples_accepted=status.samples_accepted,
             train_steps=status.train_steps,
             tokens_trained=status.tokens_trained,
-            loss_total=counts.loss_total,
+            loss_total=self._counters.loss_total,
             replay_bytes=status.replay_bytes,
             samples_pending=status.samples_pending,
             policy_version=status.policy_version if known("policy_version") else None,

@@ -440,7 +440,7 @@ def serve_console(
         "/plots.js": Asset("plots.js", "text/javascript"),
         "/console.css": Asset("console.css", "text/css"),
         "/icon.svg": Asset("icon.svg", "image/svg+xml"),
-        "/api/status": Facts(lambda: status.read()[0]),
+        "/api/status": Facts(status.read),
         "/api/history": Facts(status.history),
         "/api/events": Facts(
             lambda: console_pb2.Events(events=status.events.after(0, EVENTS_SHOWN))

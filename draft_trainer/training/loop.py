@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draft_trainer.config import TrainerConfig, TrainingConfig
-from draft_trainer.counters import Board
+from draft_trainer.counters import Counters
 from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.gate import Judge
 from draft_trainer.releases.registry import Promotions, Registry, Retention
@@ -113,7 +113,7 @@ class TrainingLoop:
         config: [training].
         runs: whose current run is trained on.
         candidates: judges the weights.
-        board: counts steps.
+        counters: counts steps.
         arrived: set by ingest whenever there may be something new; cleared here only.
         on_release: told of every new release.
         on_death: told when the thread ends without having been stopped. The traceback has
@@ -130,7 +130,7 @@ class TrainingLoop:
         config: TrainingConfig,
         runs: Runs,
         candidates: Candidates,
-        board: Board,
+        counters: Counters,
         arrived: threading.Event,
         on_release: Callable[[int], None],
         on_death: Callable[[], None],
@@ -144,7 +144,7 @@ class TrainingLoop:
         self._config = config
         self._runs = runs
         self._candidates = candidates
-        self._board = board
+        self._counters = counters
         self._arrived = arrived
         self._on_release = on_release
         self._on_death = on_death
@@ -182,7 +182,7 @@ class TrainingLoop:
             self._followers.end()
         finally:
             if not self._stopping.is_set():
-                self._board.training_failed("the training thread ended with an error")
+                self._counters.training_error = "the training thread ended with an error"
                 self._on_death()
 
     def _train_once(self, run: Run) -> bool:
@@ -192,7 +192,7 @@ class TrainingLoop:
             if self._steps_since_candidate:
                 self._consider(run)
             return False
-        self._board.idle(False)
+        self._counters.idle = False
         if run.run_id != self._run_id:
             self._restart_optimizer(run.run_id)
         try:
@@ -206,7 +206,7 @@ class TrainingLoop:
             run.put_back(drawn)
             return True
         self._draws = drawn.number
-        self._board.trained(
+        self._counters.trained(
             samples=len(drawn.samples),
             tokens=metrics.anchors,
             seconds=metrics.seconds,
@@ -241,7 +241,7 @@ class TrainingLoop:
 
     def _sleep(self) -> None:
         """Until something arrives; then until it has been quiet for a moment, to fill a batch."""
-        self._board.idle(True)
+        self._counters.idle = True
         while not self._arrived.wait(self._followers.patience):
             self._followers.keep_alive()
         self._arrived.clear()

@@ -9,7 +9,7 @@ import torch
 
 from draft_trainer.checkpoints.checkpoint import d2t_of
 from draft_trainer.config import CanaryConfig
-from draft_trainer.counters import Board
+from draft_trainer.counters import Counters
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import Fleet, Timeouts
 from draft_trainer.releases.publisher import Publisher
@@ -47,7 +47,7 @@ class Rig:
                 gate=None,
             )
         self.root = tmp_path / "registry"
-        self.board = Board()
+        self.counters = Counters()
         self.fleet = Fleet([d.address for d in self.doubles], Timeouts(2.0, 10.0, 2.0))
         self.promotions = Promotions(self.root, 0)
         self.watch = AcceptanceWatch(self.fleet)
@@ -61,7 +61,7 @@ class Rig:
             self.fleet,
             self.registry,
             self.promotions,
-            self.board,
+            self.counters,
             self.canary,
             self.max_draft_lag,
         )

@@ -76,7 +76,7 @@ def test_a_ruined_draft_that_was_forced_is_rolled_back(running: Running) -> None
     now = rig.promotions.now
     assert (now.promoted, now.pinned, now.served, now.intent) == (0, False, (0,), None)
     assert ("canary_rolled_back", 2) in running.events()
-    assert rig.board.read().publishes["canary_rolled_back"] == 1
+    assert rig.counters.fleet_events()["canary_rolled_back"] == 1
     line = (rig.root / FILE_NAME).read_text().splitlines()[-1]
     assert "draft 2: acceptance length 1.02" in line and "draft 0: acceptance length 2.50" in line
     assert all(list(d._state().staged) == [] for d in rig.doubles)
@@ -149,7 +149,7 @@ def test_no_traffic_is_no_verdict_but_does_not_hold_a_release_up_for_ever(tmp_pa
         while not rig.publisher.settle():
             assert time.monotonic() < deadline
         assert rig.served == [1, 1]
-        assert rig.board.read().publishes["canary_undecided"] == 1
+        assert rig.counters.fleet_events()["canary_undecided"] == 1
     finally:
         rig.close()
 

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
-from draft_trainer.counters import Board, GateResult, Servers
+from draft_trainer.counters import Counters, Servers, by_label
 from draft_trainer.ingest.rings import Rings
 from draft_trainer.server.metrics import CATALOGUE, TrainerCollector
 from draft_trainer.server.status import KEPT, PolicyClock
 from slipstream.errors import StatusCode
 from slipstream.serving import RefusedCalls
 from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1.release_pb2 import GateFigures, Verdict
 from tests.draft_trainer.fleet_rig import Rig
 from tests.draft_trainer.rig import Stream, make_config, rollouts, running
 from tests.scraping import Samples, of, scrape, value
@@ -28,7 +29,7 @@ class Trainer:
     """What a scrape reads, without a server."""
 
     def __init__(self) -> None:
-        self.board, self.refused, self.time = Board(), RefusedCalls(), 1000.0
+        self.counters, self.refused, self.time = Counters(), RefusedCalls(), 1000.0
         self.clock = PolicyClock(now=lambda: self.time)
         self.run = SimpleNamespace(latest_policy_version=None)
         self.status: Any = SimpleNamespace(
@@ -44,6 +45,7 @@ class Trainer:
             releases={"newest": (2, 11), "promoted": (2, 11), "served": (0, None)},
             policy_clock=self.clock,
             served_at=None,
+            last_verdict=None,
         )
         self.rings: Any = SimpleNamespace(counts={"offered": 1, "claimed": 2}, nbytes=3 << 20)
         self.canary: Any = SimpleNamespace(trial=None)
@@ -52,11 +54,11 @@ class Trainer:
         self.status.runs.current = self.run
         self.run.latest_policy_version = version
         if self.clock.announced(version):
-            self.board.announced()
+            self.counters.policy_announcements.inc()
 
     def scrape(self) -> Samples:
         return scrape(
-            TrainerCollector(self.board, self.status, self.rings, self.canary, self.refused)
+            TrainerCollector(self.counters, self.status, self.rings, self.canary, self.refused)
         )
 
 
@@ -82,21 +84,21 @@ def test_a_trainer_that_has_seen_nothing_measures_nothing() -> None:
 
 def test_what_is_counted_is_exposed() -> None:
     trainer = Trainer()
-    board = trainer.board
-    board.accepted(9)
-    board.received({"grpc": 100, "shared_memory": 5000}, [(0.0004, 8), (0.3, 1)])
+    counters = trainer.counters
+    counters.samples.labels("accepted").inc(9)
+    counters.received({"grpc": 100, "shared_memory": 5000}, [(0.0004, 8), (0.3, 1)])
     for event in ("committed", "committed", "rolled_back", "canary_rolled_back", "interrupted"):
-        board.published(event)
+        counters.published(event)
     for event in ("canary_promoted", "canary_undecided", "rolled_back_by_hand", "policy_only"):
-        board.published(event)
-    board.healed("other_version", True)
-    board.healed("not_ready", False)
-    board.looked(Servers(known=4, reachable=3, ready=2, current=1))
-    board.staged(0.2)
-    board.trained(
+        counters.published(event)
+    counters.healed("other_version", True)
+    counters.healed("not_ready", False)
+    counters.looked(Servers(known=4, reachable=3, ready=2, current=1))
+    counters.stage_seconds.observe(0.2)
+    counters.trained(
         samples=3, tokens=50, seconds=0.5, skipped=False, loss=1.5, step_acceptance=[0.75, 0.5]
     )
-    board.gated(GateResult("passed", 2.5, 2.25, 0.125, 400, ""))
+    trainer.status.last_verdict = verdict(2.5, 2.25, 0.125, 400)
     trainer.canary.trial = object()
     trainer.status.served_at = 777.0
     samples = trainer.scrape()
@@ -176,10 +178,10 @@ def test_ten_thousand_releases_leave_a_bounded_number_of_series() -> None:
         trainer.status.releases = dict.fromkeys(
             ("newest", "promoted", "served"), (version, version - 1)
         )
-        for event in ("committed", "healed", "canary_promoted", "rolled_back"):
-            trainer.board.published(event)
-        trainer.board.staged(0.1)
-        trainer.board.gated(GateResult("passed", 2.0, 1.9, 0.01, 300, str(version)))
+        for event in ("committed", "canary_promoted", "rolled_back"):
+            trainer.counters.published(event)
+        trainer.counters.stage_seconds.observe(0.1)
+        trainer.counters.verdicts.labels("passed").inc()
         if version == 1:
             before = len(trainer.scrape())
     samples = trainer.scrape()
@@ -195,18 +197,18 @@ def test_a_fleet_that_is_published_to_and_healed(tmp_path: Path) -> None:
     try:
         assert rig.promotions.served_at is None
         rig.publisher.promote(2, pin=False)
-        counts = rig.board.read()
-        assert counts.servers == Servers(known=3, reachable=3, ready=3, current=3)
+        servers = ("known", "reachable", "ready", "current")
+        assert by_label(rig.counters.servers) == dict.fromkeys(servers, 3)
         assert rig.promotions.served_at is not None
         # Somebody else's commit, and a server that says that it is not ready.
         rig.doubles[0].state.draft_version = 1
         rig.doubles[1].state.not_ready = "nothing accepted"
         rig.publisher.heal()
-        assert rig.board.read().heals == {"other_version": 1, "not_ready": 1}
+        assert by_label(rig.counters.heals) == {"other_version": 1, "not_ready": 1}
         rig.doubles[2].stop()
         rig.publisher.heal()
-        servers = rig.board.read().servers
-        assert servers is not None and (servers.known, servers.reachable) == (3, 2)
+        asked = by_label(rig.counters.servers)
+        assert (asked["known"], asked["reachable"]) == (3, 2)
     finally:
         rig.close()
 
@@ -238,13 +240,13 @@ def test_everything_in_the_catalogue_is_exposed() -> None:
     trainer = Trainer()
     trainer.announce(1)
     trainer.status.served_at = 1.0
-    trainer.board.looked(Servers(0, 0, 0, 0))
-    trainer.board.refused("temperature")
+    trainer.counters.looked(Servers(0, 0, 0, 0))
+    trainer.counters.refused("temperature")
     trainer.refused.note("/slipstream.v1.DraftTrainer/OpenRun", StatusCode.UNKNOWN, "x")
-    trainer.board.trained(
+    trainer.counters.trained(
         samples=1, tokens=1, seconds=1.0, skipped=False, loss=1.0, step_acceptance=[0.5]
     )
-    trainer.board.gated(GateResult("failed", 2.0, 2.0, 0.1, 300, ""))
+    trainer.status.last_verdict = verdict(2.0, 2.0, 0.1, 300)
     names = {name for name, _ in trainer.scrape()}
     assert CATALOGUE.sample_names() - names == set()
 
@@ -259,6 +261,17 @@ def test_rings_say_what_they_hold(tmp_path: Path) -> None:
     assert rings.nbytes == 2 * ((1 << 16) + 4096)
     rings.close()
     assert rings.nbytes == 0
+
+
+def verdict(candidate: float, incumbent: float, half_width: float, anchors: int) -> Verdict:
+    return Verdict(
+        gate=GateFigures(
+            candidate_acceptance_length=candidate,
+            incumbent_acceptance_length=incumbent,
+            difference_half_width=half_width,
+            anchors=anchors,
+        )
+    )
 
 
 def _openmetrics(url: str) -> Samples:

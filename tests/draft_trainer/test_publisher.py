@@ -36,9 +36,9 @@ def test_draft_and_policy_are_committed_in_one_call_per_server(rig: Rig) -> None
         assert outcome.commit_seconds > 0 and outcome.stage_seconds > 0
         assert outcome.state is not None and outcome.state.draft_version == 1
     assert rig.promotions.now.served == (0, 1)
-    counts = rig.board.read()
-    assert counts.publishes == {"committed": 1}
-    assert sum(counts.stage_seconds.counts) == sum(counts.commit_seconds.counts) == 3
+    assert rig.counters.fleet_events() == {"committed": 1}
+    for name in ("stage_seconds", "commit_seconds"):
+        assert rig.counters.registry.get_sample_value(f"slipstream_trainer_{name}_count") == 3
 
 
 def test_nothing_is_staged_when_every_server_is_current(rig: Rig) -> None:
@@ -46,7 +46,7 @@ def test_nothing_is_staged_when_every_server_is_current(rig: Rig) -> None:
     result = rig.publisher.complete(3, rig.stage_policy(3))
     assert result.draft_version == 0
     assert [d.commits() for d in rig.doubles] == [[("policy-3",)]] * 3
-    assert rig.board.read().publishes == {"policy_only": 1}
+    assert rig.counters.fleet_events() == {"policy_only": 1}
 
 
 def test_policy_is_committed_without_a_prepare_and_nothing_without_both(rig: Rig) -> None:
@@ -74,7 +74,7 @@ def test_staging_failure_leaves_the_fleet_and_the_policy_goes_on(rig: Rig) -> No
     assert rig.served == [0, 0, 0]
     assert result.draft_version == 0
     assert all(o.error == "" and o.committed for o in result.outcomes.values())
-    assert rig.board.read().publishes == {"stage_failed": 1, "policy_only": 1}
+    assert rig.counters.fleet_events() == {"stage_failed": 1, "policy_only": 1}
     # The next sync tries again.
     rig.doubles[1].faults.stage = False
     rig.publisher.prepare()
@@ -99,7 +99,7 @@ def test_commit_failure_rolls_the_fleet_back_and_the_policy_is_committed(rig: Ri
         assert outcome.state is not None and outcome.state.draft_version == 0
     assert rig.doubles[2].commits() == [("draft-1", "policy-7"), ("policy-7",)]
     assert rig.promotions.now.served == (0,)
-    assert rig.board.read().publishes == {"rolled_back": 1}
+    assert rig.counters.fleet_events() == {"rolled_back": 1}
 
 
 def test_rolling_back_stages_the_last_good_release_where_the_server_cannot(rig: Rig) -> None:
@@ -166,7 +166,7 @@ def test_whole_fleet_away(rig: Rig) -> None:
     result = rig.publisher.complete(7, "policy-7")
     assert result.draft_version == 0
     assert all("UNAVAILABLE" in o.error and not o.committed for o in result.outcomes.values())
-    assert rig.board.read().publishes == {"policy_failed": 1}
+    assert rig.counters.fleet_events() == {"policy_failed": 1}
 
 
 def test_only_changed_tensors_cross_the_wire(rig: Rig) -> None:

@@ -40,7 +40,7 @@ def test_server_that_restarts_gets_the_release_of_the_fleet(rig: Rig) -> None:
     assert rig.served == [2, 2, 2]
     rig.assert_live(2)
     assert events(rig) == [("committed", 2), ("healed", 2)]
-    assert rig.board.read().publishes == {"committed": 1, "healed": 1}
+    assert rig.counters.fleet_events() == {"committed": 1, "healed": 1}
 
 
 @pytest.mark.parametrize("what", ["checksum", "not_ready"])
@@ -78,7 +78,7 @@ def test_server_that_cannot_be_healed_is_tried_less_and_less(
             tries.append(now[0])
         now[0] += 0.5
     assert tries[:5] == [100.0, 101.0, 103.0, 107.0, 115.0]
-    assert rig.board.read().publishes["not_healed"] == len(tries)
+    assert rig.counters.fleet_events()["not_healed"] == len(tries)
     rig.doubles[0].faults.stage = False
     now[0] += 60
     rig.publisher.heal()

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from draft_trainer.config import RecordingConfig, ReplayConfig
-from draft_trainer.counters import Board
+from draft_trainer.counters import Counters, by_label, total
 from draft_trainer.drafters.eagle3.batch import PolicyHead
 from draft_trainer.ingest.run import PolicySizes, Run
 from draft_trainer.ingest.store import SampleStore
@@ -282,21 +282,21 @@ class Rig:
     """A recorder and a run whose policy version 1 is known."""
 
     def __init__(self, folder: Path, **changes: int) -> None:
-        self.board = Board()
+        self.counters = Counters()
         self._samples = TemporaryDirectory()
         self.run = new_run(Path(self._samples.name), "run")
         self.policy = Policy()
         self.announce(1)
         limits = RecordingConfig.model_validate({"shard_bytes": 8_000, **changes})
-        self.recorder = Recorder(folder, limits, config(), draft_vocab_ids(), self.board)
+        self.recorder = Recorder(folder, limits, config(), draft_vocab_ids(), self.counters)
 
     def announce(self, version: int) -> None:
         rows = self.policy.lm_head[draft_vocab_ids()]
         self.run.add_policy(PolicyHead(version, rows, self.policy.embed))
 
     def counts(self) -> tuple[int, dict[str, int]]:
-        now = self.board.read()
-        return now.samples_recorded, dict(now.recording_shed)
+        recorded = total(self.counters.samples_recorded)
+        return int(recorded), by_label(self.counters.recording_shed)
 
 
 def test_the_service_records_what_it_accepts(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_the_service_records_what_it_accepts(tmp_path: Path) -> None:
     assert all(same(recording[i], samples[i]) for i in range(12))
     heads = recording.policy_heads(draft_vocab_ids())
     assert torch.equal(heads.get(1).embed_tokens, Policy().embed)
-    assert server._board.read().samples_recorded == 12
+    assert total(server._counters.samples_recorded) == 12
 
 
 def test_the_queue_is_bounded_and_what_it_sheds_is_counted(tmp_path: Path) -> None:

@@ -121,13 +121,11 @@ def test_too_few_held_out_states_are_no_pass(tmp_path: Path) -> None:
 def test_publishing_on_promotion_needs_no_sync_window(tmp_path: Path) -> None:
     double = RolloutDouble()
     config = make_config(tmp_path, publish={"rollout_servers": [double.address], "on": "promotion"})
-    with running(config) as (server, client):
+    with running(config) as (_, client):
         client.open()
         client.announce(1)
         version = train_until_released(client)
-        board = server._board
-        while not board.read().publishes["committed"]:
-            assert board.wait_beyond(board.read().revision, 20)
+        client.wait_for(lambda status: status.publishes["committed"])
         assert double.state.draft_version == version
     double.stop()
 
@@ -263,7 +261,7 @@ def test_training_that_dies_is_noticed(tmp_path: Path, monkeypatch: pytest.Monke
         client.announce(1)
         client.send(*rollouts(20))
         assert server.died.wait(20)
-        assert server._board.read().training_error == "the training thread ended with an error"
+        assert server._counters.training_error == "the training thread ended with an error"
 
 
 def test_batch_whose_policy_version_was_forgotten_is_dropped(

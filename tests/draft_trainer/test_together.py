@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from draft_trainer.config import ReplayConfig
-from draft_trainer.counters import Board
+from draft_trainer.counters import Counters
 from draft_trainer.ingest import arena
 from draft_trainer.ingest import ingest as filling
 from draft_trainer.ingest.arena import Extent
@@ -194,7 +194,7 @@ def ingesting(folder: Path) -> tuple[SampleStore, Ingest]:
     """A store with an open run, and what takes samples into it."""
     store = SampleStore(folder, ReplayConfig(capacity_bytes=1 << 20))
     store.begin("run", {})
-    return store, Ingest(EXPECTED, store, Board(), threading.Event())
+    return store, Ingest(EXPECTED, store, Counters(), threading.Event())
 
 
 def alone(sample: One) -> bool:

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draft_trainer.checkpoints.checkpoint import load_head
 from draft_trainer.config import CanaryConfig
-from draft_trainer.counters import Board
+from draft_trainer.counters import Counters
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import Fleet, Timeouts
 from draft_trainer.releases.publisher import Publisher
@@ -55,8 +55,8 @@ class Guarded:
         self.promotions = Promotions(folder, 0)
         self.watch = AcceptanceWatch(self.fleet)
         canary = Canary(CanaryConfig(), 3, self.watch)
-        self.board = Board()
-        self.publisher = Publisher(self.fleet, registry, self.promotions, self.board, canary)
+        self.counters = Counters()
+        self.publisher = Publisher(self.fleet, registry, self.promotions, self.counters, canary)
         self.reconciler = Reconciler(self.publisher, canary, self.watch, 0.5, lambda: None)
         self.reconciler.start()
 
@@ -94,7 +94,7 @@ def test_a_ruined_draft_that_was_forced_is_rolled_back_while_requests_run(
         took = time.monotonic() - began
     assert took <= MOST_SECONDS
     assert 0 < live.drafts()[1] - before <= MOST_DRAFTS
-    assert guarded.board.read().publishes["canary_rolled_back"] == 1
+    assert guarded.counters.fleet_events()["canary_rolled_back"] == 1
     assert not guarded.promotions.now.pinned
     assert all(done == plain for done in rounds), "no request failed and no token differs"
 
