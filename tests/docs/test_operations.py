@@ -58,8 +58,7 @@ def test_every_event_is_documented() -> None:
 
 
 def test_every_option_of_the_rollout_server_is_documented() -> None:
-    room = ROOT / "rollout_server"
-    text = (room / "launch.py").read_text()
+    text = (ROOT / "rollout_server" / "launch.py").read_text()
     options = re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", text)
     options += re.findall(r"\(\"(--[\w-]+)\", \"PEM", text)
     assert len(options) >= 6
