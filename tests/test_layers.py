@@ -24,7 +24,6 @@ MEASURED = {
     "alerts": {"policy_bridge"},
     # vLLM's own path is imported by vLLM's worker alone.
     "hot_swap": {"vllm"},
-    "metrics_overhead": {"rollout_server"},
     "publish_faults": {"rollout_server"},
     "robustness": {"rollout_server"},
     "feed_faults": {"policy_bridge"},

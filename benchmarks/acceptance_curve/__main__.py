@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,10 +35,10 @@ from benchmarks.acceptance_curve.curve import (
     targets,
 )
 from benchmarks.acceptance_curve.plot import draw
-from benchmarks.acceptance_curve.process import WorkerProcess
-from benchmarks.acceptance_curve.server import Server
-from benchmarks.draft_training.environments import default_directory, python_of
-from benchmarks.draft_training.report import machine, target_table
+from benchmarks.draft_training.contestants import default_directory, python_of
+from benchmarks.harness import Target, finish, machine, options, say
+from benchmarks.vllm_server import Server
+from benchmarks.workers import WorkerProcess
 from draft_trainer.recordings.recording import read_index
 from examples.arithmetic_grpo.make_draft import record, run
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
@@ -53,66 +52,63 @@ RUNGS = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.25, 3.5, 3.75)
 
 def main(argv: list[str] | None = None) -> int:
     """Run it; the exit status is 0 only if every target was met."""
-    options = _parse(argv)
+    chosen = _parse(argv)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = options.keep or Path(temporary)
+        folder = chosen.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        trained = _train(options, folder)
-        curves = _measure(options, folder, trained)
+        trained = _train(chosen, folder)
+        curves = _measure(chosen, folder, trained)
         shards = read_index(folder / "states").shards
     rungs = ladder(curves, OURS, PEERS, RUNGS)
-    found = [] if set(PEERS).isdisjoint(curves) else targets(rungs)
+    found: list[Target] = [] if set(PEERS).isdisjoint(curves) else targets(rungs)
     if {OURS, FLOAT8} <= curves.keys():
         found += float8_targets(curves[OURS], curves[FLOAT8])
     print(curve_table(curves))
-    print(f"\n{ladder_table(rungs, list(curves))}\n\n{target_table(found)}")
-    if options.plot is not None:
-        draw(curves, options.plot)
-    if options.json is not None:
-        figures = _figures(options, curves, rungs)
-        # Not the option: states that were kept may be of another run.
-        figures["recorded_rollouts"] = sum(shard.samples for shard in shards)
-        figures["targets"] = [dataclasses.asdict(target) for target in found]
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return 0 if all(target.ok for target in found) else 1
+    print(ladder_table(rungs, list(curves)))
+    if chosen.plot is not None:
+        draw(curves, chosen.plot)
+    figures = _figures(chosen, curves, rungs)
+    # From the index: states that were kept may be of another run.
+    figures["recorded_rollouts"] = sum(shard.samples for shard in shards)
+    return finish(chosen.json, figures, found)
 
 
-def _train(options: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]]]:
+def _train(chosen: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Everybody's drafts at every mark; returns what the steps up to each took."""
     states, initial = folder / "states", folder / "initial"
     if not states.exists():
-        record(POLICY, states, options.rollouts, SEED)
+        record(POLICY, states, chosen.rollouts, SEED)
     if not initial.exists():
         size = ("--draft-vocab", DRAFT_VOCABULARY, "--seed", SEED)
         run("init", "--policy", POLICY, "--states", states, *size, "--out", initial)
-    options.peers_dir.mkdir(parents=True, exist_ok=True)
+    chosen.peers_dir.mkdir(parents=True, exist_ok=True)
     pythons = {"ours": Path(sys.executable)}
-    if not set(PEERS).isdisjoint(options.only):
-        pythons["speculators"] = python_of("speculators", options.peers_dir, _say)
+    if not set(PEERS).isdisjoint(chosen.only):
+        pythons["speculators"] = python_of("speculators", chosen.peers_dir)
     given = {
         "states": str(states),
         "initial": str(initial),
         "batch_tokens": BATCH_TOKENS,
         "seed": SEED,
-        "total_tokens": options.marks[-1],
+        "total_tokens": chosen.marks[-1],
     }
     log = folder / "workers.log"
     trained: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
         workers: dict[str, WorkerProcess] = {}
-        for one in [one for one in CONTESTANTS if one.name in options.only]:
-            worker = WorkerProcess(
-                pythons[one.trainer], options.core, log, given | {"name": one.name}
+        for one in [one for one in CONTESTANTS if one.name in chosen.only]:
+            arguments = [json.dumps(given | {"name": one.name})]
+            module = "benchmarks.acceptance_curve.worker"
+            workers[one.name] = stack.enter_context(
+                WorkerProcess(one.name, module, arguments, log, pythons[one.trainer], chosen.core)
             )
-            stack.callback(worker.close)
-            worker.wait_ready()
-            workers[one.name], trained[one.name] = worker, []
+            trained[one.name] = []
         # In turns, so that whatever changes on the machine meets everybody.
-        for mark in options.marks:
+        for mark in chosen.marks:
             for name, worker in workers.items():
-                spent = worker.train(mark, _draft(folder, name, mark))
+                spent = worker.ask("train", tokens=mark, folder=str(_draft(folder, name, mark)))
                 trained[name].append(spent)
-                _say(
+                say(
                     f"{name}: {spent['tokens']} tokens in {spent['wall']:.2f} s "
                     f"(CPU {spent['cpu']:.2f} s)"
                 )
@@ -120,33 +116,32 @@ def _train(options: argparse.Namespace, folder: Path) -> dict[str, list[dict[str
 
 
 def _measure(
-    options: argparse.Namespace, folder: Path, trained: dict[str, list[dict[str, Any]]]
+    chosen: argparse.Namespace, folder: Path, trained: dict[str, list[dict[str, Any]]]
 ) -> Curves:
     """Have vLLM draft with every one of them."""
-    prompts = [prompt_ids(problem) for problem in held_out_problems(options.problems)]
+    prompts = [prompt_ids(problem) for problem in held_out_problems(chosen.problems)]
     curves: dict[str, list[Mark]] = {}
-    _say("starting rollout-server (real vLLM)")
+    say("starting rollout-server (real vLLM)")
     with Server(POLICY, folder / "initial", folder / "rollout-server.log") as server:
-        untrained = server.acceptance(0, prompts, options.samples)
+        untrained = server.acceptance(0, prompts, chosen.samples)
         version = 0
         for name, spent in trained.items():
             curves[name] = [Mark(0, 0, 0.0, 0.0, untrained)]
-            for mark, took in zip(options.marks, spent, strict=True):
+            for mark, took in zip(chosen.marks, spent, strict=True):
                 version += 1
                 server.swap(version, _draft(folder, name, mark))
-                acceptance = server.acceptance(version, prompts, options.samples)
+                acceptance = server.acceptance(version, prompts, chosen.samples)
                 curves[name].append(Mark(**took, acceptance=acceptance))
-                _say(
+                say(
                     f"{name}, {took['tokens']} tokens: acceptance length "
                     f"{acceptance.length:.3f} ± {acceptance.standard_error:.3f}"
                 )
     return curves
 
 
-def _figures(options: argparse.Namespace, curves: Curves, rungs: list[Rung]) -> dict[str, Any]:
+def _figures(chosen: argparse.Namespace, curves: Curves, rungs: list[Rung]) -> dict[str, Any]:
     hardware = machine()
     return {
-        "machine": hardware,
         "trained_on": f"{hardware['cpu']}, 1 core of {hardware['cores']}",
         "settings": {
             "batch_tokens": BATCH_TOKENS,
@@ -154,8 +149,8 @@ def _figures(options: argparse.Namespace, curves: Curves, rungs: list[Rung]) -> 
             "learning_rate": LEARNING_RATE,
             "warmup_steps": WARMUP_STEPS,
             "compute_dtype": "bfloat16",
-            "problems": options.problems,
-            "samples": options.samples,
+            "problems": chosen.problems,
+            "samples": chosen.samples,
             "draft_sample_method": "probabilistic",
             "temperature": 1.0,
         },
@@ -181,18 +176,13 @@ def _draft(folder: Path, name: str, mark: int) -> Path:
     return folder / "drafts" / name.replace(", ", "-").replace(" ", "-") / str(mark)
 
 
-def _say(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.acceptance_curve",
-        description="Trains one initial draft of the arithmetic example's policy on the same "
+    parser = options(
+        "acceptance_curve",
+        "Trains one initial draft of the arithmetic example's policy on the same "
         "recorded states with ours and with speculators, each on the same core with one thread, "
         "and measures every draft on the way in a real vLLM server. Progress goes to stderr, "
         "tables to stdout.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--rollouts", type=int, default=4096, help="to record, and to train on, over and over")
@@ -208,12 +198,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--peers-dir", type=Path, default=default_directory(), help="the peers' environments")
     add("--keep", type=Path, metavar="DIR",
         help="folder for states, drafts and logs; states that are there are taken")  # fmt: skip
-    add("--json", type=Path, help="write figures and targets there")
     add("--plot", type=Path, help="draw the curves there (.svg or .png)")
-    options = parser.parse_args(argv)
-    torch.set_num_threads(options.threads)
+    chosen = parser.parse_args(argv)
+    torch.set_num_threads(chosen.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    return options
+    return chosen
 
 
 def _marks(text: str) -> list[int]:

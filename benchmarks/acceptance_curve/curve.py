@@ -8,38 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.draft_training.report import Target
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """One draft's counters in vLLM.
-
-    Attributes:
-        drafts: verification steps.
-        accepted: tokens accepted.
-        per_position: drafts of which at least 1, 2, ... tokens were accepted.
-    """
-
-    drafts: int
-    accepted: int
-    per_position: tuple[int, ...]
-
-    @property
-    def length(self) -> float:
-        """Tokens per verification step, bonus token included."""
-        return 1 + self.accepted / self.drafts
-
-    @property
-    def standard_error(self) -> float:
-        """Of ``length``, verification steps taken as independent.
-
-        The counters hold the whole distribution of the accepted tokens a of a step:
-        E[a^2] = sum over s of (2 s - 1) P(a >= s).
-        """
-        mean = self.accepted / self.drafts
-        square = sum((2 * s + 1) * n for s, n in enumerate(self.per_position)) / self.drafts
-        return float(((square - mean**2) / self.drafts) ** 0.5)
+from benchmarks.harness import Target, table
+from benchmarks.vllm_server import Acceptance
 
 
 @dataclass(frozen=True)
@@ -171,31 +141,27 @@ def float8_targets(before: Sequence[Mark], after: Sequence[Mark]) -> list[Target
 
 def curve_table(curves: Curves) -> str:
     """A line per contestant and mark."""
-    width = max(map(len, curves))
-    lines = [
-        f"{'':<{width}}{'tokens':>9}{'steps':>7}{'s':>8}{'CPU s':>8}"
-        f"{'acceptance length':>20}{'s.e.':>7}"
-    ]
+    rows = []
     for name, marks in curves.items():
         for mark in marks:
             found = mark.acceptance
-            lines.append(
-                f"{name:<{width}}{mark.tokens:>9}{mark.steps:>7}{mark.wall:>8.2f}{mark.cpu:>8.2f}"
-                f"{found.length:>20.3f}{found.standard_error:>7.3f}"
-            )
+            seconds = [f"{mark.wall:.2f}", f"{mark.cpu:.2f}"]
+            length = [f"{found.length:.3f}", f"{found.standard_error:.3f}"]
+            rows.append([name, mark.tokens, mark.steps, *seconds, *length])
             name = ""
-    return "\n".join(lines)
+    columns = ["", "tokens", "steps", "s", "CPU s", "acceptance length", "s.e."]
+    return table("", columns, rows)
 
 
 def ladder_table(rungs: Sequence[Rung], names: Sequence[str]) -> str:
-    """A line per acceptance length: seconds of everybody, and how much sooner ours was there."""
-    widths = [max(len(name), 8) + 2 for name in names]
-    head = "".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
-    lines = [f"{'seconds to':<12}{head}{'best peer / ours':>18}{'by CPU s':>10}"]
-    for rung in rungs:
-        cells = "".join(
-            f"{'-' if (found := rung.wall[name]) is None else f'{found:.2f}':>{width}}"
-            for name, width in zip(names, widths, strict=True)
-        )
-        lines.append(f"{rung.length:<12.2f}{cells}{rung.ratio:>17.2f}x{rung.cpu_ratio:>9.2f}x")
-    return "\n".join(lines)
+    """A line per acceptance length: seconds of each, and the best peer's over ours."""
+    rows = [
+        [
+            f"{rung.length:.2f}",
+            *("-" if (s := rung.wall[name]) is None else f"{s:.2f}" for name in names),
+            f"{rung.ratio:.2f}x",
+            f"{rung.cpu_ratio:.2f}x",
+        ]
+        for rung in rungs
+    ]
+    return table("", ["seconds to", *names, "best peer / ours", "by CPU s"], rows)

@@ -1,13 +1,8 @@
-"""A contestant's process: reads "TOKENS FOLDER" lines, answers each with a line of JSON.
-
-It trains until that many tokens are trained, writes the draft into the folder, and says how far it
-is and what the steps so far took. Between commands it is blocked on a read.
-"""
+"""A contestant's process: trains up to a number of tokens when told to, and writes the draft."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -17,6 +12,7 @@ import torch
 
 from benchmarks.acceptance_curve.contestants import CONTESTANTS, build
 from benchmarks.acceptance_curve.data import TrainingData
+from benchmarks.workers import answers, serve
 from draft_trainer.checkpoints.checkpoint import save_draft
 
 
@@ -40,7 +36,7 @@ class Worker:
         self._samples = data.steps()
         self._spent: dict[str, Any] = {"tokens": 0, "steps": 0, "wall": 0.0, "cpu": 0.0}
 
-    def train(self, tokens: int, folder: Path) -> dict[str, Any]:
+    def train(self, tokens: int, folder: str) -> dict[str, Any]:
         """Train up to ``tokens`` in all; returns tokens, steps, wall and CPU seconds in all."""
         spent = self._spent
         while spent["tokens"] < tokens:
@@ -52,26 +48,22 @@ class Worker:
             spent["cpu"] += time.process_time() - cpu
             spent["tokens"] += sum(sample.num_tokens for sample in samples)
             spent["steps"] += 1
-        folder.mkdir(parents=True, exist_ok=True)
+        Path(folder).mkdir(parents=True, exist_ok=True)
         head = self._trainer.head()
-        save_draft(folder, head.config, head, self._data.d2t)
+        save_draft(Path(folder), head.config, head, self._data.d2t)
         return spent
 
 
 def main() -> None:
     """Argument: JSON with name, states, initial, batch_tokens, seed and total_tokens."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a library prints
+    answer = answers()
     torch.set_num_threads(1)
     given = json.loads(sys.argv[1])
     data = TrainingData(
         Path(given["states"]), Path(given["initial"]), given["batch_tokens"], given["seed"]
     )
     worker = Worker(given["name"], data, given["total_tokens"])
-    answers.write(json.dumps({"ready": True}) + "\n")
-    for line in sys.stdin:
-        tokens, _, folder = line.rstrip("\n").partition(" ")
-        answers.write(json.dumps(worker.train(int(tokens), Path(folder))) + "\n")
+    serve(answer, {}, {"train": worker.train})
 
 
 if __name__ == "__main__":

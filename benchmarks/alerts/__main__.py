@@ -15,7 +15,7 @@ import yaml
 from benchmarks.alerts.rig import Rig
 from benchmarks.alerts.sightings import named
 from benchmarks.alerts.story import Row, Story
-from benchmarks.draft_training.report import Target, machine, target_table
+from benchmarks.harness import Target, machine, target_table
 from examples.local_prometheus import RULES
 from slipstream.errors import RefusedError
 

@@ -1,28 +1,104 @@
-"""The floor: how long the step's matrix products alone take on this core, by the best kernel.
+"""The floor: the time of the matrix products that a step cannot do without, by the best kernel.
 
-It takes part in the rounds like a contestant. Every distinct product is multiplied by each kernel
-that torch ships for it, on all rows at once and on a part of them whose result stays in a cache;
-the highest rate stands for all products of that shape. Attention is measured a block of queries
-at a time, as a kernel does it that never writes the scores out.
+The products are derived from the case's sizes. The floor takes part in the rounds like a
+contestant: every distinct product is multiplied by each kernel that torch ships for it, on all rows
+at once and on a part of them whose result stays in a cache; the highest rate stands for all
+products of that shape. Attention is measured a block of queries at a time, as by a kernel that
+never writes the scores out.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from benchmarks.draft_training.case import Case, CaseTensors
-from benchmarks.draft_training.flops import Product, products
+from benchmarks.draft_training.case import NUM_AUX, Case, CaseTensors
 
+Kind = Literal["forward", "grad_input", "grad_weight", "scores", "values"]
 Kernel = tuple[int, Callable[[], object]]
 """FLOPs of a call, and the call."""
 
 _PART = 512
 _QUERY_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Product:
+    """All multiplications of one shape in a step.
+
+    Attributes:
+        name: of the layer.
+        kind: x W^T, g W, g^T x; for attention q k^T (and its like) or p v (and its like).
+        shape: (M, K, N) of x [M, K] and W [N, K]; (heads, T, head_dim) for attention.
+        flops: of all of them in a step, exactly.
+    """
+
+    name: str
+    kind: Kind
+    shape: tuple[int, int, int]
+    flops: int
+
+
+def layers(case: Case) -> dict[str, tuple[int, int]]:
+    """Linear layers of a TTT step: name to (inputs, outputs).
+
+    q, k and v take the embedding and the hidden state side by side; only the half of the hidden
+    state changes from step to step.
+    """
+    hidden, inner = case.hidden_size, case.intermediate_size
+    queries = case.num_attention_heads * case.head_dim
+    keys = case.num_key_value_heads * case.head_dim
+    return {
+        "qkv, hidden": (hidden, queries + 2 * keys),
+        "o_proj": (queries, hidden),
+        "gate, up": (hidden, 2 * inner),
+        "down_proj": (inner, hidden),
+        "lm_head": (hidden, case.draft_vocab_size),
+    }
+
+
+def anchors(case: Case) -> list[int]:
+    """Anchors per row and TTT step that have a teacher: i + 1 + s <= T - 1."""
+    return [case.tokens - 1 - step for step in range(case.ttt_steps)]
+
+
+def products(case: Case) -> list[Product]:
+    """Every product of a step.
+
+    A layer is multiplied forward, for the gradient of its input and for that of its weight. fc
+    has no gradient of its input (the auxiliary states are data), the teacher's lm_head has none
+    at all and is multiplied once for all TTT steps. So is the half of q, k and v that takes the
+    embeddings: step s takes that of step 0, shifted by s. Attention is two products forward
+    (q k^T, p v) and four backward (dp = g v^T; dv, dq, dk), over the causal half of step 0 and
+    each anchor's own keys of the steps before.
+    """
+    counts = anchors(case)
+    tokens, once, every = case.rows * case.tokens, case.rows * counts[0], case.rows * sum(counts)
+    hidden = case.hidden_size
+    found: list[Product] = []
+
+    def layer(name: str, sizes: tuple[int, int], rows: int, *kinds: Kind) -> None:
+        flops = 2 * rows * sizes[0] * sizes[1]
+        found.extend(Product(name, kind, (tokens, *sizes), flops) for kind in kinds)
+
+    layer("fc", (NUM_AUX * hidden, hidden), once, "forward", "grad_weight")
+    qkv = layers(case)["qkv, hidden"]
+    layer("qkv, embeds", qkv, once, "forward", "grad_input", "grad_weight")
+    for name, sizes in layers(case).items():
+        layer(name, sizes, every, "forward", "grad_input", "grad_weight")
+    layer("teacher", (hidden, case.draft_vocab_size), once, "forward")
+    pairs = sum(n * (n + 1) // 2 + step * n for step, n in enumerate(counts))
+    flops = 2 * case.rows * case.num_attention_heads * case.head_dim * pairs
+    shape = (case.rows * case.num_attention_heads, case.tokens, case.head_dim)
+    found.append(Product("attention", "scores", shape, 2 * flops))
+    found.append(Product("attention", "values", shape, 4 * flops))
+    return found
 
 
 class Floor:
@@ -112,6 +188,6 @@ def _attention(product: Product, case: Case) -> Kernel:
 
 
 def build(case: Case, tensors: CaseTensors, setting: str) -> Floor:
-    """See ``contestant.build``."""
+    """See ``contestants.build``."""
     del tensors, setting
     return Floor(case)

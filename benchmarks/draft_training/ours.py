@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
-from benchmarks.draft_training.breakdown import OPTIMIZER
 from benchmarks.draft_training.case import (
     EPS,
     GRAD_CLIP,
@@ -79,8 +77,7 @@ class Ours:
         """See ``Contestant``."""
         self.optimizer.clear_gradients()
         losses = [self._backward(rows) for rows in self.parts]
-        with record_function(OPTIMIZER):
-            self.optimizer.step(LEARNING_RATE, self.optimizer.gradient_norm())
+        self.optimizer.step(LEARNING_RATE, self.optimizer.gradient_norm())
         return sum(losses)
 
     def _backward(self, rows: Tensor) -> float:
@@ -118,5 +115,5 @@ class Ours:
 
 
 def build(case: Case, tensors: CaseTensors, setting: str) -> Ours:
-    """See ``contestant.build``."""
+    """See ``contestants.build``."""
     return Ours(case, tensors, setting)

@@ -137,5 +137,5 @@ def _convert(case: Case, attention: str, compiled: bool) -> LlamaForCausalLM:
 
 
 def build(case: Case, tensors: CaseTensors, setting: str) -> ModelOpt:
-    """See ``contestant.build``."""
+    """See ``contestants.build``."""
     return ModelOpt(case, tensors, setting)

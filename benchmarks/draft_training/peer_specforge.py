@@ -121,5 +121,5 @@ def _target_head(case: Case, tensors: CaseTensors) -> TargetHead:
 
 
 def build(case: Case, tensors: CaseTensors, setting: str) -> SpecForge:
-    """See ``contestant.build``."""
+    """See ``contestants.build``."""
     return SpecForge(case, tensors, setting)

@@ -135,5 +135,5 @@ def _packed(tensors: CaseTensors, rows: Sequence[int]) -> dict[str, Tensor]:
 
 
 def build(case: Case, tensors: CaseTensors, setting: str) -> Speculators:
-    """See ``contestant.build``."""
+    """See ``contestants.build``."""
     return Speculators(case, tensors, setting)

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from random import Random
 
-from benchmarks.draft_training.report import Target, machine, target_table
 from benchmarks.feed_faults.faults import FAULTS, schedule
 from benchmarks.feed_faults.rig import Rig
 from benchmarks.feed_faults.table import Table, run
+from benchmarks.harness import Target, machine, target_table
 
 _KILLS = 50
 

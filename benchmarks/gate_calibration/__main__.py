@@ -5,29 +5,24 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import dataclasses
-import json
 import os
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.acceptance_curve.curve import Acceptance
-from benchmarks.acceptance_curve.server import Server
-from benchmarks.draft_training.report import machine, target_table
-from benchmarks.gate_calibration.points import Point, table, targets
-from benchmarks.gate_calibration.releases import make_releases
+from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
+from benchmarks.vllm_server import Acceptance, Server
 from draft_trainer.checkpoints.checkpoint import load_head
 from draft_trainer.drafters.eagle3.acceptance import AcceptanceEstimate, Method, expected_acceptance
 from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.files import written_whole
 from draft_trainer.recordings.recording import Recording
 from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.record import Recorder
@@ -39,81 +34,201 @@ SEED = 0
 _PROMPTS_AT_ONCE = 64
 
 
+TOLERANCE = 0.02
+STANDARD_ERROR = 0.01
+LEAST_RELEASES = 10
+
+
+@dataclass(frozen=True)
+class Point:
+    """Acceptance lengths of one release.
+
+    Attributes:
+        version: draft version.
+        noise: share of noise in its matrices.
+        predicted: by the gate's estimator from states of the very rollouts that were measured.
+        held_out: by the same from states of other rollouts of the same prompts, recorded before, as
+            a gate predicts.
+        held_out_error: standard error of ``held_out``.
+        per_position: ``predicted`` at each draft position, chained.
+        measured: vLLM's counters.
+        seconds: of both predictions.
+    """
+
+    version: int
+    noise: float
+    predicted: float
+    held_out: float
+    held_out_error: float
+    per_position: tuple[float, ...]
+    measured: Acceptance
+    seconds: float
+
+    @property
+    def relative(self) -> float:
+        """``predicted`` over measured, less 1."""
+        return self.predicted / self.measured.length - 1
+
+    @property
+    def held_out_relative(self) -> float:
+        """``held_out`` over measured, less 1."""
+        return self.held_out / self.measured.length - 1
+
+    @property
+    def measured_error(self) -> float:
+        """Standard error of the measurement over it."""
+        return self.measured.standard_error / self.measured.length
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures."""
+        return asdict(self) | {
+            "measured_length": self.measured.length,
+            "measured_standard_error": self.measured.standard_error,
+            "relative": self.relative,
+            "held_out_relative": self.held_out_relative,
+        }
+
+
+COLUMNS = [
+    *("draft", "noise", "drafts", "measured", "s.e.", "predicted", "off by"),
+    *("held out", "s.e.", "off by"),
+]
+
+
+def row(p: Point) -> list[str]:
+    """A release's line of the table."""
+    found = p.measured
+    return [
+        *(str(p.version), f"{p.noise:.2f}", str(found.drafts), f"{found.length:.3f}"),
+        *(f"{found.standard_error:.3f}", f"{p.predicted:.3f}", f"{p.relative:+.2%}"),
+        *(f"{p.held_out:.3f}", f"{p.held_out_error:.3f}", f"{p.held_out_relative:+.2%}"),
+    ]
+
+
+def targets(points: Sequence[Point]) -> list[Target]:
+    """What the gate's figures are held to."""
+    lengths = [p.measured.length for p in points]
+    off_by = "greatest |predicted / measured - 1|, states of"
+    return [
+        Target.at_least("releases", len(points), LEAST_RELEASES),
+        Target.at_least("spread of measured lengths", max(lengths) - min(lengths), 1.0),
+        Target.at_most(
+            "greatest standard error of a measurement, relative",
+            max(p.measured_error for p in points),
+            STANDARD_ERROR,
+        ),
+        Target.at_most(
+            f"{off_by} the measured rollouts", max(abs(p.relative) for p in points), TOLERANCE
+        ),
+        Target.at_most(
+            f"{off_by} other rollouts of the prompts",
+            max(abs(p.held_out_relative) for p in points),
+            TOLERANCE,
+        ),
+    ]
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run it; the exit status is 0 only if every prediction is within 2 %."""
-    options = _parse(argv)
-    began = time.perf_counter()
-    # So that ``timeout`` ends the server too; what was measured is in the JSON by then.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Command line entry; the exit status is 0 only if every prediction is within 2 %."""
+    chosen = _parse(argv)
+    end_on_sigterm()
     points: list[Point] = []
     with (
         tempfile.TemporaryDirectory() as temporary,
-        contextlib.closing(_measure(options, Path(temporary))) as measured,
+        contextlib.closing(_measure(chosen, Path(temporary))) as measured,
     ):
         for point in measured:
             points.append(point)
-            _say(table([point]).splitlines()[1])
-            _write(options, points, time.perf_counter() - began, complete=False)
-    found = targets(points)
-    print(f"{table(points)}\n\n{target_table(found)}")
-    _write(options, points, time.perf_counter() - began, complete=True)
-    return 0 if all(target.ok for target in found) else 1
+            say("  ".join(row(point)))
+            write(chosen.json, _figures(chosen, points, complete=False), targets(points))
+    print(table("", COLUMNS, [row(point) for point in points]))
+    return finish(chosen.json, _figures(chosen, points, complete=True), targets(points))
 
 
-def _write(
-    options: argparse.Namespace, points: Sequence[Point], seconds: float, complete: bool
-) -> None:
-    if options.json is None:
-        return
-    figures = {
-        "machine": machine(),
+def _figures(chosen: argparse.Namespace, points: Sequence[Point], complete: bool) -> dict[str, Any]:
+    return {
         "settings": {
             "policy": "examples/arithmetic_grpo/policy",
             "draft": "examples/arithmetic_grpo/draft",
-            "draft_length": options.draft_length,
-            "draft_sample_method": options.method,
+            "draft_length": chosen.draft_length,
+            "draft_sample_method": chosen.method,
             "temperature": 1.0,
-            "problems": options.problems,
-            "samples": options.samples,
+            "problems": chosen.problems,
+            "samples": chosen.samples,
         },
         "complete": complete,
-        "seconds": seconds,
         "points": [point.to_dict() for point in points],
-        "targets": [dataclasses.asdict(target) for target in targets(points)],
     }
-    with written_whole(options.json) as path:
-        path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def _measure(options: argparse.Namespace, folder: Path) -> Generator[Point]:
+def make_releases(draft: Path, registry: Registry, noise: list[float], seed: int) -> list[int]:
+    """Write the draft as release 0, then one release for each share of noise in its matrices.
+
+    A share a makes of a matrix W the matrix (1 - a) W + a N, with N normal and of W's own spread:
+    at 1 it is a random head.
+
+    Args:
+        draft: a trained draft.
+        registry: an empty one.
+        noise: shares in [0, 1].
+        seed: of the noise.
+
+    Returns:
+        The draft versions, release 0 first.
+    """
+    registry.import_initial(draft)
+    versions = [0]
+    generator = torch.Generator().manual_seed(seed)
+    for share in noise:
+        head, d2t = load_head(registry.path(0))
+        with torch.no_grad():
+            for weight in head.parameters():
+                if weight.dim() > 1:
+                    drawn = torch.randn(weight.shape, generator=generator) * weight.std()
+                    weight.mul_(1 - share).add_(drawn, alpha=share)
+        manifest = registry.create(
+            head,
+            head.config,
+            d2t,
+            parent=0,
+            trained_against=None,
+            run_id=f"noise {share:g}",
+            ttt_steps=0,
+            gate=None,
+        )
+        versions.append(manifest.draft_version)
+    return versions
+
+
+def _measure(chosen: argparse.Namespace, folder: Path) -> Generator[Point]:
     """One release after the other; while the server answers for one, the last is predicted."""
     registry = Registry(folder / "releases")
     versions = make_releases(EXAMPLE / "draft", registry, NOISE, SEED)
-    prompts = [prompt_ids(problem) for problem in held_out_problems(options.problems)]
-    predictor = _Predictor(registry, folder, prompts, options)
+    prompts = [prompt_ids(problem) for problem in held_out_problems(chosen.problems)]
+    predictor = _Predictor(registry, folder, prompts, chosen)
     predictions: collections.deque[Future[Point]] = collections.deque()
-    _say("starting rollout-server (real vLLM)")
+    say("starting rollout-server (real vLLM)")
     with (
         Server(
             EXAMPLE / "policy",
             registry.path(0),
             folder / "rollout-server.log",
-            options.draft_length,
-            options.method,
+            chosen.draft_length,
+            chosen.method,
         ) as server,
         # One thread: its work is done in the order in which it was given.
         ThreadPoolExecutor(1) as pool,
     ):
         # Rollouts of a draft that is measured nowhere else: what a gate would hold out.
         server.swap(len(versions), registry.path(0))
-        _, before = _rollouts(server, len(versions), prompts, options.samples)
+        _, before = _rollouts(server, len(versions), prompts, chosen.samples)
         held_out = pool.submit(predictor.states, before)
         try:
             for version, noise in zip(versions, [0.0, *NOISE], strict=True):
                 # Version 0 has drafted while the server warmed up.
                 number = len(versions) + 1 + version
                 server.swap(number, registry.path(version))
-                measured, completions = _rollouts(server, number, prompts, options.samples)
+                measured, completions = _rollouts(server, number, prompts, chosen.samples)
                 predictions.append(
                     pool.submit(predictor.point, version, noise, measured, completions, held_out)
                 )
@@ -145,7 +260,7 @@ class _Predictor:
         registry: the releases.
         folder: recordings go there, one at a time.
         prompts: token ids of each.
-        options: as they were given.
+        chosen: as they were given.
     """
 
     def __init__(
@@ -153,10 +268,10 @@ class _Predictor:
         registry: Registry,
         folder: Path,
         prompts: Sequence[list[int]],
-        options: argparse.Namespace,
+        chosen: argparse.Namespace,
     ) -> None:
         self._registry, self._folder = registry, folder
-        self._prompts, self._options = prompts, options
+        self._prompts, self._options = prompts, chosen
         self._model = AutoModelForCausalLM.from_pretrained(EXAMPLE / "policy").eval()
         self._number = 0
 
@@ -202,17 +317,12 @@ class _Predictor:
         return expected_acceptance(head, samples, heads, self._options.draft_length, method)
 
 
-def _say(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gate_calibration",
-        description="Makes twelve releases of the arithmetic example's draft, from trained to "
+    parser = options(
+        "gate_calibration",
+        "Makes twelve releases of the arithmetic example's draft, from trained to "
         "random, swaps each into one real vLLM server, and compares vLLM's own counters with the "
         "acceptance length that the gate expects. Progress goes to stderr, tables to stdout.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--problems", type=int, default=256, help="that vLLM solves with every release")
@@ -221,11 +331,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--method", choices=("probabilistic", "greedy"), default="probabilistic",
         help="how vLLM drafts")  # fmt: skip
     add("--threads", type=int, default=1, help="torch CPU threads of the predictions")
-    add("--json", type=Path, help="write figures and targets there")
-    options = parser.parse_args(argv)
-    torch.set_num_threads(options.threads)
+    chosen = parser.parse_args(argv)
+    torch.set_num_threads(chosen.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    return options
+    return chosen
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.draft_training.report import Target, machine, target_table
+from benchmarks.harness import Target, machine, target_table
 from benchmarks.hot_swap import size
 from benchmarks.hot_swap.figures import NONE, OURS, PEER, Outcome, Window, figures
 from benchmarks.hot_swap.load import Load, Seen, Work, complete_all

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.draft_training.report import Target
+from benchmarks.harness import Target, spread
 from benchmarks.hot_swap.load import Seen
 from benchmarks.hot_swap.swaps import Swap
-from benchmarks.spread import spread
 
 NONE, OURS, PEER = "no swaps", "ours", "vLLM's three calls"
 ALPHA = 1e-4

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.draft_training.report import Target
+from benchmarks.harness import Target
 from benchmarks.hot_swap import big
 from benchmarks.hot_swap.limits import limits_of
 from benchmarks.hot_swap.servers import CALL_TIMEOUT, MODEL, Server, Servers

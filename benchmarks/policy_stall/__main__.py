@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.draft_training.report import machine
+from benchmarks.harness import machine
 from benchmarks.policy_stall.neighbour import Neighbour, summary
 from benchmarks.policy_stall.policy import CASES, TINY, Case, Policy
 from benchmarks.policy_stall.progress import Progress

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from benchmarks.harness import spread
 from benchmarks.policy_stall.ratios import median, ratio_of_p99
-from benchmarks.spread import spread
 from policy_bridge import PolicyBridge
 
 ABSENT = "absent"

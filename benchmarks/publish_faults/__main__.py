@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.draft_training.report import Target, machine, target_table
+from benchmarks.harness import Target, machine, target_table
 from benchmarks.publish_faults.faults import FAULTS, Fault, run
 from benchmarks.publish_faults.rig import Rig
 from benchmarks.publish_faults.vllm_rig import VLLM_FAULTS, VllmRig

@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.draft_training.report import Target, machine, target_table
+from benchmarks.harness import Target, machine, target_table
 from benchmarks.ray_fleet.processes import (
     ENV,
     EXAMPLE,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.draft_training.report import Target, machine, target_table
+from benchmarks.harness import Target, machine, target_table
 from benchmarks.robustness import traffic
 from benchmarks.robustness.examples_of_calls import Calls
 from benchmarks.robustness.fuzzing import Fuzzed, fuzz

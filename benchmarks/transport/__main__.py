@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.draft_training.report import machine
+from benchmarks.harness import machine
 from benchmarks.transport.case import Case, make_samples
 from benchmarks.transport.floors import (
     bare_seconds,

@@ -8,7 +8,6 @@ import statistics
 import pytest
 
 from benchmarks.acceptance_curve.curve import (
-    Acceptance,
     Mark,
     curve_table,
     float8_targets,
@@ -17,6 +16,7 @@ from benchmarks.acceptance_curve.curve import (
     seconds_to,
     targets,
 )
+from benchmarks.vllm_server import Acceptance
 
 
 def curve(*points: tuple[float, float], cpu: float = 1.0) -> list[Mark]:

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.draft_training import case as cases
-from benchmarks.draft_training.__main__ import main
+from benchmarks.draft_training.__main__ import CaseResult, Measured, main
 from benchmarks.draft_training.case import Case
-from benchmarks.draft_training.flops import anchors, products
-from benchmarks.draft_training.report import targets
-from benchmarks.draft_training.rounds import CaseResult, Measured
+from benchmarks.draft_training.floor import anchors, products
 
 TINY = Case("tiny", 32, 64, 4, 2, 8, 96, 48, rows=2, tokens=12, ttt_steps=2)
 
@@ -36,7 +34,7 @@ def test_flops_of_a_case_by_hand() -> None:
 def test_ours_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Both types learn the same case; every part of the time is accounted for."""
+    """Both types learn the same case; no step is faster than its matrix products."""
     monkeypatch.setitem(cases.SHAPES, "tiny", TINY)
     out = tmp_path / "figures.json"
     options = ["--against=", "--cases=tiny", "--ttt-steps=2", "--rounds=2", "--warmup=1"]
@@ -45,11 +43,7 @@ def test_ours_alone(
     assert [c["case"]["dtype"] for c in found["cases"]] == ["float32", "bfloat16"]
     losses = [c["contestants"]["ours"]["first_loss"] for c in found["cases"]]
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
-    for c, parts in zip(found["cases"], found["breakdown_of_ours"], strict=True):
-        seconds = c["contestants"]["ours"]["cpu_seconds"]["median"]
-        assert sum(parts["seconds"].values()) == pytest.approx(seconds)
-        assert parts["seconds"]["GEMM"] > 0 and parts["seconds"]["attention"] > 0
-        assert c["times_the_floor"]["ours"]["min"] > 1
+    assert all(c["times_the_floor"]["ours"]["min"] > 1 for c in found["cases"])
     assert "floor of tiny float32 K=2" in capfd.readouterr().out
 
 
@@ -58,11 +52,11 @@ def test_targets_are_against_the_fastest_and_the_leanest_peer() -> None:
     result = CaseResult(
         cases.SHAPES["A"],
         {
-            "ours": Measured("ours", "", cost=[1.0, 2.0, 1.0], memory=[10, 12]),
-            "quick": Measured("quick", "", cost=[1.5, 3.0, 1.5], memory=[30]),
-            "lean": Measured("lean", "", cost=[5.0, 9.0, 5.0], memory=[11]),
+            "ours": Measured("", cost=[1.0, 2.0, 1.0], memory=[10, 12]),
+            "quick": Measured("", cost=[1.5, 3.0, 1.5], memory=[30]),
+            "lean": Measured("", cost=[5.0, 9.0, 5.0], memory=[11]),
         },
     )
-    speed, memory = targets([result])
+    speed, memory = result.targets()
     assert "quick" in speed.name and speed.value == 1.5 and speed.ok
     assert "lean" in memory.name and memory.value == 12 / 11 and not memory.ok

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from safetensors.torch import load_file
 
-from benchmarks.acceptance_curve.contestants import TTT_STEPS
-from benchmarks.acceptance_curve.curve import Acceptance
 from draft_trainer.checkpoints.checkpoint import WEIGHTS_FILE
 from examples.arithmetic_grpo.processes import Service, free_port
 from examples.arithmetic_grpo.rollouts import RolloutClient
@@ -18,9 +17,40 @@ from slipstream.client import open_channel, stage
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 
-READY_TIMEOUT = 900.0  # seconds; a busy core takes its time
-CALL_TIMEOUT = 60.0  # seconds
+READY_SECONDS = 900.0
+CALL_SECONDS = 60.0
 _MODEL = "policy"
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """One draft's counters in vLLM.
+
+    Attributes:
+        drafts: verification steps.
+        accepted: tokens accepted.
+        per_position: drafts of which at least 1, 2, ... tokens were accepted.
+    """
+
+    drafts: int
+    accepted: int
+    per_position: tuple[int, ...]
+
+    @property
+    def length(self) -> float:
+        """Tokens per verification step, bonus token included."""
+        return 1 + self.accepted / self.drafts
+
+    @property
+    def standard_error(self) -> float:
+        """Of ``length``, verification steps taken as independent.
+
+        The counters hold the whole distribution of the accepted tokens a of a step:
+        E[a^2] = sum over s of (2 s - 1) P(a >= s).
+        """
+        mean = self.accepted / self.drafts
+        square = sum((2 * s + 1) * n for s, n in enumerate(self.per_position)) / self.drafts
+        return float(((square - mean**2) / self.drafts) ** 0.5)
 
 
 class Server:
@@ -39,7 +69,7 @@ class Server:
         policy: Path,
         draft: Path,
         log: Path,
-        draft_length: int = TTT_STEPS,
+        draft_length: int = 3,
         method: str = "probabilistic",
     ) -> None:
         http, control = free_port(), free_port()
@@ -63,7 +93,7 @@ class Server:
     def __enter__(self) -> Server:
         self._service.start()
         try:
-            self._service.wait_ready(READY_TIMEOUT)
+            self._service.wait_ready(READY_SECONDS)
         except BaseException:
             self._stop()
             raise
@@ -87,9 +117,9 @@ class Server:
             kind=pb.STAGE_KIND_DRAFT,
             version=version,
             tensors=tensors,
-            timeout=CALL_TIMEOUT,
+            timeout=CALL_SECONDS,
         )
-        self._stub.Commit(pb.CommitRequest(stage_ids=[name]), timeout=CALL_TIMEOUT)
+        self._stub.Commit(pb.CommitRequest(stage_ids=[name]), timeout=CALL_SECONDS)
 
     def acceptance(
         self, version: int, prompts: Sequence[Sequence[int]], samples: int
@@ -110,7 +140,7 @@ class Server:
         generation, _ = self._client.generate(prompts, samples)
         if generation.failed:
             raise RuntimeError(f"{len(generation.failed)} requests failed: {generation.failed[0]}")
-        call = self._stub.WatchAcceptance(pb.WatchAcceptanceRequest(), timeout=CALL_TIMEOUT)
+        call = self._stub.WatchAcceptance(pb.WatchAcceptanceRequest(), timeout=CALL_SECONDS)
         report = next(iter(call))
         call.cancel()
         [counters] = [found for found in report.counters if found.draft_version == version]

@@ -1,1 +1,0 @@
-"""What the rollout server's metrics cost it in throughput."""
