@@ -264,6 +264,7 @@ class Placement:
                 aux_layers=self._aux_layers,
                 packed=pb.PackedStates(
                     tokens=layout.tokens,
+                    hidden_size=layout.hidden_size,
                     states_dtype=dtype_to_wire(layout.dtype),
                     span=pb.Span(memory=memory, bytes=layout.nbytes),
                     checksum_kind=self._kind,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -52,8 +51,7 @@ class Ours:
         return [self._shipped(sample) for sample in samples] if self._float8_states else samples
 
     def _shipped(self, sample: Sample) -> Sample:
-        return replace(
-            sample,
+        return sample.repacked(
             aux=through_float8(sample.aux, self._hidden_size),
             final_hidden=through_float8(sample.final_hidden, self._hidden_size),
         )

@@ -80,7 +80,7 @@ class Speculators:
         """Rows, each with its share of the step's completion tokens."""
         rows: list[list[Sample]] = [[]]
         for sample in samples:
-            if rows[-1] and sum(s.num_tokens for s in rows[-1]) + sample.num_tokens > _ROW_TOKENS:
+            if rows[-1] and sum(s.tokens for s in rows[-1]) + sample.tokens > _ROW_TOKENS:
                 rows.append([])
             rows[-1].append(sample)
         batches = [_packed(row) for row in rows]
@@ -147,8 +147,8 @@ def _packed(samples: Sequence[Sample]) -> dict[str, Tensor]:
                 "hidden_states": sample.aux,
                 "verifier_last_hidden_states": sample.final_hidden,
                 "loss_mask": sample.loss_mask,
-                "lengths": torch.tensor([sample.num_tokens]),
-                "position_ids": torch.arange(sample.num_tokens),
+                "lengths": torch.tensor([sample.tokens]),
+                "position_ids": torch.arange(sample.tokens),
             }
         )
         for sample in samples

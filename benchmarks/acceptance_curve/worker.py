@@ -46,7 +46,7 @@ class Worker:
             self._trainer.step(batch)
             spent["wall"] += time.perf_counter() - wall
             spent["cpu"] += time.process_time() - cpu
-            spent["tokens"] += sum(sample.num_tokens for sample in samples)
+            spent["tokens"] += sum(sample.tokens for sample in samples)
             spent["steps"] += 1
         Path(folder).mkdir(parents=True, exist_ok=True)
         head = self._trainer.head()

@@ -75,7 +75,10 @@ def sample(version: int = 1, tokens: int = 8, sample_id: str = "") -> pb.Verifie
         temperature=1.0,
         aux_layers=encode_layers(LAYERS),
         packed=pb.PackedStates(
-            tokens=tokens, states_dtype=tensor_pb2.DTYPE_BFLOAT16, checksum_kind=CRC32
+            tokens=tokens,
+            hidden_size=HIDDEN,
+            states_dtype=tensor_pb2.DTYPE_BFLOAT16,
+            checksum_kind=CRC32,
         ),
     )
 

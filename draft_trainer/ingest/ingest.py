@@ -94,7 +94,7 @@ class Expected:
         return encode_layers(self.aux_layer_ids)
 
     @cached_property
-    def known_layouts(self) -> dict[tuple[int, int, int], Layout]:
+    def known_layouts(self) -> dict[tuple[int, ...], Layout]:
         """By tokens, dtype and bytes, of packed samples that were right: no other has them too."""
         return {}
 
@@ -147,13 +147,20 @@ def check_sample_id(sample_id: str) -> None:
 
 
 def _packed(packed: pb.PackedStates, expected: Expected) -> Layout:
-    key = packed.tokens, packed.states_dtype, packed.span.bytes
+    key = (*(packed.tokens, packed.states_dtype, packed.span.bytes), packed.hidden_size)
     known = expected.known_layouts.get(key)
     if known is not None:
         return known
     _check_tokens("packed.tokens", packed.tokens, expected)
     dtype = _dtype_among("packed.states_dtype", packed.states_dtype, _PACKED_DTYPES)
     layout = layout_of(packed.tokens, len(expected.aux_layer_ids), expected.hidden_size, dtype)
+    if packed.hidden_size != expected.hidden_size:
+        raise RefusedError(
+            "packed.hidden_size",
+            packed.hidden_size,
+            f"{expected.hidden_size}, the policy's",
+            "send the states of the policy that OpenRun named",
+        )
     if packed.span.bytes != layout.nbytes:
         raise RefusedError(
             "packed.span.bytes",

@@ -68,7 +68,7 @@ class Replayable(Protocol):
     @property
     def policy_version(self) -> int: ...
     @property
-    def num_tokens(self) -> int: ...
+    def tokens(self) -> int: ...
     @property
     def group(self) -> str: ...
 
@@ -176,7 +176,7 @@ class ReplayBuffer(Generic[T_REPLAY]):
             if entry.pushed != pushed:
                 heapq.heappop(self._to_draw)
                 continue
-            size = entry.sample.num_tokens
+            size = entry.sample.tokens
             if chosen and tokens + size > max_tokens:
                 break
             heapq.heappop(self._to_draw)

@@ -49,7 +49,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 import sqlite3
@@ -57,7 +56,7 @@ import threading
 import uuid
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
 from json.encoder import encode_basestring_ascii as _quoted
@@ -74,10 +73,9 @@ from draft_trainer.drafters.eagle3.batch import PolicyHead
 from draft_trainer.files import written_whole
 from draft_trainer.ingest.arena import ALIGNMENT, Arena, Extent, aligned
 from draft_trainer.ingest.replay import ReplayBuffer
-from draft_trainer.sample import Sample, packed_sample
 from slipstream.checksum import Bytes
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.sample import Layout, layout_of
+from slipstream.sample import Layout, Sample, header_of, layout_of
 
 FORMAT = 1
 
@@ -400,7 +398,6 @@ class Reservation:
 
 
 _FACTS = ("sample_id", "policy_version", "temperature")
-_TENSORS = tuple(field.name for field in fields(Sample) if field.name not in _FACTS)
 
 
 # Not frozen: setting fields past that takes three times as long, for every small sample. And one
@@ -411,9 +408,8 @@ class StoredSample:
 
     Attributes:
         sample_id, policy_version, temperature: see ``Sample``.
-        tensors: element type, shape and offset in the extent of each of its tensors; or the
-            layout of a block that is all of it.
-        num_tokens: T.
+        tensors: layout of its block.
+        tokens: T.
         group: what the samples of its prompt share.
         extent: where its bytes are.
         number: of its row in the ledger; 0 until it has one.
@@ -422,50 +418,38 @@ class StoredSample:
     sample_id: str
     policy_version: int
     temperature: float
-    tensors: dict[str, tuple[str, list[int], int]] | Layout
-    num_tokens: int
+    tensors: Layout
+    tokens: int
     group: str
     extent: Extent
     number: int = 0
 
     @classmethod
     def of(cls, sample: Sample, room: Reservation) -> StoredSample:
-        """Of a sample whose tensors are views of its room."""
+        """Of a sample whose block is its room."""
         facts = (sample.sample_id, sample.policy_version, sample.temperature)
-        block = room.block
-        tensors = {}
-        for name in _TENSORS:
-            tensor: Tensor = getattr(sample, name)
-            offset = tensor.data_ptr() - block.ctypes.data if tensor.numel() else 0
-            inside = offset >= 0 and offset + tensor.nbytes <= block.nbytes
-            # A restart would read other bytes than were validated.
-            assert inside and tensor.is_contiguous(), f"{name} does not lie in the reservation"
-            tensors[name] = (_name(tensor.dtype), list(tensor.shape), offset)
-        return cls(*facts, tensors, sample.num_tokens, sample.group, room.extent)
+        # A restart would read other bytes than were validated.
+        assert sample.block.data_ptr() == room.block.ctypes.data, "not the reservation's block"
+        return cls(*facts, sample.layout, sample.tokens, sample.group, room.extent)
 
     @classmethod
     def from_json(cls, text: str, extent: Extent, number: int) -> StoredSample:
         """From ``to_json``."""
-        facts, tensors, num_tokens, group = json.loads(text)
-        if isinstance(tensors, list):
-            *sizes, kind = tensors
-            tensors = layout_of(*sizes, getattr(torch, kind))
+        facts, (*sizes, kind), tokens, group = json.loads(text)
+        tensors = layout_of(*sizes, getattr(torch, kind))
         first: tuple[str, int, float] = tuple(facts[name] for name in _FACTS)  # type: ignore[assignment]
-        return cls(*first, tensors, num_tokens, group, extent, number)
+        return cls(*first, tensors, tokens, group, extent, number)
 
     def to_json(self) -> str:
         """For the ledger."""
         layout = self.tensors
-        if isinstance(layout, Layout):
-            sizes = f"{layout.tokens},{layout.aux_layers},{layout.hidden_size}"
-            tensors = f'[{sizes},"{_name(layout.dtype)}"]'
-        else:
-            tensors = json.dumps(layout)
+        sizes = f"{layout.tokens},{layout.aux_layers},{layout.hidden_size}"
+        tensors = f'[{sizes},"{_name(layout.dtype)}"]'
         # By hand: a third of what the encoder takes, for every small sample.
         return (
             f'[{{"sample_id":{_quoted(self.sample_id)},"policy_version":{self.policy_version},'
             f'"temperature":{self.temperature!r}}},'
-            f"{tensors},{self.num_tokens},{_quoted(self.group)}]"
+            f"{tensors},{self.tokens},{_quoted(self.group)}]"
         )
 
     def sample(self, block: Bytes) -> Sample:
@@ -474,16 +458,9 @@ class StoredSample:
         They are made only when somebody reads them: eleven views of a small sample take longer
         than everything else about it.
         """
-        whole = torch.from_numpy(block)
+        layers = range(self.tensors.aux_layers)
         facts = (self.sample_id, self.policy_version, self.temperature)
-        if isinstance(self.tensors, Layout):
-            return packed_sample(facts, whole, self.tensors)
-        values: dict[str, Any] = dict(zip(_FACTS, facts, strict=True))
-        for name, (kind, shape, offset) in self.tensors.items():
-            dtype: torch.dtype = getattr(torch, kind)
-            nbytes = math.prod(shape) * dtype.itemsize
-            values[name] = whole[offset : offset + nbytes].view(dtype).view(shape)
-        return Sample(**values)
+        return Sample(header_of(*facts, layers, self.tensors), torch.from_numpy(block))
 
     def read(self, arena: Arena) -> Sample:
         """The sample, its tensors views of the arena: they keep the extent from being reused."""

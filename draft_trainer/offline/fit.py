@@ -852,7 +852,7 @@ class Fit:
             "samples": len(data.training),
             "tokens_per_epoch": sum(data.lengths),
             "held_out_samples": len(data.held_out),
-            "held_out_tokens": sum(sample.num_tokens for sample in data.held_out),
+            "held_out_tokens": sum(sample.tokens for sample in data.held_out),
         }
 
     def _line(self, metrics: StepMetrics, pace: float) -> str:

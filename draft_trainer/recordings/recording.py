@@ -366,6 +366,7 @@ class _Shard:
                 f"{entry.bytes} bytes with SHA-256 {entry.sha256}",
                 _RESTORE,
             )
+        self._layer_ids = facts.aux_layer_ids
         width = facts.hidden_size
         wide = {"aux": [len(facts.aux_layer_ids) * width], "final_hidden": [width]}
         for name in _TOKEN_FIELDS:
@@ -389,8 +390,9 @@ class _Shard:
             width = columns["final_hidden"].shape[1]
             parts = columns["aux"].split(width, dim=1)
             columns["aux"] = torch.cat([parts[layer] for layer in layers], dim=1)
+        ids = self._layer_ids if layers is None else [self._layer_ids[layer] for layer in layers]
         version = int(self.policy_version[i])
-        return Sample(self._ids[i], version, self._temperatures[i], **columns)
+        return Sample.pack(self._ids[i], version, self._temperatures[i], ids, **columns)
 
     def groups(self) -> Iterator[str]:
         """Of every sample."""
@@ -567,7 +569,7 @@ class RecordingWriter:
             bytes=size,
             sha256=sha256,
             samples=len(samples),
-            tokens=sum(sample.num_tokens for sample in samples),
+            tokens=sum(sample.tokens for sample in samples),
             policy_versions=tuple(sorted({sample.policy_version for sample in samples})),
             temperatures=tuple(sorted({sample.temperature for sample in samples})),
         )
@@ -595,7 +597,7 @@ def check_sample(sample: Sample, facts: RecordingFacts) -> None:
         RefusedError: a wrong shape or dtype, a token outside the vocabulary, or a state that is
             not finite; ``field`` is the sample's.
     """
-    tokens, hidden = sample.num_tokens, facts.hidden_size
+    tokens, hidden = sample.tokens, facts.hidden_size
     states = ([tokens, len(facts.aux_layer_ids) * hidden], [tokens, hidden])
     shapes = {name: [tokens] for name in (*_INTEGERS, *_FLOATS, "loss_mask")}
     for name, shape in (shapes | dict(zip(_STATES, states, strict=True))).items():
@@ -616,7 +618,7 @@ def _columns(samples: list[Sample]) -> dict[str, Tensor]:
     columns = {name: torch.cat([getattr(s, name).int() for s in samples]) for name in _INTEGERS}
     for name in (*_FLOATS, *_STATES, "loss_mask"):
         columns[name] = torch.cat([getattr(sample, name) for sample in samples])
-    lengths = torch.tensor([0, *(sample.num_tokens for sample in samples)])
+    lengths = torch.tensor([0, *(sample.tokens for sample in samples)])
     return columns | {
         "offsets": lengths.cumsum(0),
         "policy_version": torch.tensor([sample.policy_version for sample in samples]),

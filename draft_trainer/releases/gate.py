@@ -398,7 +398,7 @@ class Judge:
         chosen: list[Sample] = []
         tokens = 0
         for _, _, sample in sorted(ranked, key=lambda entry: entry[:2]):
-            tokens += sample.num_tokens
+            tokens += sample.tokens
             if tokens > self._config.gate.max_tokens:
                 break
             chosen.append(sample)

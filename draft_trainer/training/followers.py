@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import safetensors.torch
@@ -23,11 +22,9 @@ from draft_trainer.sample import Sample
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.ranks import Ranks, shares
 from slipstream.errors import RefusedError
+from slipstream.v1 import draft_trainer_pb2 as pb
 
 logger = logging.getLogger(__name__)
-
-_FACTS = ("sample_id", "policy_version", "temperature")
-_TENSORS = tuple(field.name for field in fields(Sample) if field.name not in _FACTS)
 
 
 class Followers:
@@ -66,15 +63,14 @@ class Followers:
         for version in {sample.policy_version for sample in samples}:
             heads.get(version)
         versions, matrices = self._unsent(heads)
-        parts = shares([sample.num_tokens for sample in samples], self._ranks.size)
+        parts = shares([sample.tokens for sample in samples], self._ranks.size)
         for rank in range(1, self._ranks.size):
             tensors = dict(matrices)
             facts = []
             for number, index in enumerate(parts[rank]):
                 sample = samples[index]
-                facts.append({name: getattr(sample, name) for name in _FACTS})
-                # Cloned: safetensors takes no two tensors that share memory.
-                tensors |= {f"{number}.{n}": getattr(sample, n).clone() for n in _TENSORS}
+                facts.append(sample.header.SerializeToString().hex())
+                tensors[str(number)] = sample.block[: sample.nbytes]
             self._ranks.send(_pack("step", {"samples": facts, **versions}, tensors), rank)
         return [samples[index] for index in parts[0]]
 
@@ -148,8 +144,8 @@ def follow(ranks: Ranks, config: LearnerConfig) -> None:
                 heads = PolicyHeads(facts["keep"])
             _learn_versions(heads, facts["versions"], tensors)
             samples = [
-                Sample(**fact | {name: tensors[f"{number}.{name}"] for name in _TENSORS})
-                for number, fact in enumerate(facts["samples"])
+                Sample(pb.VerifierStates.FromString(bytes.fromhex(header)), tensors[str(number)])
+                for number, header in enumerate(facts["samples"])
             ]
             try:
                 learner.step(samples, heads)

@@ -363,7 +363,7 @@ class Learner:
         for _, valid in parts:
             counts += valid.flatten(1).sum(1).cpu()
         own = [
-            sum(sample.num_tokens for sample in samples),
+            sum(sample.tokens for sample in samples),
             max((sample.policy_version for sample in samples), default=-1),
             int(refusal is not None),
         ]

@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_trainer.offline.fit import Progress
 from draft_trainer.recordings.recording import RecordingFacts, RecordingWriter
-from draft_trainer.sample import packed_sample
 from examples.arithmetic_grpo.sampling import prompt_ids, sample
 from examples.arithmetic_grpo.task import sample_problem
 from policy_bridge.capture import Capture, CapturePlan
@@ -37,6 +36,7 @@ from policy_bridge.session import Session
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
 from slipstream.layers import default_aux_layers
+from slipstream.sample import Sample, header_of
 
 Rollout = tuple[list[int], list[int]]
 """Token ids of a prompt and of its completion."""
@@ -142,7 +142,8 @@ class Recorder:
 
     def _write(self, captured: CapturedSample, priority: int = 0) -> bool:
         facts = (captured.sample_id, captured.policy_version, captured.temperature)
-        self._writer.add(packed_sample(facts, captured.block, captured.layout))
+        header = header_of(*facts, captured.aux_layers, captured.layout)
+        self._writer.add(Sample(header, captured.block))
         return True
 
 

@@ -11,10 +11,15 @@ float8 and otherwise none:
     zeros                 to the next multiple of 64
 
 One block has one checksum, is copied once, and needs no message for each tensor.
+
+``Sample`` is a block and the ``VerifierStates`` header that describes it: the same class in the
+bridge, on the wire, in the store and in the learner.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -24,9 +29,21 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.checksum import Bytes
+from slipstream.errors import RefusedError
+from slipstream.layers import decode_layers, encode_layers
+from slipstream.tensors import dequantize_into, dtype_from_wire, dtype_to_wire, quantize
+from slipstream.v1 import draft_trainer_pb2 as pb
 
 ALIGNMENT = 64
 FLOAT8 = torch.float8_e4m3fn
+STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Of hidden states; float8 is a form of the wire and is decoded to bfloat16 by the trainer."""
+
+TENSORS = (
+    *("token_ids", "positions", "segment_ids", "loss_mask"),
+    *("aux", "final_hidden", "sampled_logprobs", "sampled_logits"),
+)
+"""The tensors of a sample, by their names in ``Sample``."""
 
 
 @dataclass(frozen=True)
@@ -206,3 +223,259 @@ def write_numbers(numbers: Numbers, layout: Layout, block: Bytes) -> None:
 
 def _up(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def header_of(
+    sample_id: str,
+    policy_version: int,
+    temperature: float,
+    aux_layers: Sequence[int],
+    layout: Layout,
+) -> pb.VerifierStates:
+    """The header of a sample, without checksum and span.
+
+    Args:
+        sample_id: unique within the run.
+        policy_version: the version whose forward pass made the states.
+        temperature: of the rollout.
+        aux_layers: "after L layers" numbers, ascending, ``layout.aux_layers`` of them.
+        layout: of the block.
+    """
+    return pb.VerifierStates(
+        sample_id=sample_id,
+        policy_version=policy_version,
+        temperature=temperature,
+        aux_layers=encode_layers(aux_layers),
+        packed=pb.PackedStates(
+            tokens=layout.tokens,
+            hidden_size=layout.hidden_size,
+            states_dtype=dtype_to_wire(layout.dtype),
+        ),
+    )
+
+
+def layout_in(header: pb.VerifierStates) -> Layout:
+    """The layout that a checked header describes."""
+    packed = header.packed
+    dtype = dtype_from_wire(packed.states_dtype, "packed.states_dtype")
+    return layout_of(packed.tokens, len(header.aux_layers.ids), packed.hidden_size, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """The states of one sequence (or window, or pack) as the policy's own forward pass saw them.
+
+    T tokens, A auxiliary layers, H hidden size. Tensors are views of the block, made when they
+    are read, and shared: do not write to them.
+
+    Attributes:
+        header: id, policy version, temperature, layers and layout; see ``header_of``.
+        block: uint8 [at least nbytes] on the CPU, laid out as the module says.
+    """
+
+    header: pb.VerifierStates
+    block: torch.Tensor
+
+    @classmethod
+    def pack(
+        cls,
+        sample_id: str,
+        policy_version: int,
+        temperature: float,
+        aux_layers: Sequence[int],
+        *,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        loss_mask: torch.Tensor,
+        aux: torch.Tensor,
+        final_hidden: torch.Tensor,
+        sampled_logprobs: torch.Tensor,
+        sampled_logits: torch.Tensor,
+        segment_ids: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Sample:
+        """A sample in a block of its own, with copies of these tensors.
+
+        Args:
+            sample_id, policy_version, temperature, aux_layers: see ``header_of``.
+            token_ids, positions, segment_ids: integers [T]; no segment ids: one segment.
+            loss_mask: bool [T].
+            aux: floating [T, A * H].
+            final_hidden: floating [T, H].
+            sampled_logprobs, sampled_logits: floating [T].
+            dtype: of the states in the block; None keeps that of ``final_hidden``.
+
+        Raises:
+            RefusedError: a tensor of another shape.
+        """
+        tokens, hidden_size = final_hidden.shape
+        layout = layout_of(tokens, len(aux_layers), hidden_size, dtype or final_hidden.dtype)
+        header = header_of(sample_id, policy_version, temperature, aux_layers, layout)
+        sample = cls(header, torch.zeros(layout.nbytes, dtype=torch.uint8))
+        given = {
+            "token_ids": token_ids,
+            "positions": positions,
+            "loss_mask": loss_mask,
+            "sampled_logprobs": sampled_logprobs,
+            "sampled_logits": sampled_logits,
+        }
+        if segment_ids is not None:
+            given["segment_ids"] = segment_ids
+        if layout.dtype == FLOAT8:
+            given["aux"], sample.scales[:-1] = quantize(aux, hidden_size)
+            given["final_hidden"], sample.scales[-1:] = quantize(final_hidden, hidden_size)
+        else:
+            given |= {"aux": aux, "final_hidden": final_hidden}
+        for name, tensor in given.items():
+            target = getattr(sample, name)
+            if tensor.shape != target.shape:
+                raise RefusedError(
+                    name, list(tensor.shape), list(target.shape), "give every tensor the same T"
+                )
+            target.copy_(tensor)
+        return sample
+
+    def repacked(self, **changes: Any) -> Sample:
+        """A copy with some arguments of ``pack`` changed."""
+        arguments: dict[str, Any] = {
+            "sample_id": self.sample_id,
+            "policy_version": self.policy_version,
+            "temperature": self.temperature,
+            "aux_layers": decode_layers(self.header.aux_layers, "aux_layers"),
+        }
+        arguments |= {name: getattr(self, name) for name in TENSORS}
+        return Sample.pack(**(arguments | changes))
+
+    @property
+    def sample_id(self) -> str:
+        """Unique within the run."""
+        return self.header.sample_id
+
+    @property
+    def policy_version(self) -> int:
+        """The policy version whose forward pass made the states."""
+        return self.header.policy_version
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature of the rollout, > 0; the teacher's temperature."""
+        return self.header.temperature
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where everything is in the block."""
+        return layout_in(self.header)
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.header.packed.tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the block in bytes."""
+        return self.layout.nbytes
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """int32 [T]: x_0 .. x_{T-1}."""
+        return self._integers[0]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int32 [T]: position of each token in its own sequence."""
+        return self._integers[1]
+
+    @property
+    def segment_ids(self) -> torch.Tensor:
+        """int32 [T]: one number per packed sequence, in one run each."""
+        return self._integers[2]
+
+    @property
+    def loss_mask(self) -> torch.Tensor:
+        """bool [T]: true where the token is a completion token."""
+        at = self.layout.mask_at
+        return self.block[at : at + self.tokens].view(torch.bool)
+
+    @property
+    def sampled_logprobs(self) -> torch.Tensor:
+        """float32 [T]: log p(x_t | x_<t) at ``temperature``."""
+        return self._floats[0]
+
+    @property
+    def sampled_logits(self) -> torch.Tensor:
+        """float32 [T]: logit of x_t given x_<t, before temperature."""
+        return self._floats[1]
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """float32 [S, T]: scales of float8 states; S is 0 for every other dtype."""
+        return self._floats[2:]
+
+    @cached_property
+    def aux(self) -> torch.Tensor:
+        """[T, A * H]: auxiliary hidden states, concatenated in the run's layer order."""
+        layout = self.layout
+        width = layout.aux_layers * layout.hidden_size
+        return self._states(layout.aux_at, width)
+
+    @cached_property
+    def final_hidden(self) -> torch.Tensor:
+        """[T, H]: after the final norm, the input of lm_head."""
+        return self._states(self.layout.final_at, self.layout.hidden_size)
+
+    @cached_property
+    def group(self) -> str:
+        """What the samples of one prompt share; see ``group_of``."""
+        return group_of(self.sample_id, self.token_ids, self.loss_mask)
+
+    @cached_property
+    def _integers(self) -> torch.Tensor:
+        return self.block[: 12 * self.tokens].view(torch.int32).view(3, self.tokens)
+
+    @cached_property
+    def _floats(self) -> torch.Tensor:
+        span = self.block[12 * self.tokens : self.layout.mask_at]
+        return span.view(torch.float32).view(-1, self.tokens)
+
+    def _states(self, at: int, width: int) -> torch.Tensor:
+        nbytes = self.tokens * width * self.layout.dtype.itemsize
+        return self.block[at : at + nbytes].view(self.layout.dtype).view(self.tokens, width)
+
+
+def decode_float8(arrived: Sample, kept: Sample) -> None:
+    """Write a float8 sample into the block of another of the same shape in bfloat16."""
+    scales = arrived.scales
+    kept.block[: 20 * kept.tokens].copy_(arrived.block[: 20 * kept.tokens])
+    kept.loss_mask.view(torch.uint8).copy_(arrived.loss_mask.view(torch.uint8))
+    dequantize_into(kept.aux, arrived.aux, scales[:-1])
+    dequantize_into(kept.final_hidden, arrived.final_hidden, scales[-1:])
+
+
+def group_of(sample_id: str, token_ids: torch.Tensor, loss_mask: torch.Tensor) -> str:
+    """What the samples of one prompt share: a hash of the tokens before the first completion.
+
+    GRPO draws many completions of one prompt. A head that has trained on some of them knows
+    the others, so they are held out together and are not independent evidence. A window that
+    begins inside a completion has no prompt and is a group of its own.
+
+    Args:
+        sample_id: of the sample.
+        token_ids: int32 or int64 [T].
+        loss_mask: bool [T].
+    """
+    prompt = int(loss_mask.int().argmax())
+    if prompt == 0:
+        return sample_id
+    tokens = token_ids[:prompt].long().numpy().tobytes()
+    return hashlib.blake2b(tokens, digest_size=16).hexdigest()
+
+
+def is_held_out(group: str, fraction: float) -> bool:
+    """Whether samples of this group are held out of training: a hash of it below ``fraction``.
+
+    It follows from the prompt alone, so a restart, a second trainer or a replayed stream never
+    moves a sample from the held-out share into training.
+    """
+    word = hashlib.blake2b(group.encode(), digest_size=8).digest()
+    return int.from_bytes(word, "little") < fraction * 2.0**64

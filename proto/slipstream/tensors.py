@@ -33,11 +33,11 @@ import torch
 
 from slipstream.checksum import Bytes
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.sample import ALIGNMENT
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
 
 CHUNK_BYTES = 4 << 20
+_ALIGNMENT = 64
 
 _DTYPES: dict[torch.dtype, tensor_pb2.DType] = {
     torch.float32: tensor_pb2.DTYPE_FLOAT32,
@@ -403,7 +403,7 @@ def frames(request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> Iterato
     count = round(length / PIECE_BYTES)
     if count > 1:
         # Evenly: a message costs as much for a few bytes that were left over.
-        step = -(-length // (count * ALIGNMENT)) * ALIGNMENT
+        step = -(-length // (count * _ALIGNMENT)) * _ALIGNMENT
         *ahead, last = [
             piece[start : start + step] for piece in payload for start in range(0, len(piece), step)
         ]

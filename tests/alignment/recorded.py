@@ -28,10 +28,11 @@ def record(
         zero = torch.zeros(1)
         count = len(ids)
         samples.append(
-            Sample(
+            Sample.pack(
                 sample_id=f"r{index}",
                 policy_version=0,
                 temperature=1.0,
+                aux_layers=aux_layers,
                 token_ids=ids,
                 positions=torch.arange(count),
                 segment_ids=torch.zeros(count, dtype=torch.int64),

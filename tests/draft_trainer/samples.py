@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draft_trainer.config import ReplayConfig
 from draft_trainer.ingest.store import Reservation, SampleStore
-from draft_trainer.sample import Sample
+from slipstream.sample import Sample, header_of, layout_of
 
 WIDTH = 8
 
@@ -34,29 +34,19 @@ def received(
     store: SampleStore, name: str, version: int = 1, tokens: int = 16
 ) -> tuple[Reservation, Sample]:
     """A sample in its reservation, not accepted yet."""
-    reservation = store.reserve(nbytes(tokens))
-    buffer = torch.from_numpy(reservation.block)
-    buffer.copy_(content(name, buffer.numel()))
-    at = 0
-
-    def take(dtype: torch.dtype, *shape: int) -> Tensor:
-        nonlocal at
-        start, size = at, torch.Size(shape).numel() * dtype.itemsize
-        at = -(-(at + size) // 8) * 8
-        return buffer[start : start + size].view(dtype).view(shape)
-
-    integers = [take(torch.int32, tokens) for _ in range(3)]
-    logprobs, logits = take(torch.float32, tokens), take(torch.float32, tokens)
-    aux, final = take(torch.bfloat16, tokens, 3 * WIDTH), take(torch.bfloat16, tokens, WIDTH)
-    mask = take(torch.bool, tokens)
-    mask.copy_(torch.arange(tokens) >= 4)
-    sample = Sample(name, version, 1.0, *integers, mask, aux, final, logprobs, logits)
+    layout = layout_of(tokens, 3, WIDTH, torch.bfloat16)
+    reservation = store.reserve(layout.nbytes)
+    sample = Sample(
+        header_of(name, version, 1.0, (2, 4, 5), layout), torch.from_numpy(reservation.block)
+    )
+    sample.block.copy_(content(name, layout.nbytes))
+    sample.loss_mask.copy_(torch.arange(tokens) >= 4)
     return reservation, sample
 
 
 def nbytes(tokens: int) -> int:
     """Of a sample."""
-    return tokens * (20 + 8 * WIDTH) + tokens + 40
+    return layout_of(tokens, 3, WIDTH, torch.bfloat16).nbytes
 
 
 def content(name: str, size: int) -> Tensor:
@@ -67,14 +57,11 @@ def content(name: str, size: int) -> Tensor:
 
 def is_intact(sample: Sample) -> bool:
     """Whether the bytes of a sample from the store are those that were put in."""
-    expected = content(sample.sample_id, nbytes(sample.num_tokens))
-    for tensor in (sample.token_ids, sample.aux, sample.final_hidden, sample.sampled_logits):
-        base = sample.token_ids.data_ptr()
-        start = tensor.data_ptr() - base
-        found = tensor.reshape(-1).view(torch.uint8)
-        if not torch.equal(found, expected[start : start + found.numel()]):
-            return False
-    return True
+    expected = content(sample.sample_id, sample.nbytes)
+    mask = sample.layout.mask_at
+    found = sample.block[: sample.nbytes].clone()
+    found[mask : mask + sample.tokens] = expected[mask : mask + sample.tokens]
+    return torch.equal(found, expected)
 
 
 def all_drawn(store: SampleStore, run_id: str = "run", tokens: int = 10**9) -> list[str]:

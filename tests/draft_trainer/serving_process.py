@@ -33,7 +33,7 @@ def announced(heads: PolicyHeads, version: int, policy: Policy) -> list[Sample]:
     heads.add(PolicyHead(version, policy.lm_head[draft_vocab_ids()], policy.embed))
     samples = policy.samples(6, seed=version)
     return [
-        Sample(**{**vars(sample), "policy_version": version, "sample_id": f"{version}-{i}"})
+        sample.repacked(policy_version=version, sample_id=f"{version}-{i}")
         for i, sample in enumerate(samples)
     ]
 

@@ -102,10 +102,11 @@ class Policy:
         log_probs = (logits / temperature).log_softmax(-1)
         following = tokens[1:, None]
         zero = torch.zeros(1)
-        return Sample(
+        return Sample.pack(
             sample_id=sample_id,
             policy_version=version,
             temperature=temperature,
+            aux_layers=(2, 4, 5),
             token_ids=tokens,
             positions=torch.arange(len(tokens)),
             segment_ids=torch.zeros(len(tokens), dtype=torch.int64),

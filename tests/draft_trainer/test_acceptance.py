@@ -6,8 +6,6 @@ the prediction is made from. Behind the last token it accepts nothing.
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
@@ -148,7 +146,7 @@ def test_a_perfect_head_accepts_everything() -> None:
     model.logits = lambda output: next(calls)  # type: ignore[method-assign]
     estimate = expected_acceptance(model, samples, heads, K, "probabilistic")
     # K + 1 tokens per verification: a visit at every fourth anchor, all accepted up to the end.
-    anchors = [s.num_tokens - 5 for s in samples]
+    anchors = [s.tokens - 5 for s in samples]
     accepted = [min(K, n - i) for n in anchors for i in range(0, n, K + 1)]
     assert estimate.drafts == pytest.approx(len(accepted), abs=1e-3)
     assert estimate.acceptance_length == pytest.approx(1 + sum(accepted) / len(accepted), abs=1e-4)
@@ -175,12 +173,12 @@ def test_pseudo_values_have_the_estimate_as_mean_and_batching_changes_nothing() 
     uniform = expected_acceptance(
         head(5), samples, policy.heads(), K, "probabilistic", "per_anchor"
     )
-    assert uniform.drafts == sum(s.num_tokens - 5 for s in samples)
+    assert uniform.drafts == sum(s.tokens - 5 for s in samples)
 
 
 def test_no_anchor_is_no_acceptance_length() -> None:
     policy = Policy()
     sample = policy.samples(1)[0]
-    silent = dataclasses.replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+    silent = sample.repacked(loss_mask=torch.zeros_like(sample.loss_mask))
     with pytest.raises(RefusedError, match="no anchor"):
         expected_acceptance(head(), [silent], policy.heads(), K, "greedy")

@@ -44,7 +44,7 @@ def test_loss_falls_and_metrics_are_counted() -> None:
     metrics = [learner.step(samples, policy.heads()) for _ in range(30)]
     assert metrics[-1].loss < 0.8 * metrics[0].loss
     assert metrics[-1].step_acceptance[0] > metrics[0].step_acceptance[0]
-    assert metrics[0].anchors == sum(s.num_tokens - 5 for s in samples)
+    assert metrics[0].anchors == sum(s.tokens - 5 for s in samples)
     assert learner.anchors_trained == 30 * metrics[0].anchors
     assert metrics[0].learning_rate == pytest.approx(3e-3 / 6)
     assert metrics[5].learning_rate == pytest.approx(3e-3)
@@ -68,7 +68,7 @@ def test_a_non_finite_step_changes_nothing_and_is_counted() -> None:
     learner, samples = Learner(head(0), CONFIG), policy.samples(6)
     learner.step(samples, policy.heads())
     before = learner.state_dict()
-    bad = dataclasses.replace(samples[0], aux=torch.full_like(samples[0].aux, torch.nan))
+    bad = samples[0].repacked(aux=torch.full_like(samples[0].aux, torch.nan))
     metrics = learner.step([bad, *samples[1:]], policy.heads())
     after = learner.state_dict()
     assert metrics.skipped and learner.steps_skipped == 1 and learner.steps == 1
@@ -80,7 +80,7 @@ def test_a_non_finite_step_changes_nothing_and_is_counted() -> None:
 def test_unknown_policy_version_is_refused_before_anything_changes() -> None:
     policy = Policy()
     learner = Learner(head(0), CONFIG)
-    sample = dataclasses.replace(policy.samples(1)[0], policy_version=9)
+    sample = policy.samples(1)[0].repacked(policy_version=9)
     with pytest.raises(RefusedError, match="policy_version"):
         learner.step([sample], policy.heads())
     assert learner.steps == 0

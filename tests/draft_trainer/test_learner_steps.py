@@ -22,7 +22,7 @@ CONFIG = LearnerConfig(learning_rate=3e-3, warmup_steps=2, ttt_steps=3)
 def _run(seed: int, disturbance: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     policy = Policy(0, 4.0)
     samples, heads = policy.samples(20), policy.heads()
-    order = DataOrder([sample.num_tokens for sample in samples], 100, seed)
+    order = DataOrder([sample.tokens for sample in samples], 100, seed)
     learner = Learner(head(0), dataclasses.replace(CONFIG, weight_averaging=0.9))
     losses = []
     for chosen in order.steps(2):
@@ -139,7 +139,7 @@ def test_a_step_without_a_valid_anchor_changes_nothing() -> None:
     policy = Policy()
     learner = Learner(head(0), CONFIG)
     sample = policy.samples(1)[0]
-    empty = dataclasses.replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+    empty = sample.repacked(loss_mask=torch.zeros_like(sample.loss_mask))
     before = learner.state_dict()
     metrics = learner.step([empty], policy.heads())
     after = learner.state_dict()

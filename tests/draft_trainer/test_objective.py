@@ -19,7 +19,7 @@ def test_teacher_is_the_policy_itself() -> None:
     for row, sample in enumerate(samples):
         exact = policy.log_probs(sample.token_ids, 0.7)[:, draft_vocab_ids()]
         known = batch.teacher_known[row]
-        assert int(known.sum()) == sample.num_tokens - 1
+        assert int(known.sum()) == sample.tokens - 1
         index = known.nonzero()[:, 0]
         log_p = batch.teacher_log_probs(torch.full_like(index, row), index)
         assert (log_p - exact[:-1]).abs().max() < 1e-5
@@ -61,7 +61,7 @@ def test_loss_and_metrics_equal_a_plain_loop(temperature: float) -> None:
             rows = []
             for b, sample in enumerate(samples):
                 p_all = policy.log_probs(sample.token_ids, temperature).exp()
-                for i in range(3, sample.num_tokens - 2 - step):
+                for i in range(3, sample.tokens - 2 - step):
                     p = p_all[i + 1 + step, draft_vocab_ids()]
                     q = (model.logits(outputs[step][b, i]) / temperature).softmax(-1)
                     best = int(q.argmax())

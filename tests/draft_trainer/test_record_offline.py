@@ -57,7 +57,7 @@ def test_long_sequences_become_windows(
         recorder.add(rollouts)
     recording = Recording(tmp_path)
     samples = [recording[i] for i in range(len(recording))]
-    assert max(sample.num_tokens for sample in samples) == 24 and len(samples) > 6
+    assert max(sample.tokens for sample in samples) == 24 and len(samples) > 6
     assert samples[0].aux.dtype == torch.bfloat16
     targets = sum(int(sample.loss_mask.sum()) for sample in samples)
     assert targets == sum(len(completion) for _, completion in rollouts)

@@ -130,6 +130,7 @@ def arriving(data: Bytes, checksum: int | None = None, kind: int = KINDS[0]) -> 
     span = pb.Span(memory=pb.MEMORY_PAYLOAD, offset=0, bytes=len(data))
     packed = pb.PackedStates(
         tokens=TOKENS,
+        hidden_size=LAYOUT.hidden_size,
         states_dtype=dtype_to_wire(torch.bfloat16),
         span=span,
         checksum=checksum_of([data], KINDS[0]) if checksum is None else checksum,

@@ -95,7 +95,7 @@ def test_unroll_equals_serving_one_chain_at_a_time(variant: dict[str, bool]) -> 
     """Every anchor and step of two padded rows, one of them starting at position 7."""
     policy, model, steps = Policy(), head(3, **variant), 4
     samples = policy.samples(3)
-    object.__setattr__(samples[1], "positions", samples[1].positions + 7)
+    samples[1] = samples[1].repacked(positions=samples[1].positions + 7)
     batch = collate(samples, policy.heads())
     with torch.no_grad():
         unrolled = torch.stack(list(ttt_unroll(model, batch, steps)))
@@ -126,11 +126,11 @@ def test_padding_and_packing_change_nothing() -> None:
     names = ("token_ids", "positions", "loss_mask", "aux", "final_hidden")
     names = (*names, "sampled_logprobs", "sampled_logits")
     joined = {name: torch.cat([getattr(a, name), getattr(b, name)]) for name in names}
-    segments = torch.cat([torch.zeros(a.num_tokens), torch.ones(b.num_tokens)]).int()
-    packed = type(a)("packed", 1, 1.0, segment_ids=segments, **joined)
+    segments = torch.cat([torch.zeros(a.tokens), torch.ones(b.tokens)]).int()
+    packed = a.repacked(sample_id="packed", segment_ids=segments, **joined)
     with torch.no_grad():
         alone = [
-            list(ttt_unroll(model, collate([s], policy.heads()), 3))[2][0, : s.num_tokens - 3]
+            list(ttt_unroll(model, collate([s], policy.heads()), 3))[2][0, : s.tokens - 3]
             for s in (a, b)
         ]
         padded = list(ttt_unroll(model, collate([a, b], policy.heads()), 3))[2]

@@ -13,7 +13,7 @@ import argparse
 import os
 import signal
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -62,7 +62,7 @@ def train(options: argparse.Namespace, ranks: Ranks) -> None:
     """From the newest state to the end of the last epoch."""
     samples = Policy(0, 4.0).samples(32)
     heads = Policy(0, 4.0).heads()
-    lengths = [sample.num_tokens for sample in samples]
+    lengths = [sample.tokens for sample in samples]
     order = DataOrder(lengths, 80, seed=7)
     # Not rank 0's weights: it must give them to the others.
     learner = Learner(head(ranks.rank), CONFIG, ranks)
@@ -86,7 +86,7 @@ def train(options: argparse.Namespace, ranks: Ranks) -> None:
             mine = shares([lengths[i] for i in chosen], ranks.size)[ranks.rank]
             batch = [samples[chosen[i]] for i in mine]
             if last and learner.steps == options.ruin and not learner.steps_skipped:
-                batch = [replace(sample, aux=sample.aux * float("nan")) for sample in batch]
+                batch = [sample.repacked(aux=sample.aux * float("nan")) for sample in batch]
             metrics = learner.step(batch, heads)
             if metrics.skipped:
                 print(f"rank {ranks.rank} skipped {learner.steps_skipped}", flush=True)

@@ -272,7 +272,7 @@ def batches(
 
 def _segments(sample: Sample) -> list[_Row]:
     changes = (sample.segment_ids.diff() != 0).nonzero().flatten() + 1
-    edges = [0, *changes.tolist(), sample.num_tokens]
+    edges = [0, *changes.tolist(), sample.tokens]
     return [_Row(sample, a, b, a, b) for a, b in pairwise(edges)]
 
 
