@@ -54,14 +54,12 @@ def _tiny() -> PreTrainedModel:
 
 def _large() -> PreTrainedModel:
     torch.manual_seed(0)
-    # As policies are trained; and half the time a step, so that an hour holds twice as many.
     return Qwen3ForCausalLM(Qwen3Config(**LARGE)).to(torch.bfloat16)
 
 
 CASES = {
-    # A micro-batch of the demo's, which at 64 tokens is 3 MiB of states: the bridge has to choose.
+    # A micro-batch of the demo: 3 MiB of states, so that the bridge has to choose.
     "tiny": Case("tiny", 32, 64, _tiny, 2 << 20),
-    # Two sequences of that length: a round has fifteen steps, of 0.6 s on a core.
     "large": Case("large", 2, 64, _large, 64 << 20),
 }
 
@@ -100,7 +98,7 @@ class Policy:
         self._advantage = torch.randn(shape[0], 1, generator=self._generator)
 
     def pass_time(self) -> None:
-        """Forward and backward, for nothing: the next step begins from zeroed gradients."""
+        """Forward and backward alone; the next step starts from zeroed gradients."""
         logits = self.model(input_ids=self._ids, use_cache=False).logits
         logits.log_softmax(-1).mean().backward()
 
@@ -135,8 +133,7 @@ class Policy:
     def touch(self) -> None:
         """Read a value of every page of what a step reads and writes.
 
-        The host of a virtual machine may take its time over pages that nobody used for a while: a
-        step of the large policy took 1.024 (0.996 .. 1.048) after two seconds without one.
+        The host of a virtual machine is slow to return pages that were not used for a while.
         """
         for tensor in (*self._moving(), *self.gradients()):
             tensor.view(-1)[::_PAGE].sum()

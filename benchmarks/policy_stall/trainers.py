@@ -1,28 +1,34 @@
-"""The trainers as real processes, pinned and niced, each in a state of its own."""
+"""The trainers: real processes, pinned and niced: healthy, slow, hung, killed, without memory.
+
+``python -m benchmarks.policy_stall.trainers HOST:PORT RATE`` is the slow trainer's connection: a
+proxy that reads RATE bytes a second, so that the sender's buffers fill up.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from contextlib import AbstractContextManager
+import threading
+import time
+from collections.abc import Collection
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from benchmarks.policy_stall.affinity import confine
 from examples.arithmetic_grpo.processes import Service, free_port
 
 READY_SECONDS = 240.0
-# Gone with this process, however that ends.
+# Killed with this process, however it ends.
 TIED = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
 NICE = [*TIED, "nice", "-n", "19"]
 SLOW_BYTES_PER_SECOND = 1_000_000
 FULL_BYTES = "64k"
 REPLAY_BYTES = 64 << 20
-# Takes, checks and keeps samples, and waits for more of them to train. What the arithmetic and the
-# checkpoints of several trainers take of memory and disk fell on whichever row had its step just
-# then, one without a bridge as well: its slowest took 1.5 to 2.9 times the median, not 1.3.
+# Takes, checks and keeps samples but never has enough to train: the arithmetic of several trainers
+# would fall on other rows' steps than their own.
 NO_TRAINING = "batch_tokens = 1_000_000_000\nlinger_s = 3600\n"
 
 
@@ -72,7 +78,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         )
         command = [*NICE, _script("draft-trainer"), "serve", "--config", str(config)]
         if full_memory:
-            # A namespace of its own: nobody else's memory is filled.
+            # In a mount namespace of its own.
             mount = f"mount -t tmpfs -o size={FULL_BYTES} tmpfs {memory} && exec " + '"$@"'
             command = ["unshare", "-Urm", "sh", "-c", mount, "sh", *command]
         self._service = Service(
@@ -89,7 +95,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         self._service.wait_ready(READY_SECONDS)
         confine(self._service.pid, {self._core})
         if self._slow:
-            module = f"{__package__}.throttle"
+            module = "benchmarks.policy_stall.trainers"
             self._wire = subprocess.Popen(
                 [*NICE, sys.executable, "-m", module, self.address,
                  str(SLOW_BYTES_PER_SECOND)],
@@ -98,15 +104,14 @@ class Trainer(AbstractContextManager["Trainer"]):
             )  # fmt: skip
             assert self._wire.stdout is not None
             self.address = f"127.0.0.1:{int(self._wire.stdout.readline())}"
-            # Unpinned it ran on the policy's core whenever a row kept the other one busy.
             confine(self._wire.pid, {self._core})
 
     def hang(self) -> None:
-        """It stops reading, and everything else."""
+        """SIGSTOP."""
         os.killpg(self._service.pid, signal.SIGSTOP)
 
     def kill(self) -> None:
-        """It is gone, with nothing said."""
+        """SIGKILL."""
         os.killpg(self._service.pid, signal.SIGKILL)
 
     def __exit__(self, *_: object) -> None:
@@ -118,3 +123,53 @@ class Trainer(AbstractContextManager["Trainer"]):
 
 def _script(name: str) -> str:
     return str(Path(sys.executable).parent / name)
+
+
+def confine(pid: int, cores: Collection[int], but: Collection[int] = ()) -> None:
+    """Keep all threads that a process has now, and those that they begin, on ``cores``.
+
+    Args:
+        pid: of the process.
+        cores: they may run on.
+        but: native ids of threads that are left alone.
+    """
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        if int(thread.name) not in but:
+            # A thread may end meanwhile.
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), cores)
+
+
+def pump(source: socket.socket, sink: socket.socket, rate: float | None) -> None:
+    """Pass bytes on until one end closes."""
+    try:
+        while data := source.recv(1 << 14):
+            sink.sendall(data)
+            if rate is not None:
+                time.sleep(len(data) / rate)
+    except OSError:
+        pass  # closed by the other direction
+    finally:
+        for end in (source, sink):
+            end.close()
+
+
+def main() -> None:
+    """The proxy; prints its port and serves until killed."""
+    host, _, port = sys.argv[1].rpartition(":")
+    rate = float(sys.argv[2])
+    listener = socket.socket()
+    # The kernel would buffer megabytes otherwise.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(8)
+    print(listener.getsockname()[1], flush=True)
+    while True:
+        near, _ = listener.accept()
+        far = socket.create_connection((host, int(port)))
+        for source, sink, limit in ((near, far, rate), (far, near, None)):
+            threading.Thread(target=pump, args=(source, sink, limit), daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()
