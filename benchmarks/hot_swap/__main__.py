@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.harness import Target, machine, target_table
-from benchmarks.hot_swap import size
-from benchmarks.hot_swap.figures import NONE, OURS, PEER, Outcome, Window, figures
+from benchmarks.harness import end_on_sigterm, finish, options, say, write
+from benchmarks.hot_swap.figures import (
+    NONE,
+    OURS,
+    PEER,
+    Outcome,
+    Window,
+    figures,
+    progress,
+    tables,
+    targets,
+)
 from benchmarks.hot_swap.load import Load, Seen, Work, complete_all
-from benchmarks.hot_swap.report import progress, table
 from benchmarks.hot_swap.servers import Server, Servers
 from benchmarks.hot_swap.swaps import Ours, Swap, peer_files
-from draft_trainer.files import written_whole
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.tokenizer import EOS_ID
 from tests.losslessness.joint import chi_square_p_value, exact_joint
@@ -37,50 +41,34 @@ PROMPTS = 64
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; the exit status is 0 only if every target was met."""
-    options = _parse(argv)
-    # So that ``timeout`` and a terminal's Ctrl-C end the servers, and what was measured is told.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Command line entry; the exit status is 0 only if every target is met."""
+    chosen = _parse(argv)
+    end_on_sigterm()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = options.keep or Path(temporary)
+        folder = chosen.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        if options.size:
-            found = size.measure(options, folder, EXAMPLE, _say)
-            print(size.table(found))
-        else:
-            outcome = _measure(options, folder)
-            found = figures(outcome, options.swaps) | {"complete": outcome.complete}
-            print(table(found))
-    print("\n" + target_table([Target(**target) for target in found["targets"]]))
-    _write(options, found)
-    return 0 if all(target["ok"] for target in found["targets"]) else 1
+        found = figures(_measure(chosen, folder))
+    print(tables(found))
+    return finish(chosen.json, found, targets(found, chosen.swaps))
 
 
-def _write(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    if options.json is not None:
-        settings = {name: value for name, value in vars(options).items() if name != "json"}
-        everything = {"machine": machine(), "settings": settings} | found
-        with written_whole(options.json) as path:
-            path.write_text(json.dumps(everything, indent=1, default=str) + "\n")
-
-
-def _measure(options: argparse.Namespace, folder: Path) -> Outcome:
+def _measure(chosen: argparse.Namespace, folder: Path) -> Outcome:
     prompts = [prompt_ids(problem) for problem in held_out_problems(PROMPTS)]
-    _say("starting two rollout servers")
+    say("starting two rollout servers")
     servers = [
         Server(POLICY, DRAFT, folder / f"rollout-server-{index}.log", PRECISION, core)
-        for index, core in enumerate(options.cores or (None, None))
+        for index, core in enumerate(chosen.cores or (None, None))
     ]
     with Servers(servers) as pair:
         ours = Ours(DRAFT, folder / "registry", [server.control for server in servers])
         try:
-            return _under_load(options, folder, pair, ours, prompts)
+            return _under_load(chosen, folder, pair, ours, prompts)
         finally:
             ours.close()
 
 
 def _under_load(
-    options: argparse.Namespace,
+    chosen: argparse.Namespace,
     folder: Path,
     pair: Servers,
     ours: Ours,
@@ -90,15 +78,15 @@ def _under_load(
     plain = []
     for server in servers:
         server.speculate(False)
-        plain.append(complete_all(server.http, prompts, options.in_flight))
+        plain.append(complete_all(server.http, prompts, chosen.in_flight))
         server.speculate(True)
     if plain[0] != plain[1]:
         raise RuntimeError("the two servers differ without speculation; nothing can be compared")
     files = peer_files(ours.registry, folder)
     http = tuple(server.http for server in servers)
     exact = exact_joint(_policy(), prompts[0], SAMPLED_TOKENS, floor=1e-6, eos=EOS_ID)
-    _say("load begins")
-    load = Load(Work(http, prompts, plain[0], options.in_flight, SAMPLED_TOKENS))
+    say("load begins")
+    load = Load(Work(http, prompts, plain[0], chosen.in_flight, SAMPLED_TOKENS))
     windows: list[Window] = []
     swaps: list[Swap] = []
     peer_swaps: list[float] = []
@@ -124,24 +112,25 @@ def _under_load(
 
     complete = False
     try:
-        time.sleep(options.warmup)
+        time.sleep(chosen.warmup)
         # Staged once: from here on a swap moves no bytes, as in a fleet that goes back and forth.
         swaps += [ours.swap(), ours.swap()]
-        for number in range(options.rounds):
+        for number in range(chosen.rounds):
             arms = [NONE, OURS, PEER] if number % 2 == 0 else [PEER, OURS, NONE]
             for arm in arms:
-                windows += _windows(options, pair, arm, ours, files, swaps, peer_swaps)
+                windows += _windows(chosen, pair, arm, ours, files, swaps, peer_swaps)
             outcome = so_far(load.take(), complete=False)
-            _write(options, figures(outcome, options.swaps) | {"complete": False})
-            _say(progress(number + 1, outcome))
-        left = options.swaps - len(swaps)
-        _say(f"{max(0, left)} swaps more, one every {options.rest} s")
-        while len(swaps) < options.swaps:
+            found = figures(outcome)
+            write(chosen.json, found, targets(found, chosen.swaps))
+            say(progress(number + 1, outcome))
+        left = chosen.swaps - len(swaps)
+        say(f"{max(0, left)} swaps more, one every {chosen.rest} s")
+        while len(swaps) < chosen.swaps:
             swaps.append(ours.swap())
-            time.sleep(options.rest)
+            time.sleep(chosen.rest)
         complete = True
     except KeyboardInterrupt:
-        _say("cut short; what was measured follows")
+        say("cut short; what was measured follows")
         if len(windows) < 4:
             raise
     finally:
@@ -152,7 +141,7 @@ def _under_load(
 
 
 def _windows(
-    options: argparse.Namespace,
+    chosen: argparse.Namespace,
     pair: Servers,
     arm: str,
     ours: Ours,
@@ -165,10 +154,10 @@ def _windows(
     A worse draft makes fewer tokens a step, so both must be live for the same time in all.
     """
     if arm != NONE:
-        return [_window(options.seconds, pair, arm, ours, files, swaps, peer_swaps)]
-    first = _window(options.seconds / 2, pair, arm, ours, files, swaps, peer_swaps)
+        return [_window(chosen.seconds, pair, arm, ours, files, swaps, peer_swaps)]
+    first = _window(chosen.seconds / 2, pair, arm, ours, files, swaps, peer_swaps)
     swaps.append(ours.swap())
-    return [first, _window(options.seconds / 2, pair, arm, ours, files, swaps, peer_swaps)]
+    return [first, _window(chosen.seconds / 2, pair, arm, ours, files, swaps, peer_swaps)]
 
 
 def _window(
@@ -214,18 +203,13 @@ def _acceptance(servers: tuple[Server, ...]) -> dict[int, float]:
     return {v: 1 + accepted / drafts for v, (drafts, accepted) in sorted(total.items())}
 
 
-def _say(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.hot_swap",
-        description="Two real vLLM servers of the arithmetic example's policy under load. Draft "
+    parser = options(
+        "hot_swap",
+        "Two real vLLM servers of the arithmetic example's policy under load. Draft "
         "releases of different quality are swapped fleet-wide by Slipstream's publisher and, in "
         "windows of their own, by vLLM's three calls under pause?mode=keep. Progress goes to "
         "stderr, tables to stdout.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--swaps", type=int, default=200, help="fleet-wide swaps of ours in all")
@@ -234,20 +218,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--rest", type=float, default=0.25, help="seconds between the swaps after the windows")
     add("--warmup", type=float, default=5.0, help="seconds of load before the first window")
     add("--in-flight", type=int, default=32, help="requests in flight on each server")
-    add("--size", action="store_true", help="instead: a head of an 8B policy's size, one server")
-    add("--size-vocabulary", type=int, default=8000, help="of that head")
-    add("--size-releases", type=int, default=3, help="staged on an idle server, and as many on "
-        "one that generates")  # fmt: skip
     add("--cores", type=_cores, metavar="A,B", default=_two_cores(),
         help="one for all processes of each server; empty leaves them to the kernel")  # fmt: skip
     add("--keep", type=Path, metavar="DIR", help="folder for registry and logs")
-    add("--json", type=Path, help="write figures and targets there")
-    options = parser.parse_args(argv)
-    if options.seconds < 2 or options.seconds % 2:
-        parser.error(f"--seconds {options.seconds}: an even number from 2 on")
+    chosen = parser.parse_args(argv)
+    if chosen.seconds < 2 or chosen.seconds % 2:
+        parser.error(f"--seconds {chosen.seconds}: an even number from 2 on")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
-    return options
+    return chosen
 
 
 def _cores(text: str) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""From what was seen to the figures and what they are held to."""
+"""Figures, targets and tables from what a run observed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.harness import Target, spread
+from benchmarks.harness import Target, spread, table
 from benchmarks.hot_swap.load import Seen
 from benchmarks.hot_swap.swaps import Swap
 
@@ -91,14 +91,16 @@ def throughput_ratios(windows: Sequence[Window], arm: str) -> list[float]:
     ]
 
 
-def figures(outcome: Outcome, wanted_swaps: int) -> dict[str, Any]:
-    """The figures, and targets as the last entry."""
+def figures(outcome: Outcome) -> dict[str, Any]:
+    """What the JSON holds."""
     servers = [_server(outcome, index, control) for index, control in enumerate(outcome.controls)]
-    found: dict[str, Any] = {
+    return {
+        "complete": outcome.complete,
         "swaps": len(outcome.swaps),
         "peer_swaps": len(outcome.peer_swaps),
         "requests": sum(s.greedy + len(s.samples) for s in outcome.seen),
-        "failed": [text for s in outcome.seen for text in s.failed][:20],
+        "failed": sum(len(s.failed) for s in outcome.seen),
+        "failures": [text for s in outcome.seen for text in s.failed][:20],
         "greedy": sum(s.greedy for s in outcome.seen),
         "different": sum(s.different for s in outcome.seen),
         "samples": outcome.samples,
@@ -118,9 +120,6 @@ def figures(outcome: Outcome, wanted_swaps: int) -> dict[str, Any]:
         },
         "windows": [asdict(w) for w in outcome.windows],
     }
-    failed = sum(len(s.failed) for s in outcome.seen)
-    found["targets"] = [asdict(t) for t in _targets(found, failed, wanted_swaps)]
-    return found
 
 
 def _server(outcome: Outcome, index: int, control: str) -> dict[str, Any]:
@@ -151,28 +150,77 @@ def _server(outcome: Outcome, index: int, control: str) -> dict[str, Any]:
     }
 
 
-def _targets(found: dict[str, Any], failed: int, wanted_swaps: int) -> list[Target]:
-    worst = [
-        (
-            s["commit_steps"]["median"],
-            s["commit_steps"]["p99"],
-            s["gap_ratio"] if s["gap_ratio"] is not None else float("inf"),
-        )
-        for s in found["servers"]
-    ]
-    median, p99, gap = (max(column) for column in zip(*worst, strict=True))
+def targets(found: dict[str, Any], wanted_swaps: int) -> list[Target]:
+    """Of ``figures``."""
+    servers = found["servers"]
+    median = max(s["commit_steps"]["median"] for s in servers)
+    p99 = max(s["commit_steps"]["p99"] for s in servers)
+    gap = max(float("inf") if s["gap_ratio"] is None else s["gap_ratio"] for s in servers)
     ratio = found["throughput_ratio"][OURS]["median"]
-    rows: list[tuple[str, float, str, bool]] = [
-        ("fleet-wide swaps", found["swaps"], f">= {wanted_swaps}", found["swaps"] >= wanted_swaps),
-        ("failed requests", failed, "0", failed == 0),
-        ("greedy outputs that differ", found["different"], "0", found["different"] == 0),
-        ("p-value at T = 1", found["p_value"], f"> {ALPHA}", found["p_value"] > ALPHA),
-        ("commit, median, in steps", median, "<= 2", median <= 2),
-        ("commit, p99, in steps", p99, "<= 4", p99 <= 4),
-        ("gap p99 across a swap / without", gap, "<= 2", gap <= 2),
-        ("throughput, a swap every second / none", ratio, ">= 0.98", ratio >= 0.98),
+    return [
+        Target.at_least("fleet-wide swaps", found["swaps"], wanted_swaps),
+        Target.at_most("failed requests", found["failed"], 0),
+        Target.at_most("greedy outputs that differ", found["different"], 0),
+        Target.at_least("p-value at T = 1", found["p_value"], ALPHA),
+        Target.at_most("commit, median, in steps", median, 2),
+        Target.at_most("commit, p99, in steps", p99, 4),
+        Target.at_most("gap p99 across a swap / without", gap, 2),
+        Target.at_least("throughput, a swap every second / none", ratio, 0.98),
     ]
-    return [Target(*row) for row in rows]
+
+
+def progress(number: int, outcome: Outcome) -> str:
+    """A round's line."""
+    rates = ", ".join(f"{w.arm} {w.rate:.0f} tokens/s" for w in outcome.windows[-4:])
+    return (
+        f"round {number}: {rates}; {len(outcome.swaps)} swaps, "
+        f"{sum(len(s.failed) for s in outcome.seen)} failed, "
+        f"{sum(s.different for s in outcome.seen)} differ, p = {outcome.p_value:.2g}, stall "
+        + " and ".join(f"{1e3 * seconds:.1f} ms" for seconds in outcome.stall)
+    )
+
+
+def tables(found: dict[str, Any]) -> str:
+    """Of ``figures``."""
+
+    def ms(seconds: float | None) -> str:
+        return "-" if seconds is None else f"{1e3 * seconds:.1f}"
+
+    servers = []
+    for index, s in enumerate(found["servers"]):
+        gap, steps = s["gap_p99"], s["commit_steps"]
+        servers.append(
+            [
+                *(index, ms(s["step_seconds"])),
+                *(ms(s["commit_seconds"]["median"]), ms(s["commit_seconds"]["p99"])),
+                *(f"{steps['median']:.2f}", f"{steps['p99']:.2f}", ms(s["stall_seconds"])),
+                *(ms(gap["no_swaps"]), ms(gap["windows_with_swaps"])),
+                *(ms(gap["across_a_swap"]), ms(gap["peer_windows"])),
+            ]
+        )
+    columns = ["server", "step ms", "commit ms", "p99", "steps", "p99", "stall ms"]
+    columns += ["gap p99 ms: none", "swapping", "across", "peer"]
+    arms = []
+    for arm, rate in found["throughput"].items():
+        ratio = found["throughput_ratio"].get(arm)
+        share = "" if ratio is None else f"{ratio['median']:.3f}"
+        spread_of = f"({rate['min']:.0f} .. {rate['max']:.0f})"
+        arms.append([arm, f"{rate['median']:.0f}", spread_of, share])
+    peer = found["peer_swap_seconds"]
+    lengths = found["acceptance_length"].items()
+    return "\n".join(
+        [
+            f"{found['swaps']} fleet-wide swaps of ours, {found['peer_swaps']} of vLLM's, "
+            f"{found['requests']} requests, {found['failed']} failed, "
+            f"{found['different']} of {found['greedy']} greedy outputs differ, "
+            f"p = {found['p_value']:.3g} over {found['samples']} samples at T = 1",
+            "acceptance length: " + ", ".join(f"draft {v} {n:.2f}" for v, n in lengths),
+            table("", columns, servers),
+            table("", ["swap every second", "tokens/s", "(min .. max)", "of none"], arms),
+            f"a fleet-wide swap: ours {ms(found['swap_seconds']['median'])} ms"
+            + ("" if peer is None else f", vLLM's three calls {ms(peer['median'])} ms"),
+        ]
+    )
 
 
 def _gaps(

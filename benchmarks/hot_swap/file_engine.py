@@ -19,9 +19,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from benchmarks.hot_swap import file_engine_name
-
-NAME = file_engine_name()
+from benchmarks.hot_swap import PEER_BACKEND
 
 
 @dataclass
@@ -72,5 +70,5 @@ class WorkerExtension:
     """Named on the command line so that vLLM imports this module in its worker."""
 
 
-if NAME not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(NAME, FileEngine)
+if PEER_BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(PEER_BACKEND, FileEngine)

@@ -12,15 +12,15 @@ from pathlib import Path
 import grpc
 import httpx
 
-from benchmarks.hot_swap import file_engine_name
+from benchmarks.hot_swap import PEER_BACKEND
 from examples.arithmetic_grpo.processes import Service, free_port
 from slipstream.client import open_channel
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
-READY_TIMEOUT = 400.0
-CALL_TIMEOUT = 120.0
+READY_SECONDS = 400.0
+CALL_SECONDS = 120.0
 DRAFT_LENGTH = 3
 MODEL = "policy"
 
@@ -56,7 +56,7 @@ class Server:
             *("--host", "127.0.0.1", "--port", str(port), "--control-port", str(control)),
             *("--served-model-name", MODEL, "--generation-config", "vllm", "--enforce-eager"),
             *("--max-model-len", "256", "--max-num-seqs", "64"),
-            *("--weight-transfer-config", json.dumps({"backend": file_engine_name()})),
+            *("--weight-transfer-config", json.dumps({"backend": PEER_BACKEND})),
             *("--worker-extension-cls", "benchmarks.hot_swap.file_engine.WorkerExtension"),
             *extra,
         ]
@@ -74,7 +74,7 @@ class Server:
         self.control = f"127.0.0.1:{control}"
         self.log = log
         self.service = Service("rollout-server", argv, log, self.control, env)
-        self._client = httpx.Client(base_url=self.http, timeout=CALL_TIMEOUT)
+        self._client = httpx.Client(base_url=self.http, timeout=CALL_SECONDS)
         self._channel: grpc.Channel = open_channel(self.control)
         self.stub = pb_grpc.RolloutServerStub(self._channel)
 
@@ -86,7 +86,7 @@ class Server:
 
     def speculate(self, enabled: bool) -> None:
         """Turn drafting on or off."""
-        self.stub.SetSpeculation(pb.SetSpeculationRequest(enabled=enabled), timeout=CALL_TIMEOUT)
+        self.stub.SetSpeculation(pb.SetSpeculationRequest(enabled=enabled), timeout=CALL_SECONDS)
 
     def generated(self) -> float:
         """Tokens generated since start, by vLLM's own counter."""
@@ -99,7 +99,7 @@ class Server:
 
     def acceptance(self) -> dict[int, tuple[int, int]]:
         """Drafts and accepted tokens by draft version."""
-        call = self.stub.WatchAcceptance(pb.WatchAcceptanceRequest(), timeout=CALL_TIMEOUT)
+        call = self.stub.WatchAcceptance(pb.WatchAcceptanceRequest(), timeout=CALL_SECONDS)
         report = next(iter(call))
         call.cancel()
         return {c.draft_version: (c.drafts, c.accepted_tokens) for c in report.counters}
@@ -142,7 +142,7 @@ class Servers:
             for server in self.all:
                 server.service.start()
             for server in self.all:
-                server.service.wait_ready(READY_TIMEOUT)
+                server.service.wait_ready(READY_SECONDS)
         except BaseException:
             self.stop()
             raise

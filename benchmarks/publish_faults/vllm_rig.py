@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from benchmarks.hot_swap.load import Load, Work, complete_all
-from benchmarks.hot_swap.servers import READY_TIMEOUT, Server
+from benchmarks.hot_swap.servers import READY_SECONDS, Server
 from benchmarks.publish_faults.faults import Fault
 from benchmarks.publish_faults.rig import DRAFT, Rig
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
@@ -50,7 +50,7 @@ class VllmRig(Rig):
         for server in ended:
             server.service.start()
         for server in ended:
-            server.service.wait_ready(READY_TIMEOUT)
+            server.service.wait_ready(READY_SECONDS)
         if self._load is None:
             self._load = self._begin()
         if self._trainer is None or not self._trainer.is_alive():

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from benchmarks.hot_swap import big, size
-from benchmarks.hot_swap.figures import NONE, OURS, PEER, Outcome, Window, figures
+from benchmarks.hot_swap.figures import NONE, OURS, PEER, Outcome, Window, figures, targets
 from benchmarks.hot_swap.load import Seen
 from benchmarks.hot_swap.swaps import Swap
 
@@ -43,13 +39,13 @@ def outcome(commit: float, gap: float, ours: float = 990.0) -> Outcome:
     )
 
 
-def failing(found: dict[str, Any]) -> set[str]:
-    return {target["name"] for target in found["targets"] if not target["ok"]}
+def failing(found: dict[str, Any], wanted_swaps: int) -> set[str]:
+    return {target.name for target in targets(found, wanted_swaps) if not target.ok}
 
 
 def test_targets_are_the_issues() -> None:
-    found = figures(outcome(commit=0.015, gap=0.005), wanted_swaps=9)
-    assert failing(found) == set()
+    found = figures(outcome(commit=0.015, gap=0.005))
+    assert failing(found, 9) == set()
     [server] = found["servers"]
     assert server["step_seconds"] == pytest.approx(STEP)
     assert server["commit_steps"]["median"] == pytest.approx(1.5)
@@ -57,7 +53,7 @@ def test_targets_are_the_issues() -> None:
     assert server["gap_p99"]["across_a_swap"] == pytest.approx(STEP + 0.005)
     assert found["throughput_ratio"][OURS]["median"] == pytest.approx(0.99)
     assert found["throughput_ratio"][PEER]["median"] == pytest.approx(0.5)
-    slow = failing(figures(outcome(commit=0.025, gap=0.015, ours=970.0), wanted_swaps=200))
+    slow = failing(figures(outcome(commit=0.025, gap=0.015, ours=970.0)), 200)
     assert slow == {
         "fleet-wide swaps",
         "commit, median, in steps",
@@ -75,35 +71,3 @@ def test_what_is_taken_from_the_load_adds_up() -> None:
         total.add(source.take())
     assert (total.greedy, total.failed) == (8, ["3", "5"]) and len(total.chunks) == 2
     assert source.take() == Seen()
-
-
-def test_another_release_shares_no_matrix(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(2, 2), "norm": torch.ones(2)}, tmp_path / "model.safetensors")
-    other = big.another(tmp_path, 3)
-    assert torch.equal(other["norm"], torch.ones(2)) and float(other["w"][0, 0]) != 1.0
-
-
-def test_size_compares_stalls_with_a_memory_copy() -> None:
-    def release(loaded: bool, worker: float) -> dict[str, Any]:
-        return {
-            "loaded": loaded,
-            "bytes": 600_000_000,
-            "bytes_again": 0,
-            "seconds": 4.0,
-            "prepare_seconds": 1.0,
-            "not_prepared": "",
-            "commit_seconds": [0.3, 0.3, 0.3],
-            "worker_seconds": [worker] * 3,
-            "not_ready": "",
-            "failed": [],
-            "steps": [0.2] * 9 if loaded else [],
-        }
-
-    limits = {"loopback": 2e9, "sha256": 1e9, "copy": 6e9}
-    found = size._figures(600_000_000, limits, [release(False, 0.001), release(True, 0.002)])
-    assert failing(found) == set()
-    assert found["staged_bytes_per_second"]["idle"] == pytest.approx(2e8)
-    assert found["staged_of_loopback"]["generating"] == pytest.approx(0.1)
-    assert found["commit_steps"] == pytest.approx(1.5)
-    found = size._figures(600_000_000, limits, [release(False, 0.2), release(True, 0.002)])
-    assert failing(found) == {"engine's stall / a memory copy of the bytes"}
