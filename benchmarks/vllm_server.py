@@ -10,7 +10,7 @@ from types import TracebackType
 
 from safetensors.torch import load_file
 
-from draft_trainer.checkpoints.checkpoint import WEIGHTS_FILE
+from draft_trainer.checkpoints.draft import WEIGHTS_FILE
 from examples.arithmetic_grpo.processes import Service, free_port
 from examples.arithmetic_grpo.rollouts import RolloutClient
 from slipstream.client import open_channel, stage

@@ -26,7 +26,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from draft_trainer.drafters.eagle3.loss import Target
 from draft_trainer.releases.fleet import FILE, members_of
 from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import RefusedError
@@ -201,8 +200,9 @@ class ServerConfig(Section):
 
 
 class DraftConfig(Section):
-    """[draft]: the checkpoint it starts from and the folder its releases live in."""
+    """[draft]: the mechanism, the checkpoint it starts from and the folder of its releases."""
 
+    kind: Literal["eagle3"] = "eagle3"
     initial: ConfigPath
     registry: ConfigPath
     policy: ConfigPath | None = None
@@ -507,7 +507,7 @@ class LearnerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     grad_clip: float = 1.0
     weight_averaging: float = 0.0
-    target: Target = "kl"
+    target: Literal["kl", "tv", "lk"] = "kl"
     ttt_steps: int = 5
     step_weight_decay: float = 0.8
     compute_dtype: torch.dtype = torch.float32

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from benchmarks.acceptance_curve.data import TrainingData
 from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.drafters.eagle3.loss import Target
+from draft_trainer.drafters.loss import Target
 from draft_trainer.sample import Sample
 
 TTT_STEPS = 3

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
-from draft_trainer.checkpoints.checkpoint import load_head, target_ids
+from draft_trainer.drafters.eagle3.checkpoint import load_head
 from draft_trainer.offline.fit import DataOrder, Position
 from draft_trainer.recordings.recording import Recording
 from draft_trainer.sample import Sample
@@ -24,20 +22,17 @@ class TrainingData:
 
     Attributes:
         initial_head: float32.
-        d2t: int64 [draft_vocab], None for a full vocabulary.
         draft_vocab_ids: int64 [draft_vocab].
         heads: the policy's matrices.
         policy_version: the one that was recorded.
     """
 
     def __init__(self, states: Path, initial: Path, batch_tokens: int, seed: int) -> None:
-        self.initial_head, self.d2t = load_head(initial)
+        self.initial_head = load_head(initial)
         config = self.initial_head.config
         self._recording = Recording(states)
         self._recording.fit_to(config)
-        self.draft_vocab_ids = (
-            torch.arange(config.vocab_size) if self.d2t is None else target_ids(self.d2t)
-        )
+        self.draft_vocab_ids = self.initial_head.target_ids()
         self.heads = self._recording.policy_heads(self.draft_vocab_ids)
         [self.policy_version] = self.heads.versions
         self._lengths = self._recording.lengths()

@@ -64,7 +64,9 @@ class Ours:
 
     def head(self) -> Eagle3Head:
         """See ``Trainer``."""
-        return self._learner.snapshot()
+        head = self._learner.snapshot()
+        assert isinstance(head, Eagle3Head)
+        return head
 
 
 def build(contestant: Contestant, data: TrainingData, total_steps: int) -> Ours:

@@ -34,6 +34,7 @@ from benchmarks.acceptance_curve.contestants import (
     Contestant,
 )
 from benchmarks.acceptance_curve.data import TrainingData
+from draft_trainer.checkpoints.draft import d2t_of
 from draft_trainer.config import Schedule
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
@@ -128,10 +129,10 @@ class Speculators:
         }
         state["embed_tokens.weight"] = policy.embed_tokens.float()
         state["verifier_lm_head.weight"] = policy.lm_head_rows.float()
-        if data.d2t is not None:
+        if not head.config.full_vocabulary:
             in_draft = torch.zeros(head.config.vocab_size, dtype=torch.bool)
             in_draft[data.draft_vocab_ids] = True
-            self.model.load_vocab_mappings(in_draft, data.d2t)
+            self.model.load_vocab_mappings(in_draft, d2t_of(data.draft_vocab_ids))
         wrong = self.model.load_state_dict(state, strict=False)
         assert not wrong.unexpected_keys, wrong
         assert set(wrong.missing_keys) <= {"t2d", "d2t"}, wrong

@@ -13,7 +13,7 @@ import torch
 from benchmarks.acceptance_curve.contestants import CONTESTANTS, build
 from benchmarks.acceptance_curve.data import TrainingData
 from benchmarks.workers import answers, serve
-from draft_trainer.checkpoints.checkpoint import save_draft
+from draft_trainer.drafters.eagle3.checkpoint import save_draft
 
 
 class Worker:
@@ -50,7 +50,7 @@ class Worker:
             spent["steps"] += 1
         Path(folder).mkdir(parents=True, exist_ok=True)
         head = self._trainer.head()
-        save_draft(Path(folder), head.config, head, self._data.d2t)
+        save_draft(Path(folder), head)
         return spent
 
 

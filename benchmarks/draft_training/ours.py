@@ -21,9 +21,9 @@ from benchmarks.draft_training.case import (
     CaseTensors,
 )
 from draft_trainer.config import LearnerConfig
-from draft_trainer.drafters.eagle3.batch import Batch
+from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
-from draft_trainer.drafters.eagle3.loss import step_weights, ttt_objective
+from draft_trainer.drafters.loss import step_weights, ttt_objective
 from draft_trainer.kernels.library import use_kernels
 from draft_trainer.training.learner import HeadOptimizer
 

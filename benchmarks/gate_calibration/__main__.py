@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
 from benchmarks.vllm_server import Acceptance, Server
-from draft_trainer.checkpoints.checkpoint import load_head
-from draft_trainer.drafters.eagle3.acceptance import AcceptanceEstimate, Method, expected_acceptance
+from draft_trainer.drafters.acceptance import AcceptanceEstimate, Method, expected_acceptance
+from draft_trainer.drafters.eagle3.checkpoint import load_head
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.recordings.recording import Recording
 from draft_trainer.releases.registry import Registry
@@ -180,7 +180,7 @@ def make_releases(draft: Path, registry: Registry, noise: list[float], seed: int
     versions = [0]
     generator = torch.Generator().manual_seed(seed)
     for share in noise:
-        head, d2t = load_head(registry.path(0))
+        head = load_head(registry.path(0))
         with torch.no_grad():
             for weight in head.parameters():
                 if weight.dim() > 1:
@@ -188,8 +188,6 @@ def make_releases(draft: Path, registry: Registry, noise: list[float], seed: int
                     weight.mul_(1 - share).add_(drawn, alpha=share)
         manifest = registry.create(
             head,
-            head.config,
-            d2t,
             parent=0,
             trained_against=None,
             run_id=f"noise {share:g}",
@@ -294,7 +292,7 @@ class _Predictor:
     ) -> Point:
         """Both predictions of a release beside its measurement."""
         clock = time.perf_counter()
-        head, _ = load_head(self._registry.path(version))
+        head = load_head(self._registry.path(version))
         own = self._expected(head, self.states(completions))
         other = self._expected(head, held_out.result())
         return Point(

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_trainer.checkpoints.checkpoint import WEIGHTS_FILE, load_head
+from draft_trainer.checkpoints.draft import WEIGHTS_FILE
 from draft_trainer.counters import Counters
+from draft_trainer.drafters.eagle3.checkpoint import load_head
 from draft_trainer.releases.fleet import Fleet, Timeouts
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.registry import Promotions, Registry
@@ -52,7 +53,7 @@ class Ours:
     def __init__(self, draft: Path, folder: Path, servers: list[str]) -> None:
         self.registry = Registry(folder)
         self.registry.import_initial(draft)
-        head, d2t = load_head(self.registry.path(0))
+        head = load_head(self.registry.path(0))
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in head.parameters():
@@ -61,8 +62,6 @@ class Ours:
                     parameter.add_(NOISE * parameter.std() * noise)
         self.registry.create(
             head,
-            head.config,
-            d2t,
             parent=0,
             trained_against=None,
             run_id="hot-swap",

@@ -14,7 +14,7 @@ import grpc
 import torch
 
 from benchmarks.publish_faults import server_process, trainer_process
-from draft_trainer.checkpoints.checkpoint import load_head
+from draft_trainer.drafters.eagle3.checkpoint import load_head
 from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.client import open_channel
@@ -196,7 +196,7 @@ class Rig:
     def _write_releases(self) -> None:
         registry = Registry(self.root)
         registry.import_initial(DRAFT)
-        head, d2t = load_head(registry.path(0))
+        head = load_head(registry.path(0))
         generator = torch.Generator().manual_seed(0)
         for version in range(1, RELEASES):
             with torch.no_grad():
@@ -205,8 +205,6 @@ class Rig:
                     parameter.add_(0.01 * parameter.std() * noise)
             registry.create(
                 head,
-                head.config,
-                d2t,
                 parent=version - 1,
                 trained_against=version,
                 run_id="faults",

@@ -18,11 +18,11 @@ import torch
 from benchmarks.transport.bare import bare_server
 from benchmarks.transport.case import AUX_LAYERS, MAX_TOKENS, POLICY_VERSION, RUN, VOCAB
 from draft_trainer.allocator import keep_freed_memory, settle_collector
-from draft_trainer.checkpoints.checkpoint import save_draft
 from draft_trainer.config import parse_config
-from draft_trainer.drafters.eagle3.batch import PolicyHead
+from draft_trainer.drafters.eagle3.checkpoint import save_draft
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.kernels.library import use_kernels
 from draft_trainer.server.app import TrainerServer
 from slipstream.client import MAX_MESSAGE_BYTES
@@ -46,7 +46,7 @@ def _draft(folder: Path, hidden_size: int) -> Path:
     )
     folder.mkdir()
     head = Eagle3Head(config, None)
-    save_draft(folder, config, head, None)
+    save_draft(folder, head)
     return folder
 
 

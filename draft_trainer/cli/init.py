@@ -66,13 +66,9 @@ def add_to(commands: Any) -> None:
 def _init(arguments: argparse.Namespace) -> int:
     import torch
 
-    from draft_trainer.checkpoints.checkpoint import d2t_of, save_draft
-    from draft_trainer.checkpoints.initial import (
-        check_recorded,
-        choose_draft_vocabulary,
-        init_draft,
-    )
     from draft_trainer.checkpoints.policy import read_policy, size_of
+    from draft_trainer.drafters.eagle3.checkpoint import save_draft
+    from draft_trainer.drafters.eagle3.initial import choose_draft_vocabulary, init_draft
     from draft_trainer.files import check_free, folder_written_whole
     from draft_trainer.offline.fit import Progress
     from draft_trainer.recordings.recording import Recording
@@ -91,7 +87,7 @@ def _init(arguments: argparse.Namespace) -> int:
             arguments.states,
             lambda done, total: progress.update(f"verifying recorded states {done / total:4.0%}"),
         )
-        check_recorded(recording.facts, policy.config)
+        recording.check_policy(policy.config)
         layers = layers or recording.facts.aux_layer_ids
         recording.select_layers(layers)
         allowed, counts = recording.lm_head_ids(), recording.completion_token_counts()
@@ -115,7 +111,7 @@ def _init(arguments: argparse.Namespace) -> int:
     )
     config = head.config
     with folder_written_whole(arguments.out) as temporary:
-        save_draft(temporary, config, head, None if config.full_vocabulary else d2t_of(ids))
+        save_draft(temporary, head)
     print(
         f"{arguments.out}: {sum(p.numel() for p in head.parameters()):,} parameters; auxiliary "
         f"states after layers {', '.join(map(str, config.aux_layer_ids))}; draft vocabulary "

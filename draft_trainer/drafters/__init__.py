@@ -1,1 +1,11 @@
 """Draft mechanisms: the states each needs, its loss, its acceptance, its checkpoint."""
+
+from __future__ import annotations
+
+from draft_trainer.drafters.draft import Draft, DraftCheckpoint, Drafter, DraftShape
+from draft_trainer.drafters.eagle3 import Eagle3
+
+DRAFTERS: dict[str, Drafter] = {drafter.name: drafter for drafter in (Eagle3(),)}
+"""By ``[draft] kind``."""
+
+__all__ = ["DRAFTERS", "Draft", "DraftCheckpoint", "DraftShape", "Drafter"]

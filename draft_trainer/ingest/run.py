@@ -19,8 +19,8 @@ from itertools import islice
 
 import torch
 
-from draft_trainer.drafters.eagle3.batch import PolicyHead, PolicyHeads
-from draft_trainer.drafters.eagle3.config import HeadConfig
+from draft_trainer.drafters import DraftShape
+from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.ingest.store import Drawn, SampleStore
 from draft_trainer.sample import STATE_DTYPES, Sample
 from slipstream.errors import RefusedError, StatusCode
@@ -161,7 +161,7 @@ class Runs:
 
     def __init__(
         self,
-        draft: HeadConfig,
+        draft: DraftShape,
         store: SampleStore,
         max_policy_lag: int,
         max_sessions: int = MAX_SESSIONS,
@@ -289,7 +289,7 @@ class Runs:
         return self._run
 
 
-def check_fit(policy: PolicySizes, draft: HeadConfig) -> None:
+def check_fit(policy: PolicySizes, draft: DraftShape) -> None:
     """Raise RefusedError unless a policy of these sizes can be captured for this draft."""
     advice = "start the trainer with a draft made for this policy"
     if policy.hidden_size != draft.target_hidden_size:
@@ -321,7 +321,7 @@ _MOST_VERSION = (1 << 63) - 1
 
 def announce(
     run: Run,
-    draft: HeadConfig,
+    draft: DraftShape,
     header: pb.AnnouncePolicyHeader,
     chunks: Iterable[tensor_pb2.TensorChunk],
 ) -> None:
@@ -369,7 +369,7 @@ def announce(
 
 
 def _checked(
-    specs: Sequence[tensor_pb2.TensorSpec], draft: HeadConfig
+    specs: Sequence[tensor_pb2.TensorSpec], draft: DraftShape
 ) -> dict[str, tensor_pb2.TensorSpec]:
     shapes = {
         LM_HEAD: [draft.draft_vocab_size, draft.target_hidden_size],

@@ -69,7 +69,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draft_trainer.config import ReplayConfig
-from draft_trainer.drafters.eagle3.batch import PolicyHead
+from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.files import written_whole
 from draft_trainer.ingest.arena import ALIGNMENT, Arena, Extent, aligned
 from draft_trainer.ingest.replay import ReplayBuffer

@@ -57,9 +57,8 @@ from xml.sax.saxutils import escape
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
-from draft_trainer.checkpoints.checkpoint import WEIGHTS_FILE, load_head, save_draft, target_ids
+from draft_trainer.checkpoints.draft import WEIGHTS_FILE
 from draft_trainer.config import (
     Section,
     TrainingConfig,
@@ -67,9 +66,9 @@ from draft_trainer.config import (
     read_toml,
     validated,
 )
-from draft_trainer.drafters.eagle3.acceptance import AcceptanceEstimate, expected_acceptance
-from draft_trainer.drafters.eagle3.batch import PolicyHeads
-from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters import DRAFTERS, Draft
+from draft_trainer.drafters.acceptance import AcceptanceEstimate, expected_acceptance
+from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.files import folder_written_whole, fsync, written_whole
 from draft_trainer.recordings.recording import INDEX_FILE, Recording
 from draft_trainer.sample import Sample, is_held_out
@@ -81,8 +80,9 @@ from slipstream.tensors import digest
 
 
 class FitSection(Section):
-    """[fit]: how long, and what the result is judged by."""
+    """[fit]: the mechanism, how long, and what the result is judged by."""
 
+    kind: Literal["eagle3"] = "eagle3"
     epochs: Annotated[int, Field(ge=1)] = 3
     evaluations: Annotated[int, Field(ge=1)] = 10
     held_out_fraction: Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)] = 0.05
@@ -396,13 +396,11 @@ class FitOutput:
 
     Args:
         folder: where.
-        d2t: the draft vocabulary's map (see ``checkpoint``).
         every_steps: optimizer steps between two training states; 0 writes one only at a stop.
     """
 
-    def __init__(self, folder: Path, d2t: Tensor | None, every_steps: int) -> None:
+    def __init__(self, folder: Path, every_steps: int) -> None:
         self.folder = folder
-        self._d2t = d2t
         self._every_steps = every_steps
         self._saved = 0
 
@@ -445,10 +443,10 @@ class FitOutput:
         """Append to the log."""
         self._log.write(event, **fields)
 
-    def put(self, head: Eagle3Head) -> None:
+    def put(self, head: Draft) -> None:
         """Replace the draft's weights whole."""
         with tempfile.TemporaryDirectory(prefix=".draft-", dir=self._states) as name:
-            save_draft(Path(name), head.config, head, self._d2t)
+            DRAFTERS[head.kind].save(Path(name), head)
             fsync(Path(name) / WEIGHTS_FILE)
             (Path(name) / WEIGHTS_FILE).replace(self.folder / WEIGHTS_FILE)
         fsync(self.folder)
@@ -487,9 +485,9 @@ class FitOutput:
     def _position(self, standing: Standing) -> Facts:
         return asdict(standing) | {"log_bytes": self._log.sync()}
 
-    def _create(self, head: Eagle3Head) -> None:
+    def _create(self, head: Draft) -> None:
         with folder_written_whole(self.folder) as temporary:
-            save_draft(temporary, head.config, head, self._d2t)
+            DRAFTERS[head.kind].save(temporary, head)
             (temporary / LOG_FILE).touch()
             (temporary / STATE_FOLDER).mkdir()
 
@@ -663,15 +661,14 @@ class Fit:
         self._config = config
         self._ranks = ranks
         self._progress = progress
-        head, d2t = load_head(folders.draft, folders.policy)
+        head = DRAFTERS[config.fit.kind].read(folders.draft, folders.policy).draft()
         fit, training = config.fit, config.training
         recording = Recording(
             folders.states,
             lambda done, total: progress.update(f"verifying recorded states {done / total:4.0%}"),
         )
         recording.fit_to(head.config)
-        ids = torch.arange(head.config.vocab_size) if d2t is None else target_ids(d2t)
-        self._data = split(recording, recording.policy_heads(ids), config)
+        self._data = split(recording, recording.policy_heads(head.target_ids()), config)
         self._order = DataOrder(self._data.lengths, training.batch_tokens, training.seed)
         self._total = sum(1 for _ in self._order.steps(fit.epochs))
         self._evaluate_at = {
@@ -688,7 +685,7 @@ class Fit:
             decay_floor=fit.decay_floor,
         )
         self._learner = Learner(head.to(ranks.device), how, ranks)
-        self._output = FitOutput(folders.out, d2t, training.state_every_steps)
+        self._output = FitOutput(folders.out, training.state_every_steps)
         self._now = Standing()
 
     def run(self, stopping: threading.Event, resume: bool) -> bool:
@@ -874,7 +871,7 @@ def _standard_error(estimate: AcceptanceEstimate) -> float:
     return float(estimate.per_sequence.std()) / estimate.sequences**0.5
 
 
-def _sha256(head: Eagle3Head) -> str:
+def _sha256(head: Draft) -> str:
     """Over its weights' names and bytes."""
     total = hashlib.sha256()
     for name, tensor in sorted(head.state_dict().items()):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draft_trainer.config import RecordingConfig
 from draft_trainer.counters import Counters
-from draft_trainer.drafters.eagle3.config import HeadConfig
+from draft_trainer.drafters import DraftShape
 from draft_trainer.ingest.run import Run
 from draft_trainer.recordings.recording import RecordingFacts, RecordingWriter
 from draft_trainer.sample import Sample
@@ -49,14 +49,14 @@ class Recorder:
         self,
         directory: Path,
         config: RecordingConfig,
-        draft: HeadConfig,
+        draft: DraftShape,
         draft_vocab_ids: Tensor,
         counters: Counters,
     ) -> None:
         self._directory = directory
         self._config = config
         self._draft = draft
-        self._lm_head_ids = None if draft.full_vocabulary else draft_vocab_ids
+        self._lm_head_ids = None if draft.draft_vocab_size == draft.vocab_size else draft_vocab_ids
         self._counters = counters
         self._changed = threading.Condition(threading.Lock())
         self._queue: deque[tuple[Run, Sample]] = deque()

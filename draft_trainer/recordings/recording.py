@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
@@ -33,8 +33,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draft_trainer.drafters.eagle3.batch import PolicyHead, PolicyHeads
-from draft_trainer.drafters.eagle3.config import HeadConfig
+from draft_trainer.drafters import DraftShape
+from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.files import written_whole
 from draft_trainer.sample import STATE_DTYPES, Sample, group_of
 from slipstream.errors import RefusedError
@@ -271,7 +271,19 @@ class Recording:
         columns = [recorded.index(layer) for layer in aux_layer_ids]
         self._layers = None if aux_layer_ids == recorded else columns
 
-    def fit_to(self, draft: HeadConfig) -> None:
+    def check_policy(self, policy: Mapping[str, object]) -> None:
+        """Raise RefusedError unless the recorded states can be a policy's with this config.json."""
+        for name in ("hidden_size", "vocab_size", "num_hidden_layers"):
+            recorded, wanted = getattr(self.facts, name), policy.get(name)
+            if recorded != wanted:
+                raise RefusedError(
+                    f"the recorded policy's {name}",
+                    recorded,
+                    f"{wanted}, as in the policy's config.json",
+                    "give --policy and --states of one policy",
+                )
+
+    def fit_to(self, draft: DraftShape) -> None:
         """Narrow the samples to what a draft takes.
 
         Raises:

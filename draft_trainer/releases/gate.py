@@ -29,12 +29,11 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from draft_trainer.checkpoints.checkpoint import load_head
 from draft_trainer.config import TrainerConfig
 from draft_trainer.counters import Counters, VerdictLog
-from draft_trainer.drafters.eagle3.acceptance import AcceptanceEstimate, Method, expected_acceptance
-from draft_trainer.drafters.eagle3.batch import PolicyHeads
-from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters import Draft
+from draft_trainer.drafters.acceptance import AcceptanceEstimate, Method, expected_acceptance
+from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.ingest.run import Run
 from draft_trainer.releases.registry import Promotions, Registry
 from draft_trainer.sample import Sample
@@ -183,8 +182,8 @@ class Gate:
 
     def compare(
         self,
-        candidate: Eagle3Head,
-        incumbent: Eagle3Head,
+        candidate: Draft,
+        incumbent: Draft,
         samples: Sequence[Sample],
         policy_heads: PolicyHeads,
         k: int,
@@ -249,7 +248,7 @@ class Gate:
 
 
 def _estimate(
-    head: Eagle3Head, samples: Sequence[Sample], heads: PolicyHeads, k: int, method: Method
+    head: Draft, samples: Sequence[Sample], heads: PolicyHeads, k: int, method: Method
 ) -> AcceptanceEstimate | None:
     """None where no sample has an anchor with finite probabilities."""
     try:
@@ -321,9 +320,9 @@ class Judge:
         self._verdicts = verdicts
         self._counters = counters
         self._lock = threading.Lock()
-        self._incumbent: tuple[int, Eagle3Head] | None = None
+        self._incumbent: tuple[int, Draft] | None = None
 
-    def judge(self, candidate: Eagle3Head, run: Run, trained_against: int | None) -> Judgement:
+    def judge(self, candidate: Draft, run: Run, trained_against: int | None) -> Judgement:
         """Compare a head, with the weights that would be served, with the promoted release."""
         k = self._config.publish.num_speculative_tokens
         method = self._config.publish.draft_sample_method
@@ -332,7 +331,7 @@ class Judge:
             try:
                 verdict = self._gate.compare(
                     candidate,
-                    incumbent.to(candidate.norm.weight.device),
+                    incumbent.to(candidate.lm_head.weight.device),
                     self._held_out(run),
                     run.heads,
                     k,
@@ -376,11 +375,11 @@ class Judge:
             logger.error("the verdict was not written: %s (%s)", error, text)
         return record
 
-    def _promoted_head(self) -> tuple[int, Eagle3Head]:
+    def _promoted_head(self) -> tuple[int, Draft]:
         version = self._promotions.now.promoted
         if self._incumbent is None or self._incumbent[0] != version:
             with self._registry.using(version):
-                head, _ = load_head(self._registry.path(version))
+                head = self._registry.drafter.read(self._registry.path(version)).draft()
             self._incumbent = (version, head.requires_grad_(False))
         return self._incumbent
 

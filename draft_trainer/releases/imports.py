@@ -13,25 +13,14 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
-from draft_trainer.checkpoints.checkpoint import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    Checkpoint,
-    pickles,
-    read_checkpoint,
-    target_ids,
-)
-from draft_trainer.drafters.eagle3.config import HeadConfig
-from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE, pickles
+from draft_trainer.drafters import Draft, DraftCheckpoint, Drafter
 from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.gate import Judge
 from draft_trainer.releases.registry import Promotions, Registry, Retention
@@ -41,15 +30,16 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2, tensor_pb2
 
 
-def read_foreign(directory: Path, policy: Path | None = None) -> Checkpoint:
+def read_foreign(drafter: Drafter, directory: Path, policy: Path | None = None) -> DraftCheckpoint:
     """Read a checkpoint in any layout, as something to be released.
 
     Args:
+        drafter: the mechanism that it is of.
         directory: the checkpoint.
         policy: the folder of its policy, where the checkpoint does not say everything.
 
     Raises:
-        RefusedError: a pickle is in it, or ``read_checkpoint`` refuses it.
+        RefusedError: a pickle is in it, or ``Drafter.read`` refuses it.
     """
     for name in pickles(directory):
         raise RefusedError(
@@ -58,46 +48,13 @@ def read_foreign(directory: Path, policy: Path | None = None) -> Checkpoint:
             "a checkpoint of safetensors alone",
             "pickles run code: give a folder with config.json and the safetensors only",
         )
-    return read_checkpoint(directory, policy)
-
-
-def foreign_head(checkpoint: Checkpoint, config: HeadConfig, d2t: Tensor | None) -> Eagle3Head:
-    """The head of a checkpoint, float32, as one of a registry whose drafts are of ``config``.
-
-    Servers copy a release into the draft that they run, and the gate compares by the policy's rows
-    of one draft vocabulary, so both must be the same.
-
-    Args:
-        checkpoint: from ``read_foreign``.
-        config: of the registry's drafts.
-        d2t: int64 [draft_vocab], theirs; None for the full vocabulary.
-
-    Raises:
-        RefusedError: FAILED_PRECONDITION, with what differs.
-    """
-    found = checkpoint.config
-    if found.rope_scaling is None:
-        # A bound on lengths that the served draft keeps its own of; computes nothing.
-        found = replace(found, max_position_embeddings=config.max_position_embeddings)
-    names = [f.name for f in fields(config) if getattr(found, f.name) != getattr(config, f.name)]
-    if names:
-        raise _not_ours(
-            ", ".join(names),
-            ", ".join(f"{name} {getattr(found, name)}" for name in names),
-            ", ".join(f"{name} {getattr(config, name)}" for name in names),
-        )
-    if d2t is not None and checkpoint.d2t is not None and not torch.equal(checkpoint.d2t, d2t):
-        differ = int((target_ids(checkpoint.d2t) != target_ids(d2t)).sum())
-        raise _not_ours("draft vocabulary", f"{differ} other tokens of {len(d2t)}", "the same ones")
-    head = Eagle3Head(config, None if d2t is None else target_ids(d2t))
-    head.load_state_dict({name: tensor.float() for name, tensor in checkpoint.tensors.items()})
-    return head.requires_grad_(False)
+    return drafter.read(directory, policy)
 
 
 def release_foreign(
     registry: Registry,
-    checkpoint: Checkpoint,
-    head: Eagle3Head,
+    checkpoint: DraftCheckpoint,
+    head: Draft,
     origin: str,
     *,
     run_id: str = "",
@@ -108,7 +65,7 @@ def release_foreign(
     Args:
         registry: where.
         checkpoint: from ``read_foreign``.
-        head: from ``foreign_head``.
+        head: from ``DraftCheckpoint.draft_like``.
         origin: the folder it was in, for people.
         run_id: of the run whose states it was gated on; empty where it was not gated.
         gate: its figures, if it was.
@@ -119,29 +76,16 @@ def release_foreign(
     """
     return registry.create(
         head,
-        head.config,
-        checkpoint.d2t,
         parent=None,
         trained_against=None,
         run_id=run_id,
         ttt_steps=0,
         gate=gate,
-        dtype=checkpoint.tensors["fc.weight"].dtype,
+        dtype=next(iter(checkpoint.tensors.values())).dtype,
         source=release_pb2.RELEASE_SOURCE_IMPORTED,
         draft_sample_method="" if gate is None else gate.draft_sample_method,
         num_speculative_tokens=0 if gate is None else gate.num_speculative_tokens,
         origin=origin,
-    )
-
-
-def _not_ours(field: str, found: str, expected: str) -> RefusedError:
-    return RefusedError(
-        f"the draft's {field}",
-        found,
-        f"{expected}, as in this registry's drafts",
-        "a fleet swaps drafts of one shape and vocabulary: train it like release 0, or begin a new "
-        "registry with it (draft.initial) and start the servers with it",
-        StatusCode.FAILED_PRECONDITION,
     )
 
 
@@ -160,8 +104,6 @@ class Imports:
 
     Args:
         registry: where it goes.
-        config: of the registry's drafts.
-        d2t: int64 [draft_vocab], theirs; None for the full vocabulary.
         runs: on whose held-out states the gate judges.
         judge: the gate.
         promotions: what passed is offered to it.
@@ -172,8 +114,6 @@ class Imports:
     def __init__(
         self,
         registry: Registry,
-        config: HeadConfig,
-        d2t: Tensor | None,
         runs: Runs,
         judge: Judge,
         promotions: Promotions,
@@ -181,8 +121,6 @@ class Imports:
         on_promoted: Callable[[int], None],
     ) -> None:
         self._registry = registry
-        self._config = config
-        self._d2t = d2t
         self._runs = runs
         self._judge = judge
         self._promotions = promotions
@@ -276,8 +214,10 @@ class Imports:
         save_file(assembler.finish(), folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
     def _release(self, folder: Path, origin: str, run: Run | None) -> pb.ImportReleaseResponse:
-        checkpoint = read_foreign(folder)
-        head = foreign_head(checkpoint, self._config, self._d2t)
+        registry = self._registry
+        checkpoint = read_foreign(registry.drafter, folder)
+        oldest = registry.drafter.read(registry.path(registry.versions()[0]))
+        head = checkpoint.draft_like(oldest)
         if run is None:
             manifest = release_foreign(self._registry, checkpoint, head, origin)
             logger.info("draft %d imported from %r, not gated", manifest.draft_version, origin)

@@ -44,17 +44,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draft_trainer.checkpoints.checkpoint import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    pickles,
-    read_checkpoint,
-    save_draft,
-    write_checkpoint,
-)
+from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE, pickles
 from draft_trainer.config import DraftConfig
 from draft_trainer.counters import PublishLog
-from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.drafters import DRAFTERS, Draft, Drafter
 from draft_trainer.files import WriterLock, folder_written_whole, written_whole
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.metrics import code_version
@@ -288,9 +281,11 @@ class Registry:
 
     Args:
         root: the directory; made if it is missing.
+        drafter: the mechanism whose drafts it holds.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, drafter: Drafter = DRAFTERS["eagle3"]) -> None:
+        self.drafter = drafter
         root.mkdir(parents=True, exist_ok=True)
         self.root = root.resolve(strict=True)
         self._lock = threading.RLock()
@@ -317,9 +312,7 @@ class Registry:
 
     def create(
         self,
-        head: Eagle3Head,
-        config: HeadConfig,
-        d2t: Tensor | None,
+        head: Draft,
         *,
         parent: int | None,
         trained_against: int | None,
@@ -339,8 +332,6 @@ class Registry:
 
         Args:
             head: the weights.
-            config: its configuration.
-            d2t: int64 [draft_vocab] offsets (see ``checkpoint``); None for the full vocabulary.
             parent: draft version that training started from, if any.
             trained_against: newest policy version whose states were trained on, if any.
             run_id, ttt_steps, source, draft_sample_method, num_speculative_tokens, origin: see
@@ -368,7 +359,7 @@ class Registry:
             manifest.draft_version = max(versions, default=-1) + 1
             like = self.path(versions[0]) if versions else None
             with self._new(manifest) as staging:
-                save_draft(staging, config, head, d2t, dtype, like=like)
+                self.drafter.save(staging, head, dtype, like=like)
         return manifest
 
     def import_initial(
@@ -389,11 +380,11 @@ class Registry:
             RefusedError: not a draft checkpoint that the trainer can represent, or release 0
                 exists and is another one.
         """
-        checkpoint = read_checkpoint(directory, policy)
+        checkpoint = self.drafter.read(directory, policy)
 
         def write(folder: Path) -> None:
             if not checkpoint.as_stored:
-                return write_checkpoint(folder, checkpoint)
+                return checkpoint.write(folder)
             for name in (CONFIG_FILE, WEIGHTS_FILE):
                 shutil.copyfile(directory / name, folder / name)
 
@@ -848,7 +839,7 @@ def open_registry(draft: DraftConfig) -> Registry:
             another draft.
     """
     try:
-        registry = Registry(draft.registry)
+        registry = Registry(draft.registry, DRAFTERS[draft.kind])
         registry.hold()
         try:
             registry.remove_leftovers()

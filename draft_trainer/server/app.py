@@ -15,11 +15,9 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from draft_trainer.checkpoints.checkpoint import load_head, target_ids
 from draft_trainer.config import TrainerConfig, access_of, credentials_of, learner_config
 from draft_trainer.counters import Counters, EventLog, VerdictLog
-from draft_trainer.drafters.eagle3.config import HeadConfig
-from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters import Draft, DraftShape
 from draft_trainer.ingest.ingest import Expected, Ingest
 from draft_trainer.ingest.rings import Rings
 from draft_trainer.ingest.run import Runs
@@ -101,7 +99,7 @@ class TrainerServer:
         self._promotions = Promotions(config.draft.registry, 0, events.published)
         for version in {self._promotions.now.promoted, self._promotions.now.last_good}:
             registry.get(version)
-        head, d2t = load_head(registry.path(newest.draft_version))
+        head = registry.drafter.read(registry.path(newest.draft_version)).draft()
         draft = head.config
         self._open_samples()
         states = LearnerStates(
@@ -173,13 +171,13 @@ class TrainerServer:
             newest.draft_version,
             config.training,
             self.runs,
-            Candidates(config, registry, d2t, judge, self._promotions, retention, self._status),
+            Candidates(config, registry, judge, self._promotions, retention, self._status),
             self._counters,
             arrived,
             on_release=on_release,
             on_death=self._training_died,
         )
-        ids = torch.arange(draft.vocab_size) if d2t is None else target_ids(d2t)
+        ids = head.target_ids().cpu()
         folder = config.recording.directory
         self._recorder = (
             Recorder(folder, config.recording, draft, ids, self._counters) if folder else None
@@ -203,7 +201,7 @@ class TrainerServer:
                 retention,
                 verdicts,
                 Imports(
-                    *(registry, draft, d2t, self.runs, judge, self._promotions, retention),
+                    *(registry, self.runs, judge, self._promotions, retention),
                     on_promoted=on_release,
                 ),
             ),
@@ -353,21 +351,21 @@ class TrainerServer:
             raise
 
 
-def states_belong_to(registry: Registry, draft: HeadConfig) -> dict[str, object]:
+def states_belong_to(registry: Registry, draft: DraftShape) -> dict[str, object]:
     """What a training state must have been saved with to be resumed: this draft's beginning."""
     first = registry.get(0).tensors
     total = hashlib.sha256(b"".join(spec.sha256 for spec in first))
     return head_facts(draft) | {"initial_sha256": total.hexdigest()}
 
 
-def _max_tokens(config: TrainerConfig, head: Eagle3Head) -> int:
+def _max_tokens(config: TrainerConfig, head: Draft) -> int:
     """Longest sample: as configured, but in bf16 it must fit one message and the windows."""
-    per_token = 2 * (head.config.num_aux_layers + 1) * head.config.target_hidden_size + 21
+    per_token = 2 * (len(head.config.aux_layer_ids) + 1) * head.config.target_hidden_size + 21
     server = config.server
     largest = min(server.max_message_bytes, server.receive_window_bytes) - _MESSAGE_OVERHEAD
     longest = min(config.server.max_tokens_per_sample, largest // per_token)
-    if head.config.sliding_window is not None:
-        longest = min(longest, head.config.sliding_window - config.training.ttt_steps + 1)
+    if head.config.max_row_tokens is not None:
+        longest = min(longest, head.config.max_row_tokens - config.training.ttt_steps + 1)
     return max(3, longest)
 
 

@@ -24,7 +24,7 @@ import torch
 
 from draft_trainer.config import TrainerConfig
 from draft_trainer.counters import VerdictLog
-from draft_trainer.drafters.eagle3.config import HeadConfig
+from draft_trainer.drafters import DraftShape
 from draft_trainer.ingest.ingest import CreditWindow, Ingest
 from draft_trainer.ingest.rings import Rings
 from draft_trainer.ingest.run import Runs, announce
@@ -202,7 +202,7 @@ class DraftTrainerService(ReleaseCalls):
     def __init__(
         self,
         config: TrainerConfig,
-        draft: HeadConfig,
+        draft: DraftShape,
         draft_vocab_ids: torch.Tensor,
         runs: Runs,
         ingest: Ingest,

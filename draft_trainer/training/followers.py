@@ -16,8 +16,8 @@ import safetensors.torch
 from torch import Tensor
 
 from draft_trainer.config import LearnerConfig
-from draft_trainer.drafters.eagle3.batch import PolicyHead, PolicyHeads
-from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.drafters import DRAFTERS, Draft
+from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.sample import Sample
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.ranks import Ranks, shares
@@ -41,9 +41,12 @@ class Followers:
         self._heads: PolicyHeads | None = None
         self._sent: dict[int, tuple[bytes, bytes]] = {}
 
-    def begin(self, head: HeadConfig, config: LearnerConfig) -> None:
+    def begin(self, draft: Draft, config: LearnerConfig) -> None:
         """Have them make their learners; rank 0's calls ``take_rank_0`` next."""
-        self._tell("begin", {"head": head.to_dict("float32"), "config": repr(config)})
+        self._tell(
+            "begin",
+            {"kind": draft.kind, "head": draft.config.to_dict("float32"), "config": repr(config)},
+        )
 
     def take_rank_0(self) -> None:
         """Have them take rank 0's state; its learner calls ``take_rank_0`` next."""
@@ -131,7 +134,7 @@ def follow(ranks: Ranks, config: LearnerConfig) -> None:
             f"{facts['config']}, rank 0's",
             "give every rank the same configuration file",
         )
-    head = Eagle3Head(HeadConfig.from_dict(facts["head"]))
+    head = DRAFTERS[facts["kind"]].build(facts["head"])
     learner = Learner(head.to(ranks.device), config, ranks)
     learner.take_rank_0()
     heads = PolicyHeads(1)

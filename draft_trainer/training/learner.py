@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from draft_trainer.config import LearnerConfig, StepMetrics
-from draft_trainer.drafters.eagle3.batch import Batch, PolicyHeads, batches
-from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.drafters.eagle3.loss import METRICS, step_weights, ttt_objective, valid_targets
+from draft_trainer.drafters import Draft
+from draft_trainer.drafters.batch import Batch, batches
+from draft_trainer.drafters.loss import METRICS, step_weights, ttt_objective, valid_targets
+from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.sample import Sample
 from draft_trainer.training.ranks import Ranks
 from slipstream.errors import RefusedError
@@ -108,7 +109,7 @@ class HeadOptimizer:
         config: rates, clipping and averaging.
     """
 
-    def __init__(self, head: Eagle3Head, config: LearnerConfig) -> None:
+    def __init__(self, head: Draft, config: LearnerConfig) -> None:
         self._parameters = dict(head.named_parameters())
         self._config = config
         self._average = self._copies() if config.weight_averaging else {}
@@ -213,7 +214,7 @@ class Learner:
             of the samples, after ``take_rank_0`` has given all of them the same weights.
     """
 
-    def __init__(self, head: Eagle3Head, config: LearnerConfig, ranks: Ranks | None = None) -> None:
+    def __init__(self, head: Draft, config: LearnerConfig, ranks: Ranks | None = None) -> None:
         self.head = head.float()
         self.config = config
         self.steps = 0
@@ -247,7 +248,7 @@ class Learner:
         self._optimizer.clear_gradients()
         # The loss, then METRICS of every TTT step.
         totals = torch.zeros(
-            1 + steps * len(METRICS), dtype=torch.float64, device=self.head.norm.weight.device
+            1 + steps * len(METRICS), dtype=torch.float64, device=self.head.lm_head.weight.device
         )
         for batch, valid in parts:
             totals += self._backward(batch, valid, counts.clamp(min=1))
@@ -283,7 +284,7 @@ class Learner:
         )
 
     @torch.no_grad()
-    def snapshot(self, dtype: torch.dtype = torch.bfloat16) -> Eagle3Head:
+    def snapshot(self, dtype: torch.dtype = torch.bfloat16) -> Draft:
         """A float32 copy of the averaged head, its weights rounded to ``dtype``, as it is served.
 
         The gate must judge these weights: rounding is part of a release.
@@ -351,7 +352,7 @@ class Learner:
         steps = self.config.ttt_steps
         parts: list[tuple[Batch, Tensor]] = []
         refusal = None
-        device = self.head.norm.weight.device
+        device = self.head.lm_head.weight.device
         try:
             size = self.config.max_batch_tokens
             for batch in batches(samples, policy_heads, size, device, window_steps=steps):

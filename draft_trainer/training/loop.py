@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from draft_trainer.config import TrainerConfig, TrainingConfig
 from draft_trainer.counters import Counters
@@ -36,7 +35,6 @@ class Candidates:
     Args:
         config: the trainer's.
         registry: where releases are written.
-        d2t: the draft vocabulary of every release (see ``checkpoint``).
         judge: the gate.
         promotions: which release is wanted.
         retention: applied after every release.
@@ -47,7 +45,6 @@ class Candidates:
         self,
         config: TrainerConfig,
         registry: Registry,
-        d2t: Tensor | None,
         judge: Judge,
         promotions: Promotions,
         retention: Retention,
@@ -55,7 +52,6 @@ class Candidates:
     ) -> None:
         self._config = config
         self._registry = registry
-        self._d2t = d2t
         self._judge = judge
         self._promotions = promotions
         self._retention = retention
@@ -75,8 +71,6 @@ class Candidates:
         try:
             manifest = self._registry.create(
                 candidate,
-                candidate.config,
-                self._d2t,
                 parent=self._status.newest_release,
                 trained_against=trained_against,
                 run_id=run.run_id,
@@ -172,7 +166,7 @@ class TrainingLoop:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._config.nice)
         torch.set_num_threads(self._config.threads)
         try:
-            self._followers.begin(self._learner.head.config, self._learner.config)
+            self._followers.begin(self._learner.head, self._learner.config)
             self._learner.take_rank_0()
             while not self._stopping.is_set():
                 run = self._runs.current

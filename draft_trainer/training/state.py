@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draft_trainer.drafters.eagle3.config import HeadConfig
+from draft_trainer.drafters import DraftShape
 from draft_trainer.files import written_whole
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError, StatusCode
@@ -175,7 +175,7 @@ class StateStore:
         return sorted(int(match.group(1)) for match in found if match)
 
 
-def head_facts(config: HeadConfig) -> dict[str, object]:
+def head_facts(config: DraftShape) -> dict[str, object]:
     """A head's configuration for ``belongs_to``."""
     return {f"head.{name}": value for name, value in asdict(config).items()}
 

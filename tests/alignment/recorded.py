@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from draft_trainer.drafters.eagle3.batch import PolicyHead, PolicyHeads
+from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.sample import Sample
 
 

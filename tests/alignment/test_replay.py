@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draft_trainer.checkpoints.checkpoint import load_head, target_ids
-from draft_trainer.drafters.eagle3.acceptance import expected_acceptance
+from draft_trainer.drafters.acceptance import expected_acceptance
+from draft_trainer.drafters.eagle3.checkpoint import load_head
 from examples.arithmetic_grpo.rollouts import SpecCounters, parse_counters
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
@@ -71,13 +71,13 @@ def test_replay_predicts_measured_acceptance(
     assert measured.drafts > 8000
 
     model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
-    head, d2t = load_head(draft_dir)
-    assert d2t is not None, "the demo's draft has a reduced vocabulary"
+    head = load_head(draft_dir)
+    assert head.draft_vocab_ids is not None, "the demo's draft has a reduced vocabulary"
     layers = head.config.aux_layer_ids
     predicted = expected_acceptance(
         head.float(),
         record(model, prompts, completions, layers),
-        policy_heads(model, target_ids(d2t)),
+        policy_heads(model, head.target_ids()),
         DRAFT_LENGTH,
         method,  # type: ignore[arg-type]
     )

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from draft_trainer.checkpoints.checkpoint import load_head, target_ids
-from draft_trainer.drafters.eagle3.batch import batches
-from draft_trainer.drafters.eagle3.unroll import ttt_unroll
+from draft_trainer.drafters.batch import batches
+from draft_trainer.drafters.eagle3.checkpoint import load_head
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner, LearnerConfig
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids, sample
@@ -31,10 +30,10 @@ def test_trained_release_has_equal_logits_in_vllm(
     policy_dir: Path, draft_dir: Path, tmp_path: Path
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
-    head, d2t = load_head(draft_dir)
-    assert d2t is not None
+    head = load_head(draft_dir)
+    assert head.draft_vocab_ids is not None
     layers = head.config.aux_layer_ids
-    heads = policy_heads(model, target_ids(d2t))
+    heads = policy_heads(model, head.target_ids())
     prompts = [prompt_ids(problem) for problem in held_out_problems(8)]
     rollouts = sample(model, prompts, generator=torch.Generator().manual_seed(0)).completions
     before = {name: value.clone() for name, value in head.state_dict().items()}
@@ -47,8 +46,6 @@ def test_trained_release_has_equal_logits_in_vllm(
     snapshot = learner.snapshot()
     manifest = registry.create(
         snapshot,
-        snapshot.config,
-        d2t,
         parent=0,
         trained_against=0,
         run_id="round-trip",
@@ -56,7 +53,7 @@ def test_trained_release_has_equal_logits_in_vllm(
         gate=None,
     )
     release = registry.path(manifest.draft_version)
-    released, _ = load_head(release)
+    released = load_head(release)
     # Norm weights sit at 1.0, where 1e-3 is below bf16's resolution; every matrix must have moved.
     for name, value in released.state_dict().items():
         assert value.dim() == 1 or not torch.equal(value, before[name]), name
@@ -68,7 +65,7 @@ def test_trained_release_has_equal_logits_in_vllm(
     anchor = len(prompts[0]) - 1
     batch, *_ = batches([sample_], heads, 4096)
     with torch.no_grad():
-        outputs = list(ttt_unroll(released.float(), batch, DRAFT_LENGTH))
+        outputs = list(released.float().unroll(batch, DRAFT_LENGTH))
     for step, output in enumerate(outputs):
         ours = released.logits(output)[0, anchor]
         theirs = drafted[f"logits{step}"]

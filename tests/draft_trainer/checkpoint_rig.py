@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draft_trainer.checkpoints.checkpoint import d2t_of, save_draft
+from draft_trainer.checkpoints.draft import d2t_of
+from draft_trainer.drafters.eagle3.checkpoint import save_draft
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, draft_vocab_ids, head
 
@@ -27,8 +28,7 @@ def saved(folder: Path, seed: int = 1, **options: Any) -> Eagle3Head:
     model = head(seed, **options)
     if model.embed_tokens is not None:
         torch.nn.init.normal_(model.embed_tokens.weight)
-    maps = None if model.config.full_vocabulary else d2t()
-    save_draft(folder, model.config, model, maps, torch.float32, layout=layout)
+    save_draft(folder, model, torch.float32, layout=layout)
     return model
 
 

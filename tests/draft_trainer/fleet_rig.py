@@ -7,7 +7,6 @@ from pathlib import Path
 import grpc
 import torch
 
-from draft_trainer.checkpoints.checkpoint import d2t_of
 from draft_trainer.config import CanaryConfig
 from draft_trainer.counters import Counters
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
@@ -16,7 +15,7 @@ from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.registry import Promotions, Registry
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.rig import write_draft
-from tests.draft_trainer.synthetic import draft_vocab_ids, head
+from tests.draft_trainer.synthetic import head
 
 RELEASES = 4
 
@@ -38,8 +37,6 @@ class Rig:
             model = head(seed)
             self.registry.create(
                 model,
-                model.config,
-                d2t_of(draft_vocab_ids()),
                 parent=seed - 1,
                 trained_against=10 + seed,
                 run_id="run",

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draft_trainer.checkpoints.checkpoint import d2t_of
+from draft_trainer.checkpoints.draft import d2t_of
 from draft_trainer.releases.registry import Registry
 from slipstream.v1 import release_pb2
 from tests.draft_trainer.synthetic import draft_vocab_ids, head
@@ -28,7 +28,7 @@ def create(registry: Registry, seed: int = 0, **changes: Any) -> release_pb2.Rel
         "ttt_steps": 3,
         "gate": None,
     }
-    return registry.create(model, model.config, d2t(), **(options | changes))
+    return registry.create(model, **(options | changes))
 
 
 def names(folder: Path) -> set[str]:

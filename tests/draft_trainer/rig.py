@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import torch
 
-from draft_trainer.checkpoints.checkpoint import d2t_of, save_draft
 from draft_trainer.config import TrainerConfig, parse_config
+from draft_trainer.drafters.eagle3.checkpoint import save_draft
 from draft_trainer.sample import Sample
 from draft_trainer.server.app import TrainerServer
 from slipstream.client import open_channel
@@ -34,7 +34,7 @@ def write_draft(folder: Path, seed: int = 0) -> Path:
     """A random draft checkpoint with a reduced vocabulary."""
     folder.mkdir(parents=True)
     model = head(seed)
-    save_draft(folder, model.config, model, d2t_of(draft_vocab_ids()))
+    save_draft(folder, model)
     return folder
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from draft_trainer.drafters.eagle3.batch import PolicyHead, PolicyHeads
+from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.sample import Sample
 from draft_trainer.training.followers import Followers, follow
 from draft_trainer.training.learner import Learner, LearnerConfig
@@ -40,7 +40,7 @@ def announced(heads: PolicyHeads, version: int, policy: Policy) -> list[Sample]:
 
 def lead(learner: Learner, followers: Followers) -> list[float]:
     """The losses of ten steps, three of them of another run."""
-    followers.begin(learner.head.config, learner.config)
+    followers.begin(learner.head, learner.config)
     learner.take_rank_0()
     heads, losses = PolicyHeads(2), []
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draft_trainer.drafters.eagle3.batch import PolicyHead, PolicyHeads
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.sample import Sample
 
 HIDDEN, VOCAB, DRAFT_VOCAB, LAYERS = 16, 24, 16, 3

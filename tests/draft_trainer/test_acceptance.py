@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_trainer.drafters.eagle3.acceptance import (
+from draft_trainer.drafters.acceptance import (
     Method,
     expected_acceptance,
     visit_probabilities,
 )
-from draft_trainer.drafters.eagle3.batch import batches, collate
+from draft_trainer.drafters.batch import batches, collate
 from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.drafters.eagle3.loss import valid_targets
-from draft_trainer.drafters.eagle3.unroll import ttt_unroll
+from draft_trainer.drafters.loss import valid_targets
 from draft_trainer.training.learner import Learner, LearnerConfig
 from slipstream.errors import RefusedError
 from tests.draft_trainer.synthetic import VOCAB, Policy, draft_vocab_ids, head
@@ -63,7 +62,7 @@ def _simulate(
             [policy.sample(torch.tensor(t), str(i)) for i, t in enumerate(chains)], heads
         )
         with torch.no_grad():
-            output = list(ttt_unroll(model, batch, step + 1))[step]
+            output = list(model.unroll(batch, step + 1))[step]
             logits = model.logits(output[torch.arange(len(chains)), torch.tensor(anchors)])
         q = torch.zeros(len(chains), VOCAB)
         q[:, ids] = (logits / TEMPERATURE).softmax(-1)

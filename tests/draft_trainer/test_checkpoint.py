@@ -10,15 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_trainer.checkpoints.checkpoint import (
-    load_draft,
+from draft_trainer.checkpoints.draft import target_ids
+from draft_trainer.drafters.eagle3.checkpoint import (
     load_head,
     read_checkpoint,
     save_draft,
-    target_ids,
-    write_checkpoint,
 )
 from draft_trainer.drafters.eagle3.config import HeadConfig, RopeScaling
+from draft_trainer.drafters.eagle3.head import Eagle3Head
 from slipstream.errors import RefusedError
 from tests.draft_trainer.checkpoint_rig import (
     CONFIG,
@@ -29,7 +28,7 @@ from tests.draft_trainer.checkpoint_rig import (
     policy_folder,
     saved,
 )
-from tests.draft_trainer.synthetic import HIDDEN, VOCAB, draft_vocab_ids, head
+from tests.draft_trainer.synthetic import HIDDEN, VOCAB, config, draft_vocab_ids, head
 
 _VLLM_NAMES = {
     "fc.weight",
@@ -61,7 +60,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 
 def test_a_plain_checkpoint_has_vllms_names(tmp_path: Path) -> None:
     model = head(1)
-    save_draft(tmp_path, model.config, model, d2t())
+    save_draft(tmp_path, model)
     tensors = load_file(tmp_path / WEIGHTS)
     assert tensors.keys() == _VLLM_NAMES | {"d2t", "t2d"}
     assert tensors["fc.weight"].dtype == torch.bfloat16
@@ -69,18 +68,18 @@ def test_a_plain_checkpoint_has_vllms_names(tmp_path: Path) -> None:
     written = json.loads((tmp_path / CONFIG).read_text())
     assert written["architectures"] == ["LlamaForCausalLMEagle3"]
     assert written["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
-    loaded, _ = load_head(tmp_path)
+    loaded = load_head(tmp_path)
     for a, b in zip(loaded.parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b.bfloat16().float())
     assert loaded.draft_ids_of(torch.tensor([0, 2, 3])).tolist() == [0, -1, 2]
 
 
 def test_full_vocabulary_checkpoint_has_no_d2t(tmp_path: Path) -> None:
-    model = saved(tmp_path, draft_vocab=VOCAB)
+    saved(tmp_path, draft_vocab=VOCAB)
     assert load_file(tmp_path / WEIGHTS).keys() == _VLLM_NAMES
-    assert load_draft(tmp_path)[2] is None
-    with pytest.raises(RefusedError, match="d2t"):
-        save_draft(tmp_path, model.config, model, torch.zeros(VOCAB, dtype=torch.int64))
+    assert load_head(tmp_path).draft_vocab_ids is None
+    with pytest.raises(RefusedError, match="draft_vocab_ids"):
+        save_draft(tmp_path, Eagle3Head(config()))
 
 
 @pytest.mark.parametrize("layout", ["plain", "speculators"])
@@ -98,8 +97,8 @@ def test_round_trips_are_exact(tmp_path: Path, layout: str, variant: str) -> Non
         assert torch.equal(checkpoint.tensors[name], tensor), name
     if not model.config.full_vocabulary:
         assert checkpoint.d2t is not None and torch.equal(checkpoint.d2t, d2t())
-    save_draft(second, model.config, model, checkpoint.d2t, torch.float32, like=first)
-    write_checkpoint(third, checkpoint)
+    save_draft(second, model, torch.float32, like=first)
+    checkpoint.write(third)
     for name in (CONFIG, WEIGHTS):
         assert (first / name).read_bytes() == (second / name).read_bytes()
         assert (first / name).read_bytes() == (third / name).read_bytes()
@@ -118,13 +117,13 @@ def test_what_the_trainer_does_not_know_is_kept(tmp_path: Path) -> None:
     save_file(tensors, first / WEIGHTS)
     edit_config(first, bos_token_id=7, note="mine", dtype=..., torch_dtype="float32")
     assert read_checkpoint(first).as_stored
-    save_draft(second, model.config, model, d2t(), like=first)
+    save_draft(second, model, like=first)
     assert load_file(second / WEIGHTS).keys() == tensors.keys()
     expected = {**json.loads((first / CONFIG).read_text()), "torch_dtype": "bfloat16"}
     assert json.loads((second / CONFIG).read_text()) == expected
     with pytest.raises(RefusedError, match="rms_norm_eps"):
         other = head(1, rms_norm_eps=0.5)
-        save_draft(second, other.config, other, d2t(), like=first)
+        save_draft(second, other, like=first)
 
 
 def test_older_fields_are_read(tmp_path: Path) -> None:
@@ -160,16 +159,16 @@ def test_embeddings_are_dropped_kept_or_refused(tmp_path: Path) -> None:
         read_checkpoint(tmp_path)
     copied = read_checkpoint(tmp_path, policy)
     assert copied.config == model.config and not copied.as_stored
-    assert load_head(tmp_path, policy)[0].embed_tokens is None
+    assert load_head(tmp_path, policy).embed_tokens is None
 
     edit_tensors(tmp_path, embed_tokens__weight=theirs.float() + 1)
     own = read_checkpoint(tmp_path, policy)
     assert own.config.own_embeddings and not own.as_stored
     again = tmp_path / "again"
     again.mkdir()
-    write_checkpoint(again, own)
+    own.write(again)
     # What was found out is in the file now, so that the policy is no longer needed.
-    loaded, _ = load_head(again)
+    loaded = load_head(again)
     assert loaded.embed_tokens is not None and read_checkpoint(again).as_stored
     assert torch.equal(loaded.embed_tokens.weight, theirs.float() + 1)
     assert not loaded.embed_tokens.weight.requires_grad

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_trainer.checkpoints.checkpoint import load_head, read_checkpoint, save_draft
+from draft_trainer.drafters.eagle3.checkpoint import load_head, read_checkpoint, save_draft
 from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError
 from tests.draft_trainer.dense_head import dense_step
@@ -33,10 +33,10 @@ def test_what_a_trainer_wrote_is_what_it_computes(name: str) -> None:
         in_file = stored.get(own_name, stored.get(own_name.replace("midlayer.", "layers.0.")))
         assert in_file is not None and torch.equal(tensor, in_file), own_name
         assert tensor.dtype == in_file.dtype
-    head, d2t = load_head(_FOLDER / name, _POLICY)
-    assert head.embed_tokens is None and (d2t is None) == head.config.full_vocabulary
-    if d2t is not None:
-        assert torch.equal(d2t, stored["d2t"])
+    head = load_head(_FOLDER / name, _POLICY)
+    assert head.embed_tokens is None and (checkpoint.d2t is None) == head.config.full_vocabulary
+    if checkpoint.d2t is not None:
+        assert torch.equal(checkpoint.d2t, stored["d2t"])
     with torch.no_grad():
         hidden = head.fuse(expected["aux"][None])
         embeds, positions = expected["embeds"][None], expected["positions"][None]
@@ -103,11 +103,9 @@ def test_released_drafts_keep_the_checkpoints_form(tmp_path: Path, name: str) ->
         given["transformer_layer_config"]["num_aux_hidden_states"] = 2
         assert written == given
 
-    head, d2t = load_head(zero)
+    head = load_head(zero)
     newer = registry.create(
         head,
-        head.config,
-        d2t,
         parent=0,
         trained_against=1,
         run_id="run",
@@ -127,8 +125,8 @@ def test_released_drafts_keep_the_checkpoints_form(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize("name", _SPECULATORS)
 def test_a_new_speculators_checkpoint_has_every_field_of_theirs(tmp_path: Path, name: str) -> None:
     """Not every value: what a draft's function does not depend on is left to their defaults."""
-    head, d2t = load_head(_FOLDER / name, _POLICY)
-    save_draft(tmp_path, head.config, head, d2t, layout="speculators", policy=_POLICY)
+    head = load_head(_FOLDER / name, _POLICY)
+    save_draft(tmp_path, head, layout="speculators", policy=_POLICY)
     theirs = json.loads((_FOLDER / name / "config.json").read_text())
     ours = json.loads((tmp_path / "config.json").read_text())
     defaults = {"auto_map", "transformers_version", "embed_requires_grad"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_trainer.checkpoints.checkpoint import read_checkpoint, save_draft
+from draft_trainer.drafters.eagle3.checkpoint import read_checkpoint, save_draft
 from slipstream.errors import RefusedError
 from tests.draft_trainer.checkpoint_rig import (
     CONFIG,
@@ -159,5 +159,5 @@ def test_what_a_layout_cannot_say_is_not_written(tmp_path: Path) -> None:
     both = head(1, norm_before_fc=True, fc_norm=True)
     for layout, field in (("speculators", "fc_norm"), ("modelopt", "layout"), ("x", "layout")):
         with pytest.raises(RefusedError, match=field):
-            save_draft(tmp_path, both.config, both, d2t(), layout=layout)
+            save_draft(tmp_path, both, layout=layout)
     assert not list(tmp_path.iterdir())

@@ -9,14 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_trainer.checkpoints.checkpoint import load_head, read_checkpoint, save_draft
 from draft_trainer.cli.main import main
 from draft_trainer.counters import KEPT_VERDICTS as KEPT
 from draft_trainer.counters import VerdictLog, read_verdicts
+from draft_trainer.drafters.eagle3.checkpoint import load_head, read_checkpoint, save_draft
+from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.releases.registry import Registry, write_pins
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
-from tests.draft_trainer.registry_rig import create, d2t, flip
+from tests.draft_trainer.registry_rig import create, flip
 from tests.draft_trainer.rig import make_config, running, write_draft
 from tests.draft_trainer.synthetic import head
 
@@ -117,9 +118,7 @@ def test_diff_tells_which_tensors_moved_and_how_far(folder: Path, capsys: Captur
     expected = (
         moved.fc.weight.bfloat16().double() - head(2).fc.weight.bfloat16().double()
     ).detach()
-    registry.create(
-        moved, moved.config, d2t(), parent=2, trained_against=9, run_id="", ttt_steps=3, gate=None
-    )
+    registry.create(moved, parent=2, trained_against=9, run_id="", ttt_steps=3, gate=None)
     code, found = as_json(capsys, "diff", 2, 3, "--registry", folder)
     assert code == 0 and isinstance(found, dict)
     (changed,) = [tensor for tensor in found["tensors"] if tensor["changed"]]
@@ -167,13 +166,12 @@ def test_import_refuses_what_is_not_this_registrys_draft(
     before = {path.name for path in folder.iterdir()}
     wide = head(0, intermediate_size=40)
     (tmp_path / "wide").mkdir()
-    save_draft(tmp_path / "wide", wide.config, wide, d2t())
+    save_draft(tmp_path / "wide", wide)
     line = refused(capsys, "import", tmp_path / "wide", "--registry", folder)
     assert "intermediate_size: found intermediate_size 40, expected intermediate_size 32" in line
     (tmp_path / "other").mkdir()
     ids = torch.arange(8, 24)
-    model = head(0)
-    save_draft(tmp_path / "other", model.config, model, ids - torch.arange(16))
+    save_draft(tmp_path / "other", Eagle3Head(head(0).config, ids))
     line = refused(capsys, "import", tmp_path / "other", "--registry", folder)
     assert "draft vocabulary" in line
     pickled = write_draft(tmp_path / "pickled")
@@ -224,8 +222,8 @@ def test_a_folder_that_a_trainer_holds(tmp_path: Path, capsys: Capture) -> None:
         assert run(capsys, "verify", *at) == (0, "draft 0: sound\ndraft 1: sound\n")
         assert as_json(capsys, "verdicts", *at) == (0, [])
         assert run(capsys, "export", 1, tmp_path / "exported", *at)[0] == 0
-        exported, _ = load_head(tmp_path / "exported")
-        wanted, _ = load_head(draft)
+        exported = load_head(tmp_path / "exported")
+        wanted = load_head(draft)
         for name, tensor in wanted.state_dict().items():
             assert torch.equal(exported.state_dict()[name], tensor)
         assert read_checkpoint(tmp_path / "exported").as_stored

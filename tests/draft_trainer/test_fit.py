@@ -17,9 +17,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from draft_trainer.checkpoints.checkpoint import load_head, target_ids
 from draft_trainer.cli.main import main
-from draft_trainer.drafters.eagle3.acceptance import expected_acceptance
+from draft_trainer.drafters.acceptance import expected_acceptance
+from draft_trainer.drafters.eagle3.checkpoint import load_head
 from draft_trainer.offline.fit import Progress, _ticks, duration, read_log
 from draft_trainer.recordings.recording import Recording
 from draft_trainer.sample import is_held_out
@@ -130,14 +130,14 @@ def test_init_and_fit_raise_the_acceptance(
     assert "Estimated acceptance length, held out" in texts and "TTT step 2" in texts
 
     # What is said is of the weights that are served, on prompts that were not trained on.
-    head, d2t = load_head(out)
+    head = load_head(out)
     recording = Recording(tiny_states)
-    assert d2t is not None
+    assert head.draft_vocab_ids is not None
     held_out = [
         recording[i] for i, group in enumerate(recording.groups()) if is_held_out(group, 0.05)
     ]
     assert len(held_out) == start["held_out_samples"] == len(recording) - start["samples"] > 2
-    heads = recording.policy_heads(target_ids(d2t))
+    heads = recording.policy_heads(head.target_ids())
     again = expected_acceptance(head, held_out, heads, 3, "probabilistic")
     assert again.acceptance_length == pytest.approx(max(lengths), abs=1e-9)
     assert "expected acceptance length" in capsys.readouterr().err
@@ -163,7 +163,7 @@ def test_the_best_is_kept_not_the_last(tmp_path: Path, draft_dir: Path, tiny_sta
     first, last = (e for e in read_log(out / "training.jsonl") if e["event"] == "evaluation")
     assert first["acceptance_length"] > 3.3 and first["best"]
     assert last["acceptance_length"] < 2.0 and not last["best"]
-    before, after = load_head(draft_dir)[0], load_head(out)[0]
+    before, after = load_head(draft_dir), load_head(out)
     for name, tensor in before.state_dict().items():
         assert torch.equal(after.state_dict()[name], tensor), name
 
@@ -209,7 +209,7 @@ def test_an_ended_fit_resumes_to_the_same_bits(
     events = work.events(out, "step")
     total = len(work.events("whole", "step"))
     assert len(events) < total
-    head, _ = load_head(work.folder / out)
+    head = load_head(work.folder / out)
     assert head.config.draft_vocab_size == 16
     states = sorted((work.folder / out / "state").glob("state-*"))
     newest = int(states[-1].stem.removeprefix("state-")) if states else 0

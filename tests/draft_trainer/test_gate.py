@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_trainer.drafters.eagle3.acceptance import expected_acceptance
+from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.releases.gate import Gate, GateConfig, paired_interval, student
 from draft_trainer.sample import Sample

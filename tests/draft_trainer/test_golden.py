@@ -16,10 +16,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from draft_trainer.drafters.eagle3.batch import Batch
+from draft_trainer.drafters.batch import Batch, ahead
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
-from draft_trainer.drafters.eagle3.loss import Objective, step_weights, ttt_objective
-from draft_trainer.drafters.eagle3.unroll import ahead, ttt_unroll
+from draft_trainer.drafters.loss import Objective, step_weights, ttt_objective
 from draft_trainer.kernels.library import using_kernels
 
 STEPS = 4
@@ -102,7 +101,7 @@ def test_specforge_logits() -> None:
     golden, dims = _load("specforge")
     head = _head(golden, dims)
     length = golden["in.input_ids"].shape[1]
-    for step, output in enumerate(ttt_unroll(head, _batch(golden), STEPS)):
+    for step, output in enumerate(head.unroll(_batch(golden), STEPS)):
         exists = slice(0, length - 1 - step)
         _close(head.logits(output)[:, exists], golden[f"step{step}.logits"][:, exists])
 
@@ -133,7 +132,7 @@ def test_speculators_logits() -> None:
     golden, dims = _load("speculators")
     head = _head(golden, dims)
     length = golden["in.input_ids"].shape[1]
-    for step, output in enumerate(ttt_unroll(head, _batch(golden), STEPS)):
+    for step, output in enumerate(head.unroll(_batch(golden), STEPS)):
         theirs = golden[f"step{step}.logits"][0]
         for row in range(2):
             start, count = row * (length - 1), length - 1 - step

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import draft_trainer.drafters.eagle3.unroll
+from draft_trainer.drafters.batch import ahead
 from draft_trainer.drafters.eagle3.head import Eagle3Head, RMSNorm
-from draft_trainer.drafters.eagle3.loss import ttt_objective
-from draft_trainer.drafters.eagle3.unroll import ahead, ttt_unroll
+from draft_trainer.drafters.loss import ttt_objective
 from tests.draft_trainer.test_golden import (
     STEPS,
     _batch,
@@ -28,25 +27,30 @@ from tests.draft_trainer.test_golden import (
 golden, dims = _load("modelopt")
 
 
+class _NormedTwice(RMSNorm):
+    """ModelOpt's ``input_layernorm`` before ``hidden_norm``."""
+
+    def __init__(self, first: RMSNorm, second: RMSNorm) -> None:
+        super().__init__(len(second.weight), second.eps)
+        self.weight, self._first = second.weight, [first]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self._first[0](x))
+
+
 @pytest.fixture
-def head(monkeypatch: pytest.MonkeyPatch) -> Eagle3Head:
+def head() -> Eagle3Head:
     """The golden head, its hidden state normed twice."""
     head = _head(golden, dims)
-    once = draft_trainer.drafters.eagle3.unroll._normed
-
-    def normed(norm: RMSNorm, x: Tensor) -> Tensor:
-        if norm is head.midlayer.hidden_norm:
-            x = once(head.midlayer.input_layernorm, x)
-        return once(norm, x)
-
-    monkeypatch.setattr(draft_trainer.drafters.eagle3.unroll, "_normed", normed)
+    layer = head.midlayer
+    layer.hidden_norm = _NormedTwice(layer.input_layernorm, layer.hidden_norm)
     return head
 
 
 def test_modelopt_logits(head: Eagle3Head) -> None:
     """Every anchor whose token in exists, in all four steps."""
     length = golden["in.input_ids"].shape[1]
-    for step, output in enumerate(ttt_unroll(head, _batch(golden), STEPS)):
+    for step, output in enumerate(head.unroll(_batch(golden), STEPS)):
         theirs = golden[f"step{step}.logits"][:, step : length - 1]
         _close(head.logits(output)[:, : length - 1 - step], theirs)
 

@@ -18,11 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draft_trainer.checkpoints.checkpoint import d2t_of, load_head, save_draft, target_ids
-from draft_trainer.drafters.eagle3.batch import Batch
+from draft_trainer.drafters.batch import Batch
+from draft_trainer.drafters.eagle3.checkpoint import load_head, save_draft
 from draft_trainer.drafters.eagle3.config import HeadConfig, RopeScaling
 from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.drafters.eagle3.unroll import ttt_unroll
 from slipstream.errors import RefusedError
 from tests.draft_trainer.dense_head import dense_step
 
@@ -146,9 +145,8 @@ def served(folder: Path, policy_dir: Path) -> dict[str, dict[str, Tensor]]:
         drafts[name] = folder / str(number)
         drafts[name].mkdir()
         head = _head(name)
-        d2t = None if head.draft_vocab_ids is None else d2t_of(head.draft_vocab_ids)
         layout = "speculators" if name in _IN_SPECULATORS_LAYOUT else "plain"
-        save_draft(drafts[name], head.config, head, d2t, torch.float32, layout=layout)
+        save_draft(drafts[name], head, torch.float32, layout=layout)
     inputs = folder / "inputs.safetensors"
     save_file(_inputs(), inputs)
     job = {
@@ -176,9 +174,9 @@ def _close(ours: Tensor, theirs: Tensor) -> None:
 def test_modules_equal_vllms(served: dict[str, dict[str, Tensor]], folder: Path, name: str) -> None:
     """Two draft steps over the whole sequence: fused states, logits, and what is fed back."""
     theirs, inputs = served[name], _inputs()
-    head, d2t = load_head(folder / str(list(_VARIANTS).index(name)))
+    head = load_head(folder / str(list(_VARIANTS).index(name)))
     assert head.config == _head(name).config
-    columns = torch.arange(VOCAB) if d2t is None else target_ids(d2t)
+    columns = head.target_ids()
     assert bool(theirs["own_embeddings"]) == (head.embed_tokens is not None)
     embeds = inputs["embeds"]
     with torch.no_grad():
@@ -199,7 +197,7 @@ def test_unroll_equals_vllms_first_step(served: dict[str, dict[str, Tensor]], na
     """The training path's own arithmetic, on every variant."""
     head, inputs = _head(name), _inputs()
     with torch.no_grad():
-        output, *_ = ttt_unroll(head, _batch(head, inputs), 1)
+        output, *_ = head.unroll(_batch(head, inputs), 1)
         logits = head.logits(output)[0, : TOKENS - 2]
     ids = head.draft_vocab_ids
     _close(logits, served[name]["logits0"][:, slice(None) if ids is None else ids])
@@ -212,7 +210,7 @@ def test_later_steps_equal_serving_one_chain(name: str) -> None:
     batch = _batch(head, inputs)
     table = head.embed_tokens
     embeds = batch.embeds if table is None else table(batch.token_ids)
-    outputs = list(ttt_unroll(head, batch, steps))
+    outputs = list(head.unroll(batch, steps))
     hidden = head.fuse(batch.aux[:, : anchor + 1])
     for step, output in enumerate(outputs):
         upto = anchor + 1 + step
@@ -232,12 +230,11 @@ def test_a_window_is_not_trained_past() -> None:
     windowed.load_state_dict(plain.state_dict())
     with torch.no_grad():
         outputs = [
-            torch.stack(list(ttt_unroll(head, _batch(head, _inputs()), 3)))
-            for head in (plain, windowed)
+            torch.stack(list(head.unroll(_batch(head, _inputs()), 3))) for head in (plain, windowed)
         ]
         assert torch.equal(*outputs)
         with pytest.raises(RefusedError, match="sliding_window"):
-            list(ttt_unroll(windowed, _batch(windowed, _inputs()), 4))
+            list(windowed.unroll(_batch(windowed, _inputs()), 4))
 
 
 def _batch(head: Eagle3Head, inputs: dict[str, Tensor]) -> Batch:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_trainer.checkpoints.checkpoint import load_head, target_ids
-from draft_trainer.checkpoints.initial import choose_draft_vocabulary, init_draft
 from draft_trainer.checkpoints.policy import PolicyCheckpoint, read_policy
 from draft_trainer.cli.main import main
+from draft_trainer.drafters.eagle3.checkpoint import load_head
+from draft_trainer.drafters.eagle3.initial import choose_draft_vocabulary, init_draft
 from draft_trainer.recordings.recording import Recording
 from slipstream.errors import RefusedError
 from tests.draft_trainer.recordings import record_synthetic
@@ -152,13 +152,13 @@ def test_init_from_recorded_states(
         for token in sample.token_ids[sample.loss_mask].tolist()
     )
     expected = sorted(sorted(range(128), key=lambda token: (-counts[token], token))[:40])
-    head, d2t = load_head(tmp_path / "draft")
-    assert d2t is not None and target_ids(d2t).tolist() == expected
+    head = load_head(tmp_path / "draft")
+    assert head.target_ids().tolist() == expected
     share = sum(counts[token] for token in expected) / counts.total()
     assert 0.9 < share < 1.0
     assert f"draft vocabulary 40 of 128 tokens, {share:.2%} of the {counts.total():,}" in out
     assert head.config.aux_layer_ids == recording.facts.aux_layer_ids == (2, 5, 7)
-    rows = read_policy(policy_dir).lm_head[target_ids(d2t)]
+    rows = read_policy(policy_dir).lm_head[head.target_ids()]
     assert torch.equal(head.lm_head.weight.bfloat16(), rows.bfloat16())
     # The same again, to the byte.
     assert init(capsys, *given, "--out", tmp_path / "again")[0] == 0
@@ -171,8 +171,8 @@ def test_init_without_states_takes_the_whole_vocabulary(
 ) -> None:
     given = ("--policy", policy_dir, "--aux-layers", "1,9", "--intermediate-size", 64)
     assert init(capsys, *given, "--out", tmp_path / "draft")[0] == 0
-    head, d2t = load_head(tmp_path / "draft")
-    assert d2t is None and head.config.full_vocabulary
+    head = load_head(tmp_path / "draft")
+    assert head.draft_vocab_ids is None and head.config.full_vocabulary
     assert head.config.aux_layer_ids == (1, 9) and head.config.intermediate_size == 64
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_trainer.drafters.eagle3 import loss as soft_targets
-from draft_trainer.drafters.eagle3.attention import ttt_attention
-from draft_trainer.drafters.eagle3.head import rms_norm, rotate_heads, swiglu
-from draft_trainer.drafters.eagle3.loss import Target
+from draft_trainer.drafters import loss as soft_targets
+from draft_trainer.drafters.attention import ttt_attention
+from draft_trainer.drafters.loss import Target
+from draft_trainer.drafters.ops import rms_norm, rotate_heads, swiglu
 from draft_trainer.kernels import library
 from draft_trainer.kernels.library import kernels_for, use_kernels, using_kernels
 from slipstream.errors import RefusedError

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from draft_trainer.drafters.eagle3.acceptance import expected_acceptance
+from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.training.learner import Learner, LearnerConfig
 from slipstream.errors import RefusedError

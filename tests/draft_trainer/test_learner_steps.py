@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draft_trainer.config import Schedule
-from draft_trainer.drafters.eagle3.loss import step_weights
+from draft_trainer.drafters.loss import step_weights
 from draft_trainer.offline.fit import DataOrder, Position
 from draft_trainer.training.learner import Learner, LearnerConfig, orthogonal
 from slipstream.errors import RefusedError

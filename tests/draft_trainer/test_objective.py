@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draft_trainer.drafters.eagle3.batch import batches, collate
-from draft_trainer.drafters.eagle3.loss import METRICS, step_weights, ttt_objective, valid_targets
-from draft_trainer.drafters.eagle3.unroll import ttt_unroll
+from draft_trainer.drafters.batch import batches, collate
+from draft_trainer.drafters.loss import METRICS, step_weights, ttt_objective, valid_targets
 from tests.draft_trainer.synthetic import Policy, draft_vocab_ids, head
 
 
@@ -55,7 +54,7 @@ def test_loss_and_metrics_equal_a_plain_loop(temperature: float) -> None:
     weights = step_weights(steps, 0.8)
     with torch.no_grad():
         outcome = ttt_objective(model, batch, valid, weights=weights)
-        outputs = list(ttt_unroll(model, batch, steps))
+        outputs = list(model.unroll(batch, steps))
         loss = 0.0
         for step in range(steps):
             rows = []

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draft_trainer.config import RecordingConfig, ReplayConfig
 from draft_trainer.counters import Counters, by_label, total
-from draft_trainer.drafters.eagle3.batch import PolicyHead
+from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.ingest.run import PolicySizes, Run
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.recordings import recording as recording_writer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from draft_trainer.drafters.eagle3.batch import PolicyHead, PolicyHeads
+from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.ingest.replay import ReplayBuffer
 from draft_trainer.sample import Sample
 from slipstream.errors import RefusedError

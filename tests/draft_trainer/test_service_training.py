@@ -9,7 +9,7 @@ import grpc
 import pytest
 import torch
 
-from draft_trainer.drafters.eagle3.batch import PolicyHeads
+from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.sample import Sample
 from draft_trainer.training.learner import StepMetrics
 from slipstream.tensors import ChunkAssembler

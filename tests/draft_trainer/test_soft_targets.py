@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_trainer.drafters.eagle3 import loss as soft_targets
-from draft_trainer.drafters.eagle3.loss import Target, TeacherRows, soft_target_loss
+from draft_trainer.drafters import loss as soft_targets
+from draft_trainer.drafters.loss import Target, TeacherRows, soft_target_loss
 
 STEPS, ROWS, HIDDEN, VOCAB = 3, 37, 24, 50
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from draft_trainer.drafters.eagle3.batch import PolicyHead
+from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.ingest.arena import aligned
 from draft_trainer.ingest.store import ARENA, LEDGER, Ledger, SampleStore
 from slipstream.errors import RefusedError, StatusCode

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_trainer.drafters.eagle3 import attention as causal
-from draft_trainer.drafters.eagle3.attention import ttt_attention
-from draft_trainer.drafters.eagle3.batch import Batch, collate
-from draft_trainer.drafters.eagle3.head import Eagle3Head, rotate
-from draft_trainer.drafters.eagle3.unroll import ahead, ttt_unroll
+from draft_trainer.drafters import attention as causal
+from draft_trainer.drafters.attention import ttt_attention
+from draft_trainer.drafters.batch import Batch, ahead, collate
+from draft_trainer.drafters.eagle3.head import Eagle3Head
+from tests.draft_trainer.dense_head import enter, leave, rotate
 from tests.draft_trainer.synthetic import Policy, head
 
 
@@ -66,7 +66,9 @@ def _naive_outputs(model: Eagle3Head, batch: Batch, row: int, anchor: int, steps
     outputs, keys, values = [], [], []
 
     def attend(token: int, position: int, hidden: Tensor) -> Tensor:
-        x, residual = layer.enter(batch.embeds[row, token], hidden)
+        x, residual = enter(
+            layer, batch.embeds[row, token], hidden, model.config.norm_before_residual
+        )
         angles = position * model._inv_freq.float()
         q, k, v = (
             proj(x).view(-1, 8)
@@ -77,8 +79,7 @@ def _naive_outputs(model: Eagle3Head, batch: Batch, row: int, anchor: int, steps
         values.append(v.repeat_interleave(group, 0))
         scores = torch.stack([(rotate(q, cos, sin) * key).sum(-1) for key in keys]) * 8**-0.5
         mixed = (scores.softmax(0)[..., None] * torch.stack(values)).sum(0)
-        residual = residual + layer.self_attn.o_proj(mixed.flatten())
-        return residual + layer.mlp(layer.post_attention_layernorm(residual))
+        return leave(layer, mixed.flatten(), residual)
 
     for i in range(anchor + 1):
         output = attend(i + 1, int(batch.positions[row, i]), model.fc(batch.aux[row, i]))
@@ -98,7 +99,7 @@ def test_unroll_equals_serving_one_chain_at_a_time(variant: dict[str, bool]) -> 
     samples[1] = samples[1].repacked(positions=samples[1].positions + 7)
     batch = collate(samples, policy.heads())
     with torch.no_grad():
-        unrolled = torch.stack(list(ttt_unroll(model, batch, steps)))
+        unrolled = torch.stack(list(model.unroll(batch, steps)))
         compared = 0
         for row in (0, 1):
             for anchor in range(int(batch.lengths[row]) - steps):
@@ -113,8 +114,8 @@ def test_positions_before_the_first_anchor_cost_and_change_nothing(first: int) -
     policy, model = Policy(), head(3)
     batch = collate(policy.samples(3), policy.heads())
     with torch.no_grad():
-        whole = torch.stack(list(ttt_unroll(model, batch, 3)))
-        part = torch.stack(list(ttt_unroll(model, batch, 3, first)))
+        whole = torch.stack(list(model.unroll(batch, 3)))
+        part = torch.stack(list(model.unroll(batch, 3, first)))
     assert part.shape[2] == whole.shape[2] - first
     assert (part - whole[:, :, first:]).abs().max() < 1e-6
 
@@ -130,11 +131,11 @@ def test_padding_and_packing_change_nothing() -> None:
     packed = a.repacked(sample_id="packed", segment_ids=segments, **joined)
     with torch.no_grad():
         alone = [
-            list(ttt_unroll(model, collate([s], policy.heads()), 3))[2][0, : s.tokens - 3]
+            list(model.unroll(collate([s], policy.heads()), 3))[2][0, : s.tokens - 3]
             for s in (a, b)
         ]
-        padded = list(ttt_unroll(model, collate([a, b], policy.heads()), 3))[2]
-        split = list(ttt_unroll(model, collate([packed], policy.heads()), 3))[2]
+        padded = list(model.unroll(collate([a, b], policy.heads()), 3))[2]
+        split = list(model.unroll(collate([packed], policy.heads()), 3))[2]
     for row, expected in enumerate(alone):
         assert (padded[row, : len(expected)] - expected).abs().max() < 1e-5
         assert (split[row, : len(expected)] - expected).abs().max() < 1e-5

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from draft_trainer.checkpoints.checkpoint import read_checkpoint
+from draft_trainer.drafters.eagle3.checkpoint import read_checkpoint
 from slipstream.errors import RefusedError
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "draft_trainer" / "checkpoints"

@@ -10,9 +10,9 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from draft_trainer.checkpoints.checkpoint import load_head
 from draft_trainer.config import CanaryConfig
 from draft_trainer.counters import Counters
+from draft_trainer.drafters.eagle3.checkpoint import load_head
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import Fleet, Timeouts
 from draft_trainer.releases.publisher import Publisher
@@ -35,15 +35,13 @@ class Guarded:
     def __init__(self, server: RunningServer, draft: Path, folder: Path) -> None:
         registry = Registry(folder)
         registry.import_initial(draft)
-        head, d2t = load_head(registry.path(0))
+        head = load_head(registry.path(0))
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in head.parameters():
                 parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
         registry.create(
             head,
-            head.config,
-            d2t,
             parent=0,
             trained_against=None,
             run_id="ruined",

@@ -68,7 +68,7 @@ def _write_as_it_is(
     from google.protobuf import json_format
     from safetensors.torch import save_file
 
-    from draft_trainer.checkpoints.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+    from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE
     from draft_trainer.releases.registry import MANIFEST_FILE
 
     (folder / CONFIG_FILE).write_text(manifest.config_json)
@@ -89,10 +89,10 @@ def _write_in(
 ) -> None:
     from tempfile import TemporaryDirectory
 
-    from draft_trainer.checkpoints.checkpoint import load_head, save_draft
+    from draft_trainer.drafters import DRAFTERS
 
     with TemporaryDirectory() as temporary:
         _write_as_it_is(Path(temporary), manifest, tensors)
-        head, d2t = load_head(Path(temporary))
+        head = DRAFTERS["eagle3"].read(Path(temporary)).draft()
     dtype = tensors["fc.weight"].dtype
-    save_draft(folder, head.config, head, d2t, dtype, layout=layout, policy=policy)
+    DRAFTERS[head.kind].save(folder, head, dtype, layout=layout, policy=policy)

@@ -15,7 +15,7 @@ from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 if TYPE_CHECKING:
-    from draft_trainer.checkpoints.checkpoint import Checkpoint
+    from draft_trainer.drafters import DraftCheckpoint
 
 
 def add_to(actions: Any) -> None:
@@ -46,6 +46,7 @@ def add_to(actions: Any) -> None:
 
 
 def _import(arguments: argparse.Namespace) -> int:
+    from draft_trainer.drafters import DRAFTERS
     from draft_trainer.releases.imports import read_foreign
 
     if arguments.registry is not None and arguments.gate:
@@ -55,7 +56,7 @@ def _import(arguments: argparse.Namespace) -> int:
             "a running trainer, which has the states to judge it on",
             "leave one of them out",
         )
-    checkpoint = read_foreign(arguments.folder, arguments.policy)
+    checkpoint = read_foreign(DRAFTERS["eagle3"], arguments.folder, arguments.policy)
     origin = str(arguments.folder.resolve())
     if arguments.registry is not None:
         answer = _into_folder(checkpoint, origin, arguments.registry)
@@ -81,24 +82,25 @@ def _told(answer: pb.ImportReleaseResponse) -> str:
     return f"draft {version}, {fate}; {answer.verdict.reason}"
 
 
-def _into_folder(checkpoint: Checkpoint, origin: str, root: Path) -> pb.ImportReleaseResponse:
-    from draft_trainer.checkpoints.checkpoint import read_checkpoint
-    from draft_trainer.releases.imports import foreign_head, release_foreign
+def _into_folder(checkpoint: DraftCheckpoint, origin: str, root: Path) -> pb.ImportReleaseResponse:
+    from draft_trainer.releases.imports import release_foreign
 
     registry = open_folder(root)
-    oldest = read_checkpoint(registry.path(registry.versions()[0]))
-    head = foreign_head(checkpoint, oldest.config, oldest.d2t)
+    oldest = registry.drafter.read(registry.path(registry.versions()[0]))
+    head = checkpoint.draft_like(oldest)
     return pb.ImportReleaseResponse(manifest=release_foreign(registry, checkpoint, head, origin))
 
 
-def _requests(checkpoint: Checkpoint, origin: str, gate: bool) -> Iterator[pb.ImportReleaseRequest]:
+def _requests(
+    checkpoint: DraftCheckpoint, origin: str, gate: bool
+) -> Iterator[pb.ImportReleaseRequest]:
     from tempfile import TemporaryDirectory
 
-    from draft_trainer.checkpoints.checkpoint import CONFIG_FILE, load_tensors, write_checkpoint
+    from draft_trainer.checkpoints.draft import CONFIG_FILE, load_tensors
     from slipstream.tensors import chunks_of, spec_of
 
     with TemporaryDirectory() as temporary:
-        write_checkpoint(Path(temporary), checkpoint)
+        checkpoint.write(Path(temporary))
         tensors = load_tensors(Path(temporary))
         config_json = (Path(temporary) / CONFIG_FILE).read_text()
     specs = [spec_of(name, tensor) for name, tensor in tensors.items()]

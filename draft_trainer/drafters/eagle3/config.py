@@ -363,6 +363,11 @@ class HeadConfig:
         return len(self.aux_layer_ids)
 
     @property
+    def max_row_tokens(self) -> int | None:
+        """Longest row whose queries stay within the sliding window; None without one."""
+        return self.sliding_window
+
+    @property
     def full_vocabulary(self) -> bool:
         """Whether draft ids are target ids."""
         return self.draft_vocab_size == self.vocab_size

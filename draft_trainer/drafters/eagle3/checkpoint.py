@@ -1,176 +1,34 @@
-"""Draft checkpoints: read in every layout that trainers write, written in those that vLLM serves.
-
-A layout is a file in ``layouts``; the config.json tells which one a checkpoint is in.
-
-The tensors of a checkpoint folder: one safetensors file, or the shards that its index names.
-
-The draft vocabulary: which of the policy's tokens the head can propose.
-
-Checkpoints hold it as d2t, int64 [draft_vocab], target id = draft id + d2t[draft id], and, for
-trainers, as its inverse t2d, bool [vocab], true at the target ids.
-
-Whether a draft on disk is one for a given policy, and whose embeddings it carries.
-"""
+"""EAGLE-3 checkpoints: read in every layout that trainers write, written in those vLLM serves."""
 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from draft_trainer.checkpoints.layouts import MODELOPT, PLAIN, SPECULATORS, Document, Layout
+from draft_trainer.checkpoints.draft import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    check_maps,
+    d2t_of,
+    load_tensors,
+    t2d_of,
+    target_ids,
+    tensor_names,
+    weight_files,
+)
 from draft_trainer.checkpoints.policy import read_embeddings, read_policy_config, size_of
+from draft_trainer.drafters.draft import DraftCheckpoint
 from draft_trainer.drafters.eagle3.config import LAYER_IDS, OWN_EMBEDDINGS
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
-from slipstream.errors import RefusedError
-
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """Where the tensors are. Raises RefusedError: only pickles are there, or a broken index."""
-    index = directory / INDEX_FILE
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise _refused(index, repr(error), "an object with a weight_map") from error
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise _refused(index, repr(name), "names of files in its own folder")
-        return [directory / name for name in names]
-    path = directory / WEIGHTS_FILE
-    pickled = [] if path.is_file() else pickles(directory)
-    if pickled:
-        raise RefusedError(
-            str(directory / pickled[0]),
-            "a pickle",
-            WEIGHTS_FILE,
-            "pickles run code and are never read: export a training checkpoint with its trainer "
-            "(specforge export --to hf), or save the weights as safetensors",
-        )
-    return [path]
-
-
-def pickles(directory: Path) -> list[str]:
-    """Names of the files in a folder that are pickles by their suffix, sorted."""
-    if not directory.is_dir():
-        return []
-    return sorted(file.name for file in directory.iterdir() if file.suffix.lower() in _PICKLED)
-
-
-def load_tensors(directory: Path) -> dict[str, Tensor]:
-    """Every tensor by the name that it has on disk.
-
-    Raises:
-        RefusedError: a file is missing, unreadable or pickled, or two hold the same name.
-    """
-    tensors: dict[str, Tensor] = {}
-    for path in weight_files(directory):
-        try:
-            held = load_file(path)
-        except (OSError, SafetensorError, struct.error) as error:
-            raise _refused(path, error, "a safetensors file") from error
-        twice = sorted(tensors.keys() & held)
-        if twice:
-            raise _refused(path, f"{twice[0]} again", "each tensor in one file")
-        tensors |= held
-    return tensors
-
-
-def tensor_names(directory: Path) -> set[str]:
-    """The names alone; raises as ``load_tensors``."""
-    names: set[str] = set()
-    for path in weight_files(directory):
-        try:
-            with safe_open(path, "pt") as file:
-                names |= set(file.keys())
-        except (OSError, SafetensorError) as error:
-            raise _refused(path, error, "a safetensors file") from error
-    return names
-
-
-def _refused(path: Path, found: object, expected: str) -> RefusedError:
-    return RefusedError(
-        str(path), str(found), expected, "write the checkpoint again, as safetensors"
-    )
-
-
-def target_ids(d2t: Tensor) -> Tensor:
-    """int64 [draft_vocab]: the target id of every draft id."""
-    return torch.arange(len(d2t), device=d2t.device) + d2t.long()
-
-
-def d2t_of(draft_vocab_ids: Tensor) -> Tensor:
-    """int64 [draft_vocab]: the inverse of ``target_ids``."""
-    return draft_vocab_ids.long() - torch.arange(len(draft_vocab_ids))
-
-
-def t2d_of(d2t: Tensor, vocab_size: int) -> Tensor:
-    """bool [vocab]: true at every target id that the draft vocabulary has."""
-    present = torch.zeros(vocab_size, dtype=torch.bool)
-    present[target_ids(d2t)] = True
-    return present
-
-
-def check_draft_vocabulary(ids: Tensor, config: HeadConfig, field: str) -> None:
-    """Raise RefusedError unless the target ids ascend strictly within the vocabulary."""
-    right_size = ids.shape == (config.draft_vocab_size,)
-    if not right_size or ids[0] < 0 or ids[-1] >= config.vocab_size or (ids.diff() <= 0).any():
-        raise _refused_draft_vocabulary(
-            f"{field}: draft vocabulary",
-            f"{list(ids.shape)} ids, {ids[:4].tolist()} ...",
-            f"{config.draft_vocab_size} strictly ascending ids below {config.vocab_size}",
-        )
-
-
-def check_maps(d2t: Tensor | None, t2d: Tensor | None, config: HeadConfig, field: str) -> None:
-    """Refuse maps that are not those of one draft vocabulary of ``config``.
-
-    A full vocabulary needs none, and has either none or those that change nothing (which
-    SpecForge writes).
-
-    Raises:
-        RefusedError: missing, misshapen, not integers, not ascending, or contradicting each other.
-    """
-    if d2t is None:
-        if t2d is not None or not config.full_vocabulary:
-            needed = "d2t: the draft vocabulary is a part of the vocabulary"
-            raise _refused_draft_vocabulary(f"{field}: d2t", "nothing", needed)
-        return
-    if d2t.dtype not in (torch.int64, torch.int32) or d2t.ndim != 1 or not len(d2t):
-        found = f"{d2t.dtype} {list(d2t.shape)}"
-        raise _refused_draft_vocabulary(
-            f"{field}: d2t", found, f"int64 [{config.draft_vocab_size}]"
-        )
-    check_draft_vocabulary(target_ids(d2t), config, f"{field}: d2t")
-    if t2d is None:
-        return
-    if t2d.shape != (config.vocab_size,) or t2d.is_floating_point():
-        found = f"{t2d.dtype} {list(t2d.shape)}"
-        raise _refused_draft_vocabulary(f"{field}: t2d", found, f"bool [{config.vocab_size}]")
-    differing = int((t2d.bool() != t2d_of(d2t, config.vocab_size)).sum())
-    if differing:
-        found = f"{differing} ids marked otherwise"
-        raise _refused_draft_vocabulary(
-            f"{field}: t2d", found, "true exactly at the target ids of d2t"
-        )
-
-
-def _refused_draft_vocabulary(field: str, found: object, expected: object) -> RefusedError:
-    return RefusedError(
-        field, found, expected, "give the maps that the draft was trained with; d2t holds offsets"
-    )
+from draft_trainer.drafters.eagle3.layouts import MODELOPT, PLAIN, SPECULATORS, Document, Layout
+from slipstream.errors import RefusedError, StatusCode
 
 
 def check_fits_policy(config: HeadConfig, policy: Mapping[str, Any]) -> None:
@@ -231,7 +89,6 @@ def is_copy_of_the_policys(embeddings: Tensor, policy: Path | None, where: str) 
     return embeddings.shape == theirs.shape and torch.equal(embeddings, theirs.to(embeddings.dtype))
 
 
-CONFIG_FILE = "config.json"
 # In this order: the first that recognises a config.json has it.
 LAYOUTS = (SPECULATORS, MODELOPT, PLAIN)
 _LAYER, _EMBEDDINGS = "midlayer.", "embed_tokens.weight"
@@ -241,15 +98,15 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A draft, and how it is written.
+    """A draft, and how it is written. Also see ``drafters.draft.DraftCheckpoint``.
 
     Attributes:
         config: the head's.
         tensors: the head's parameters by its own names, in the types that they are stored in.
-        d2t: int64 [draft_vocab] (see ``draft_vocabulary``); None for a full vocabulary.
+        d2t: int64 [draft_vocab]; None for a full vocabulary.
         document: the config.json in which vLLM reads ``config``.
         layer: what the decoder layer's tensors begin with on disk.
-        with_t2d: whether t2d stands beside d2t.
+        with_t2d: whether t2d is stored beside d2t.
         as_stored: whether the folder it was read from holds exactly this. False where the file
             left something to the policy, means other layers in vLLM than in its trainer, or holds
             what vLLM cannot load.
@@ -262,6 +119,62 @@ class Checkpoint:
     layer: str
     with_t2d: bool
     as_stored: bool
+
+    def draft(self) -> Eagle3Head:
+        """The head in float32."""
+        head = Eagle3Head(self.config, None if self.d2t is None else target_ids(self.d2t))
+        head.load_state_dict({name: tensor.float() for name, tensor in self.tensors.items()})
+        return head
+
+    def draft_like(self, other: DraftCheckpoint) -> Eagle3Head:
+        """See ``DraftCheckpoint.draft_like``."""
+        found, wanted = self.config, other.config
+        assert isinstance(wanted, HeadConfig), "drafts of two mechanisms"
+        if found.rope_scaling is None:
+            # Only a bound on lengths then, of which the served draft keeps its own.
+            found = replace(found, max_position_embeddings=wanted.max_position_embeddings)
+        names = [
+            f.name for f in fields(wanted) if getattr(found, f.name) != getattr(wanted, f.name)
+        ]
+        if names:
+            raise _other_shape(
+                ", ".join(names),
+                ", ".join(f"{name} {getattr(found, name)}" for name in names),
+                ", ".join(f"{name} {getattr(wanted, name)}" for name in names),
+            )
+        theirs = other.d2t
+        if self.d2t is not None and theirs is not None and not torch.equal(self.d2t, theirs):
+            differ = int((target_ids(self.d2t) != target_ids(theirs)).sum())
+            raise _other_shape(
+                "draft vocabulary", f"{differ} other tokens of {len(theirs)}", "the same ones"
+            )
+        return replace(self, config=wanted).draft().requires_grad_(False)
+
+    def write(self, directory: Path) -> None:
+        """Write config.json and model.safetensors into an existing directory."""
+        stored = {
+            _stored_name(name, self.layer): tensor.contiguous().clone()
+            for name, tensor in self.tensors.items()
+        }
+        if self.d2t is not None:
+            stored["d2t"] = self.d2t.long()
+            if self.with_t2d:
+                stored["t2d"] = t2d_of(self.d2t, self.config.vocab_size)
+        (directory / CONFIG_FILE).write_text(json.dumps(self.document, indent=2) + "\n")
+        save_file(stored, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        # safetensors leaves 0600; a rollout server under another user must be able to read it.
+        (directory / WEIGHTS_FILE).chmod(0o644)
+
+
+def _other_shape(field: str, found: str, expected: str) -> RefusedError:
+    return RefusedError(
+        f"the draft's {field}",
+        found,
+        f"{expected}, as in this registry's drafts",
+        "a fleet swaps drafts of one shape and vocabulary: train it like release 0, or begin a new "
+        "registry with it (draft.initial) and start the servers with it",
+        StatusCode.FAILED_PRECONDITION,
+    )
 
 
 def read_checkpoint(directory: Path, policy: Path | None = None) -> Checkpoint:
@@ -298,7 +211,7 @@ def read_checkpoint(directory: Path, policy: Path | None = None) -> Checkpoint:
             config = replace(config, own_embeddings=True)
             served = {**served, OWN_EMBEDDINGS: True}
     _check_tensors(tensors, config, where)
-    check_maps(d2t, t2d, config, where)
+    check_maps(d2t, t2d, config.draft_vocab_size, config.vocab_size, where)
     if config.full_vocabulary:
         # vLLM has no parameter to put the maps in, even those that change nothing.
         d2t = t2d = None
@@ -318,56 +231,29 @@ def read_checkpoint(directory: Path, policy: Path | None = None) -> Checkpoint:
     )
 
 
-def load_draft(
-    directory: Path, policy: Path | None = None
-) -> tuple[HeadConfig, dict[str, Tensor], Tensor | None]:
-    """``read_checkpoint``'s configuration, parameters by name, and d2t."""
-    checkpoint = read_checkpoint(directory, policy)
-    return checkpoint.config, checkpoint.tensors, checkpoint.d2t
-
-
-def load_head(directory: Path, policy: Path | None = None) -> tuple[Eagle3Head, Tensor | None]:
-    """The head of a checkpoint in float32, and its d2t. Raises as ``read_checkpoint``."""
-    config, tensors, d2t = load_draft(directory, policy)
-    head = Eagle3Head(config, None if d2t is None else target_ids(d2t))
-    head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-    return head, d2t
+def load_head(directory: Path, policy: Path | None = None) -> Eagle3Head:
+    """The head of a checkpoint in float32. Raises as ``read_checkpoint``."""
+    return read_checkpoint(directory, policy).draft()
 
 
 def save_draft(
     directory: Path,
-    config: HeadConfig,
     head: Eagle3Head,
-    d2t: Tensor | None,
     dtype: torch.dtype = torch.bfloat16,
     *,
     layout: str = "plain",
     policy: Path | None = None,
     like: Path | None = None,
 ) -> None:
-    """Write a draft checkpoint into an existing directory. The same weights give the same bytes.
-
-    Args:
-        directory: where config.json and model.safetensors go.
-        config: the head's.
-        head: the weights, any floating dtype.
-        d2t: int64 [draft_vocab]; None exactly when the vocabulary is full.
-        dtype: element type to write.
-        layout: "plain" or "speculators".
-        policy: the folder of its policy, which speculators' layout names.
-        like: a checkpoint to write it like, field by field and name by name; then ``layout`` and
-            ``policy`` do not count.
+    """Write a head as a checkpoint into an existing directory; see ``Drafter.save``.
 
     Raises:
-        RefusedError: d2t does not fit the configuration, the layout cannot represent it, or
+        RefusedError: the head lacks its draft vocabulary, the layout cannot represent it, or
             ``like`` is a draft of another configuration.
     """
-    if (d2t is None) != config.full_vocabulary:
-        found = "nothing" if d2t is None else "a map"
-        raise _refused_checkpoint(
-            "d2t", found, f"a map exactly when part of {config.vocab_size} is drafted"
-        )
-    check_maps(d2t, None, config, "save_draft")
+    config = head.config
+    d2t = None if config.full_vocabulary else d2t_of(head.target_ids().cpu())
+    check_maps(d2t, None, config.draft_vocab_size, config.vocab_size, "save_draft")
     dtype_name = str(dtype).removeprefix("torch.")
     if like is None:
         writer = next((one for one in LAYOUTS if one.name == layout and one.write), None)
@@ -386,24 +272,7 @@ def save_draft(
         document, layer = _with_dtype(document, dtype_name), _layer_prefix(names)
         with_t2d = "t2d" in names
     tensors = {name: t.detach().to("cpu", dtype) for name, t in head.state_dict().items()}
-    write_checkpoint(directory, Checkpoint(config, tensors, d2t, document, layer, with_t2d, True))
-
-
-def write_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
-    """Write config.json and model.safetensors into an existing directory, tensor by tensor."""
-    stored = {
-        _stored_name(name, checkpoint.layer): tensor.contiguous().clone()
-        for name, tensor in checkpoint.tensors.items()
-    }
-    if checkpoint.d2t is not None:
-        stored["d2t"] = checkpoint.d2t.long()
-        if checkpoint.with_t2d:
-            stored["t2d"] = t2d_of(checkpoint.d2t, checkpoint.config.vocab_size)
-    text = json.dumps(checkpoint.document, indent=2)
-    (directory / CONFIG_FILE).write_text(text + "\n")
-    save_file(stored, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    # safetensors leaves 0600; a rollout server under another user must be able to read it.
-    (directory / WEIGHTS_FILE).chmod(0o644)
+    Checkpoint(config, tensors, d2t, document, layer, with_t2d, True).write(directory)
 
 
 def _read_config(

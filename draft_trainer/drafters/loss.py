@@ -37,9 +37,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from draft_trainer.drafters.eagle3.batch import Batch
-from draft_trainer.drafters.eagle3.head import Eagle3Head, computing_in, product, rms_norm
-from draft_trainer.drafters.eagle3.unroll import ahead, ttt_unroll
+from draft_trainer.drafters.batch import Batch, ahead
+from draft_trainer.drafters.draft import Draft
+from draft_trainer.drafters.ops import computing_in, product
 from draft_trainer.kernels.library import kernels_for
 from draft_trainer.kernels.score_rows import score_rows
 
@@ -279,7 +279,7 @@ def step_weights(steps: int, decay: float) -> list[float]:
 
 
 def ttt_objective(
-    head: Eagle3Head,
+    head: Draft,
     batch: Batch,
     valid: Tensor,
     *,
@@ -319,10 +319,9 @@ def ttt_objective(
     )
     per_step = (torch.tensor(weights, device=valid.device) / divisors).float()
 
-    def score(computing: Eagle3Head) -> tuple[Tensor, Tensor]:
-        outputs = ttt_unroll(computing, batch, steps, first_anchor)
-        norm = computing.norm
-        normed = [rms_norm(output.flatten(0, 1), norm.weight, norm.eps) for output in outputs]
+    def score(computing: Draft) -> tuple[Tensor, Tensor]:
+        outputs = computing.unroll(batch, steps, first_anchor)
+        normed = [computing.normed(output.flatten(0, 1)) for output in outputs]
         return soft_target_loss(
             _AtTeachers.apply(flat, *normed),
             computing.lm_head.weight,

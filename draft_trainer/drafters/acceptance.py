@@ -33,10 +33,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from draft_trainer.drafters.eagle3.batch import Batch, PolicyHeads, batches
-from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.drafters.eagle3.loss import valid_targets
-from draft_trainer.drafters.eagle3.unroll import ahead, ttt_unroll
+from draft_trainer.drafters.batch import Batch, ahead, batches
+from draft_trainer.drafters.draft import Draft
+from draft_trainer.drafters.loss import valid_targets
+from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.sample import Sample
 from slipstream.errors import RefusedError
 
@@ -70,7 +70,7 @@ class AcceptanceEstimate:
 
 
 def expected_acceptance(
-    head: Eagle3Head,
+    head: Draft,
     samples: Sequence[Sample],
     policy_heads: PolicyHeads,
     k: int,
@@ -122,7 +122,7 @@ def expected_acceptance(
 
 
 def step_acceptance(
-    head: Eagle3Head, batch: Batch, known: Tensor, method: Method
+    head: Draft, batch: Batch, known: Tensor, method: Method
 ) -> tuple[Tensor, Tensor]:
     """Acceptance of every anchor's step, before and after its token is seen.
 
@@ -141,7 +141,7 @@ def step_acceptance(
     draft_ids = head.draft_ids_of(batch.token_ids)
     temperature = batch.temperature[:, None].expand(batch.token_ids.shape)
     first_anchor = int(known.flatten(0, 1).any(0).int().argmax())
-    for step, output in enumerate(ttt_unroll(head, batch, known.shape[0], first_anchor)):
+    for step, output in enumerate(head.unroll(batch, known.shape[0], first_anchor)):
         chosen = known[step]
         q = (
             (head.logits(output[chosen[:, first_anchor:]]) / temperature[chosen][:, None])

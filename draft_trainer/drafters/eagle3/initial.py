@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_trainer.checkpoints.checkpoint import check_draft_vocabulary
+from draft_trainer.checkpoints.draft import check_draft_vocabulary
 from draft_trainer.checkpoints.policy import PolicyCheckpoint, size_of
 from draft_trainer.drafters.eagle3.config import Rope
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
-from draft_trainer.recordings.recording import RecordingFacts
 from slipstream.errors import RefusedError
 from slipstream.layers import default_aux_layers
 
@@ -36,19 +35,6 @@ def choose_draft_vocabulary(counts: Tensor, size: int, allowed: Tensor) -> Tenso
         )
     order = counts[allowed].sort(descending=True, stable=True).indices
     return allowed[order[:size]].sort().values
-
-
-def check_recorded(facts: RecordingFacts, policy: dict[str, Any]) -> None:
-    """Raise RefusedError unless states with these facts can be a policy's with this config."""
-    for name in ("hidden_size", "vocab_size", "num_hidden_layers"):
-        recorded, wanted = getattr(facts, name), size_of(policy, name)
-        if recorded != wanted:
-            raise RefusedError(
-                f"the recorded policy's {name}",
-                recorded,
-                f"{wanted}, as in the policy's config.json",
-                "give --policy and --states of one policy",
-            )
 
 
 def init_draft(
@@ -83,7 +69,9 @@ def init_draft(
     )
     rows = policy.lm_head
     if draft_vocab_ids is not None:
-        check_draft_vocabulary(draft_vocab_ids, config, "draft_vocab_ids")
+        check_draft_vocabulary(
+            draft_vocab_ids, config.draft_vocab_size, config.vocab_size, "draft_vocab_ids"
+        )
         rows = rows[draft_vocab_ids.long()]
         # A full vocabulary has no map, however it was asked for.
         draft_vocab_ids = None if config.full_vocabulary else draft_vocab_ids

@@ -1,0 +1,236 @@
+"""RMSNorm, rotary embedding, SwiGLU and matrix products, each with a backward pass of its own.
+
+Every function here has a C kernel for CPUs beside the plain torch that runs everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import CDLL
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from draft_trainer.kernels.library import kernels_for
+from draft_trainer.kernels.rows import (
+    norm_backward,
+    norm_forward,
+    swiglu_backward,
+    swiglu_forward,
+)
+from draft_trainer.kernels.rows import rotate as rotate_rows
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight; the mean of squares in at least float32, as vLLM has it.
+
+    Args:
+        x: [..., size].
+        weight: [size].
+        eps: added to the mean of squares.
+
+    Returns:
+        [..., size], in the type of ``x``.
+    """
+    return _RMSNorm.apply(x, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        kernels = _kernels_for(x, weight)
+        if kernels is not None:
+            out, scale = norm_forward(kernels, x, weight, eps)
+            ctx.save_for_backward(x, weight, scale)
+            return out
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_()[..., None]
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        kernels = _kernels_for(x, weight)
+        if kernels is not None:
+            wants = ctx.needs_input_grad[:2]
+            return *norm_backward(kernels, x, weight, scale, grad, wants), None
+        normed = x.to(scale.dtype) * scale
+        wide = grad.to(scale.dtype)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, None
+        # d/dx of x * scale: what points along x itself changes the length and nothing else.
+        wide = wide * weight
+        along = torch.linalg.vecdot(wide, normed).div_(x.shape[-1])[..., None]
+        return wide.addcmul_(normed, along, value=-1.0).mul_(scale).to(x.dtype), grad_weight, None
+
+
+def _kernels_for(x: Tensor, weight: Tensor) -> CDLL | None:
+    return kernels_for(x) if x.dtype == weight.dtype else None
+
+
+def rotate_heads(x: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first ``count`` heads and pass the others on.
+
+    Args:
+        x: [B, T, heads, D].
+        count: heads to rotate, for example the queries' and the keys' but not the values'.
+        cos: [B, T, 1, R / 2], at least float32; elements of a head from R on are passed on too.
+        sin: the same.
+
+    Returns:
+        [B, T, heads, D], in the type of ``x``.
+    """
+    return _RotateHeads.apply(x, count, cos, sin)
+
+
+class _RotateHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.count = count
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, count, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, ctx.count, cos, sin, -1.0), None, None, None
+
+
+def _rotated(x: Tensor, count: int, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    kernels = kernels_for(x)
+    # The C kernel wants an angle for every row; the product may share one over the batch.
+    if kernels is not None and cos.dtype == torch.float32 and cos.shape[:2] == x.shape[:2]:
+        return rotate_rows(kernels, x, count, cos, sin, sign)
+    sin = sin if sign > 0 else -sin
+    out = torch.empty_like(x)
+    width = 2 * cos.shape[-1]
+    out[:, :, count:] = x[:, :, count:]
+    out[:, :, :count, width:] = x[:, :, :count, width:]
+    first, second = x[:, :, :count, :width].to(cos.dtype).chunk(2, dim=-1)
+    to_first, to_second = out[:, :, :count, :width].chunk(2, dim=-1)
+    to_first.copy_((first * cos).addcmul_(second, sin, value=-1.0))
+    to_second.copy_((second * cos).addcmul_(first, sin))
+    return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up: [..., 2 * I] to [..., I].
+
+    Its backward pass writes both halves of the gradient where the product wants them; autograd's
+    makes each by itself and joins them, three passes more over the widest tensor of the layer.
+    """
+    return _SwiGLU.apply(gate_up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        kernels = kernels_for(gate_up)
+        if kernels is not None:
+            return swiglu_forward(kernels, gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        kernels = kernels_for(gate_up)
+        if kernels is not None:
+            return swiglu_backward(kernels, gate_up, grad)
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        to_gate, to_up = out.chunk(2, dim=-1)
+        torch.mul(F.silu(gate), grad, out=to_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=to_gate)
+        return out
+
+
+M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
+
+
+def computing_in(module: M, dtype: torch.dtype, work: Callable[[M], T]) -> T:
+    """``work(module)`` with every parameter cast to ``dtype``, once, differentiably.
+
+    Unlike autocast there is one rule: what is multiplied is in ``dtype``, and each parameter is
+    cast once however often the work uses it. The parameters themselves stay what they are;
+    their gradients arrive in their own type.
+    """
+    if all(parameter.dtype == dtype for parameter in module.parameters()):
+        return work(module)
+    cast_to = {f"inner.{name}": p.to(dtype) for name, p in module.named_parameters()}
+    return cast(T, functional_call(_Around(module), cast_to, (work,)))
+
+
+class _Around(nn.Module):
+    """What functional_call can call: it swaps the parameters of a module during its forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, work: Callable[[Any], Any]) -> Any:
+        return work(self.inner)
+
+
+_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """[M, K] times [K, N], any strides, in their common type."""
+    if not _through_onednn(a):
+        return a @ b
+    if a.stride(0) == 1 and a.stride(1) != 1:
+        # oneDNN is a third slower with a transposed first operand than with a transposed second.
+        return _onednn(b.T, a.T).T
+    return _onednn(a, b)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``torch.nn.functional.linear``: [..., in] with weight [out, in] to [..., out]."""
+    if not _through_onednn(x):
+        return F.linear(x, weight, bias)
+    out = _Linear.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+    return out if bias is None else out + bias
+
+
+class Linear(nn.Linear):
+    """``torch.nn.Linear`` through ``linear``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        return linear(x, self.weight, self.bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight.T)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad_x = product(grad, weight) if ctx.needs_input_grad[0] else None
+        grad_weight = product(grad.T, x) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight
+
+
+def _through_onednn(x: Tensor) -> bool:
+    return _ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
+
+
+def _onednn(a: Tensor, b: Tensor) -> Tensor:
+    weight = b.T
+    if not (weight.is_contiguous() or b.is_contiguous()):
+        # Columns of a larger matrix get oneDNN's reference kernel, a thousand times slower.
+        weight = weight.contiguous()
+    return torch.ops.mkldnn._linear_pointwise(a, weight, None, "none", [], "")

@@ -1,0 +1,140 @@
+"""The policy's output and input matrices, per policy version."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from slipstream.errors import RefusedError, StatusCode
+from slipstream.tensors import digest
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyHead:
+    """What the trainer needs of one policy version.
+
+    Attributes:
+        policy_version: the version.
+        lm_head_rows: [draft_vocab, H], the policy's lm_head rows of the draft vocabulary, in
+            the order of the draft ids.
+        embed_tokens: [vocab, H], the policy's embeddings, which the draft head shares.
+    """
+
+    policy_version: int
+    lm_head_rows: Tensor
+    embed_tokens: Tensor
+
+
+class PolicyHeads:
+    """The newest policy versions, bounded in number; equal matrices are held once.
+
+    A policy whose embeddings are frozen, or tied, costs its matrices once and not once per
+    version. Thread-safe.
+
+    Args:
+        keep: how many versions to hold, at least 1.
+
+    Attributes:
+        keep: the same.
+    """
+
+    def __init__(self, keep: int) -> None:
+        if keep < 1:
+            raise RefusedError("keep", keep, "at least 1", "hold at least one policy version")
+        self.keep = keep
+        self._lock = threading.Lock()
+        self._heads: dict[int, PolicyHead] = {}
+        self._digests: dict[int, tuple[bytes, bytes]] = {}
+
+    def add(self, head: PolicyHead, digests: tuple[bytes, bytes] | None = None) -> tuple[int, ...]:
+        """Make a version known.
+
+        Args:
+            head: the version.
+            digests: what ``digests`` will give for it, where that is known already.
+
+        Returns:
+            The versions that were forgotten for it, oldest first. Their samples can no longer be
+            trained on.
+
+        Raises:
+            RefusedError: the version is not higher than every one added before.
+        """
+        digests = digests or (digest(head.lm_head_rows), digest(head.embed_tokens))
+        with self._lock:
+            self._check_newer(head.policy_version)
+            held = self._by_digest()
+            self._heads[head.policy_version] = PolicyHead(
+                head.policy_version,
+                held.get(digests[0], head.lm_head_rows),
+                held.get(digests[1], head.embed_tokens),
+            )
+            self._digests[head.policy_version] = digests
+            forgotten = tuple(sorted(self._heads)[: -self.keep])
+            for version in forgotten:
+                del self._heads[version], self._digests[version]
+        return forgotten
+
+    def check_newer(self, version: int) -> None:
+        """Raise RefusedError unless ``add`` would take this version now."""
+        with self._lock:
+            self._check_newer(version)
+
+    def get(self, version: int) -> PolicyHead:
+        """The matrices of a version. Raises RefusedError when it is not held."""
+        with self._lock:
+            self._check(version)
+            return self._heads[version]
+
+    def digests(self, version: int) -> tuple[bytes, bytes]:
+        """SHA-256 of ``lm_head_rows`` and ``embed_tokens``. Raises RefusedError as ``get``."""
+        with self._lock:
+            self._check(version)
+            return self._digests[version]
+
+    def tensor(self, sha256: bytes) -> Tensor | None:
+        """A held matrix with this SHA-256 over its bytes, or None: it need not be sent again."""
+        with self._lock:
+            return self._by_digest().get(sha256)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions held, oldest first."""
+        with self._lock:
+            return tuple(sorted(self._heads))
+
+    def __contains__(self, version: object) -> bool:
+        with self._lock:
+            return version in self._heads
+
+    def _check_newer(self, version: int) -> None:
+        newest = max(self._heads, default=-1)
+        if version <= newest:
+            raise RefusedError(
+                "policy_version",
+                version,
+                f"higher than {newest}",
+                "announce every policy version once, in ascending order",
+                StatusCode.FAILED_PRECONDITION,
+            )
+
+    def _check(self, version: int) -> None:
+        if version not in self._heads:
+            raise RefusedError(
+                "policy_version",
+                version,
+                f"one of {sorted(self._heads)}",
+                "announce the policy version before its first sample, and send its samples "
+                f"before {self.keep} newer versions are announced",
+                StatusCode.FAILED_PRECONDITION,
+            )
+
+    def _by_digest(self) -> Mapping[bytes, Tensor]:
+        held: dict[bytes, Tensor] = {}
+        for version, head in self._heads.items():
+            rows, embeddings = self._digests[version]
+            held[rows], held[embeddings] = head.lm_head_rows, head.embed_tokens
+        return held
