@@ -1,58 +1,57 @@
-"""``python -m benchmarks.publish_faults``: the fault table."""
+"""``python -m benchmarks.publish_faults``: publishes while something fails."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks.harness import Target, machine, target_table
+from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
 from benchmarks.publish_faults.faults import FAULTS, Fault, run
 from benchmarks.publish_faults.rig import Rig
 from benchmarks.publish_faults.vllm_rig import VLLM_FAULTS, VllmRig
-from draft_trainer.files import written_whole
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; the exit status is 0 only if the fleet came right every time."""
-    options = _parse(argv)
+    """Command line entry; the exit status is 0 only if the fleet recovered every time."""
+    chosen = _parse(argv)
     began = time.monotonic()
-    # So that ``timeout`` ends the processes too; the rows so far are in the JSON by then.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_on_sigterm()
     rows: dict[str, Row] = {}
-    faults: Sequence[Fault] = VLLM_FAULTS if options.vllm else FAULTS
+    faults: Sequence[Fault] = VLLM_FAULTS if chosen.vllm else FAULTS
     with tempfile.TemporaryDirectory() as folder:
-        rig = _rig(options, Path(folder))
+        rig = _rig(chosen, Path(folder))
         try:
-            for turn in range(options.runs):
-                if options.minutes and time.monotonic() - began > 60 * options.minutes:
-                    print(f"{options.minutes} minutes are over", file=sys.stderr)
+            for turn in range(chosen.runs):
+                if chosen.minutes and time.monotonic() - began > 60 * chosen.minutes:
+                    say(f"{chosen.minutes} minutes are over")
                     break
                 fault = faults[turn % len(faults)]
                 row = rows.setdefault(fault.name, Row())
                 error = row.take(lambda: run(rig, fault, turn // len(faults)))  # noqa: B023
-                said = f"{turn + 1}: {fault.name}: {error or 'right'} in {row.seconds[-1]:.1f} s"
-                print(f"{time.strftime('%H:%M:%S')} {said}", file=sys.stderr, flush=True)
-                _write(options, rows, time.monotonic() - began)
+                say(f"{turn + 1}: {fault.name}: {error or 'right'} in {row.seconds[-1]:.1f} s")
+                write(chosen.json, _figures(chosen, rows), _targets(chosen, rows))
         finally:
             rig.stop()
-    print(f"{'fault':<46}{'runs':>6}{'right':>7}{'median s':>10}{'longest':>9}")
-    for name, row in rows.items():
-        print(
-            f"{name:<46}{len(row.seconds):>6}{row.right:>7}"
-            f"{statistics.median(row.seconds):>10.1f}{max(row.seconds):>9.1f}"
-        )
-    targets = _targets(options, rows)
-    print("\n" + target_table(targets))
-    return 0 if all(target.ok for target in targets) else 1
+    lines = [
+        [
+            name,
+            len(row.seconds),
+            row.right,
+            f"{statistics.median(row.seconds):.1f}",
+            f"{max(row.seconds):.1f}",
+        ]
+        for name, row in rows.items()
+    ]
+    print(table("", ["fault", "runs", "right", "median s", "longest s"], lines))
+    return finish(chosen.json, _figures(chosen, rows), _targets(chosen, rows))
 
 
 @dataclass
@@ -79,29 +78,25 @@ class Row:
         return error
 
 
-def _rig(options: argparse.Namespace, folder: Path) -> Rig:
-    if not options.vllm:
-        return Rig(folder, options.servers)
+def _rig(chosen: argparse.Namespace, folder: Path) -> Rig:
+    if not chosen.vllm:
+        return Rig(folder, chosen.servers)
     cores = sorted(os.sched_getaffinity(0))
     return VllmRig(folder, tuple(cores[:2]) if len(cores) > 1 else (None, None))
 
 
-def _targets(options: argparse.Namespace, rows: dict[str, Row]) -> list[Target]:
+def _targets(chosen: argparse.Namespace, rows: Mapping[str, Row]) -> list[Target]:
     runs = sum(len(row.seconds) for row in rows.values())
     share = sum(row.right for row in rows.values()) / runs
     return [
-        Target("runs", runs, f">= {options.wanted}", runs >= options.wanted),
-        Target("share of runs after which all is right", share, "1.0", share == 1.0),
+        Target.at_least("runs", runs, chosen.wanted),
+        Target.at_least("share of runs after which all is right", share, 1.0),
     ]
 
 
-def _write(options: argparse.Namespace, rows: dict[str, Row], seconds: float) -> None:
-    if options.json is None:
-        return
-    found = {
-        "machine": machine(),
-        "servers": "2, real vLLM" if options.vllm else options.servers,
-        "seconds": seconds,
+def _figures(chosen: argparse.Namespace, rows: Mapping[str, Row]) -> dict[str, Any]:
+    return {
+        "servers": "2, real vLLM" if chosen.vllm else chosen.servers,
         "rows": {
             name: {
                 "runs": len(row.seconds),
@@ -112,31 +107,26 @@ def _write(options: argparse.Namespace, rows: dict[str, Row], seconds: float) ->
             }
             for name, row in rows.items()
         },
-        "targets": [vars(target) for target in _targets(options, rows)],
     }
-    with written_whole(options.json) as path:
-        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.publish_faults",
-        description="Publishes releases to rollout servers while processes are killed and data "
-        "is damaged, each a real process with the product's own control plane over an engine in "
-        "memory. After every fault all servers must serve one release, the registry must be "
-        "readable and the next publish must succeed.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = options(
+        "publish_faults",
+        "Publishes releases to rollout servers while processes are killed and data is damaged, "
+        "each a real process with the product's own control plane over an engine in memory. After "
+        "every fault all servers must serve one release, the registry must be readable and the "
+        "next publish must succeed.",
     )
     parser.add_argument("--vllm", action="store_true", help="two real vLLM servers under load")
     parser.add_argument("--runs", type=int, help="in all; the rows take turns (150; vLLM: 14)")
     parser.add_argument("--wanted", type=int, help="runs without which it fails (as --runs)")
-    parser.add_argument("--minutes", type=float, help="begin no run after so many")
-    parser.add_argument("--servers", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write figures and targets there")
-    options = parser.parse_args(argv)
-    options.runs = options.runs or (2 * len(VLLM_FAULTS) if options.vllm else 150)
-    options.wanted = options.runs if options.wanted is None else options.wanted
-    return options
+    parser.add_argument("--minutes", type=float, help="start no run after so many")
+    parser.add_argument("--servers", type=int, default=3, help="without --vllm")
+    chosen = parser.parse_args(argv)
+    chosen.runs = chosen.runs or (2 * len(VLLM_FAULTS) if chosen.vllm else 150)
+    chosen.wanted = chosen.runs if chosen.wanted is None else chosen.wanted
+    return chosen
 
 
 if __name__ == "__main__":
