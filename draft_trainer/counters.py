@@ -21,14 +21,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf import json_format
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from draft_trainer.files import written_whole
 from slipstream.errors import RefusedError
+from slipstream.metrics import unit_of
 from slipstream.security import REASONS
 from slipstream.v1 import console_pb2 as pb
 from slipstream.v1 import release_pb2
@@ -77,6 +78,7 @@ class Counters:
         step_acceptance: expected acceptance at each TTT step of the last step, each in [0, 1].
         idle: whether there is nothing to train on.
         training_error: why the training thread ended; empty while it runs.
+        servers: the fleet when it was last asked; None before that.
     """
 
     def __init__(self) -> None:
@@ -86,6 +88,7 @@ class Counters:
         self.step_acceptance: tuple[float, ...] = ()
         self.idle = True
         self.training_error = ""
+        self.servers: Servers | None = None
 
         self.access_refused = self._counter(
             "access_refused", "Calls without the right to make them.", "reason", REASONS
@@ -191,14 +194,6 @@ class Counters:
         self.commit_seconds = self._histogram(
             "commit_seconds", "Seconds from commit to answer on one server.", SECONDS_BUCKETS
         )
-        self.servers = Gauge(
-            PREFIX + "servers",
-            "Rollout servers when they were last asked: `known` ones, `reachable` of them, `ready` "
-            "of these, and `current`: reachable ones on the release that they should serve. No "
-            "series before that.",
-            ("state",),
-            registry=self.registry,
-        )
 
     def refused(self, field: str) -> None:
         """A sample was refused for ``field`` (one of the fixed names of ``ingest``)."""
@@ -259,8 +254,7 @@ class Counters:
 
     def looked(self, servers: Servers) -> None:
         """Every server was asked what it serves."""
-        for state, count in asdict(servers).items():
-            self.servers.labels(state).set(count)
+        self.servers = servers
 
     def fleet_events(self) -> dict[str, int]:
         """How often each event of ``published`` happened, ``healed`` and ``not_healed`` too; those
@@ -275,16 +269,19 @@ class Counters:
     def _counter(
         self, name: str, text: str, label: str = "", values: Sequence[str] = ()
     ) -> Counter:
-        counter = Counter(PREFIX + name, text, (label,) if label else (), registry=self.registry)
+        labels = (label,) if label else ()
+        counter = Counter(PREFIX + name, text, labels, unit=unit_of(name), registry=self.registry)
         for value in values:
             counter.labels(value)
         return counter
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(PREFIX + name, text, registry=self.registry, buckets=buckets)
+        return Histogram(
+            PREFIX + name, text, unit=unit_of(name), registry=self.registry, buckets=buckets
+        )
 
 
-def by_label(metric: Counter | Gauge) -> dict[str, int]:
+def by_label(metric: Counter) -> dict[str, int]:
     """Values of a metric with one label, by the label's value; those at 0 are absent."""
     return {
         next(iter(sample.labels.values())): int(sample.value)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.errors import RefusedError
@@ -38,68 +38,69 @@ class SyncResult:
 
 @dataclass(frozen=True)
 class BridgeStats:
-    """A snapshot. Counters count since the bridge was built.
+    """A snapshot. Counters count since the bridge was built."""
 
-    Attributes:
-        connected: a run is open and its stream is up.
-        transport: of the states, "shared_memory" or "grpc"; empty before the first stream.
-        transport_reason: why the states do not go through shared memory; empty when they do.
-        policy_version: the last version whose sync ended well; None before it.
-        captures: capture windows that took states.
-        captures_skipped: capture windows that took none, because capture was off.
-        captures_refused: capture windows that ended early for a call that could not be served.
-        capture_off_reason: why the next window would take nothing, or why the last one was
-            refused; empty while capture is on.
-        captured_tokens: unpadded tokens of the forward passes given to ``ship``.
-        chosen_samples, chosen_tokens: what the selector took of them.
-        not_chosen_samples: what it left, for the budget's sake.
-        sent_samples, sent_bytes: what went out, repeats included; serialized bytes and those
-            that went through shared memory.
-        resent_samples: repeats after a lost stream.
-        accepted, duplicate, refused: acknowledgements by kind.
-        refused_by_field: refusals by the field that they name.
-        shed: samples given up, by reason.
-        shed_bytes: bytes of them.
-        outbox_samples, outbox_bytes: waiting now, unacknowledged ones included.
-        outbox_capacity_bytes: bound of these.
-        ring_bytes: used and whole bytes of the shared-memory ring; None where there is none.
-        announced: policy versions the trainer was told of.
-        connects: runs opened, the first included.
-        syncs: windows that ended well.
-        last_sync: the newest of them; None before it.
-        last_error: the newest error of the trainer's side; empty if none.
-    """
-
-    connected: bool
-    transport: str
-    transport_reason: str
-    policy_version: int | None
-    captures: int
-    captures_skipped: int
-    captures_refused: int
-    capture_off_reason: str
-    captured_tokens: int
-    chosen_samples: int
-    chosen_tokens: int
-    not_chosen_samples: int
-    sent_samples: int
-    sent_bytes: int
-    resent_samples: int
-    accepted: int
-    duplicate: int
-    refused: int
-    refused_by_field: Mapping[str, int]
-    shed: Mapping[str, int]
-    shed_bytes: int
-    outbox_samples: int
-    outbox_bytes: int
-    outbox_capacity_bytes: int
-    ring_bytes: tuple[int, int] | None
-    announced: int
-    connects: int
-    syncs: int
-    last_sync: SyncResult | None
-    last_error: str
+    connected: bool = False
+    """A run is open and its stream is up."""
+    transport: str = ""
+    """Of the states, "shared_memory" or "grpc"; empty before the first stream."""
+    transport_reason: str = ""
+    """Why the states do not go through shared memory; empty when they do."""
+    policy_version: int | None = None
+    """The last version whose sync ended well; None before it."""
+    captures: int = 0
+    """Capture windows that took states."""
+    captures_skipped: int = 0
+    """Capture windows that took none, because capture was off."""
+    captures_refused: int = 0
+    """Capture windows that ended early for a call that could not be served."""
+    capture_off_reason: str = ""
+    """Why the next window would take nothing, or why the last one was refused; empty while
+    capture is on."""
+    captured_tokens: int = 0
+    """Unpadded tokens of the forward passes given to ``ship``."""
+    chosen_samples: int = 0
+    """Samples that the selector took of them."""
+    chosen_tokens: int = 0
+    """Tokens of these."""
+    not_chosen_samples: int = 0
+    """Samples that it left, to stay within the budget."""
+    sent_samples: int = 0
+    """Samples that went out, repeats included."""
+    sent_bytes: int = 0
+    """Bytes of these: serialized ones and those that went through shared memory."""
+    resent_samples: int = 0
+    """Repeats after a lost stream."""
+    accepted: int = 0
+    """Samples that the trainer took."""
+    duplicate: int = 0
+    """Samples that it had taken before."""
+    refused: int = 0
+    """Samples that it refused."""
+    refused_by_field: Mapping[str, int] = field(default_factory=dict)
+    """These by the field that the refusal names."""
+    shed: Mapping[str, int] = field(default_factory=dict)
+    """Samples given up, by reason."""
+    shed_bytes: int = 0
+    """Bytes of them."""
+    outbox_samples: int = 0
+    """Samples waiting now, unacknowledged ones included."""
+    outbox_bytes: int = 0
+    """Bytes of these."""
+    outbox_capacity_bytes: int = 0
+    """Bound of these."""
+    ring_bytes: tuple[int, int] | None = None
+    """Used and whole bytes of the shared memory; None where there is none."""
+    announced: int = 0
+    """Policy versions that the trainer was told of."""
+    connects: int = 0
+    """Runs opened, the first included."""
+    syncs: int = 0
+    """Sync windows that ended well."""
+    last_sync: SyncResult | None = None
+    """The newest of them; None before it."""
+    last_error: str = ""
+    """The newest error of the trainer's side; empty if none."""
 
 
 class Counters:
@@ -177,50 +178,21 @@ class Counters:
         with self._lock:
             self._refused_in_a_row = 0
 
-    def snapshot(
-        self,
-        *,
-        connected: bool,
-        policy_version: int | None,
-        outbox_samples: int,
-        outbox_bytes: int,
-        last_sync: SyncResult | None,
-        capture_off_reason: str = "",
-        outbox_capacity_bytes: int = 0,
-        ring_bytes: tuple[int, int] | None = None,
-    ) -> BridgeStats:
-        """Every counter and the given gauges, at one moment."""
+    def snapshot(self, **gauges: Any) -> BridgeStats:
+        """Every counter, at one moment.
+
+        Args:
+            gauges: the fields of ``BridgeStats`` that are not counted here.
+        """
         with self._lock:
-            counts = self._counts
+            transport, reason = self._transport
+            counted: dict[str, Any] = dict(self._counts)
             return BridgeStats(
-                connected=connected,
-                transport=self._transport[0],
-                transport_reason=self._transport[1],
-                policy_version=policy_version,
-                captures=counts["captures"],
-                captures_skipped=counts["captures_skipped"],
-                captures_refused=counts["captures_refused"],
-                capture_off_reason=capture_off_reason,
-                captured_tokens=counts["captured_tokens"],
-                chosen_samples=counts["chosen_samples"],
-                chosen_tokens=counts["chosen_tokens"],
-                not_chosen_samples=counts["not_chosen_samples"],
-                sent_samples=counts["sent_samples"],
-                sent_bytes=counts["sent_bytes"],
-                resent_samples=counts["resent_samples"],
-                accepted=counts["accepted"],
-                duplicate=counts["duplicate"],
-                refused=counts["refused"],
+                **counted,
                 refused_by_field=MappingProxyType(dict(self._refused)),
                 shed=MappingProxyType(dict(self._shed)),
-                shed_bytes=counts["shed_bytes"],
-                outbox_samples=outbox_samples,
-                outbox_bytes=outbox_bytes,
-                outbox_capacity_bytes=outbox_capacity_bytes,
-                ring_bytes=ring_bytes,
-                announced=counts["announced"],
-                connects=counts["connects"],
-                syncs=counts["syncs"],
-                last_sync=last_sync,
+                transport=transport,
+                transport_reason=reason,
                 last_error=self._last_error,
+                **gauges,
             )

@@ -21,13 +21,12 @@ from rollout_server.control import (
     DRAFT,
     POLICY,
     AcceptanceGuard,
-    CommitCounts,
     RolloutControl,
     StateMessage,
     Weights,
 )
 from rollout_server.engine import Description, VllmEngine
-from rollout_server.metrics import RolloutCollector, negotiate
+from rollout_server.metrics import CommitCounts, Observed, RolloutCollector, negotiate
 from rollout_server.reload import WeightSource
 from rollout_server.runtime import API, Settings, is_active
 from rollout_server.service import (
@@ -123,9 +122,11 @@ async def _build(settings: Settings, engine_client: Any, state: Any, args: Any) 
     )
     REGISTRY.register(
         RolloutCollector(
-            *(API.tracker, control, store, commits, costs, server.refused_calls),
-            settings.access.refusals,
-            settings.draft_length,
+            Observed(
+                *(API.tracker, control, store, commits, costs, server.refused_calls),
+                settings.access.refusals,
+                settings.draft_length,
+            ),
             vllm_version,
         )
     )

@@ -1,196 +1,96 @@
 """Slipstream's metrics on vLLM's own ``/metrics`` (prometheus_client's default registry).
 
-Everything is read where it is counted when Prometheus asks, so there is one truth. Which metrics
-there are says ``metrics_catalogue``.
-
-Every metric of the rollout server. ``metrics`` fills them; docs/metrics.md is made from them.
+Commits are counted here when they end; everything else is read where it is counted when
+Prometheus asks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rollout_server.acceptance import AcceptanceTracker
+from rollout_server.acceptance import AcceptanceTracker, Counters
 from rollout_server.content_store import ContentStore
-from rollout_server.control import DRAFT, POLICY, CommitCounts, RolloutControl
+from rollout_server.control import DRAFT, POLICY, Committed, RolloutControl
 from rollout_server.step_costs import StepCosts
-from slipstream.metrics import (
-    Catalogue,
-    Group,
-    Label,
-    Scrape,
-    build_info,
-    counter,
-    gauge,
-    histogram,
-)
+from slipstream.metrics import Fact, FactCollector, Value, unit_of
 from slipstream.security import REASONS, AccessRefusals
 from slipstream.serving import RefusedCalls
 
-DRAFT_VERSION = Label("draft_version", text="the version that drafted")
-POSITION = Label("position", text="0-based")
-STEP = (
-    Label("kind", ("speculative", "plain", "mixed")),
-    Label("requests", text="most requests in the step: 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on"),
-)
-COMMIT_KIND = Label("kind", ("draft", "policy", "both", "rollback"))
-_NO_COST = "while the cost of either kind of step is unknown for every number of requests"
-_ALL = "of all draft versions since the start, those included that have no series any more."
-
-PROCESS = Group(
-    "Process",
-    (
-        build_info(Label("vllm", text="vLLM's version")),
-        counter(
-            "calls_refused",
-            "Calls of the control plane that ended with an error.",
-            Label("method", text="of the service"),
-            Label("code", text="the gRPC status"),
-        ),
-        counter(
-            "access_refused",
-            "Calls of the control plane by those who had no right to them.",
-            Label("reason", REASONS),
-        ),
-    ),
-)
-
-ACCEPTANCE = Group(
-    "Acceptance",
-    (
-        counter("drafts", "Verification steps of one request each.", DRAFT_VERSION),
-        counter("draft_tokens", "Tokens proposed.", DRAFT_VERSION),
-        counter("accepted_tokens", "Proposed tokens accepted.", DRAFT_VERSION),
-        counter(
-            "accepted_per_position",
-            "Proposed tokens accepted at each draft position.",
-            DRAFT_VERSION,
-            POSITION,
-        ),
-        counter(
-            "generated_tokens",
-            "Tokens generated while this draft was live, whether it proposed or not.",
-            Label("draft_version", text="the version that was live"),
-        ),
-        counter("all_drafts", f"`drafts` {_ALL}"),
-        counter("all_draft_tokens", f"`draft_tokens` {_ALL}"),
-        counter("all_accepted_tokens", f"`accepted_tokens` {_ALL}"),
-        counter("all_accepted_per_position", f"`accepted_per_position` {_ALL}", POSITION),
-        counter("all_generated_tokens", f"`generated_tokens` {_ALL}"),
-    ),
-)
-
-COST = Group(
-    "What speculation costs",
-    (
-        counter(
-            "engine_steps",
-            "Engine steps: `speculative` ones verify drafts, `plain` ones decode a token per "
-            "request, `mixed` ones take prompts too, or verify drafts of some requests only.",
-            *STEP,
-            absent="for kinds and sizes that have not occurred",
-        ),
-        counter(
-            "engine_step_seconds",
-            "Time that these steps took, from one step's output to the next while the engine is "
-            "busy.",
-            *STEP,
-            absent="for kinds and sizes that have not occurred",
-        ),
-        gauge(
-            "break_even_acceptance_length",
-            "Cost of a recent speculative step in plain steps of as many requests: speculation "
-            "pays while the acceptance length is greater.",
-            absent=_NO_COST,
-        ),
-        gauge(
-            "speculation_pays",
-            "1 while the live draft's acceptance length over the last minute is greater than the "
-            "break-even one, else 0.",
-            absent=f"{_NO_COST}, or while there were few drafts in the last minute",
-        ),
-        gauge("speculation_enabled", "1 while drafts are proposed."),
-        gauge("draft_length", "Tokens that a draft proposes at most (k)."),
-    ),
-)
-
-VERSIONS = Group(
-    "Versions and staleness",
-    (
-        gauge("draft_version", "Draft version that proposes."),
-        gauge(
-            "trained_against_policy_version",
-            "Policy version that the live draft was trained against.",
-            absent="for a draft that was trained on none",
-        ),
-        gauge(
-            "policy_version",
-            "Policy version that verifies.",
-            absent="until one was pushed through Slipstream",
-        ),
-        gauge(
-            "draft_staleness_versions",
-            "Policy versions that the live draft is behind the policy; a draft that was trained "
-            "on none counts as trained on version 0.",
-            absent="until a policy was pushed through Slipstream",
-        ),
-        gauge("draft_live_timestamp_seconds", "Unix time at which the live draft went live."),
-        gauge(
-            "policy_live_timestamp_seconds",
-            "Unix time at which the live policy went live.",
-            absent="until one was pushed through Slipstream",
-        ),
-    ),
-)
-
-COMMITS = Group(
-    "Commits",
-    (
-        counter(
-            "commits",
-            "Commits by what they changed and how they ended.",
-            COMMIT_KIND,
-            Label("outcome", ("ok", "failed", "untrusted")),
-        ),
-        histogram(
-            "commit_seconds",
-            "Seconds from a commit call's arrival to the worker's answer.",
-            COMMIT_KIND,
-        ),
-        histogram(
-            "worker_stall_seconds", "Seconds that the engine stood still for a commit.", COMMIT_KIND
-        ),
-        gauge("staged_bytes", "Bytes of weights held on the host."),
-        gauge("staged_capacity_bytes", "Bound of these (`--stage-bytes`)."),
-        gauge("stages", "Stages that are held and not live."),
-        gauge("ready", "1 while requests may be sent there."),
-    ),
-)
-
-CATALOGUE = Catalogue(
-    "Rollout server",
-    "slipstream_rollout_",
-    "`/metrics` of the OpenAI API's port, beside vLLM's own (`vllm:*`)",
-    (PROCESS, ACCEPTANCE, COST, VERSIONS, COMMITS),
-)
-
-
+PREFIX = "slipstream_rollout_"
 OPENMETRICS = "application/openmetrics-text"
+COMMIT_KINDS = ("draft", "policy", "both", "rollback")
+COMMIT_BUCKETS = (
+    *(0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+)
+_STEP = {"kind": ("speculative", "plain", "mixed"), "requests": ()}
+_BY_VERSION: dict[str, Sequence[str]] = {"draft_version": ()}
+_ALL = "of all draft versions since the start, those included that have no series any more."
+_SIZES = (
+    "`requests` is the most in the step: 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on. No series for "
+    "kinds and sizes that have not occurred."
+)
+_NO_COST = "No series while the cost of either kind of step is unknown for every number of requests"
+_NO_POLICY = "No series until one was pushed through Slipstream."
+
+
+class CommitCounts:
+    """Counts commits; a ``control.CommitObserver``.
+
+    Attributes:
+        registry: holds the metrics here.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.commits = Counter(
+            PREFIX + "commits",
+            "Commits by what they changed and how they ended.",
+            ("kind", "outcome"),
+            registry=self.registry,
+        )
+        self.seconds = self._histogram(
+            "commit_seconds", "Seconds from a commit call's arrival to the worker's answer."
+        )
+        self.stall = self._histogram(
+            "worker_stall_seconds", "Seconds that the engine stood still for a commit."
+        )
+        for kind in COMMIT_KINDS:
+            for outcome in ("ok", "failed", "untrusted"):
+                self.commits.labels(kind, outcome)
+            self.seconds.labels(kind)
+            self.stall.labels(kind)
+
+    def committed(self, kind: str, outcome: str, took: Committed | None) -> None:
+        """A commit ended."""
+        self.commits.labels(kind, outcome).inc()
+        if took is not None:
+            self.seconds.labels(kind).observe(took.seconds)
+            self.stall.labels(kind).observe(took.worker_seconds)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(
+            PREFIX + name,
+            text,
+            ("kind",),
+            unit=unit_of(name),
+            registry=self.registry,
+            buckets=COMMIT_BUCKETS,
+        )
 
 
 @dataclass(frozen=True)
-class RolloutCollector(Collector):
-    """One scrape of everything.
+class Observed:
+    """What a scrape reads.
 
     Attributes:
         tracker: acceptance per draft version.
@@ -198,10 +98,9 @@ class RolloutCollector(Collector):
         store: weights on the host.
         commits: that were tried.
         costs: of engine steps.
-        refused: calls of the control plane.
-        access: calls of those who had no right to them.
+        refused: calls of the control plane that ended with an error.
+        access: calls of the control plane without the right to make them.
         draft_length: num_speculative_tokens.
-        vllm: its version.
     """
 
     tracker: AcceptanceTracker
@@ -212,65 +111,181 @@ class RolloutCollector(Collector):
     refused: RefusedCalls
     access: AccessRefusals
     draft_length: int
-    vllm: str
+
+
+def _by_version(field: str) -> Callable[[Observed], Value]:
+    return lambda o: {str(v): getattr(c, field) for v, c in o.tracker.exposed().items()}
+
+
+def _in_all(field: str) -> Callable[[Observed], Value]:
+    return lambda o: getattr(o.tracker.all, field)
+
+
+def _positions(observed: Observed, counters: Counters) -> list[int]:
+    accepted = list(counters.accepted_per_position)
+    return accepted + [0] * (observed.draft_length - len(accepted))
+
+
+def _behind(observed: Observed) -> int | None:
+    draft, policy = observed.control.live[DRAFT], observed.control.live[POLICY]
+    if policy.version is None:
+        return None
+    return max(0, policy.version - (draft.trained_against or 0))
+
+
+def _counter(
+    name: str, help: str, read: Callable[[Observed], Value], labels: Any = None
+) -> Fact[Observed]:
+    return Fact(name, help, read, labels or {}, "counter")
+
+
+FACTS: tuple[Fact[Observed], ...] = (
+    _counter(
+        "calls_refused",
+        "Calls of the control plane that ended with an error, by gRPC status.",
+        lambda o: o.refused.counts,
+        {"method": (), "code": ()},
+    ),
+    _counter(
+        "access_refused",
+        "Calls of the control plane without the right to make them.",
+        lambda o: o.access.counts(),
+        {"reason": REASONS},
+    ),
+    _counter(
+        "drafts",
+        "Verification steps of one request each, by the version that drafted.",
+        _by_version("drafts"),
+        _BY_VERSION,
+    ),
+    _counter("draft_tokens", "Tokens proposed.", _by_version("draft_tokens"), _BY_VERSION),
+    _counter(
+        "accepted_tokens",
+        "Proposed tokens accepted.",
+        _by_version("accepted_tokens"),
+        _BY_VERSION,
+    ),
+    _counter(
+        "accepted_per_position",
+        "Proposed tokens accepted at each draft position, 0-based.",
+        lambda o: {
+            (str(version), str(place)): count
+            for version, counters in o.tracker.exposed().items()
+            for place, count in enumerate(_positions(o, counters))
+        },
+        {"draft_version": (), "position": ()},
+    ),
+    _counter(
+        "generated_tokens",
+        "Tokens generated while this draft was live, whether it proposed or not.",
+        _by_version("generated_tokens"),
+        _BY_VERSION,
+    ),
+    _counter("all_drafts", f"`drafts` {_ALL}", _in_all("drafts")),
+    _counter("all_draft_tokens", f"`draft_tokens` {_ALL}", _in_all("draft_tokens")),
+    _counter("all_accepted_tokens", f"`accepted_tokens` {_ALL}", _in_all("accepted_tokens")),
+    _counter(
+        "all_accepted_per_position",
+        f"`accepted_per_position` {_ALL}",
+        lambda o: {str(place): n for place, n in enumerate(_positions(o, o.tracker.all))},
+        {"position": ()},
+    ),
+    _counter("all_generated_tokens", f"`generated_tokens` {_ALL}", _in_all("generated_tokens")),
+    _counter(
+        "engine_steps",
+        "Engine steps: `speculative` ones verify drafts, `plain` ones decode a token per request, "
+        f"`mixed` ones take prompts too, or verify drafts of some requests only. {_SIZES}",
+        lambda o: {(kind, str(n)): total.steps for (kind, n), total in o.costs.sums.items()},
+        _STEP,
+    ),
+    _counter(
+        "engine_step_seconds",
+        "Time that these steps took, from one step's output to the next while the engine is busy. "
+        + _SIZES,
+        lambda o: {(kind, str(n)): total.seconds for (kind, n), total in o.costs.sums.items()},
+        _STEP,
+    ),
+    Fact(
+        "break_even_acceptance_length",
+        "Cost of a recent speculative step in plain steps of as many requests: speculation pays "
+        f"while the acceptance length is greater. {_NO_COST}.",
+        lambda o: o.costs.break_even,
+    ),
+    Fact(
+        "speculation_pays",
+        "1 while the live draft's acceptance length over the last minute is greater than the "
+        f"break-even one, else 0. {_NO_COST}, or while there were few drafts in the last minute.",
+        lambda o: o.costs.pays(time.monotonic()),
+    ),
+    Fact(
+        "speculation_enabled",
+        "1 while drafts are proposed.",
+        lambda o: o.control.speculation_enabled,
+    ),
+    Fact("draft_length", "Tokens that a draft proposes at most (k).", lambda o: o.draft_length),
+    Fact(
+        "draft_version",
+        "Draft version that proposes.",
+        lambda o: o.control.live[DRAFT].version,
+    ),
+    Fact(
+        "trained_against_policy_version",
+        "Policy version that the live draft was trained against. No series for a draft that was "
+        "trained on none.",
+        lambda o: o.control.live[DRAFT].trained_against,
+    ),
+    Fact(
+        "policy_version",
+        f"Policy version that verifies. {_NO_POLICY}",
+        lambda o: o.control.live[POLICY].version,
+    ),
+    Fact(
+        "draft_staleness_versions",
+        "Policy versions that the live draft is behind the policy; a draft that was trained on "
+        f"none counts as trained on version 0. {_NO_POLICY}",
+        _behind,
+    ),
+    Fact(
+        "draft_live_timestamp_seconds",
+        "Unix time at which the live draft went live.",
+        lambda o: o.control.live_since[DRAFT],
+    ),
+    Fact(
+        "policy_live_timestamp_seconds",
+        f"Unix time at which the live policy went live. {_NO_POLICY}",
+        lambda o: o.control.live_since.get(POLICY),
+    ),
+    Fact("staged_bytes", "Bytes of weights held on the host.", lambda o: o.store.bytes),
+    Fact(
+        "staged_capacity_bytes",
+        "Bound of `staged_bytes` (`--stage-bytes`).",
+        lambda o: o.store.capacity,
+    ),
+    Fact("stages", "Stages that are held and not live.", lambda o: len(o.control.staged)),
+    Fact(
+        "ready",
+        "1 while requests may be sent there.",
+        lambda o: not o.control.readiness.reason,
+    ),
+)
+
+
+class RolloutCollector(FactCollector[Observed]):
+    """One scrape of everything.
+
+    Args:
+        observed: read at every scrape.
+        vllm: its version.
+    """
+
+    def __init__(self, observed: Observed, vllm: str) -> None:
+        super().__init__(PREFIX, FACTS, lambda: observed, vllm=vllm)
+        self._commits = observed.commits.registry
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus_client."""
-        scrape = Scrape(CATALOGUE)
-        scrape.build(vllm=self.vllm)
-        self._acceptance(scrape)
-        self._cost(scrape)
-        self._versions(scrape)
-        self._commits(scrape)
-        yield from scrape.families()
-
-    def _acceptance(self, scrape: Scrape) -> None:
-        everything = {(str(v),): c for v, c in self.tracker.exposed().items()}
-        for prefix, counted in (("", everything), ("all_", {(): self.tracker.all})):
-            for labels, counters in counted.items():
-                scrape.put(f"{prefix}drafts", counters.drafts, *labels)
-                scrape.put(f"{prefix}draft_tokens", counters.draft_tokens, *labels)
-                scrape.put(f"{prefix}accepted_tokens", counters.accepted_tokens, *labels)
-                scrape.put(f"{prefix}generated_tokens", counters.generated_tokens, *labels)
-                accepted = list(counters.accepted_per_position)
-                accepted += [0] * (self.draft_length - len(accepted))
-                for place, count in enumerate(accepted):
-                    scrape.put(f"{prefix}accepted_per_position", count, *labels, str(place))
-
-    def _cost(self, scrape: Scrape) -> None:
-        for (kind, requests), total in self.costs.sums.items():
-            scrape.put("engine_steps", total.steps, kind, str(requests))
-            scrape.put("engine_step_seconds", total.seconds, kind, str(requests))
-        scrape.put("break_even_acceptance_length", self.costs.break_even)
-        scrape.put("speculation_pays", self.costs.pays(time.monotonic()))
-        scrape.put("speculation_enabled", self.control.speculation_enabled)
-        scrape.put("draft_length", self.draft_length)
-
-    def _versions(self, scrape: Scrape) -> None:
-        draft, policy = self.control.live[DRAFT], self.control.live[POLICY]
-        scrape.put("draft_version", draft.version)
-        scrape.put("trained_against_policy_version", draft.trained_against)
-        scrape.put("policy_version", policy.version)
-        if policy.version is not None:
-            behind = policy.version - (draft.trained_against or 0)
-            scrape.put("draft_staleness_versions", max(0, behind))
-        scrape.put("draft_live_timestamp_seconds", self.control.live_since[DRAFT])
-        scrape.put("policy_live_timestamp_seconds", self.control.live_since.get(POLICY))
-
-    def _commits(self, scrape: Scrape) -> None:
-        for (kind, outcome), count in dict(self.commits.outcomes).items():
-            scrape.put("commits", count, kind, outcome)
-        for kind, durations in self.commits.seconds.items():
-            scrape.observe("commit_seconds", durations, kind)
-        for kind, durations in self.commits.stall.items():
-            scrape.observe("worker_stall_seconds", durations, kind)
-        scrape.put("staged_bytes", self.store.bytes)
-        scrape.put("staged_capacity_bytes", self.store.capacity)
-        scrape.put("stages", len(self.control.staged))
-        for (method, code), count in sorted(self.refused.counts.items()):
-            scrape.put("calls_refused", count, method, code)
-        scrape.count("access_refused", self.access.counts())
-        scrape.put("ready", not self.control.readiness.reason)
+        yield from super().collect()
+        yield from self._commits.collect()
 
 
 def negotiate(app: Any, registry: Any) -> None:

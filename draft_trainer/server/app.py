@@ -38,7 +38,7 @@ from draft_trainer.releases.registry import (
     uses_of,
 )
 from draft_trainer.server.calls import SERVICE, Health, admission
-from draft_trainer.server.metrics import TrainerCollector
+from draft_trainer.server.metrics import trainer_registry
 from draft_trainer.server.service import DraftTrainerService, ReleaseRooms, add_draft_trainer
 from draft_trainer.server.status import AcceptanceHistory, FleetView, Live, Status
 from draft_trainer.server.web import serve_console
@@ -134,6 +134,13 @@ class TrainerServer:
         self._canary = canary = Canary(config.canary, publish.num_speculative_tokens, self._watch)
         verdicts = VerdictLog(registry.root, events.judged)
         known = newest.HasField("trained_against_policy_version")
+        server = config.server
+        self._rings = Rings(
+            Path(server.shared_memory) if server.shared_memory else None,
+            min(server.ring_bytes, config.replay.capacity_bytes),
+            server.max_streams,
+            server.message_timeout_s,
+        )
         self._status = Status(
             self._counters,
             self.runs,
@@ -141,6 +148,7 @@ class TrainerServer:
             newest.draft_version,
             newest.trained_against_policy_version if known else None,
             self._store,
+            self._rings,
             Live(events, fleet_view, acceptance, registry, verdicts, lambda: canary.trial),
         )
         self.publisher = Publisher(
@@ -181,13 +189,6 @@ class TrainerServer:
         folder = config.recording.directory
         self._recorder = (
             Recorder(folder, config.recording, draft, ids, self._counters) if folder else None
-        )
-        server = config.server
-        self._rings = Rings(
-            Path(server.shared_memory) if server.shared_memory else None,
-            min(server.ring_bytes, config.replay.capacity_bytes),
-            server.max_streams,
-            server.message_timeout_s,
         )
         self._service = DraftTrainerService(
             config,
@@ -338,9 +339,7 @@ class TrainerServer:
                     "stop what listens there, or set another server.port",
                 ) from error
             self.address = f"{host}:{port}"
-            metrics = TrainerCollector(
-                *(self._counters, self._status, self._rings, self._canary, self.refused_calls)
-            )
+            metrics = trainer_registry(self._counters, self._status.read, self.refused_calls)
             self._web = serve_console(
                 self._status, metrics, access, server.host, server.metrics_port
             )

@@ -18,10 +18,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Generic, TypeVar
 
 from draft_trainer.counters import Counters, EventLog, VerdictLog, by_label, total
+from draft_trainer.ingest.rings import Rings
 from draft_trainer.ingest.run import Run, Runs, Session
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.releases.canary import Trial
@@ -472,6 +473,7 @@ class Status:
         newest_release: the newest release at start; ``released`` moves it on.
         trained_against: newest policy version that it was trained on, if any.
         store: the run's samples.
+        rings: shared memory of the sessions.
         live: the fleet and its releases.
     """
 
@@ -483,6 +485,7 @@ class Status:
         newest_release: int,
         trained_against: int | None,
         store: SampleStore,
+        rings: Rings,
         live: Live,
     ) -> None:
         self._counters = counters
@@ -490,6 +493,7 @@ class Status:
         self._promotions = promotions
         self._newest = (newest_release, trained_against)
         self._store = store
+        self._rings = rings
         self._live = live
         self._started_at = time.time()
         self._code_version = code_version()
@@ -606,18 +610,44 @@ class Status:
         run = self._runs.current
         if run is not None:
             status.run_id = run.run_id
-            status.replay_bytes = self._store.nbytes
-            status.samples_pending = self._store.pending
             latest = run.latest_policy_version
             if latest is not None:
                 status.policy_version = latest
                 status.staleness = max(0, latest - (self.releases["promoted"][1] or 0))
+        self._complete(status)
         for server in self._live.fleet.messages():
             for drafted in self._live.acceptance.last_minute(server.address):
                 if drafted.draft_version == server.state.draft_version:
                     server.last_minute.CopyFrom(drafted)
             status.servers.append(server)
         return status
+
+    def _complete(self, status: pb.TrainerStatus) -> None:
+        releases = self.releases
+        served, against = releases["served"]
+        status.time = time.time()
+        status.served_release = served
+        _set(status, "served_at", self._promotions.served_at)
+        _set(status, "promoted_trained_against", releases["promoted"][1])
+        _set(status, "served_trained_against", against)
+        _set(status, "policy_registered_at", self.policy_clock.newest_at)
+        if status.HasField("policy_version"):
+            status.served_staleness = max(0, status.policy_version - (against or 0))
+            status.served_staleness_seconds = self.policy_clock.behind_seconds(against or 0)
+        status.samples_pending = self._store.pending
+        status.samples_held_out = self._store.held_out_samples
+        status.samples_unsaved = self._store.unsaved
+        status.replay_bytes = self._store.nbytes
+        status.replay_directory = str(self._store.folder)
+        rings = self._rings.counts
+        # A stream claims its ring after it began and releases it before it ends.
+        status.streams["grpc"] = max(0, self._runs.streams - rings["claimed"])
+        status.streams["shared_memory"] = rings["claimed"]
+        status.sessions = self._runs.sessions
+        status.rings.update(rings)
+        status.ring_capacity_bytes = self._rings.nbytes
+        if self._counters.servers is not None:
+            status.servers_by_state.update(asdict(self._counters.servers))
 
     def moment(self) -> console_pb2.Moment:
         """The counters that plots are made of, now."""
@@ -661,6 +691,11 @@ class Status:
             return None
         known = manifest.HasField("trained_against_policy_version")
         return manifest.trained_against_policy_version if known else None
+
+
+def _set(status: pb.TrainerStatus, field: str, value: float | None) -> None:
+    if value is not None:
+        setattr(status, field, value)
 
 
 def _trial(trial: Trial | None) -> console_pb2.TrialView | None:

@@ -40,8 +40,7 @@ import sys
 from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from draft_trainer.server.status import Status
 from slipstream.errors import RefusedError
@@ -417,7 +416,7 @@ EVENTS_SHOWN = 200
 
 
 def serve_console(
-    status: Status, metrics: Collector, access: Access, host: str, port: int
+    status: Status, metrics: CollectorRegistry, access: Access, host: str, port: int
 ) -> WebServer:
     """``/metrics``, the page, and ``/api/status``, ``/api/history``, ``/api/events``.
 
@@ -431,9 +430,6 @@ def serve_console(
     Raises:
         RefusedError: the port cannot be had.
     """
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(metrics)
-    ProcessCollector(registry=registry)
     routes: dict[str, Route] = {
         "/": Asset("index.html", "text/html"),
         "/console.js": Asset("console.js", "text/javascript"),
@@ -446,5 +442,5 @@ def serve_console(
             lambda: console_pb2.Events(events=status.events.after(0, EVENTS_SHOWN))
         ),
     }
-    app = observed(WebApp(routes, make_wsgi_app(registry)), access)
+    app = observed(WebApp(routes, make_wsgi_app(metrics)), access)
     return WebServer(app, access, host, port)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import urllib.request
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from draft_trainer.counters import Counters, Servers, by_label
 from draft_trainer.ingest.rings import Rings
-from draft_trainer.server.metrics import CATALOGUE, TrainerCollector
-from draft_trainer.server.status import KEPT, PolicyClock
+from draft_trainer.server.metrics import facts, trainer_registry
+from draft_trainer.server.status import PolicyClock
 from slipstream.errors import StatusCode
 from slipstream.serving import RefusedCalls
 from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1.console_pb2 import TrialView
+from slipstream.v1.draft_trainer_pb2 import TrainerStatus
 from slipstream.v1.release_pb2 import GateFigures, Verdict
 from tests.draft_trainer.fleet_rig import Rig
 from tests.draft_trainer.rig import Stream, make_config, rollouts, running
@@ -29,37 +29,15 @@ class Trainer:
     """What a scrape reads, without a server."""
 
     def __init__(self) -> None:
-        self.counters, self.refused, self.time = Counters(), RefusedCalls(), 1000.0
-        self.clock = PolicyClock(now=lambda: self.time)
-        self.run = SimpleNamespace(latest_policy_version=None)
-        self.status: Any = SimpleNamespace(
-            runs=SimpleNamespace(current=None, streams=3, sessions=4),
-            store=SimpleNamespace(
-                pending=5,
-                held_out_samples=6,
-                unsaved=7,
-                nbytes=800,
-                capacity_bytes=900,
-                folder=Path("/samples"),
-            ),
-            releases={"newest": (2, 11), "promoted": (2, 11), "served": (0, None)},
-            policy_clock=self.clock,
-            served_at=None,
-            last_verdict=None,
-        )
-        self.rings: Any = SimpleNamespace(counts={"offered": 1, "claimed": 2}, nbytes=3 << 20)
-        self.canary: Any = SimpleNamespace(trial=None)
-
-    def announce(self, version: int) -> None:
-        self.status.runs.current = self.run
-        self.run.latest_policy_version = version
-        if self.clock.announced(version):
-            self.counters.policy_announcements.inc()
+        self.counters, self.refused, self.status = Counters(), RefusedCalls(), TrainerStatus()
+        self._registry = trainer_registry(self.counters, lambda: self.status, self.refused)
 
     def scrape(self) -> Samples:
-        return scrape(
-            TrainerCollector(self.counters, self.status, self.rings, self.canary, self.refused)
-        )
+        return {
+            key: value
+            for key, value in scrape(self._registry).items()
+            if not key[0].startswith("process_")
+        }
 
 
 def test_a_trainer_that_has_seen_nothing_measures_nothing() -> None:
@@ -68,6 +46,7 @@ def test_a_trainer_that_has_seen_nothing_measures_nothing() -> None:
         *("loss", "expected_acceptance", "policy_version", "policy_timestamp_seconds"),
         *("draft_staleness_versions", "draft_staleness_seconds", "draft_served_timestamp_seconds"),
         *("gate_acceptance_length", "gate_half_width", "gate_anchors", "servers"),
+        *("draft_version", "trained_against_policy_version", "samples_refused_total"),
     ):
         assert of(samples, T + absent) == {}, absent
     # Every reason is there from the start, or `increase` would miss its first event.
@@ -75,10 +54,6 @@ def test_a_trainer_that_has_seen_nothing_measures_nothing() -> None:
         (reason,): 0 for reason in ("commit_failed", "trial", "by_hand", "interrupted")
     }
     assert len(of(samples, T + "heals_total")) == 3
-    assert of(samples, T + "trained_against_policy_version") == {("newest",): 11, ("promoted",): 11}
-    assert of(samples, T + "streams") == {("grpc",): 1, ("shared_memory",): 2}
-    assert value(samples, T + "ring_capacity_bytes") == 3 << 20
-    assert value(samples, T + "replay_directory", directory="/samples") == 1
     assert value(samples, T + "acknowledgement_seconds_count") == 0
 
 
@@ -93,14 +68,12 @@ def test_what_is_counted_is_exposed() -> None:
         counters.published(event)
     counters.healed("other_version", True)
     counters.healed("not_ready", False)
-    counters.looked(Servers(known=4, reachable=3, ready=2, current=1))
     counters.stage_seconds.observe(0.2)
-    counters.trained(
-        samples=3, tokens=50, seconds=0.5, skipped=False, loss=1.5, step_acceptance=[0.75, 0.5]
-    )
-    trainer.status.last_verdict = verdict(2.5, 2.25, 0.125, 400)
-    trainer.canary.trial = object()
-    trainer.status.served_at = 777.0
+    assert counters.fleet_events() == {
+        **{"committed": 2, "policy_only": 1, "rolled_back": 1, "canary_rolled_back": 1},
+        **{"interrupted": 1, "canary_promoted": 1, "canary_undecided": 1},
+        **{"rolled_back_by_hand": 1, "healed": 1, "not_healed": 1},
+    }
     samples = trainer.scrape()
     assert of(samples, T + "received_bytes_total") == {("grpc",): 100, ("shared_memory",): 5000}
     lag = T + "acknowledgement_seconds"
@@ -122,44 +95,70 @@ def test_what_is_counted_is_exposed() -> None:
     }
     assert value(samples, T + "heals_total", reason="other_version") == 1
     assert value(samples, T + "heals_failed_total", reason="not_ready") == 1
+    assert value(samples, T + "stage_seconds_sum") == pytest.approx(0.2)
+
+
+def test_everything_has_a_series_once_it_is_known() -> None:
+    trainer = Trainer()
+    trainer.counters.refused("temperature")
+    trainer.refused.note("/slipstream.v1.DraftTrainer/OpenRun", StatusCode.UNKNOWN, "x")
+    trainer.status = TrainerStatus(
+        **{"loss": 1.5, "step_acceptance": [0.75, 0.5], "replay_directory": "/samples"},
+        **{"newest_release": 3, "promoted_release": 2, "served_release": 1, "served_at": 777.0},
+        **{"trained_against_policy_version": 9, "promoted_trained_against": 8},
+        **{"served_trained_against": 0, "policy_version": 10, "policy_registered_at": 500.0},
+        **{"served_staleness": 10, "served_staleness_seconds": 30.0},
+        streams={"grpc": 1, "shared_memory": 2},
+        rings={"offered": 1, "claimed": 2},
+        servers_by_state={"known": 4, "reachable": 3, "ready": 2, "current": 1},
+        trial=TrialView(draft_version=3),
+        last_verdict=Verdict(
+            gate=GateFigures(
+                candidate_acceptance_length=2.5,
+                incumbent_acceptance_length=2.25,
+                difference_half_width=0.125,
+                anchors=400,
+            )
+        ),
+    )
+    samples = trainer.scrape()
+    names = {name.removesuffix("_total") for name, _ in samples}
+    assert {T + fact.name for fact in facts(trainer.refused)} <= names
+    assert value(samples, T + "calls_refused_total", method="OpenRun", code="UNKNOWN") == 1
     assert of(samples, T + "servers") == {
         ("known",): 4,
         ("reachable",): 3,
         ("ready",): 2,
         ("current",): 1,
     }
-    assert value(samples, T + "stage_seconds_sum") == pytest.approx(0.2)
     assert of(samples, T + "expected_acceptance") == {("0",): 0.75, ("1",): 0.5}
     assert of(samples, T + "gate_acceptance_length") == {("candidate",): 2.5, ("incumbent",): 2.25}
+    assert of(samples, T + "trained_against_policy_version") == {
+        ("newest",): 9,
+        ("promoted",): 8,
+        ("served",): 0,
+    }
+    assert of(samples, T + "streams") == {("grpc",): 1, ("shared_memory",): 2}
     assert value(samples, T + "trial_running") == 1
     assert value(samples, T + "draft_served_timestamp_seconds") == 777
+    assert value(samples, T + "replay_directory", directory="/samples") == 1
 
 
 def test_staleness_counts_from_when_the_policy_moved_past_the_draft() -> None:
-    trainer = Trainer()
-    trainer.announce(11)
-    trainer.status.releases["served"] = (2, 11)
-    trainer.time += 30
-    samples = trainer.scrape()
-    assert value(samples, T + "draft_staleness_versions") == 0
-    assert value(samples, T + "draft_staleness_seconds") == 0
-    assert value(samples, T + "policy_timestamp_seconds") == 1000
+    now = 1000.0
+    clock = PolicyClock(now=lambda: now)
+    assert clock.announced(11) and clock.newest_at == 1000.0
+    now += 30
+    assert clock.behind_seconds(11) == 0
     for version in (12, 13, 13):
-        trainer.announce(version)
-        trainer.time += 10
-    samples = trainer.scrape()
-    assert value(samples, T + "draft_staleness_versions") == 2
-    assert value(samples, T + "draft_staleness_seconds") == 30
-    assert value(samples, T + "policy_announcements_total") == 3
-    # Release 0 was trained on nothing.
-    trainer.status.releases["served"] = (0, None)
-    samples = trainer.scrape()
-    assert value(samples, T + "draft_staleness_versions") == 13
-    assert value(samples, T + "draft_staleness_seconds") == 60
+        clock.announced(version)
+        now += 10
+    assert clock.behind_seconds(11) == 30
+    assert clock.behind_seconds(0) == 60, "release 0 was trained on nothing"
     # Another run counts from its own versions.
-    trainer.announce(1)
-    trainer.time += 5
-    assert value(trainer.scrape(), T + "draft_staleness_seconds") == 5
+    clock.announced(1)
+    now += 5
+    assert clock.behind_seconds(0) == 5
 
 
 def test_a_restarted_trainer_counts_from_its_start() -> None:
@@ -171,12 +170,10 @@ def test_a_restarted_trainer_counts_from_its_start() -> None:
 
 def test_ten_thousand_releases_leave_a_bounded_number_of_series() -> None:
     trainer = Trainer()
-    trainer.announce(0)
     before = None
     for version in range(1, 10_001):
-        trainer.announce(version)
-        trainer.status.releases = dict.fromkeys(
-            ("newest", "promoted", "served"), (version, version - 1)
+        trainer.status = TrainerStatus(
+            newest_release=version, promoted_release=version, served_release=version
         )
         for event in ("committed", "canary_promoted", "rolled_back"):
             trainer.counters.published(event)
@@ -189,7 +186,6 @@ def test_ten_thousand_releases_leave_a_bounded_number_of_series() -> None:
     assert value(samples, T + "publishes_total", outcome="committed") == 10_000
     assert value(samples, T + "verdicts_total", verdict="passed") == 10_000
     assert value(samples, T + "draft_version", which="served") == 10_000
-    assert len(trainer.clock._seen) == KEPT
 
 
 def test_a_fleet_that_is_published_to_and_healed(tmp_path: Path) -> None:
@@ -197,8 +193,7 @@ def test_a_fleet_that_is_published_to_and_healed(tmp_path: Path) -> None:
     try:
         assert rig.promotions.served_at is None
         rig.publisher.promote(2, pin=False)
-        servers = ("known", "reachable", "ready", "current")
-        assert by_label(rig.counters.servers) == dict.fromkeys(servers, 3)
+        assert rig.counters.servers == Servers(known=3, reachable=3, ready=3, current=3)
         assert rig.promotions.served_at is not None
         # Somebody else's commit, and a server that says that it is not ready.
         rig.doubles[0].state.draft_version = 1
@@ -207,8 +202,8 @@ def test_a_fleet_that_is_published_to_and_healed(tmp_path: Path) -> None:
         assert by_label(rig.counters.heals) == {"other_version": 1, "not_ready": 1}
         rig.doubles[2].stop()
         rig.publisher.heal()
-        asked = by_label(rig.counters.servers)
-        assert (asked["known"], asked["reachable"]) == (3, 2)
+        servers = rig.counters.servers
+        assert servers is not None and (servers.known, servers.reachable) == (3, 2)
     finally:
         rig.close()
 
@@ -236,21 +231,6 @@ def test_a_running_trainer_serves_both_formats(tmp_path: Path) -> None:
         assert value(samples, "process_resident_memory_bytes")
 
 
-def test_everything_in_the_catalogue_is_exposed() -> None:
-    trainer = Trainer()
-    trainer.announce(1)
-    trainer.status.served_at = 1.0
-    trainer.counters.looked(Servers(0, 0, 0, 0))
-    trainer.counters.refused("temperature")
-    trainer.refused.note("/slipstream.v1.DraftTrainer/OpenRun", StatusCode.UNKNOWN, "x")
-    trainer.counters.trained(
-        samples=1, tokens=1, seconds=1.0, skipped=False, loss=1.0, step_acceptance=[0.5]
-    )
-    trainer.status.last_verdict = verdict(2.0, 2.0, 0.1, 300)
-    names = {name for name, _ in trainer.scrape()}
-    assert CATALOGUE.sample_names() - names == set()
-
-
 def test_rings_say_what_they_hold(tmp_path: Path) -> None:
     rings = Rings(tmp_path, 1 << 16, limit=2)
     rings.offer("a")
@@ -261,17 +241,6 @@ def test_rings_say_what_they_hold(tmp_path: Path) -> None:
     assert rings.nbytes == 2 * ((1 << 16) + 4096)
     rings.close()
     assert rings.nbytes == 0
-
-
-def verdict(candidate: float, incumbent: float, half_width: float, anchors: int) -> Verdict:
-    return Verdict(
-        gate=GateFigures(
-            candidate_acceptance_length=candidate,
-            incumbent_acceptance_length=incumbent,
-            difference_half_width=half_width,
-            anchors=anchors,
-        )
-    )
 
 
 def _openmetrics(url: str) -> Samples:

@@ -13,8 +13,8 @@ from starlette.testclient import TestClient
 
 from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceTracker
 from rollout_server.content_store import ContentStore
-from rollout_server.control import DRAFT, POLICY, CommitCounts, RolloutControl
-from rollout_server.metrics import CATALOGUE, RolloutCollector, negotiate
+from rollout_server.control import DRAFT, POLICY, RolloutControl
+from rollout_server.metrics import FACTS, CommitCounts, Observed, RolloutCollector, negotiate
 from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, Accepted, StepCosts, StepSum
 from slipstream.errors import StatusCode
 from slipstream.security import AccessRefusals
@@ -43,12 +43,12 @@ class Server:
             weights(DRAFT, 0),
             weights(POLICY, None),  # type: ignore[arg-type]
         )
-        self.collector = RolloutCollector(
+        observed = Observed(
             *(self.tracker, self.control, self.store, self.commits, self.costs, self.refused),
             AccessRefusals(),
             draft_length=3,
-            vllm="0.32.0",
         )
+        self.collector = RolloutCollector(observed, vllm="0.32.0")
 
     def commit(self, *staged: object) -> None:
         for one in staged:
@@ -225,6 +225,8 @@ def test_everything_in_the_catalogue_is_exposed(server: Server) -> None:
     samples = scrape(server.collector)
     name = R + "calls_refused_total"
     assert value(samples, name, method="Stage", code="INVALID_ARGUMENT") == 1
-    missing = CATALOGUE.sample_names() - {name for name, _ in samples}
+    missing = {R + fact.name for fact in FACTS} - {
+        name.removesuffix("_total") for name, _ in samples
+    }
     # The clock of the looks is not the collector's.
     assert missing == {R + "speculation_pays"}
