@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
+from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from draft_trainer.counters import PREFIX, Counters
 from slipstream.metrics import Fact, FactCollector, Value
@@ -172,7 +172,7 @@ def facts(refused: RefusedCalls) -> tuple[Fact[TrainerStatus], ...]:
 def trainer_registry(
     counters: Counters, status: Callable[[], TrainerStatus], refused: RefusedCalls
 ) -> CollectorRegistry:
-    """Everything that ``/metrics`` of a trainer serves, with ``process_*``.
+    """Everything that a trainer measures.
 
     Args:
         counters: their registry is added to, and returned.
@@ -182,5 +182,4 @@ def trainer_registry(
     disable_created_metrics()
     registry = counters.registry
     registry.register(FactCollector(PREFIX, facts(refused), status))
-    ProcessCollector(registry=registry)
     return registry

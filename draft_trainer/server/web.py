@@ -40,7 +40,7 @@ import sys
 from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 
 from draft_trainer.server.status import Status
 from slipstream.errors import RefusedError
@@ -430,6 +430,7 @@ def serve_console(
     Raises:
         RefusedError: the port cannot be had.
     """
+    ProcessCollector(registry=metrics)
     routes: dict[str, Route] = {
         "/": Asset("index.html", "text/html"),
         "/console.js": Asset("console.js", "text/javascript"),

@@ -33,11 +33,7 @@ class Trainer:
         self._registry = trainer_registry(self.counters, lambda: self.status, self.refused)
 
     def scrape(self) -> Samples:
-        return {
-            key: value
-            for key, value in scrape(self._registry).items()
-            if not key[0].startswith("process_")
-        }
+        return scrape(self._registry)
 
 
 def test_a_trainer_that_has_seen_nothing_measures_nothing() -> None:
