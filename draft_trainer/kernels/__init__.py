@@ -1,5 +1,5 @@
-"""The dearest loops of a training step on a CPU, in C: compiled where they run, if a compiler is.
+"""The costliest loops of a training step on CPUs, in C: compiled where they run, if possible.
 
-The plain torch beside each of them (``soft_targets``, ``causal``) is the reference: it runs on
-every device, in float64 too, and tests hold the two together.
+The plain torch in ``draft_trainer.drafters`` (``attention``, ``loss``, ``ops``) is the reference of
+each: it runs on every device, in float64 too, and tests compare the two.
 """

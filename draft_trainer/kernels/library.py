@@ -1,4 +1,4 @@
-"""Compiles the C files beside it for this very processor, once per user, and loads them."""
+"""Compiles the C files beside it for this processor, once per user, and loads them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -23,11 +24,11 @@ from slipstream.errors import RefusedError
 Mode = Literal["auto", "on", "off"]
 
 _SOURCES = (
-    *("score_rows.c", "causal.c", "own.c", "rows.c"),
+    *("score_rows.c", "causal.c", "step_keys.c", "rows.c"),
     *("checked_copy.c", "contents.c", "guarded.c"),
 )
 _FUNCTIONS = (
-    *("score_rows", "causal_forward", "causal_backward", "own_forward", "own_backward"),
+    *("score_rows", "causal_forward", "causal_backward", "step_keys_forward", "step_keys_backward"),
     *("swiglu_forward", "swiglu_backward", "norm_forward", "norm_backward", "rotate"),
     "contents",
 )
@@ -40,14 +41,16 @@ _FLAGS = (
     "-fno-loop-unroll-and-jam",
     "-fopenmp",
 )
+# With AVX-512, compilers prefer half of a register unless told otherwise.
+_WIDE = "-mprefer-vector-width=512"
 _RUN: dict[str, Any] = {"check": True, "capture_output": True, "text": True, "timeout": 120.0}
 _mode: Mode = "off"
 
 
 def use_kernels(mode: Mode) -> str:
-    """Say for this process whether the C kernels run: "auto" where they compile, "on" or "off".
+    """Choose for this process whether the C kernels run: "auto" where they compile, "on" or "off".
 
-    Which of them runs is part of what a run's bits depend on.
+    A run's bits depend on the choice.
 
     Returns:
         One line for a log: what runs, and what compiling took or why it was not possible.
@@ -70,7 +73,7 @@ def use_kernels(mode: Mode) -> str:
 
 @contextmanager
 def using_kernels(mode: Mode) -> Iterator[None]:
-    """``use_kernels`` for a while."""
+    """``use_kernels`` within a ``with`` block."""
     before = _mode
     use_kernels(mode)
     try:
@@ -96,10 +99,12 @@ def pointer(x: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(x.data_ptr())
 
 
+@dataclass(frozen=True)
 class _Built:
-    def __init__(self, functions: ctypes.CDLL | None, said: str) -> None:
-        self.functions = functions
-        self.said = said
+    """The kernels, or None; and a sentence that says where they come from or why there are none."""
+
+    functions: ctypes.CDLL | None
+    said: str
 
 
 @cache
@@ -122,24 +127,12 @@ def _built() -> _Built:
     return _Built(functions, said)
 
 
-def _check_own(library: Path) -> None:
-    """Raise OSError where somebody else could have written the code that is about to run."""
-    for path in (library.parent, library):
-        found = path.lstat()
-        if found.st_uid != os.geteuid() or found.st_mode & 0o002 or path.is_symlink():
-            raise PermissionError(1, "not this user's alone: remove it", str(path))
-
-
 def _compiled(compiler: str) -> tuple[Path, str]:
     """The library, from this user's cache or new, and where it comes from."""
     here = Path(__file__).parent
-    version = subprocess.run(
-        [compiler, "-v", "-march=native", "-E", "-x", "c", os.devnull],
-        **_RUN,
-    )
-    # What the compiler says of itself and of the processor that "native" stands for: a file from
-    # another one would crash here.
-    named = hashlib.sha256((version.stderr + " ".join(_FLAGS)).encode())
+    flags, target = _flags(compiler)
+    # The target is part of the name: a library for another processor would crash here.
+    named = hashlib.sha256(f"{compiler} {flags} {target}".encode())
     for path in sorted(here.glob("*.[ch]")):
         named.update(path.read_bytes())
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -152,8 +145,34 @@ def _compiled(compiler: str) -> tuple[Path, str]:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
         sources = [str(here / name) for name in _SOURCES]
-        command = [compiler, *_FLAGS, "-shared", "-fPIC", "-o", str(made), *sources, "-lm"]
-        subprocess.run(command, **_RUN)
-        # At once or not at all: several processes may be here at a time.
+        subprocess.run(
+            [compiler, *flags, "-shared", "-fPIC", "-o", str(made), *sources, "-lm"], **_RUN
+        )
+        # A rename, because several processes may compile at the same time.
         made.rename(library)
     return library, f"compiled by {compiler} in {time.perf_counter() - began:.1f} s"
+
+
+def _flags(compiler: str) -> tuple[list[str], str]:
+    """The flags this compiler takes, and its version and target as predefined macros."""
+
+    def macros(*flags: str) -> str:
+        command = [compiler, *flags, "-dM", "-E", "-x", "c", os.devnull]
+        return str(subprocess.run(command, **_RUN).stdout)
+
+    flags = list(_FLAGS)
+    target = macros(*flags)
+    if "__x86_64__" in target and "__AVX512F__" in target:
+        try:
+            return [*flags, _WIDE], macros(*flags, _WIDE)
+        except subprocess.CalledProcessError:
+            pass  # an old compiler that does not know the flag
+    return flags, target
+
+
+def _check_own(library: Path) -> None:
+    """Raise OSError where another user could have written the code that is about to run."""
+    for path in (library.parent, library):
+        found = path.lstat()
+        if found.st_uid != os.geteuid() or found.st_mode & 0o002 or path.is_symlink():
+            raise PermissionError(1, "not this user's alone: remove it", str(path))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,6 +123,27 @@ def test_bits_do_not_depend_on_the_threads() -> None:
     finally:
         torch.set_num_threads(before)
     assert all(map(torch.equal, *results))
+
+
+@compiled
+@pytest.mark.parametrize("refuses", [False, True])
+def test_they_compile_at_a_path_with_a_space(
+    refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sources and cache; wide vectors where the processor and the compiler have them."""
+    sources = tmp_path / "some sources"
+    shutil.copytree(Path(library.__file__).parent, sources)
+    monkeypatch.setattr(library, "__file__", str(sources / "library.py"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache"))
+    compiler = tmp_path / "a compiler"
+    refusal = f'case "$*" in *{library._WIDE}*) exit 1;; esac\n' if refuses else ""
+    compiler.write_text(f'#!/bin/sh\n{refusal}exec cc "$@"\n')
+    compiler.chmod(0o755)
+    made, said = library._compiled(str(compiler))
+    assert made.is_relative_to(tmp_path / "a cache") and said.startswith("compiled by")
+    assert ctypes.CDLL(str(made)).step_keys_forward
+    flags, target = library._flags(str(compiler))
+    assert (library._WIDE in flags) == ("__AVX512F__" in target and not refuses)
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

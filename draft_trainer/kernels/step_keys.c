@@ -1,13 +1,13 @@
-/* The second part of ``attention.ttt_attention``: each anchor's own later keys, one per step,
- * joined with what it saw of the prefix. Computed in float32.
+/* The second part of ``attention.ttt_attention``: each anchor's keys of the later TTT steps, one per
+ * step, joined with the prefix. Computed in float32.
  *
  * q, keys and values are rows of `heads` or `kv_heads` heads of `size` elements; a row's first
  * element is at batch * stride[0] + row * stride[1]. What has no strides is contiguous. */
 #include "numbers.h"
 
 #define STEPS 16
-/* `call` with a head's size known to the compiler where it is a usual one: its loops are short,
- * and three times slower where they have to ask how short. */
+/* `call` with a usual head size as a constant: the loops over it are short, and much faster when
+ * their length is known to the compiler. */
 #define OF_SIZE(call)                \
     switch (size) {                  \
         case 32: call(32); break;    \
@@ -124,7 +124,7 @@ INLINE void join_backward(Rows q, const Rows *keys, const Rows *values, Rows gra
 /* pointers: q, then key and value of every step; strides: two for each of them. out and lse
  * [batches, rows, heads (, size)] hold the prefix' and become the joint ones; scores
  * [steps, batches, rows, heads]. */
-void own_forward(const char **pointers, const int64_t *strides, char *out, float *lse,
+void step_keys_forward(const char **pointers, const int64_t *strides, char *out, float *lse,
                  float *scores, int64_t steps, int64_t batches, int64_t rows, int64_t heads,
                  int64_t group, int64_t size, int wide, int threads) {
     Rows all[2 * STEPS + 1], keys[STEPS], values[STEPS];
@@ -146,7 +146,7 @@ void own_forward(const char **pointers, const int64_t *strides, char *out, float
 }
 
 /* pointers: q, then key and value of every step, then the gradient; strides likewise. */
-void own_backward(const char **pointers, const int64_t *strides, const float *lse,
+void step_keys_backward(const char **pointers, const int64_t *strides, const float *lse,
                   const float *scores, const float *delta, char *grad_q, char **grads,
                   int64_t steps, int64_t batches, int64_t rows, int64_t heads, int64_t group,
                   int64_t size, int wide, int threads) {
