@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.gate_calibration.server import Acceptance, Server
 from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
-from benchmarks.vllm_server import Acceptance, Server
 from draft_trainer.drafters.acceptance import AcceptanceEstimate, Method, expected_acceptance
 from draft_trainer.drafters.eagle3.checkpoint import load_head
 from draft_trainer.drafters.eagle3.head import Eagle3Head

@@ -121,22 +121,19 @@ class Server:
         )
         self._stub.Commit(pb.CommitRequest(stage_ids=[name]), timeout=CALL_SECONDS)
 
-    def acceptance(
-        self, version: int, prompts: Sequence[Sequence[int]], samples: int
-    ) -> Acceptance:
-        """Generate at temperature 1 and read this draft version's own counters.
-
-        Args:
-            version: that is live; has not drafted before.
-            prompts: token ids.
-            samples: completions of each.
-        """
-        return self.rollouts(version, prompts, samples)[0]
-
     def rollouts(
         self, version: int, prompts: Sequence[Sequence[int]], samples: int
     ) -> tuple[Acceptance, list[list[int]]]:
-        """``acceptance``, and the completions: all of the first prompt, of the second, ..."""
+        """Generate at temperature 1 and read this draft version's own counters.
+
+        Args:
+            version: that is live.
+            prompts: token ids.
+            samples: completions of each.
+
+        Returns:
+            The counters, and the completions: all of the first prompt, of the second, ...
+        """
         generation, _ = self._client.generate(prompts, samples)
         if generation.failed:
             raise RuntimeError(f"{len(generation.failed)} requests failed: {generation.failed[0]}")
