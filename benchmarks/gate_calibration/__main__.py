@@ -27,6 +27,7 @@ from draft_trainer.recordings.recording import Recording
 from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.record import Recorder
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
+from slipstream.v1 import release_pb2
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic_grpo"
 NOISE = [0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 1.0]
@@ -187,12 +188,7 @@ def make_releases(draft: Path, registry: Registry, noise: list[float], seed: int
                     drawn = torch.randn(weight.shape, generator=generator) * weight.std()
                     weight.mul_(1 - share).add_(drawn, alpha=share)
         manifest = registry.create(
-            head,
-            parent=0,
-            trained_against=None,
-            run_id=f"noise {share:g}",
-            ttt_steps=0,
-            gate=None,
+            head, release_pb2.ReleaseManifest(parent_version=0, run_id=f"noise {share:g}")
         )
         versions.append(manifest.draft_version)
     return versions

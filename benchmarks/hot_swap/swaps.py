@@ -14,7 +14,8 @@ from draft_trainer.counters import Counters
 from draft_trainer.drafters.eagle3.checkpoint import load_head
 from draft_trainer.releases.fleet import Fleet, Timeouts
 from draft_trainer.releases.publisher import Publisher
-from draft_trainer.releases.registry import Promotions, Registry
+from draft_trainer.releases.registry import Registry, open_promotions
+from slipstream.v1 import release_pb2
 
 NOISE = 1.0
 """Of the worse draft, in standard deviations of each matrix."""
@@ -60,16 +61,9 @@ class Ours:
                 if parameter.ndim >= 2:
                     noise = torch.randn(parameter.shape, generator=generator)
                     parameter.add_(NOISE * parameter.std() * noise)
-        self.registry.create(
-            head,
-            parent=0,
-            trained_against=None,
-            run_id="hot-swap",
-            ttt_steps=3,
-            gate=None,
-        )
+        self.registry.create(head, release_pb2.ReleaseManifest(parent_version=0, run_id="hot-swap"))
         self._fleet = Fleet(servers, Timeouts(10.0, 120.0, 60.0))
-        promotions = Promotions(folder, 0)
+        promotions = open_promotions(self.registry)
         self._publisher = Publisher(self._fleet, self.registry, promotions, Counters())
         self._next = 1
 

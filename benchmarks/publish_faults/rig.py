@@ -19,6 +19,7 @@ from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.client import open_channel
 from slipstream.tensors import digest_of_specs
+from slipstream.v1 import release_pb2
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 
@@ -205,9 +206,7 @@ class Rig:
                     parameter.add_(0.01 * parameter.std() * noise)
             registry.create(
                 head,
-                parent=version - 1,
-                trained_against=version,
-                run_id="faults",
-                ttt_steps=3,
-                gate=None,
+                release_pb2.ReleaseManifest(
+                    parent_version=version - 1, trained_against_policy_version=version
+                ),
             )

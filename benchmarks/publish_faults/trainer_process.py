@@ -28,7 +28,8 @@ from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import DraftPayload, Fleet, RolloutClient, StaticMembers, Timeouts
 from draft_trainer.releases.publisher import Payloads, Publisher
 from draft_trainer.releases.reconciler import Reconciler
-from draft_trainer.releases.registry import Promotions, Registry
+from draft_trainer.releases.registry import Registry, open_promotions
+from draft_trainer.state import Promotions
 from slipstream.errors import RefusedError
 from slipstream.tensors import spec_of
 from slipstream.v1 import tensor_pb2
@@ -41,7 +42,7 @@ def run(root: str, addresses: tuple[str, ...], pipe: Connection) -> None:
     registry = Registry(Path(root))
     try:
         registry.hold()
-        promotions = Promotions(Path(root), 0)
+        promotions = open_promotions(registry)
     except RefusedError as error:
         pipe.send({"refused": str(error)})
         return

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 
 from draft_trainer.config import CanaryConfig
 from draft_trainer.releases.fleet import Fleet
+from draft_trainer.state import Trial
 from slipstream.v1 import rollout_server_pb2 as pb
 
 TUNED_FOR = 100.0
@@ -298,30 +299,6 @@ HISTORY_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One release against the one before it.
-
-    Args:
-        version: on trial.
-        incumbent: what it must not lose much against.
-        servers: that serve it.
-        others: that serve the incumbent meanwhile; empty when there are none left.
-        began: monotonic seconds.
-    """
-
-    version: int
-    incumbent: int
-    servers: tuple[str, ...]
-    others: tuple[str, ...]
-    began: float
-
-    @property
-    def shared(self) -> bool:
-        """Both drafts are live, each on its own servers."""
-        return bool(self.others)
-
-
-@dataclass(frozen=True)
 class Verdict:
     """How a trial ended.
 
@@ -356,6 +333,7 @@ class Canary:
         self._watch = watch
         self._lock = threading.Lock()
         self._trial: Trial | None = None
+        self._began = 0.0
         self.begun = threading.Event()
         """Set while a trial is under way."""
 
@@ -381,9 +359,9 @@ class Canary:
             servers: that serve it.
             others: that go on with the incumbent until there is a verdict.
         """
-        began = time.monotonic()
+        trial = Trial(version, incumbent, tuple(servers), tuple(others), time.time())
         with self._lock:
-            self._trial = Trial(version, incumbent, tuple(servers), tuple(others), began)
+            self._trial, self._began = trial, time.monotonic()
         self.begun.set()
 
     def end(self) -> None:
@@ -398,18 +376,18 @@ class Canary:
         if trial is None:
             return None
         watch, config = self._watch, self._config
-        mine = watch.since(trial.version, trial.servers, trial.began)
+        mine = watch.since(trial.version, trial.servers, self._began)
         theirs = (
-            watch.since(trial.incumbent, trial.others, trial.began)
+            watch.since(trial.incumbent, trial.others, self._began)
             if trial.shared
-            else watch.before(trial.incumbent, trial.servers, trial.began, HISTORY_SECONDS)
+            else watch.before(trial.incumbent, trial.servers, self._began, HISTORY_SECONDS)
         )
         if not trial.shared and sum(b.drafts for b in theirs) < config.min_drafts:
             return Verdict(
                 trial, "canary_undecided", f"draft {trial.incumbent} left nothing to compare with"
             )
         candidate, incumbent = self._interval(mine), self._interval(theirs)
-        late = time.monotonic() - trial.began > config.max_seconds
+        late = time.monotonic() - self._began > config.max_seconds
         if candidate is None or incumbent is None:
             text = "too few drafts in time to tell"
             return Verdict(trial, "canary_undecided", text) if late else None

@@ -30,13 +30,14 @@ import torch
 from torch import Tensor
 
 from draft_trainer.config import TrainerConfig
-from draft_trainer.counters import Counters, VerdictLog
+from draft_trainer.counters import Counters
 from draft_trainer.drafters import Draft
 from draft_trainer.drafters.acceptance import AcceptanceEstimate, Method, expected_acceptance
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.ingest.run import Run
-from draft_trainer.releases.registry import Promotions, Registry
+from draft_trainer.releases.registry import Registry
 from draft_trainer.sample import Sample
+from draft_trainer.state import GateResults, Promotions
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
 
@@ -309,7 +310,7 @@ class Judge:
         config: TrainerConfig,
         registry: Registry,
         promotions: Promotions,
-        verdicts: VerdictLog,
+        verdicts: GateResults,
         counters: Counters,
     ) -> None:
         gate = config.gate
@@ -370,7 +371,7 @@ class Judge:
         self._counters.verdicts.labels(outcome).inc()
         try:
             self._verdicts.add(record)
-        except OSError as error:
+        except RefusedError as error:
             # A full disk must not end training.
             logger.error("the verdict was not written: %s (%s)", error, text)
         return record

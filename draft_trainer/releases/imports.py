@@ -23,7 +23,8 @@ from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE, pickles
 from draft_trainer.drafters import Draft, DraftCheckpoint, Drafter
 from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.gate import Judge
-from draft_trainer.releases.registry import Promotions, Registry, Retention
+from draft_trainer.releases.registry import Registry, Retention
+from draft_trainer.state import Promotions
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -76,16 +77,15 @@ def release_foreign(
     """
     return registry.create(
         head,
-        parent=None,
-        trained_against=None,
-        run_id=run_id,
-        ttt_steps=0,
-        gate=gate,
-        dtype=next(iter(checkpoint.tensors.values())).dtype,
-        source=release_pb2.RELEASE_SOURCE_IMPORTED,
-        draft_sample_method="" if gate is None else gate.draft_sample_method,
-        num_speculative_tokens=0 if gate is None else gate.num_speculative_tokens,
-        origin=origin,
+        release_pb2.ReleaseManifest(
+            run_id=run_id,
+            gate=gate,
+            source=release_pb2.RELEASE_SOURCE_IMPORTED,
+            draft_sample_method="" if gate is None else gate.draft_sample_method,
+            num_speculative_tokens=0 if gate is None else gate.num_speculative_tokens,
+            origin=origin,
+        ),
+        next(iter(checkpoint.tensors.values())).dtype,
     )
 
 

@@ -53,7 +53,8 @@ from draft_trainer.releases.fleet import (
     RolloutClient,
     Timed,
 )
-from draft_trainer.releases.registry import Promotion, Promotions, Registry
+from draft_trainer.releases.registry import Registry
+from draft_trainer.state import Promotion, Promotions
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import digest_of_specs
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -490,7 +491,7 @@ class Phases:
 
     def _note(self, event: str, version: int, reason: str) -> None:
         self._counters.published(event)
-        self._promotions.log.note(event, version, reason)
+        self._promotions.state.events.published(event, version, reason)
         if reason:
             logger.warning("draft %d, %s: %s", version, event, reason)
 
@@ -629,7 +630,7 @@ class Healing:
         if isinstance(answer, Failure):
             logger.warning("%s %s; next try in %.0f s: %s", address, why, wait, answer.text)
             return
-        self._promotions.log.note("healed", wanted, f"{address} {why}")
+        self._promotions.state.events.published("healed", wanted, f"{address} {why}")
         logger.warning("%s was put on draft %d: it %s", address, wanted, why)
 
 
@@ -868,7 +869,7 @@ class Publisher:
 
     def _note(self, event: str, version: int, reason: str) -> None:
         self._counters.published(event)
-        self._promotions.log.note(event, version, reason)
+        self._promotions.state.events.published(event, version, reason)
 
     @contextmanager
     def _staged_alone(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from draft_trainer.config import TrainerConfig, access_of, credentials_of, learner_config
-from draft_trainer.counters import Counters, EventLog, VerdictLog
+from draft_trainer.counters import Counters
 from draft_trainer.drafters import Draft, DraftShape
 from draft_trainer.ingest.ingest import Expected, Ingest
 from draft_trainer.ingest.rings import Rings
@@ -30,12 +30,11 @@ from draft_trainer.releases.imports import Imports
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconciler import AutoPublisher, Reconciler
 from draft_trainer.releases.registry import (
-    Promotions,
     Registry,
     Retention,
     newest_own,
+    open_promotions,
     open_registry,
-    uses_of,
 )
 from draft_trainer.server.calls import SERVICE, Health, admission
 from draft_trainer.server.metrics import trainer_registry
@@ -95,10 +94,9 @@ class TrainerServer:
     def _build(self, registry: Registry, ranks: Ranks) -> None:
         config = self._config
         newest = newest_own(registry)
-        events = EventLog(registry.root)
-        self._promotions = Promotions(config.draft.registry, 0, events.published)
-        for version in {self._promotions.now.promoted, self._promotions.now.last_good}:
-            registry.get(version)
+        state = registry.hold()
+        events, verdicts = state.events, state.gate_results
+        self._promotions = open_promotions(registry)
         head = registry.drafter.read(registry.path(newest.draft_version)).draft()
         draft = head.config
         self._open_samples()
@@ -132,7 +130,6 @@ class TrainerServer:
         )
         self._watch = AcceptanceWatch(self._fleet, acceptance.grew)
         self._canary = canary = Canary(config.canary, publish.num_speculative_tokens, self._watch)
-        verdicts = VerdictLog(registry.root, events.judged)
         known = newest.HasField("trained_against_policy_version")
         server = config.server
         self._rings = Rings(
@@ -165,12 +162,7 @@ class TrainerServer:
         )
         on_release = self._auto.released if self._auto else lambda version: None
         judge = Judge(config, registry, self._promotions, verdicts, self._counters)
-        retention = Retention(
-            registry,
-            config.draft.keep_releases,
-            config.draft.keep_bytes,
-            lambda: [*uses_of(self._promotions.now), (self._status.newest_release, "parent")],
-        )
+        retention = Retention(registry, config.draft, lambda: self._status.newest_release)
         self.loop = TrainingLoop(
             learner,
             Followers(ranks),

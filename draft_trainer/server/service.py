@@ -23,7 +23,6 @@ import grpc
 import torch
 
 from draft_trainer.config import TrainerConfig
-from draft_trainer.counters import VerdictLog
 from draft_trainer.drafters import DraftShape
 from draft_trainer.ingest.ingest import CreditWindow, Ingest
 from draft_trainer.ingest.rings import Rings
@@ -34,8 +33,9 @@ from draft_trainer.releases.registry import Registry, Retention
 from draft_trainer.server.calls import MAX_IMPORT_SECONDS, check_text, chunks_after, first, refusals
 from draft_trainer.server.status import Status
 from draft_trainer.server.stream import StateStream
+from draft_trainer.state import GateResults
 from slipstream.checksum import KINDS
-from slipstream.errors import RefusedError, StatusCode
+from slipstream.errors import RefusedError
 from slipstream.layers import encode_layers
 from slipstream.tensors import SCHEMA_VERSION, Framed, check_schema, chunks_of, encode, unframe
 from slipstream.v1 import console_pb2, release_pb2
@@ -56,7 +56,7 @@ class ReleaseRooms:
     registry: Registry
     publisher: Publisher
     retention: Retention
-    verdicts: VerdictLog
+    verdicts: GateResults
     imports: Imports
 
 
@@ -113,16 +113,7 @@ class ReleaseCalls(pb_grpc.DraftTrainerServicer):
         """See the .proto."""
         rooms, version = self._rooms, request.draft_version
         with refusals(context):
-            try:
-                rooms.registry.pin(version, request.pinned)
-            except OSError as error:
-                raise RefusedError(
-                    "draft.registry",
-                    str(error),
-                    "a folder that can be written",
-                    "check its owner, its mode and the free space",
-                    StatusCode.RESOURCE_EXHAUSTED,
-                ) from error
+            rooms.registry.pin(version, request.pinned)
             return next(use for use in rooms.retention.uses() if use.draft_version == version)
 
     def ImportRelease(
@@ -337,7 +328,7 @@ class DraftTrainerService(ReleaseCalls):
         # Once only: a log that was begun anew numbers from 1 again.
         seen, newest = request.after, request.newest
         while True:
-            for event in events.after(seen, newest):
+            for event in events.since(seen, newest):
                 yield event
                 seen = event.number
             newest = 0

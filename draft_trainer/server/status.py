@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Generic, TypeVar
 
-from draft_trainer.counters import Counters, EventLog, VerdictLog, by_label, total
+from draft_trainer.counters import Counters, by_label, total
 from draft_trainer.ingest.rings import Rings
 from draft_trainer.ingest.run import Run, Runs, Session
 from draft_trainer.ingest.store import SampleStore
-from draft_trainer.releases.canary import Trial
 from draft_trainer.releases.fleet import Failure
-from draft_trainer.releases.registry import Promotions, Registry
+from draft_trainer.releases.registry import Registry
+from draft_trainer.state import Events, GateResults, Promotions, Trial
 from slipstream.errors import RefusedError
 from slipstream.metrics import code_version
 from slipstream.v1 import console_pb2, release_pb2
@@ -374,7 +374,7 @@ class FleetView:
         events: learns of servers that come, go, or change their mind about requests.
     """
 
-    def __init__(self, events: EventLog) -> None:
+    def __init__(self, events: Events) -> None:
         self._events = events
         self._lock = threading.Lock()
         self._servers: dict[str, _Server] = {}
@@ -455,11 +455,11 @@ class Live:
         trial: the one under way.
     """
 
-    events: EventLog
+    events: Events
     fleet: FleetView
     acceptance: AcceptanceHistory
     registry: Registry
-    verdicts: VerdictLog
+    verdicts: GateResults
     trial: Callable[[], Trial | None]
 
 
@@ -504,7 +504,7 @@ class Status:
         self.policy_clock = PolicyClock(None if run is None else run.latest_policy_version)
 
     @property
-    def events(self) -> EventLog:
+    def events(self) -> Events:
         """What happened."""
         return self._live.events
 
@@ -537,8 +537,8 @@ class Status:
 
     @property
     def served_at(self) -> float | None:
-        """See ``Promotions.served_at``."""
-        return self._promotions.served_at
+        """See ``Promotion.served_at``."""
+        return self._promotions.now.served_at
 
     @property
     def runs(self) -> Runs:

@@ -440,7 +440,7 @@ def serve_console(
         "/api/status": Facts(status.read),
         "/api/history": Facts(status.history),
         "/api/events": Facts(
-            lambda: console_pb2.Events(events=status.events.after(0, EVENTS_SHOWN))
+            lambda: console_pb2.Events(events=status.events.since(0, EVENTS_SHOWN))
         ),
     }
     app = observed(WebApp(routes, make_wsgi_app(metrics)), access)

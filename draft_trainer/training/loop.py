@@ -19,12 +19,14 @@ from draft_trainer.config import TrainerConfig, TrainingConfig
 from draft_trainer.counters import Counters
 from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.gate import Judge
-from draft_trainer.releases.registry import Promotions, Registry, Retention
+from draft_trainer.releases.registry import Registry, Retention
 from draft_trainer.server.status import Status
+from draft_trainer.state import Promotions
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.state import LearnerStates, Resumed
 from slipstream.errors import RefusedError
+from slipstream.v1 import release_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +73,15 @@ class Candidates:
         try:
             manifest = self._registry.create(
                 candidate,
-                parent=self._status.newest_release,
-                trained_against=trained_against,
-                run_id=run.run_id,
-                ttt_steps=self._config.training.ttt_steps,
-                gate=judgement.figures,
-                draft_sample_method=self._config.publish.draft_sample_method,
-                num_speculative_tokens=self._config.publish.num_speculative_tokens,
+                release_pb2.ReleaseManifest(
+                    parent_version=self._status.newest_release,
+                    trained_against_policy_version=trained_against,
+                    run_id=run.run_id,
+                    ttt_steps=self._config.training.ttt_steps,
+                    gate=judgement.figures,
+                    draft_sample_method=self._config.publish.draft_sample_method,
+                    num_speculative_tokens=self._config.publish.num_speculative_tokens,
+                ),
             )
         except (OSError, RefusedError) as error:
             # A full disk must not end training: the weights are there, the next one may fit.

@@ -76,7 +76,16 @@ class RefusedError(Exception):
         code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT,
     ) -> RefusedError:
         """The inverse of ``to_proto``."""
-        return cls(refusal.field, refusal.found, refusal.expected, refusal.next_step, code)
+        texts = (refusal.field, refusal.found, refusal.expected, refusal.next_step)
+        field, found, expected, next_step = map(plain_text, texts)
+        return cls(field, found, expected, next_step, code)
+
+
+def plain_text(text: str, most: int = _MOST_BYTES) -> str:
+    """One line of at most ``most`` printable characters: what is done to every text of another
+    process where it arrives, so that it forges no log line, steers no terminal, fills no disk."""
+    line = "".join(c if c.isprintable() else " " for c in text[:most])
+    return line if len(text) <= most else line[:-3] + "..."
 
 
 def _cut(text: str) -> str:

@@ -17,6 +17,7 @@ from draft_trainer.drafters.eagle3.checkpoint import load_head
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner, LearnerConfig
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids, sample
+from slipstream.v1 import release_pb2
 from tests.alignment.recorded import policy_heads, record
 from tests.conftest import DRAFT_LENGTH
 
@@ -46,11 +47,9 @@ def test_trained_release_has_equal_logits_in_vllm(
     snapshot = learner.snapshot()
     manifest = registry.create(
         snapshot,
-        parent=0,
-        trained_against=0,
-        run_id="round-trip",
-        ttt_steps=DRAFT_LENGTH,
-        gate=None,
+        release_pb2.ReleaseManifest(
+            parent_version=0, trained_against_policy_version=0, ttt_steps=DRAFT_LENGTH
+        ),
     )
     release = registry.path(manifest.draft_version)
     released = load_head(release)

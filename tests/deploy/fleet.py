@@ -11,6 +11,7 @@ from draft_trainer.drafters.eagle3.checkpoint import load_head
 from draft_trainer.releases.registry import Registry
 from slipstream.client import open_channel
 from slipstream.tensors import digest_of_specs
+from slipstream.v1 import release_pb2
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 
@@ -33,10 +34,8 @@ def second_release(registry: Registry, draft: Path) -> tuple[int, bytes]:
         next(iter(head.parameters())).add_(0.01)
     release = registry.create(
         head,
-        parent=0,
-        trained_against=1,
-        run_id="ray",
-        ttt_steps=3,
-        gate=None,
+        release_pb2.ReleaseManifest(
+            parent_version=0, trained_against_policy_version=1, run_id="ray", ttt_steps=3
+        ),
     )
     return release.draft_version, digest_of_specs(registry.get(release.draft_version).tensors)

@@ -12,7 +12,8 @@ from draft_trainer.counters import Counters
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import Fleet, Timeouts
 from draft_trainer.releases.publisher import Publisher
-from draft_trainer.releases.registry import Promotions, Registry
+from draft_trainer.releases.registry import Registry, open_promotions
+from slipstream.v1 import console_pb2, release_pb2
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.rig import write_draft
 from tests.draft_trainer.synthetic import head
@@ -37,16 +38,17 @@ class Rig:
             model = head(seed)
             self.registry.create(
                 model,
-                parent=seed - 1,
-                trained_against=10 + seed,
-                run_id="run",
-                ttt_steps=3,
-                gate=None,
+                release_pb2.ReleaseManifest(
+                    parent_version=seed - 1,
+                    trained_against_policy_version=10 + seed,
+                    run_id="run",
+                    ttt_steps=3,
+                ),
             )
         self.root = tmp_path / "registry"
         self.counters = Counters()
         self.fleet = Fleet([d.address for d in self.doubles], Timeouts(2.0, 10.0, 2.0))
-        self.promotions = Promotions(self.root, 0)
+        self.promotions = open_promotions(self.registry)
         self.watch = AcceptanceWatch(self.fleet)
         self.canary = Canary(canary, 3, self.watch) if canary else None
         self.max_draft_lag = max_draft_lag
@@ -62,6 +64,17 @@ class Rig:
             self.canary,
             self.max_draft_lag,
         )
+
+    def reopen(self) -> None:
+        """What is on disk is read again, as by a trainer that starts."""
+        self.registry.close()
+        self.promotions = open_promotions(self.registry)
+
+    def events(self) -> list[tuple[str, int]]:
+        """Name and release of every event."""
+        events = self.promotions.state.events.since(0)
+        names = (console_pb2.EventKind.Name(e.kind).removeprefix("EVENT_KIND_") for e in events)
+        return [(n.lower(), e.draft_version) for n, e in zip(names, events, strict=True)]
 
     def reachable(self, index: int) -> None:
         """Until the channel to a server that was started again is up."""
@@ -91,5 +104,6 @@ class Rig:
     def close(self) -> None:
         self.fleet.close()
         assert self.watch.stop(10)
+        self.registry.close()
         for double in self.doubles:
             double.stop()

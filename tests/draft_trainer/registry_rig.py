@@ -9,6 +9,7 @@ from torch import Tensor
 
 from draft_trainer.checkpoints.draft import d2t_of
 from draft_trainer.releases.registry import Registry
+from draft_trainer.state import STATE_FILE
 from slipstream.v1 import release_pb2
 from tests.draft_trainer.synthetic import draft_vocab_ids, head
 
@@ -21,19 +22,12 @@ def d2t() -> Tensor:
 def create(registry: Registry, seed: int = 0, **changes: Any) -> release_pb2.ReleaseManifest:
     """A release of random weights."""
     model = head(seed)
-    options: dict[str, Any] = {
-        "parent": None,
-        "trained_against": None,
-        "run_id": "run",
-        "ttt_steps": 3,
-        "gate": None,
-    }
-    return registry.create(model, **(options | changes))
+    return registry.create(model, release_pb2.ReleaseManifest(run_id="run", ttt_steps=3, **changes))
 
 
 def names(folder: Path) -> set[str]:
-    """What is in a folder, the lock aside."""
-    return {path.name for path in folder.iterdir()} - {".lock"}
+    """What is in a folder, state.db aside."""
+    return {path.name for path in folder.iterdir()} - {STATE_FILE}
 
 
 def flip(path: Path, old: str, new: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.config import CanaryConfig
-from draft_trainer.counters import FILE_NAME_PUBLISH_LOG as FILE_NAME
 from draft_trainer.releases.reconciler import Reconciler
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.fleet_rig import Rig
@@ -50,10 +48,6 @@ class Running:
         )
         self.draft_until(lambda: seen() >= drafts, -1)
 
-    def events(self) -> list[tuple[str, int]]:
-        lines = (self.rig.root / FILE_NAME).read_text().splitlines()
-        return [(line["event"], line["draft_version"]) for line in map(json.loads, lines)]
-
 
 @pytest.fixture(params=[(4, 0.25), (1, 0.25)], ids=["one-of-four", "alone"])
 def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
@@ -75,9 +69,9 @@ def test_a_ruined_draft_that_was_forced_is_rolled_back(running: Running) -> None
     assert rig.served == [0] * len(rig.doubles)
     now = rig.promotions.now
     assert (now.promoted, now.pinned, now.served, now.intent) == (0, False, (0,), None)
-    assert ("canary_rolled_back", 2) in running.events()
+    assert ("canary_rolled_back", 2) in rig.events()
     assert rig.counters.fleet_events()["canary_rolled_back"] == 1
-    line = (rig.root / FILE_NAME).read_text().splitlines()[-1]
+    line = rig.promotions.state.events.since(0)[-1].reason
     assert "draft 2: acceptance length 1.02" in line and "draft 0: acceptance length 2.50" in line
     assert all(list(d._state().staged) == [] for d in rig.doubles)
 
@@ -90,7 +84,7 @@ def test_a_draft_as_good_goes_to_everybody(running: Running) -> None:
     assert rig.served == [1] * len(rig.doubles)
     rig.assert_live(1)
     assert rig.promotions.now.served == (0, 1)
-    assert ("canary_promoted", 1) in running.events()
+    assert ("canary_promoted", 1) in rig.events()
 
 
 def test_a_trial_on_some_servers_comes_first(tmp_path: Path) -> None:

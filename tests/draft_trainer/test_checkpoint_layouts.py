@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from draft_trainer.drafters.eagle3.checkpoint import load_head, read_checkpoint, save_draft
 from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError
+from slipstream.v1 import release_pb2
 from tests.draft_trainer.dense_head import dense_step
 
 _FOLDER = Path(__file__).parent / "checkpoints"
@@ -105,13 +106,7 @@ def test_released_drafts_keep_the_checkpoints_form(tmp_path: Path, name: str) ->
 
     head = load_head(zero)
     newer = registry.create(
-        head,
-        parent=0,
-        trained_against=1,
-        run_id="run",
-        ttt_steps=3,
-        gate=None,
-        dtype=torch.float32,
+        head, release_pb2.ReleaseManifest(parent_version=0, ttt_steps=3), torch.float32
     )
     path = registry.path(newer.draft_version)
     names = {spec.name for spec in manifest.tensors}

@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draft_trainer.cli.main import main
-from draft_trainer.counters import KEPT_VERDICTS as KEPT
-from draft_trainer.counters import VerdictLog, read_verdicts
 from draft_trainer.drafters.eagle3.checkpoint import load_head, read_checkpoint, save_draft
 from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.releases.registry import Registry, write_pins
+from draft_trainer.releases.registry import Registry, promote_offline
+from draft_trainer.server.app import TrainerServer
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
 from tests.draft_trainer.registry_rig import create, flip
@@ -59,14 +58,16 @@ def folder(tmp_path: Path) -> Path:
         draft_sample_method="probabilistic",
         num_speculative_tokens=3,
     )
-    create(registry, 0, parent=0, trained_against=7, gate=gate, num_speculative_tokens=3)
-    create(registry, 2, parent=1, trained_against=8)
+    against = "trained_against_policy_version"
+    create(registry, 0, parent_version=0, **{against: 7}, gate=gate, num_speculative_tokens=3)
+    create(registry, 2, parent_version=1, **{against: 8})
     return root
 
 
 def test_list_and_show_offline(folder: Path, capsys: Capture) -> None:
-    write_pins(folder, frozenset({1}))
-    (folder / "promoted.json").write_text('{"promoted": 1, "pinned": false, "served": [0, 1]}')
+    promote_offline(Registry(folder), 0, pin=False)
+    promote_offline(Registry(folder), 1, pin=False)
+    Registry(folder).pin(1, True)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     code, listed = as_json(capsys, "list", "--registry", folder)
     assert code == 0 and isinstance(listed, list)
@@ -118,7 +119,7 @@ def test_diff_tells_which_tensors_moved_and_how_far(folder: Path, capsys: Captur
     expected = (
         moved.fc.weight.bfloat16().double() - head(2).fc.weight.bfloat16().double()
     ).detach()
-    registry.create(moved, parent=2, trained_against=9, run_id="", ttt_steps=3, gate=None)
+    registry.create(moved, release_pb2.ReleaseManifest(parent_version=2, ttt_steps=3))
     code, found = as_json(capsys, "diff", 2, 3, "--registry", folder)
     assert code == 0 and isinstance(found, dict)
     (changed,) = [tensor for tensor in found["tensors"] if tensor["changed"]]
@@ -199,11 +200,12 @@ def test_import_refuses_what_is_not_this_registrys_draft(
 
 
 def test_a_folder_that_a_trainer_holds(tmp_path: Path, capsys: Capture) -> None:
-    """Reading goes on beside the trainer; writing is refused and says whom to ask."""
+    """Releases can be read beside the trainer; its state is refused and says whom to ask."""
     config = make_config(tmp_path)
     with running(config, train=False) as (server, _):
         root = config.draft.registry
-        assert run(capsys, "list", "--registry", root)[0] == 0
+        assert run(capsys, "verify", 0, "--registry", root)[0] == 0
+        assert "held by process" in refused(capsys, "list", "--registry", root)
         draft = write_draft(tmp_path / "other", 1)
         line = refused(capsys, "import", draft, "--registry", root)
         assert "held by process" in line and "--address" in line
@@ -252,22 +254,29 @@ def test_every_command_explains_itself(capsys: Capture) -> None:
         assert caught.value.code == 0
         for option in ("--json", "--address HOST:PORT", "--timeout S"):
             assert option in text, command
-        offline = command not in ("promote", "rollback", "pin", "unpin")
+        offline = command not in ("pin", "unpin")
         assert ("--registry DIR" in text) == offline, command
 
 
-def test_the_log_of_verdicts_is_bounded_and_survives(tmp_path: Path) -> None:
-    log = VerdictLog(tmp_path)
-    for number in range(KEPT - 1):
-        log._verdicts.append(release_pb2.Verdict(judged_at=number, outcome="failed"))
-    gate = release_pb2.GateFigures(difference=-0.125, confidence=0.95)
-    log.add(release_pb2.Verdict(judged_at=1e6, outcome="failed", reason="no real gain", gate=gate))
-    log.add(release_pb2.Verdict(judged_at=2e6, outcome="passed", draft_version=3))
-    again = VerdictLog(tmp_path)
-    assert len(again.newest(0)) == KEPT and again.newest(0)[0].judged_at == 1
-    older, newer = again.newest(2)
-    assert (older.gate.difference, older.HasField("draft_version")) == (-0.125, False)
-    assert newer.draft_version == 3 and read_verdicts(tmp_path)[-1] == newer
-    (tmp_path / "verdicts.jsonl").write_text("{}\n{\n")
-    with pytest.raises(RefusedError, match=r"verdicts\.jsonl"):
-        VerdictLog(tmp_path)
+def test_a_damaged_promoted_release_is_replaced_offline(tmp_path: Path, capsys: Capture) -> None:
+    config = make_config(tmp_path)
+    with running(config, train=False) as (server, _):
+        folder, at = config.draft.registry, ("--address", server.address)
+        for seed in (1, 2):
+            assert run(capsys, "import", write_draft(tmp_path / f"{seed}", seed), *at)[0] == 0
+    assert run(capsys, "promote", 1, "--registry", folder)[0] == 0
+    assert run(capsys, "promote", 2, "--pin", "--registry", folder)[0] == 0
+    flip(folder / "release-000002" / "config.json", "1e-05", "1e-06")
+    with pytest.raises(RefusedError, match="not the text in the manifest") as caught:
+        TrainerServer(config)
+    assert f"releases promote N --registry {folder} (or rollback)" in caught.value.next_step
+    assert "not the text" in refused(capsys, "promote", 2, "--registry", folder)
+    assert "expected one of" in refused(capsys, "promote", 7, "--registry", folder)
+    code, text = run(capsys, "rollback", "--registry", folder)
+    assert (code, text) == (0, "the fleet serves draft 1\n")
+    with running(config, train=False) as (server, client):
+        assert client.status().promoted_release == 1
+        assert "held by process" in refused(capsys, "promote", 0, "--registry", folder)
+    assert run(capsys, "promote", 0, "--registry", folder)[0] == 0
+    with running(config, train=False) as (_, client):
+        assert client.status().promoted_release == 0

@@ -6,72 +6,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import grpc
-import pytest
 
-from draft_trainer import counters as events
 from draft_trainer.cli.events import described
 from draft_trainer.cli.past import DASH, length, number, slot_lengths
 from draft_trainer.cli.sparkline import bar, sparkline
-from draft_trainer.counters import EventLog
 from draft_trainer.releases.fleet import Failure
 from draft_trainer.server import status as acceptance_history
 from draft_trainer.server.status import AcceptanceHistory, FleetView, Thinned
+from draft_trainer.state import State
 from slipstream.v1 import console_pb2 as pb
-from slipstream.v1 import release_pb2, rollout_server_pb2
-
-
-def test_events_are_numbered_over_restarts_and_torn_lines_left_out(tmp_path: Path) -> None:
-    log = EventLog(tmp_path)
-    log.published("committed", 3, "why not")
-    log.judged(release_pb2.Verdict(outcome="failed", reason="no real gain"))
-    log.note(pb.EVENT_KIND_SERVER_JOINED, server="a:1")
-    with (tmp_path / events.FILE_NAME).open("a") as file:
-        file.write('{"number": "4", "time": 1')
-    again = EventLog(tmp_path)
-    kept = again.after(0)
-    assert [(e.number, e.kind) for e in kept] == [
-        (1, pb.EVENT_KIND_COMMITTED),
-        (2, pb.EVENT_KIND_GATE_FAILED),
-        (3, pb.EVENT_KIND_SERVER_JOINED),
-    ]
-    assert kept[0].draft_version == 3 and kept[0].reason == "why not"
-    assert not kept[1].HasField("draft_version")
-    assert [e.number for e in again.after(1)] == [2, 3]
-    assert [e.number for e in again.after(0, newest=1)] == [3]
-    # Asked by somebody who followed another registry's trainer.
-    assert [e.number for e in again.after(77)] == [1, 2, 3]
-
-
-def test_a_line_after_a_torn_one_is_found_again(tmp_path: Path) -> None:
-    (tmp_path / events.FILE_NAME).write_text('{"number": "1", "time": 1.0, "kind": "EVENT_')
-    log = EventLog(tmp_path)
-    log.published("healed", 1, "")
-    assert [e.kind for e in EventLog(tmp_path).after(0)] == [pb.EVENT_KIND_HEALED]
-
-
-def test_events_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MAX_BYTES", 4096)
-    log = EventLog(tmp_path)
-    for _ in range(events.KEPT + 200):
-        log.note(pb.EVENT_KIND_POLICY_ANNOUNCED, reason="x" * 2000)
-    kept = log.after(0)
-    assert len(kept) == events.KEPT and kept[-1].number == events.KEPT + 200
-    assert len(kept[0].reason) == events.REASON_CHARACTERS
-    files = list(tmp_path.iterdir())
-    assert "events.jsonl.1" in {file.name for file in files} and len(files) <= 2
-    assert sum(f.stat().st_size for f in files) < 3 * 4096
-    assert EventLog(tmp_path).after(0)[-1].number == events.KEPT + 200
-
-
-def test_every_event_of_the_publish_log_has_a_kind(tmp_path: Path) -> None:
-    log = EventLog(tmp_path)
-    for name in (
-        *("committed", "stage_failed", "not_committed", "rolled_back", "interrupted"),
-        *("canary_promoted", "canary_undecided", "canary_rolled_back"),
-        *("rolled_back_by_hand", "healed"),
-    ):
-        log.published(name, 1, "")
-    assert len({event.kind for event in log.after(0)}) == 10
+from slipstream.v1 import rollout_server_pb2
 
 
 def state(policy: int | None) -> rollout_server_pb2.ServerState:
@@ -145,7 +89,7 @@ def test_thinned_keeps_the_first_the_newest_and_even_steps_between() -> None:
 
 
 def test_the_fleets_changes_are_events_once(tmp_path: Path) -> None:
-    log = EventLog(tmp_path)
+    log = State(tmp_path).events
     view = FleetView(log)
     up = rollout_server_pb2.ServerState(draft_version=2, speculation_enabled=True)
     ill = rollout_server_pb2.ServerState(draft_version=2, not_ready="nothing is accepted")
@@ -157,7 +101,7 @@ def test_the_fleets_changes_are_events_once(tmp_path: Path) -> None:
     assert server.state.draft_version == 2
     view.looked({})
     assert view.messages() == []
-    kinds = [pb.EventKind.Name(e.kind).removeprefix("EVENT_KIND_") for e in log.after(0)]
+    kinds = [pb.EventKind.Name(e.kind).removeprefix("EVENT_KIND_") for e in log.since(0)]
     assert kinds == [
         *("SERVER_JOINED", "SERVER_UNREACHABLE", "SERVER_BACK"),
         *("SERVER_NOT_READY", "SPECULATION_OFF", "SERVER_READY", "SPECULATION_ON"),

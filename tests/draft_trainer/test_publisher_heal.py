@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from draft_trainer.counters import FILE_NAME_PUBLISH_LOG as FILE_NAME
 from draft_trainer.releases import publisher as healing
-from draft_trainer.releases.registry import Promotions
 from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.fleet_rig import Rig
@@ -24,11 +21,6 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig.close()
 
 
-def events(rig: Rig) -> list[tuple[str, int]]:
-    lines = (rig.root / FILE_NAME).read_text().splitlines()
-    return [(line["event"], line["draft_version"]) for line in map(json.loads, lines)]
-
-
 def test_server_that_restarts_gets_the_release_of_the_fleet(rig: Rig) -> None:
     rig.publisher.promote(2, pin=False)
     rig.doubles[1].stop()
@@ -39,7 +31,7 @@ def test_server_that_restarts_gets_the_release_of_the_fleet(rig: Rig) -> None:
     rig.publisher.heal()
     assert rig.served == [2, 2, 2]
     rig.assert_live(2)
-    assert events(rig) == [("committed", 2), ("healed", 2)]
+    assert rig.events() == [("committed", 2), ("healed", 2)]
     assert rig.counters.fleet_events() == {"committed": 1, "healed": 1}
 
 
@@ -96,14 +88,14 @@ def test_trainer_that_dies_between_commits_undoes_them_when_it_is_back(
         client = rig.fleet.client(double.address)
         client.stage(rig.publisher._payloads.get(2))
         client.commit(["draft-2"])
-    assert Promotions(rig.root, 0).now.intent == 2
-    rig.promotions = Promotions(rig.root, 0)
+    rig.reopen()
+    assert rig.promotions.now.intent == 2
     rig.publisher = rig.new_publisher()
     rig.publisher.heal()
     assert rig.served == [1, 1, 1]
     rig.assert_live(1)
     assert rig.promotions.now.intent is None
-    assert ("interrupted", 2) in events(rig)
+    assert ("interrupted", 2) in rig.events()
     assert rig.publisher.promote(2, pin=False).draft_version == 2
     rig.assert_live(2)
 
@@ -139,7 +131,6 @@ def test_disk_that_is_full_at_the_commit_leaves_everything_as_it_was(
 
     with monkeypatch.context() as patch:
         patch.setattr(rig.promotions, "_write", full)
-        rig.promotions._now = rig.promotions.now
         result = rig.publisher.promote(2, pin=False)
         assert (result.draft_version, result.changes) == (1, False)
         assert all("No space left" in o.error for o in result.outcomes.values())

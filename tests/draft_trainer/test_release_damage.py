@@ -112,5 +112,5 @@ def test_links_pickles_and_foreign_paths_are_refused(tmp_path: Path) -> None:
     (registry.root / "release-000009").write_text("")
     assert registry.versions() == (0, 1, 7)
     # Retention does not follow the link, and what it points at stays.
-    assert registry.prune(1, ()) == (0, 1)
+    assert registry.prune(1, tuple) == (0, 1)
     assert other.tensors(0)

@@ -11,7 +11,9 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from draft_trainer.releases.registry import Registry
 from draft_trainer.server.app import TrainerServer
+from draft_trainer.state import Promotions
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.tensors import decode
@@ -166,8 +168,8 @@ def test_registry_of_another_draft_is_refused(tmp_path: Path) -> None:
 def test_missing_promoted_release_is_refused(tmp_path: Path) -> None:
     with running(make_config(tmp_path), train=False):
         pass
-    pointer = '{"promoted": 7, "pinned": false, "served": [0]}'
-    (tmp_path / "registry" / "promoted.json").write_text(pointer)
+    with Registry(tmp_path / "registry").writing() as state:
+        Promotions(state, lambda version: None).promote(7, pin=False)
     with pytest.raises(RefusedError) as caught:
         TrainerServer(make_config(tmp_path))
     assert (caught.value.field, caught.value.found) == ("draft_version", "7")

@@ -17,9 +17,10 @@ from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import Fleet, Timeouts
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconciler import Reconciler
-from draft_trainer.releases.registry import Promotions, Registry
+from draft_trainer.releases.registry import Registry, open_promotions
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from slipstream.client import open_channel
+from slipstream.v1 import release_pb2
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.conftest import RunningServer
 from tests.rollout_server.live import Live, until
@@ -41,16 +42,11 @@ class Guarded:
             for parameter in head.parameters():
                 parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
         registry.create(
-            head,
-            parent=0,
-            trained_against=None,
-            run_id="ruined",
-            ttt_steps=3,
-            gate=None,
+            head, release_pb2.ReleaseManifest(parent_version=0, run_id="ruined", ttt_steps=3)
         )
         self.address = server.control
         self.fleet = Fleet([server.control], Timeouts(10.0, 60.0, 60.0))
-        self.promotions = Promotions(folder, 0)
+        self.promotions = open_promotions(registry)
         self.watch = AcceptanceWatch(self.fleet)
         canary = Canary(CanaryConfig(), 3, self.watch)
         self.counters = Counters()

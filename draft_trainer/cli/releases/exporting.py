@@ -69,7 +69,7 @@ def _write_as_it_is(
     from safetensors.torch import save_file
 
     from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE
-    from draft_trainer.releases.registry import MANIFEST_FILE
+    from draft_trainer.releases.release import MANIFEST_FILE
 
     (folder / CONFIG_FILE).write_text(manifest.config_json)
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""``draft-trainer releases promote | rollback | pin | unpin``: of a running trainer."""
+"""``draft-trainer releases promote | rollback | pin | unpin``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from draft_trainer.cli.output import as_dict, print_json
 from draft_trainer.cli.releases.looking import DRAFT_HELP
+from draft_trainer.cli.releases.source import add_source, open_folder
 from draft_trainer.cli.trainer import add_address, trainer
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -17,7 +18,8 @@ def add_to(actions: Any) -> None:
         "promote",
         help="stage and commit a release on every rollout server, past the gate",
         description="Makes a release live on every rollout server, whatever the gate says of it. "
-        "Where that fails on one, all end on the release they had. Exit status 1: it did.",
+        "Where that fails on one, all end on the release they had. Exit status 1: it did. With "
+        "--registry the next trainer on that folder does it.",
     )
     promote.add_argument("version", type=int, metavar="N", help=DRAFT_HELP)
     promote.add_argument(
@@ -49,10 +51,15 @@ def add_to(actions: Any) -> None:
         parser.set_defaults(run=_pin, pinned=pinned)
     for parser in (promote, rollback, pin, unpin):
         parser.add_argument("--json", action="store_true", help="the answer as JSON")
-        add_address(parser)
+        (add_address if parser in (pin, unpin) else add_source)(parser)
 
 
 def _promote(arguments: argparse.Namespace) -> int:
+    if arguments.registry is not None:
+        from draft_trainer.releases.registry import promote_offline
+
+        promote_offline(open_folder(arguments.registry), arguments.version, arguments.pin)
+        return _report(pb.PublishResult(draft_version=arguments.version), arguments.json)
     request = pb.PromoteReleaseRequest(draft_version=arguments.version, pin=arguments.pin)
     with trainer(arguments) as stub:
         result = stub.PromoteRelease(request, timeout=arguments.timeout)
@@ -60,6 +67,11 @@ def _promote(arguments: argparse.Namespace) -> int:
 
 
 def _rollback(arguments: argparse.Namespace) -> int:
+    if arguments.registry is not None:
+        from draft_trainer.releases.registry import roll_back_offline
+
+        version = roll_back_offline(open_folder(arguments.registry), arguments.reason)
+        return _report(pb.PublishResult(draft_version=version), arguments.json)
     request = pb.RollBackReleaseRequest(reason=arguments.reason)
     with trainer(arguments) as stub:
         result = stub.RollBackRelease(request, timeout=arguments.timeout)

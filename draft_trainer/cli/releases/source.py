@@ -144,10 +144,9 @@ class Offline:
 
     def listing(self) -> tuple[list[release_pb2.ReleaseManifest], list[release_pb2.ReleaseUse]]:
         """See ``Releases``."""
-        from draft_trainer.releases.registry import list_uses, read_promotion, uses_of
+        from draft_trainer.releases.registry import list_uses
 
-        promotion = read_promotion(self._registry.root)
-        uses = list_uses(self._registry, [] if promotion is None else uses_of(promotion))
+        uses = list_uses(self._registry)
         sound = [use.draft_version for use in uses if not use.damage]
         return [self._registry.get(version) for version in sound], uses
 
@@ -161,6 +160,5 @@ class Offline:
 
     def verdicts(self, newest: int) -> list[release_pb2.Verdict]:
         """See ``Releases``."""
-        from draft_trainer.counters import read_verdicts
-
-        return read_verdicts(self._registry.root)[-newest:]
+        with self._registry.reading() as state:
+            return state.gate_results.newest(newest)

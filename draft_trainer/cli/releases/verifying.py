@@ -29,10 +29,9 @@ def add_to(actions: Any) -> None:
 
 def _verify(arguments: argparse.Namespace) -> int:
     with source(arguments) as releases:
-        _, uses = releases.listing()
-        known = [use.draft_version for use in uses]
+        known = arguments.versions or [use.draft_version for use in releases.listing()[1]]
         damage: dict[int, str] = {}
-        for version in arguments.versions or known:
+        for version in known:
             damage[version] = ""
             try:
                 releases.verify(version)

@@ -1,0 +1,285 @@
+"""state.db: on disk before it is seen, locked while it is open, refused by name when damaged."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from draft_trainer import state as state_module
+from draft_trainer.state import (
+    EVENTS_KEPT,
+    FIRST_DESIGN_FILES,
+    GATE_RESULTS_KEPT,
+    RECENT_SNAPSHOTS,
+    STATE_FILE,
+    THINNED_SNAPSHOTS,
+    Promotion,
+    Promotions,
+    State,
+    Trial,
+)
+from slipstream.errors import RefusedError, StatusCode
+from slipstream.v1 import console_pb2 as pb
+from slipstream.v1 import draft_trainer_pb2, release_pb2
+
+TRIAL = Trial(3, 2, ("a:1",), ("b:1", "c:1"), 12.5)
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[State]:
+    state = State(tmp_path)
+    yield state
+    state.close()
+
+
+def fill(state: State) -> None:
+    """Something in every table."""
+    promotions = Promotions(state, lambda version: None)
+    promotions.serves(2)
+    promotions.intends(3, ("a:1",))
+    state.set_trial(TRIAL)
+    state.set_pins(frozenset({1, 2}))
+    state.gate_results.add(release_pb2.Verdict(outcome="passed", draft_version=3, reason="gain"))
+    state.history.add(1.0, draft_trainer_pb2.TrainerStatus(train_steps=4))
+
+
+def test_everything_survives_a_kill(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys
+from pathlib import Path
+from draft_trainer.state import State
+from tests.draft_trainer.test_state import fill
+state = State(Path(sys.argv[1]))
+fill(state)
+with state.transaction():
+    state.set_pins(frozenset())
+    state.events.published("healed", 1, "never")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    state = State(tmp_path)
+    now = Promotions(state, lambda version: None).now
+    assert (now.promoted, now.served, now.intent, now.canaries) == (0, (0, 2), 3, ("a:1",))
+    assert state.trial == TRIAL and state.pins() == {1, 2}
+    assert [v.reason for v in state.gate_results.newest(0)] == ["gain"]
+    assert [e.kind for e in state.events.since(0)] == [pb.EVENT_KIND_GATE_PASSED]
+    ((at, status),) = state.history.snapshots()
+    assert (at, status.train_steps) == (1.0, 4)
+    state.close()
+
+
+def test_one_transaction_is_all_or_nothing_and_seen_when_it_is_on_disk(state: State) -> None:
+    promotions = Promotions(state, lambda version: None)
+    with pytest.raises(ZeroDivisionError), state.transaction():
+        promotions.intends(1)
+        state.events.published("committed", 1, "")
+        assert promotions.now.intent == 1
+        assert not state.events.wait_beyond(0, 0.0)
+        raise ZeroDivisionError
+    assert promotions.now == Promotion(0, False, (0,)) and state.events.since(0) == []
+    with state.transaction():
+        promotions.intends(1)
+        state.events.published("committed", 1, "")
+    assert state.events.wait_beyond(0, 0.0) and promotions.now.intent == 1
+
+
+def test_a_pointer_to_a_missing_release_is_refused_before_it_is_written(state: State) -> None:
+    def check(version: int) -> None:
+        if version > 2:
+            raise RefusedError("draft_version", version, "one of 0, 1, 2", "list the releases")
+
+    promotions = Promotions(state, check)
+    promotions.serves(1)
+    before = promotions.now
+    for move in (
+        lambda: promotions.offer(7),
+        lambda: promotions.promote(7, pin=True),
+        lambda: promotions.intends(7),
+        lambda: promotions.serves(7),
+    ):
+        with pytest.raises(RefusedError, match="found 7"):
+            move()
+        assert promotions.now == before
+
+
+def test_a_roll_back_passes_by_what_is_not_there_any_more(state: State) -> None:
+    gone: set[int] = set()
+
+    def check(version: int) -> None:
+        if version in gone:
+            raise RefusedError("draft_version", version, "another", "list the releases")
+
+    promotions = Promotions(state, check)
+    for version in (1, 2, 3):
+        promotions.serves(version)
+    gone.add(2)
+    assert promotions.roll_back() == 1
+    assert promotions.now.served == (0, 1)
+    gone.update((0, 1))
+    with pytest.raises(RefusedError, match="found 0"):
+        promotions.roll_back()
+
+
+def test_events_are_numbered_over_restarts_bounded_and_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_module, "EVENTS_KEPT", 50)
+    state = State(tmp_path)
+    for number in range(60):
+        state.events.note(pb.EVENT_KIND_HEALED, reason=f"{number}\n\x1b[2J" + "x" * 5000)
+    state.close()
+    events = State(tmp_path).events
+    kept = events.since(0)
+    assert [e.number for e in kept] == [*range(11, 61)]
+    assert kept[0].reason.startswith("10  [2Jxxx")
+    assert len(kept[0].reason) == state_module.REASON_CHARACTERS
+    assert [e.number for e in events.since(57)] == [58, 59, 60]
+    assert [e.number for e in events.since(0, newest=2)] == [59, 60]
+    # A number of another registry's trainer: everything that is kept.
+    assert len(events.since(77)) == 50
+    assert EVENTS_KEPT == 10_000
+
+
+def test_every_publish_and_gate_outcome_has_an_event(state: State) -> None:
+    for name in (
+        *("committed", "stage_failed", "not_committed", "rolled_back", "interrupted"),
+        *("canary_promoted", "canary_undecided", "canary_rolled_back"),
+        *("rolled_back_by_hand", "healed"),
+    ):
+        state.events.published(name, 1, "")
+    for outcome in ("passed", "failed", "not_measured", "write_failed"):
+        state.gate_results.add(release_pb2.Verdict(outcome=outcome))
+    assert len({event.kind for event in state.events.since(0)}) == 14
+
+
+def test_gate_results_and_history_are_bounded(state: State) -> None:
+    with state.transaction():
+        for number in range(2000):
+            state.gate_results.add(release_pb2.Verdict(outcome="failed", judged_at=number))
+            state.history.add(number, draft_trainer_pb2.TrainerStatus(train_steps=number))
+    assert len(state.gate_results.newest(0)) == GATE_RESULTS_KEPT
+    assert [v.judged_at for v in state.gate_results.newest(2)] == [1998, 1999]
+    times = [at for at, _ in state.history.snapshots()]
+    assert times[-RECENT_SNAPSHOTS:] == [*range(2000 - RECENT_SNAPSHOTS, 2000)]
+    assert len(times) <= RECENT_SNAPSHOTS + THINNED_SNAPSHOTS
+    older = times[:-RECENT_SNAPSHOTS]
+    assert {b - a for a, b in pairwise(older)} == {8}
+
+
+def test_a_reader_leaves_no_trace_and_is_refused_beside_a_writer(tmp_path: Path) -> None:
+    empty = State(tmp_path, write=False)
+    assert empty.trial is None and empty.pins() == frozenset()
+    assert list(tmp_path.iterdir()) == []
+    writer = State(tmp_path)
+    fill(writer)
+    for write in (False, True):
+        with pytest.raises(RefusedError, match=f"held by process {os.getpid()}") as caught:
+            State(tmp_path, write)
+        assert caught.value.code is StatusCode.FAILED_PRECONDITION
+    writer.close()
+    before = (tmp_path / STATE_FILE).stat()
+    one, two = State(tmp_path, write=False), State(tmp_path, write=False)
+    assert one.trial == two.trial == TRIAL
+    one.close()
+    two.close()
+    after = (tmp_path / STATE_FILE).stat()
+    assert [p.name for p in tmp_path.iterdir()] == [STATE_FILE]
+    assert (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size)
+
+
+def test_a_full_disk_is_named_changes_nothing_and_passes(state: State) -> None:
+    """``RLIMIT_FSIZE`` stands for the full disk: the kernel refuses every write."""
+    promotions = Promotions(state, lambda version: None)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        with pytest.raises(RefusedError, match="File too large") as caught:
+            promotions.intends(1)
+        # A roll back goes on without its event.
+        state.events.published("rolled_back", 1, "why")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert caught.value.field == "draft.registry"
+    assert promotions.now.intent is None and state.events.since(0) == []
+    promotions.intends(1)
+    assert promotions.now.intent == 1
+
+
+def damage_header(path: Path) -> None:
+    path.write_bytes(b"no database at all" * 100)
+
+
+def damage_page(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[4096:8192] = os.urandom(4096)
+    path.write_bytes(data)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def drop_a_table(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("DROP TABLE promotion")
+
+
+def ruin_a_message(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE gate_results SET message = x'ffff'")
+
+
+def ruin_a_list(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE promotion SET served = '[0,'")
+
+
+@pytest.mark.parametrize(
+    "damage", [damage_header, damage_page, cut_short, drop_a_table, ruin_a_message, ruin_a_list]
+)
+def test_damage_is_refused_by_name_with_the_next_step(tmp_path: Path, damage) -> None:  # type: ignore[no-untyped-def]
+    state = State(tmp_path)
+    fill(state)
+    state.close()
+    damage(tmp_path / STATE_FILE)
+    with pytest.raises(RefusedError) as caught:
+        found = State(tmp_path)
+        Promotions(found, lambda version: None)
+        found.gate_results.newest(0)
+    assert caught.value.field == str(tmp_path / STATE_FILE)
+    assert caught.value.code is StatusCode.DATA_LOSS
+    assert "releases promote N --registry" in caught.value.next_step
+
+
+def test_another_schema_and_a_link_are_refused(tmp_path: Path) -> None:
+    State(tmp_path).close()
+    with sqlite3.connect(tmp_path / STATE_FILE) as database:
+        database.execute("PRAGMA user_version = 9")
+    with pytest.raises(RefusedError, match="schema version 9"):
+        State(tmp_path)
+    (tmp_path / STATE_FILE).rename(tmp_path / "elsewhere")
+    (tmp_path / STATE_FILE).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RefusedError, match="symbolic link"):
+        State(tmp_path)
+
+
+@pytest.mark.parametrize("name", FIRST_DESIGN_FILES)
+def test_a_folder_of_the_first_design_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    for write in (True, False):
+        with pytest.raises(RefusedError, match=f"{name} of the first design") as caught:
+            State(tmp_path, write)
+        assert "releases promote N" in caught.value.next_step
+    assert [path.name for path in tmp_path.iterdir()] == [name]
