@@ -458,14 +458,30 @@ def open_registry(draft: DraftConfig) -> Registry:
 def newest_own(registry: Registry) -> release_pb2.ReleaseManifest:
     """The newest release that was trained here, or release 0: what training goes on from.
 
-    Never an imported one: the training state and the optimizer's moments are of these.
+    Never an imported one: the training state and the optimizer's moments are of these. A damaged one
+    is passed by: whether it may be served is for ``open_promotions`` to say.
 
     Raises:
-        RefusedError: it, or one that is newer, is damaged.
+        RefusedError: release 0 is damaged, and no later one is left.
     """
-    manifests = (registry.get(version) for version in reversed(registry.versions()))
     imported = release_pb2.RELEASE_SOURCE_IMPORTED
-    return next(manifest for manifest in manifests if manifest.source != imported)
+    for version in reversed(registry.versions()):
+        try:
+            manifest = registry.get(version)
+        except RefusedError as error:
+            if version == 0:
+                raise
+            logger.error("training does not go on from draft %d: %s", version, error)
+            continue
+        if manifest.source != imported:
+            return manifest
+    raise RefusedError(
+        str(registry.root),
+        "no release that was trained here",
+        "release 0, the initial draft",
+        "restore release 0 from a copy, or begin another draft.registry",
+        StatusCode.FAILED_PRECONDITION,
+    )
 
 
 def open_promotions(registry: Registry) -> Promotions:

@@ -18,7 +18,7 @@ from draft_trainer.drafters.eagle3.checkpoint import save_draft
 from draft_trainer.releases.registry import Registry, newest_own
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.v1 import release_pb2
-from tests.draft_trainer.registry_rig import create, names
+from tests.draft_trainer.registry_rig import create, flip, names
 from tests.draft_trainer.synthetic import head
 
 IMPORTED = release_pb2.RELEASE_SOURCE_IMPORTED
@@ -184,4 +184,7 @@ def test_training_goes_on_from_the_newest_that_was_trained(tmp_path: Path) -> No
     registry = Registry(tmp_path)
     for seed, source in enumerate((1, 2, IMPORTED, IMPORTED)):
         create(registry, seed, source=source)
+    assert newest_own(registry).draft_version == 1
+    create(registry, 4)
+    flip(registry.path(4) / "config.json", "1e-05", "1e-06")
     assert newest_own(registry).draft_version == 1
