@@ -458,8 +458,8 @@ def open_registry(draft: DraftConfig) -> Registry:
 def newest_own(registry: Registry) -> release_pb2.ReleaseManifest:
     """The newest release that was trained here, or release 0: what training goes on from.
 
-    Never an imported one: the training state and the optimizer's moments are of these. A damaged one
-    is passed by: whether it may be served is for ``open_promotions`` to say.
+    Never an imported one: the training state and the optimizer's moments are of these. A damaged
+    one is skipped with a log line: ``open_promotions`` checks what is served.
 
     Raises:
         RefusedError: release 0 is damaged, and no later one is left.
