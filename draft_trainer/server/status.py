@@ -627,7 +627,7 @@ class Status:
         served, against = releases["served"]
         status.time = time.time()
         status.served_release = served
-        _set(status, "served_at", self._promotions.served_at)
+        _set(status, "served_at", self._promotions.now.served_at)
         _set(status, "promoted_trained_against", releases["promoted"][1])
         _set(status, "served_trained_against", against)
         _set(status, "policy_registered_at", self.policy_clock.newest_at)
