@@ -1,12 +1,11 @@
-"""Splits vLLM's speculative counters by the draft version that proposed.
+"""Splits vLLM's speculative counters by the draft version that proposed, and watches them.
 
-vLLM reports, per engine step, how many drafts were verified and how much of them
-was accepted. The drafts that the first step after a commit verifies were proposed
-before it, so a commit is told as "the first N drafts belong to what came before"
-(``draft_count.DraftCount``). A step's report is not split: it belongs to the
-version that its first draft belongs to. With nothing in flight the boundary is
-exact; with requests in flight it may be late by the drafts of requests that ended
-in the steps around the commit, never early.
+vLLM reports, per engine step, how many drafts were verified and how many of their tokens were
+accepted. The first step after a commit verifies drafts that were proposed before it, so a commit
+is reported as "the first N verification steps belong to what came before"
+(``engine_core.VerificationSteps``). A report is not split: it belongs to the version of its first
+draft. With nothing in flight the boundary is exact; with requests in flight it may be late by the
+drafts of requests that ended in the steps around the commit, never early.
 """
 
 from __future__ import annotations
@@ -21,7 +20,12 @@ KEPT_VERSIONS = 64
 
 @dataclass
 class Counters:
-    """Of one draft version. ``accepted_per_position`` has one entry per draft position."""
+    """Of one draft version.
+
+    Attributes:
+        drafts: verification steps.
+        accepted_per_position: one entry per draft position.
+    """
 
     drafts: int = 0
     draft_tokens: int = 0
@@ -32,7 +36,7 @@ class Counters:
     def add(
         self, drafts: int, draft_tokens: int, accepted: int, per_position: Sequence[int]
     ) -> None:
-        """One engine step's."""
+        """Add one engine step."""
         self.drafts += drafts
         self.draft_tokens += draft_tokens
         self.accepted_tokens += accepted
@@ -46,7 +50,7 @@ class AcceptanceTracker:
     """Counts per draft version; owned by the API server's event loop.
 
     Attributes:
-        all: of every version since the start, those included that are forgotten.
+        all: every version since the start, including those that are forgotten.
         live: version that proposes; None before ``start``.
     """
 
@@ -54,7 +58,7 @@ class AcceptanceTracker:
         self.all = Counters()
         self.live: int | None = None
         self._seen = 0
-        # (drafts before it, version), ascending; the last entries are still to come.
+        # (verification steps before it, version), ascending; the last entries are still to come.
         self._boundaries: list[tuple[int, int]] = []
         self._version: int | None = None
         self._counters: OrderedDict[int, Counters] = OrderedDict()
@@ -64,13 +68,13 @@ class AcceptanceTracker:
         """The version that drafts from the first step on."""
         self._version = self.live = version
 
-    def switch(self, version: int, drafts_before: int) -> None:
-        """Another version is live; the first ``drafts_before`` drafts are not its own."""
+    def switch(self, version: int, steps_before: int) -> None:
+        """Another version is live; the first ``steps_before`` steps do not belong to it."""
         self.live = version
-        if self._boundaries and self._boundaries[-1][0] == drafts_before:
-            # Nothing was drafted by the one before: a server without load keeps one, not each.
+        if self._boundaries and self._boundaries[-1][0] == steps_before:
+            # The version before it drafted nothing: without load the list does not grow.
             self._boundaries.pop()
-        self._boundaries.append((drafts_before, version))
+        self._boundaries.append((steps_before, version))
         self.wake()
 
     def record(
@@ -79,7 +83,7 @@ class AcceptanceTracker:
         """One engine step's counts (vLLM's ``SpecDecodingStats``).
 
         Raises:
-            LookupError: before ``start``; nothing could be said about whose they are.
+            LookupError: before ``start``: no version could be credited.
         """
         while self._boundaries and self._seen >= self._boundaries[0][0]:
             self._version = self._boundaries.pop(0)[1]
@@ -97,11 +101,12 @@ class AcceptanceTracker:
             self._of(self.live).generated_tokens += tokens
 
     def counters(self) -> dict[int, Counters]:
-        """By version, for the versions that have drafted; the least recent are gone."""
+        """By version, for the most recent versions that have drafted."""
         return {v: c for v, c in self._counters.copy().items() if c.drafts}
 
     def exposed(self) -> dict[int, Counters]:
-        """By version, ``live`` always among them: its first draft must not begin its series."""
+        """By version, with ``live`` always among them: a series must not begin with its first
+        draft."""
         live = {} if self.live is None else {self.live: Counters()}
         return live | self._counters.copy()
 
@@ -114,14 +119,14 @@ class AcceptanceTracker:
         return counters
 
     def wake(self) -> None:
-        """Something worth reporting changed."""
+        """A state or counter changed that watchers report."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
         self._waiters.clear()
 
     async def changed(self, timeout: float) -> bool:
-        """Wait until ``wake``; False when ``timeout`` seconds passed without."""
+        """Wait for ``wake``; False when ``timeout`` seconds passed without."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
@@ -131,3 +136,44 @@ class AcceptanceTracker:
         finally:
             self._waiters.discard(waiter)
         return True
+
+
+class AcceptanceGuard:
+    """Looks for a live draft of which nothing is accepted.
+
+    Judges windows of verification steps of one draft version and one commit. Fewer steps say
+    nothing: no drafts yet is no number.
+
+    Args:
+        tracker: vLLM's counters by draft version.
+        min_drafts: length of a window in verification steps.
+    """
+
+    MIN_ACCEPTED = 0.005
+    """Accepted tokens per step under which acceptance length reads 1.00."""
+
+    def __init__(self, tracker: AcceptanceTracker, min_drafts: int) -> None:
+        self._tracker = tracker
+        self._min_drafts = min_drafts
+        self._window: tuple[int, int] | None = None
+        self._start = (0, 0)
+        self._found = ""
+
+    def check(self, version: int, commits: int) -> str:
+        """Empty, or why the live draft is not to be trusted.
+
+        Args:
+            version: that is live.
+            commits: of drafts so far; another commit begins a new window.
+        """
+        counters = self._tracker.counters().get(version, Counters())
+        now = (counters.drafts, counters.accepted_tokens)
+        if self._window != (version, commits):
+            self._window, self._found, self._start = (version, commits), "", now
+        drafts, accepted = now[0] - self._start[0], now[1] - self._start[1]
+        if drafts >= self._min_drafts:
+            bad = accepted < self.MIN_ACCEPTED * drafts
+            length = f"{1 + accepted / drafts:.2f} over {drafts} drafts"
+            self._found = f"acceptance length of draft {version} is {length}" if bad else ""
+            self._start = now
+        return self._found

@@ -1,4 +1,4 @@
-"""Builds the control plane when vLLM's API server has an engine."""
+"""What Slipstream adds to vLLM's API server: the control plane, and a stat logger that feeds it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 from safetensors.torch import load_file
-from vllm.v1.metrics.loggers import StatLoggerBase
 
+from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
 from rollout_server.checkpoint import (
     VOCABULARY_MAPS,
     Expected,
@@ -16,19 +16,10 @@ from rollout_server.checkpoint import (
     read_manifest,
     weight_files,
 )
-from rollout_server.content_store import ContentStore, make_directory
-from rollout_server.control import (
-    DRAFT,
-    POLICY,
-    AcceptanceGuard,
-    RolloutControl,
-    StateMessage,
-    Weights,
-)
-from rollout_server.engine import Description, VllmEngine
+from rollout_server.control import DRAFT, POLICY, CommitObserver, RolloutControl, Weights
+from rollout_server.engine import Description, Engine, VllmEngine
 from rollout_server.metrics import CommitCounts, Observed, RolloutCollector, negotiate
-from rollout_server.reload import WeightSource
-from rollout_server.runtime import API, Settings, is_active
+from rollout_server.plugins import API, Settings, is_active
 from rollout_server.service import (
     ControlServer,
     RolloutService,
@@ -38,8 +29,10 @@ from rollout_server.service import (
     weights_of,
 )
 from rollout_server.step_costs import CostWatch, StepCosts
+from rollout_server.store import ContentStore, WeightSource, make_directory
 from rollout_server.vllm_patches import EMBEDDING
 from slipstream.tensors import spec_of
+from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import tensor_pb2
 
 
@@ -57,47 +50,17 @@ class ControlPlaneEndpoint:
         """Start the control plane. An exception here ends the server."""
         if API.settings is None:
             raise RuntimeError("the launcher did not leave its settings in this process")
-        API.control_server = await _build(API.settings, engine_client, state, args)
+        await _start(API.settings, VllmEngine(engine_client), state, args)
 
 
-async def _build(settings: Settings, engine_client: Any, state: Any, args: Any) -> ControlServer:
+async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) -> None:
     from vllm.version import __version__ as vllm_version
 
-    engine = VllmEngine(engine_client)
-    description = await engine.start()
-    refuse_shared(description.shared)
     store = ContentStore(make_directory(settings.stage_bytes), settings.stage_bytes)
     API.closers.append(store.close)
-    draft, specs = _ingest_draft(settings, store)
-    API.tracker.start(draft.version or 0)
     commits, costs = CommitCounts(), StepCosts()
-    control = RolloutControl(
-        engine,
-        store,
-        API.tracker,
-        commits,
-        draft,
-        Weights(POLICY, None, WeightSource(directory=str(settings.model_dir))),
-    )
-    message = StateMessage(
-        control,
-        settings.draft_length,
-        settings.draft_sample_method,
-        str(args.model),
-        int(args.port),
-    )
-    service = RolloutService(
-        control,
-        engine,
-        store,
-        API.tracker,
-        {
-            DRAFT: _expected_draft(specs, description),
-            POLICY: Expected(
-                POLICY, read_layout(settings.model_dir, "model"), description.served_dtype
-            ),
-        },
-        message,
+    control, service = await control_plane(
+        engine, store, settings, API.tracker, commits, str(args.model), int(args.port)
     )
 
     def http_started() -> bool:
@@ -111,15 +74,8 @@ async def _build(settings: Settings, engine_client: Any, state: Any, args: Any) 
         )
         os.write(1, line.encode())
 
-    server = ControlServer(
-        service,
-        control,
-        engine,
-        AcceptanceGuard(API.tracker, settings.guard_drafts),
-        http_started,
-        announce,
-        settings.access,
-    )
+    guard = AcceptanceGuard(API.tracker, settings.guard_drafts)
+    server = ControlServer(service, control, engine, guard, http_started, announce, settings.access)
     REGISTRY.register(
         RolloutCollector(
             Observed(
@@ -131,17 +87,51 @@ async def _build(settings: Settings, engine_client: Any, state: Any, args: Any) 
         )
     )
     await server.start(settings.control_host, settings.control_port)
+    API.control_server = server
     probe = control.without_speculation if settings.time_plain_steps else None
     API.cost_watch = CostWatch(engine, API.tracker, costs, probe)
     API.cost_watch.start()
-    return server
 
 
-def _ingest_draft(
+async def control_plane(
+    engine: Engine,
+    store: ContentStore,
+    settings: Settings,
+    tracker: AcceptanceTracker,
+    observer: CommitObserver,
+    model: str = "policy",
+    http_port: int = 1,
+) -> tuple[RolloutControl, RolloutService]:
+    """State and gRPC service over a running engine, with the first draft in the store.
+
+    Raises:
+        RefusedError: draft and verifier share memory, or a checkpoint cannot be used.
+    """
+    description = await engine.describe()
+    refuse_shared(description.shared)
+    draft, specs = _stage_first_draft(settings, store)
+    tracker.start(draft.version or 0)
+    policy = Weights(POLICY, None, WeightSource(directory=str(settings.model_dir)))
+    constants = pb.ServerState(
+        num_speculative_tokens=settings.draft_length,
+        draft_sample_method=settings.draft_sample_method,
+        model=model,
+        http_port=http_port,
+    )
+    control = RolloutControl(engine, store, tracker, observer, draft, policy, constants)
+    layout = read_layout(settings.model_dir, "model")
+    expected = {
+        DRAFT: _expected_draft(specs, description),
+        POLICY: Expected(POLICY, layout, description.served_dtype),
+    }
+    return control, RolloutService(control, engine, store, tracker, expected)
+
+
+def _stage_first_draft(
     settings: Settings, store: ContentStore
 ) -> tuple[Weights, list[tensor_pb2.TensorSpec]]:
-    """The draft the server was started with, as if it had been staged: going back to
-    it later needs neither the network nor its directory."""
+    """The draft the server was started with, as if it had been staged: going back to it later needs
+    neither the network nor its directory."""
     manifest = read_manifest(settings.draft_dir)
     tensors = {
         name: tensor
@@ -150,16 +140,12 @@ def _ingest_draft(
     }
     specs = [spec_of(name, tensor) for name, tensor in sorted(tensors.items())]
     ingest(tensors, specs, store)
-    weights = weights_of(
-        DRAFT,
-        0 if manifest is None else manifest.draft_version,
-        specs,
-        store,
-        trained_against=manifest.trained_against_policy_version
-        if manifest is not None and manifest.HasField("trained_against_policy_version")
-        else None,
-    )
-    return weights, specs
+    version, against = 0, None
+    if manifest is not None:
+        version = manifest.draft_version
+        if manifest.HasField("trained_against_policy_version"):
+            against = manifest.trained_against_policy_version
+    return weights_of(DRAFT, version, specs, store, trained_against=against), specs
 
 
 def _expected_draft(specs: list[tensor_pb2.TensorSpec], description: Description) -> Expected:
@@ -174,47 +160,45 @@ def _expected_draft(specs: list[tensor_pb2.TensorSpec], description: Description
         )
     # Only d2t is loaded; t2d is its inverse, for trainers.
     optional = {name: layout.pop(name) for name in ("t2d",) if name in layout}
-    return Expected(
-        DRAFT,
-        layout,
-        description.served_dtype,
-        optional,
-        {spec.name: spec.sha256 for spec in specs if spec.name in VOCABULARY_MAPS},
-        forbidden,
-    )
+    fixed = {spec.name: spec.sha256 for spec in specs if spec.name in VOCABULARY_MAPS}
+    return Expected(DRAFT, layout, description.served_dtype, optional, fixed, forbidden)
 
 
-class AcceptanceStatLogger(StatLoggerBase):  # type: ignore[misc]
-    """Loaded by every vLLM of the environment; does nothing where Slipstream did not start it.
+def __getattr__(name: str) -> Any:
+    """``AcceptanceStatLogger``, the ``vllm.stat_logger_plugins`` entry point.
 
-    Args:
-        vllm_config: not looked at.
-        engine_index: not looked at; the launcher refuses more than one engine.
+    Made when vLLM asks for it, because its base class is vLLM's: the control plane also runs over
+    engines in memory, without vLLM. Inert where ``rollout-server`` did not start the process.
     """
+    if name != "AcceptanceStatLogger":
+        raise AttributeError(name)
+    from vllm.v1.metrics.loggers import StatLoggerBase
 
-    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        self._tracker = API.tracker if is_active() else None
+    class AcceptanceStatLogger(StatLoggerBase):  # type: ignore[misc]
+        """Hands each engine step's speculative counts to the tracker."""
 
-    def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
-        engine_idx: int = 0,
-    ) -> None:
-        """One engine step. Called in the API server's event loop."""
-        if self._tracker is None or scheduler_stats is None:
-            return
-        stats = scheduler_stats.spec_decoding_stats
-        if stats is not None:
-            self._tracker.record(
-                stats.num_drafts,
-                stats.num_draft_tokens,
-                stats.num_accepted_tokens,
-                stats.num_accepted_tokens_per_pos,
-            )
-        if iteration_stats is not None:
-            self._tracker.generated(iteration_stats.num_generation_tokens)
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            self._tracker = API.tracker if is_active() else None
 
-    def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        def record(
+            self, scheduler_stats: Any, iteration_stats: Any, *rest: Any, **named: Any
+        ) -> None:
+            """One engine step. Called in the API server's event loop."""
+            if self._tracker is None or scheduler_stats is None:
+                return
+            stats = scheduler_stats.spec_decoding_stats
+            if stats is not None:
+                self._tracker.record(
+                    stats.num_drafts,
+                    stats.num_draft_tokens,
+                    stats.num_accepted_tokens,
+                    stats.num_accepted_tokens_per_pos,
+                )
+            if iteration_stats is not None:
+                self._tracker.generated(iteration_stats.num_generation_tokens)
+
+        def log_engine_initialized(self) -> None:
+            """Required by vLLM; nothing to log."""
+
+    globals()[name] = AcceptanceStatLogger
+    return AcceptanceStatLogger

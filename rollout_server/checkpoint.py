@@ -1,9 +1,7 @@
-"""What a checkpoint directory holds, read without loading a tensor.
+"""Checkpoint directories, read without loading a tensor; and whether a stage can replace one.
 
-Whether staged tensors can replace a model: names, shapes, dtypes, vocabulary, values.
-
-The yardstick is the checkpoint that the server was started with: whatever has
-its names and shapes loads through the same weight loaders, sharded or not.
+A stage is compared with the checkpoint that the server was started with: whatever has its names
+and shapes goes through the same weight loaders, sharded or not.
 """
 
 from __future__ import annotations
@@ -15,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
 import torch
 from google.protobuf import json_format
 
-from slipstream.errors import RefusedError
+from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import dtype_from_wire
 from slipstream.v1 import release_pb2, tensor_pb2
 
@@ -32,11 +29,13 @@ _SAFETENSORS_DTYPES = {
     "BOOL": "bool",
 }
 _HEADER_LIMIT = 100 << 20  # safetensors' own bound on its header
+_FLOATS = ("float32", "bfloat16", "float16")
+VOCABULARY_MAPS = ("d2t", "t2d")
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Name-less description of a tensor.
+    """A tensor without its values.
 
     Attributes:
         dtype: torch's name, for example "bfloat16".
@@ -66,8 +65,7 @@ def read_config(directory: Path, option: str) -> dict[str, Any]:
             option,
             f"{directory}: {'a file' if directory.exists() else 'nothing there'}",
             "a checkpoint directory",
-            "give the path of a directory with config.json and model.safetensors "
-            "(download a hub model first)",
+            "give a directory with config.json and model.safetensors (download a hub model first)",
         )
     path = directory / "config.json"
     if not path.is_file():
@@ -76,14 +74,10 @@ def read_config(directory: Path, option: str) -> dict[str, Any]:
         )
     try:
         config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RefusedError(
-            str(path), f"not JSON ({error})", "a JSON object", "write the file again"
-        ) from error
+    except ValueError as error:
+        raise _damaged(path, f"not JSON ({error})", "a JSON object") from error
     if not isinstance(config, dict):
-        raise RefusedError(
-            str(path), type(config).__name__, "a JSON object", "write the file again"
-        )
+        raise _damaged(path, type(config).__name__, "a JSON object")
     return config
 
 
@@ -91,23 +85,19 @@ def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint: those its index names, else all of them.
 
     Raises:
-        RefusedError: the index is broken, or names a file that is not beside it.
+        RefusedError: the index is damaged, or names a file that is not beside it.
     """
     index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise RefusedError(
-                str(index), repr(error), "an object with a weight_map", "write the file again"
-            ) from error
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise RefusedError(
-                    str(index), repr(name), "names of files beside it", "write the file again"
-                )
-        return [directory / name for name in names]
-    return sorted(directory.glob("*.safetensors"))
+    if not index.is_file():
+        return sorted(directory.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _damaged(index, repr(error), "an object with a weight_map") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise _damaged(index, repr(name), "names of files beside it")
+    return [directory / name for name in names]
 
 
 def read_layout(directory: Path, option: str) -> dict[str, TensorLayout]:
@@ -136,9 +126,8 @@ def read_layout(directory: Path, option: str) -> dict[str, TensorLayout]:
                     f"one of {sorted(_SAFETENSORS_DTYPES)}",
                     "quantized checkpoints cannot be swapped live; serve the unquantized one",
                 )
-            layout[name] = TensorLayout(
-                _SAFETENSORS_DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
-            )
+            shape = tuple(int(n) for n in entry["shape"])
+            layout[name] = TensorLayout(_SAFETENSORS_DTYPES[entry["dtype"]], shape)
     return layout
 
 
@@ -151,11 +140,9 @@ def _read_header(path: Path) -> dict[str, Any]:
                 raise ValueError(f"header of {length} bytes")
             header = json.loads(file.read(length))
     except (OSError, struct.error, ValueError) as error:
-        raise RefusedError(
-            str(path), f"unreadable ({error})", "a safetensors file", "write the file again"
-        ) from error
+        raise _damaged(path, f"unreadable ({error})", "a safetensors file") from error
     if not isinstance(header, dict):
-        raise RefusedError(str(path), "no header", "a safetensors file", "write the file again")
+        raise _damaged(path, "no header", "a safetensors file")
     return header
 
 
@@ -181,8 +168,8 @@ def read_manifest(directory: Path) -> release_pb2.ReleaseManifest | None:
         ) from error
 
 
-VOCABULARY_MAPS = ("d2t", "t2d")
-_FLOATS = ("float32", "bfloat16", "float16")
+def _damaged(path: Path, found: str, expected: str) -> RefusedError:
+    return RefusedError(str(path), found, expected, "write the file again")
 
 
 @dataclass(frozen=True)
@@ -192,9 +179,9 @@ class Expected:
     Attributes:
         kind: "draft" or "policy".
         layout: required tensors.
-        optional: tensors that may come as well and are not loaded.
         served_dtype: of the model in vLLM; staged values may also be float32, which vLLM
             casts as it casts a float32 checkpoint.
+        optional: tensors that may come as well and are not loaded.
         fixed: SHA-256 (32 bytes) of tensors that must not change, by name.
         forbidden: why a tensor must not come, by name.
     """
@@ -203,89 +190,77 @@ class Expected:
     layout: Layout
     served_dtype: str
     optional: Layout = field(default_factory=dict)
-    fixed: dict[str, bytes] = field(default_factory=dict)
-    forbidden: dict[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, bytes] = field(default_factory=dict)
+    forbidden: Mapping[str, str] = field(default_factory=dict)
 
+    def check(self, specs: Iterable[tensor_pb2.TensorSpec]) -> None:
+        """Refuse tensors that cannot replace the model.
 
-def check(specs: Iterable[tensor_pb2.TensorSpec], expected: Expected) -> None:
-    """Refuse what cannot replace the model.
-
-    Raises:
-        RefusedError: naming the first tensor at fault.
-    """
-    seen: set[str] = set()
-    for spec in specs:
-        if spec.name in seen:
-            raise RefusedError("tensors", f"{spec.name} twice", "each name once", "send it once")
-        seen.add(spec.name)
-        if spec.name in expected.forbidden:
+        Raises:
+            RefusedError: naming the first tensor at fault.
+        """
+        seen: set[str] = set()
+        for spec in specs:
+            if spec.name in seen:
+                raise RefusedError(
+                    "tensors", f"{spec.name} twice", "each name once", "send it once"
+                )
+            seen.add(spec.name)
+            self._check_one(spec)
+        missing = sorted(set(self.layout) - seen)
+        if missing:
             raise RefusedError(
-                f"tensors[{spec.name}]",
-                "present",
-                "absent",
-                expected.forbidden[spec.name],
-                grpc.StatusCode.FAILED_PRECONDITION,
+                "tensors",
+                f"{len(missing)} missing: {_some(missing)}",
+                f"all {len(self.layout)} of the served {self.kind}",
+                "name every tensor of the checkpoint (resident ones are not sent again)",
             )
-        wanted = expected.layout.get(spec.name) or expected.optional.get(spec.name)
+
+    def _check_one(self, spec: tensor_pb2.TensorSpec) -> None:
+        field_name = f"tensors[{spec.name}]"
+        if spec.name in self.forbidden:
+            next_step = self.forbidden[spec.name]
+            code = StatusCode.FAILED_PRECONDITION
+            raise RefusedError(field_name, "present", "absent", next_step, code)
+        wanted = self.layout.get(spec.name) or self.optional.get(spec.name)
         if wanted is None:
             raise RefusedError(
-                f"tensors[{spec.name}]",
+                field_name,
                 "a name that the served checkpoint does not have",
-                f"one of {_some(sorted(expected.layout))}",
-                f"stage the {expected.kind} that this server was started with, by the names "
-                "of its checkpoint",
+                f"one of {_some(sorted(self.layout))}",
+                f"stage the {self.kind} that this server was started with, by its names",
             )
-        _check_one(spec, wanted, expected)
-    missing = sorted(set(expected.layout) - seen)
-    if missing:
-        raise RefusedError(
-            "tensors",
-            f"{len(missing)} missing: {_some(missing)}",
-            f"all {len(expected.layout)} of the served {expected.kind}",
-            "name every tensor of the checkpoint (those that the server holds are not sent again)",
-        )
-
-
-def _check_one(spec: tensor_pb2.TensorSpec, wanted: TensorLayout, expected: Expected) -> None:
-    if tuple(spec.shape) != wanted.shape:
-        raise RefusedError(
-            f"tensors[{spec.name}].shape",
-            list(spec.shape),
-            list(wanted.shape),
-            f"stage weights of the served {expected.kind}'s architecture",
-        )
-    dtype = str(dtype_from_wire(spec.dtype, f"tensors[{spec.name}]")).removeprefix("torch.")
-    allowed = {wanted.dtype}
-    if wanted.dtype in _FLOATS:
-        allowed |= {expected.served_dtype, "float32"}
-        if expected.served_dtype == "float32":
-            # Every value of the narrow types is a float32: nothing is lost.
-            allowed |= set(_FLOATS)
-    if dtype not in allowed:
-        raise RefusedError(
-            f"tensors[{spec.name}].dtype",
-            dtype,
-            f"one of {sorted(allowed)}",
-            "cast it before staging",
-        )
-    fixed = expected.fixed.get(spec.name)
-    if fixed is not None and spec.sha256 != fixed:
-        raise RefusedError(
-            f"tensors[{spec.name}].sha256",
-            spec.sha256.hex(),
-            f"{fixed.hex()} (the draft vocabulary that is served)",
-            "a draft vocabulary cannot change live; restart the server with the new draft",
-            grpc.StatusCode.FAILED_PRECONDITION,
-        )
+        if tuple(spec.shape) != wanted.shape:
+            next_step = f"stage weights of the served {self.kind}'s architecture"
+            found, shape = list(spec.shape), list(wanted.shape)
+            raise RefusedError(f"{field_name}.shape", found, shape, next_step)
+        dtype = str(dtype_from_wire(spec.dtype, field_name)).removeprefix("torch.")
+        allowed = {wanted.dtype}
+        if wanted.dtype in _FLOATS:
+            allowed |= {self.served_dtype, "float32"}
+            if self.served_dtype == "float32":
+                # Every value of the narrow types is a float32: nothing is lost.
+                allowed |= set(_FLOATS)
+        if dtype not in allowed:
+            expected = f"one of {sorted(allowed)}"
+            raise RefusedError(f"{field_name}.dtype", dtype, expected, "cast it before staging")
+        fixed = self.fixed.get(spec.name)
+        if fixed is not None and spec.sha256 != fixed:
+            raise RefusedError(
+                f"{field_name}.sha256",
+                spec.sha256.hex(),
+                f"{fixed.hex()} (the draft vocabulary that is served)",
+                "a draft vocabulary cannot change live; restart the server with the new draft",
+                StatusCode.FAILED_PRECONDITION,
+            )
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
     """Refuse NaN and infinities. Raises RefusedError naming the tensor and how many."""
     if not tensor.is_floating_point():
         return
-    # torch has no isfinite for the 8-bit floats, and all of them are float16s.
-    narrow = tensor.dtype.itemsize == 1
-    finite = torch.isfinite(tensor.half() if narrow else tensor)
+    # torch has no isfinite for the 8-bit floats; float16 holds all their values.
+    finite = torch.isfinite(tensor.half() if tensor.dtype.itemsize == 1 else tensor)
     if not bool(finite.all()):
         raise RefusedError(
             f"tensors[{name}]",

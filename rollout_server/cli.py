@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rollout_server.runtime import mark_process
+from rollout_server.plugins import mark_process
 from slipstream import __version__
 from slipstream.errors import RefusedError
 

@@ -1,16 +1,7 @@
-"""Starts vLLM's API server in this process, with Slipstream's plug-ins loaded.
+"""``rollout-server serve``: checks the options, then runs vLLM's API server in this process.
 
-Calls the server's run function instead of the ``vllm`` command: the command asks
-for the version of a distribution named "vllm", which the CPU wheel is not.
-
-Ends the process when it is told to stop before the server is up.
-
-vLLM raises KeyboardInterrupt from its signal handler during start-up. Under uvloop
-and pyzmq that exception gets lost: the process either came up and served all the
-same, or waited for ever for an engine that had been stopped. Here the handler
-itself stops the children and leaves. Once the API server runs, vLLM replaces it.
-
-The options of ``rollout-server serve`` that say who may use the control plane.
+Calls the server's run function instead of the ``vllm`` command: the command asks for the version of
+a distribution named "vllm", which the CPU wheel is not.
 """
 
 from __future__ import annotations
@@ -25,10 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rollout_server import launch as access_options
-from rollout_server import launch as early_stop
-from rollout_server.preflight import check_draft_fits, check_port_free
-from rollout_server.runtime import API, Settings
+from rollout_server.plugins import API, Settings
+from rollout_server.preflight import check_draft_fits, check_paths, check_port_free
 from slipstream.errors import RefusedError
 from slipstream.security import (
     Access,
@@ -44,8 +33,7 @@ from slipstream.security import (
 
 PLUGIN = "slipstream"
 _LOOPBACK = "127.0.0.1"
-_DEFAULT_STAGE_BYTES = 4 << 30
-_DEFAULT_GUARD_DRAFTS = 512
+_CHILD_SECONDS = 10.0
 _OTHER_GROUPS = (
     "vllm.general_plugins",
     "vllm.io_processor_plugins",
@@ -58,8 +46,9 @@ def serve(arguments: Sequence[str]) -> int:
     """Check everything, then serve until a signal. Returns the exit status.
 
     Raises:
-        RefusedError: an option, a checkpoint or a port cannot be used.
+        RefusedError: an option, a path, a checkpoint or a port cannot be used.
     """
+    check_paths()
     choose_plugins()
     import uvloop
     from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
@@ -76,7 +65,7 @@ def serve(arguments: Sequence[str]) -> int:
 
 
 def choose_plugins() -> None:
-    """Set ``VLLM_PLUGINS`` so that ours load and nobody else's stop loading.
+    """Set ``VLLM_PLUGINS`` so that ours load and no other stops loading.
 
     Raises:
         RefusedError: our entry points are not installed, so vLLM would start without us.
@@ -120,47 +109,40 @@ def build_parser() -> Any:
         "one, gives its version.",
     )
     group.add_argument(
-        "--draft-length",
-        type=int,
-        default=3,
-        metavar="K",
-        help="Tokens that the draft proposes per step (num_speculative_tokens).",
-    )
-    group.add_argument(
         "--draft-sample-method",
         choices=["probabilistic", "greedy"],
-        default="probabilistic",
+        default=Settings.draft_sample_method,
         help="How the draft proposes. probabilistic accepts the most at temperature > 0.",
     )
     group.add_argument(
-        "--control-port", type=int, default=50061, help="Port of the gRPC control plane."
-    )
-    group.add_argument(
         "--control-host",
-        default=_LOOPBACK,
+        default=Settings.control_host,
         help="Address of the control plane. Other than loopback needs a certificate and tokens.",
     )
-    access_options.add_to(group)
-    group.add_argument(
-        "--stage-bytes",
-        type=int,
-        default=_DEFAULT_STAGE_BYTES,
-        help="Bound in bytes on the weights that are held on the host: live, previous and "
-        "staged drafts and policies.",
-    )
-    group.add_argument(
-        "--guard-drafts",
-        type=int,
-        default=_DEFAULT_GUARD_DRAFTS,
-        help="Drafts of which not one token was accepted after which the server says that it is "
-        "not ready.",
-    )
+    for option, default, what in (
+        ("--draft-length", Settings.draft_length, "Tokens that the draft proposes per step (k)."),
+        ("--control-port", Settings.control_port, "Port of the gRPC control plane."),
+        (
+            "--stage-bytes",
+            Settings.stage_bytes,
+            "Bound in bytes on the weights that are held on the host: live, previous and staged "
+            "drafts and policies.",
+        ),
+        (
+            "--guard-drafts",
+            Settings.guard_drafts,
+            "Drafts of which not one token was accepted after which the server says that it is "
+            "not ready.",
+        ),
+    ):
+        group.add_argument(option, type=int, default=default, metavar="N", help=what)
     group.add_argument(
         "--time-plain-steps",
         action="store_true",
         help="Turn drafting off for at most a second, once for each number of requests in flight, "
         "to measure whether speculation pays.",
     )
+    add_access_options(group)
     return make_arg_parser(parser)
 
 
@@ -171,19 +153,17 @@ def settings_of(args: argparse.Namespace) -> Settings:
         RefusedError: naming the option, directory or port at fault.
     """
     _check_supported(args)
-    model = args.model_tag
-    if model is None:
+    if args.model_tag is None:
         raise RefusedError("MODEL", "nothing", "a checkpoint directory", "name it after serve")
-    access = access_options.access_of(args)
-    check_draft_fits(Path(model), args.draft)
+    access = access_of(args)
+    check_draft_fits(Path(args.model_tag), args.draft)
     args.host = args.host or _LOOPBACK
     check_port_free("--port", args.host, args.port)
     check_port_free("--control-port", args.control_host, args.control_port)
     if args.port == args.control_port and args.port:
-        raise RefusedError(
-            "--control-port", args.control_port, "another port than --port", "choose another port"
-        )
-    args.model = model
+        expected = "another port than --port"
+        raise RefusedError("--control-port", args.control_port, expected, "choose another port")
+    args.model = args.model_tag
     args.api_server_count = None
     args.speculative_config = {
         "method": "eagle3",
@@ -192,8 +172,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
         "draft_sample_method": args.draft_sample_method,
     }
     return Settings(
-        model_dir=Path(model),
+        model_dir=Path(args.model),
         draft_dir=args.draft,
+        access=access,
         control_host=args.control_host,
         control_port=args.control_port,
         draft_length=args.draft_length,
@@ -201,43 +182,35 @@ def settings_of(args: argparse.Namespace) -> Settings:
         stage_bytes=args.stage_bytes,
         guard_drafts=args.guard_drafts,
         time_plain_steps=args.time_plain_steps,
-        access=access,
     )
 
 
 def _check_supported(args: argparse.Namespace) -> None:
-    for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens"):
-        value = getattr(args, name, None)
-        if value is not None:
-            raise RefusedError(
-                f"--{name.replace('_', '-')}",
-                value,
-                "not given",
-                "use --draft, --draft-length and --draft-sample-method",
-            )
-    for option, found, expected, why in (
-        ("--draft-length", args.draft_length, 1, "at least one token is proposed"),
-        ("--stage-bytes", args.stage_bytes, 1, "weights are held on the host"),
-        ("--guard-drafts", args.guard_drafts, 1, "acceptance needs drafts"),
+    """Refuse values of ours that are too small, and options of vLLM that do not work with us."""
+    ours = "use --draft, --draft-length and --draft-sample-method"
+    for option, most, why in (
+        ("--speculative-config", None, ours),
+        ("--spec-method", None, ours),
+        ("--spec-model", None, ours),
+        ("--spec-tokens", None, ours),
+        ("--headless", None, "serve with an API server"),
+        ("--grpc", None, "serve the OpenAI API"),
+        ("--uds", None, "serve on --port"),
+        ("--disable-log-stats", None, "acceptance is counted from the stats"),
+        ("--api-server-count", 1, "the control plane is in the API server"),
+        ("--data-parallel-size", 1, "start one server per replica"),
+        ("--pipeline-parallel-size", 1, "use --tensor-parallel-size"),
+        ("--nnodes", 1, "staged weights are files of this host"),
     ):
-        if found < expected:
-            raise RefusedError(option, found, f"at least {expected}", why)
-    for option, found, why in (
-        ("--api-server-count", args.api_server_count, "the control plane is in the API server"),
-        ("--data-parallel-size", args.data_parallel_size, "start one server per replica"),
-        ("--pipeline-parallel-size", args.pipeline_parallel_size, "use --tensor-parallel-size"),
-        ("--nnodes", args.nnodes, "staged weights are files of this host"),
-    ):
-        if found is not None and found > 1:
-            raise RefusedError(option, found, 1, why)
-    for option, given, why in (
-        ("--headless", args.headless, "serve with an API server"),
-        ("--grpc", args.grpc, "serve the OpenAI API"),
-        ("--uds", args.uds, "serve on --port"),
-        ("--disable-log-stats", args.disable_log_stats, "acceptance is counted from the stats"),
-    ):
-        if given:
-            raise RefusedError(option, given, "not given", why)
+        found = getattr(args, option.removeprefix("--").replace("-", "_"), None)
+        if most is None and found not in (None, False):
+            raise RefusedError(option, found, "not given", why)
+        if most is not None and found is not None and found > most:
+            raise RefusedError(option, found, most, why)
+    for option in ("--draft-length", "--stage-bytes", "--guard-drafts"):
+        found = getattr(args, option.removeprefix("--").replace("-", "_"))
+        if found < 1:
+            raise RefusedError(option, found, "at least 1", "leave it out for the default")
 
 
 async def _serve(args: argparse.Namespace) -> None:
@@ -245,7 +218,7 @@ async def _serve(args: argparse.Namespace) -> None:
     from vllm.entrypoints.launchers.api_server.entry import run_server_worker, setup_server
     from vllm.utils.system_utils import decorate_logs
 
-    early_stop.install(API.closers)
+    handle_early_signals(API.closers)
     decorate_logs("APIServer", skip_if_decorated=True)
     try:
         listen_address, sock = setup_server(args, reuse_port=False)
@@ -259,11 +232,11 @@ async def _serve(args: argparse.Namespace) -> None:
             close()
 
 
-_CHILD_SECONDS = 10.0
+def handle_early_signals(closers: Iterable[Callable[[], None]]) -> None:
+    """End the process on SIGTERM and SIGINT until vLLM's running API server replaces the handler.
 
-
-def install(closers: Iterable[Callable[[], None]]) -> None:
-    """Handle SIGTERM and SIGINT from now until somebody else does.
+    vLLM raises KeyboardInterrupt from its own handler during start-up, which gets lost under uvloop
+    and pyzmq: the process comes up all the same, or waits for ever for an engine that was stopped.
 
     Args:
         closers: called before leaving, for what outlives a process (shared memory).
@@ -289,7 +262,7 @@ def install(closers: Iterable[Callable[[], None]]) -> None:
 _ROLES = (Role.OBSERVE, Role.OPERATE)
 
 
-def add_to(group: Any) -> None:
+def add_access_options(group: Any) -> None:
     """Register the options: files and names, never secrets."""
     for option, what in (
         ("--control-certificate", "PEM of the control plane's certificate; turns TLS on there."),

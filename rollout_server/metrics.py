@@ -19,9 +19,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from rollout_server.acceptance import AcceptanceTracker, Counters
-from rollout_server.content_store import ContentStore
-from rollout_server.control import DRAFT, POLICY, Committed, RolloutControl
+from rollout_server.control import DRAFT, POLICY, RolloutControl
+from rollout_server.reload import Result
 from rollout_server.step_costs import StepCosts
+from rollout_server.store import ContentStore
 from slipstream.metrics import Fact, FactCollector, Value, unit_of
 from slipstream.security import REASONS, AccessRefusals
 from slipstream.serving import RefusedCalls
@@ -70,12 +71,12 @@ class CommitCounts:
             self.seconds.labels(kind)
             self.stall.labels(kind)
 
-    def committed(self, kind: str, outcome: str, took: Committed | None) -> None:
+    def committed(self, kind: str, outcome: str, result: Result | None) -> None:
         """A commit ended."""
         self.commits.labels(kind, outcome).inc()
-        if took is not None:
-            self.seconds.labels(kind).observe(took.seconds)
-            self.stall.labels(kind).observe(took.worker_seconds)
+        if result is not None:
+            self.seconds.labels(kind).observe(result.seconds)
+            self.stall.labels(kind).observe(result.worker_seconds)
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(

@@ -1,43 +1,97 @@
-"""vLLM's entry points into Slipstream. Inert unless ``rollout-server`` started the process."""
+"""vLLM's entry points into Slipstream, and what they share with the launcher.
+
+vLLM loads the entry points of every installed package, so any vLLM in the same environment imports
+this module. It acts only in processes that ``rollout-server`` started: the launcher sets a mark
+which vLLM's child processes inherit. Nothing here imports torch or vLLM before that.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_server.runtime import is_active
+from rollout_server.acceptance import AcceptanceTracker
 
 if TYPE_CHECKING:
-    from rollout_server.app import ControlPlaneEndpoint
+    from rollout_server.service import ControlServer
+    from rollout_server.step_costs import CostWatch
+    from slipstream.security import Access
+
+MARK = "SLIPSTREAM_ROLLOUT_SERVER"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the launcher was told and has checked.
+
+    Attributes:
+        model_dir: the policy's checkpoint.
+        draft_dir: the draft's checkpoint.
+        access: who may use the control plane.
+        control_host: address the control plane listens on.
+        control_port: its port.
+        draft_length: num_speculative_tokens.
+        draft_sample_method: "probabilistic" or "greedy".
+        stage_bytes: bound of the content store.
+        guard_drafts: verification steps after which acceptance is judged.
+        time_plain_steps: turn drafting off for a moment where a plain step's cost is unknown.
+    """
+
+    model_dir: Path
+    draft_dir: Path
+    access: Access
+    control_host: str = "127.0.0.1"
+    control_port: int = 50061
+    draft_length: int = 3
+    draft_sample_method: str = "probabilistic"
+    stage_bytes: int = 4 << 30
+    guard_drafts: int = 512
+    time_plain_steps: bool = False
+
+
+@dataclass
+class ApiProcess:
+    """The API server's process: vLLM makes the plug-ins itself, so they can only meet here."""
+
+    settings: Settings | None = None
+    tracker: AcceptanceTracker = field(default_factory=AcceptanceTracker)
+    control_server: ControlServer | None = None
+    cost_watch: CostWatch | None = None
+    closers: list[Callable[[], None]] = field(default_factory=list)
+
+
+API = ApiProcess()
+
+
+def mark_process() -> None:
+    """Make this process and its future children Slipstream's."""
+    os.environ[MARK] = "1"
+
+
+def is_active() -> bool:
+    """Whether ``rollout-server`` started this process."""
+    return os.environ.get(MARK) == "1"
 
 
 def register_general() -> None:
-    """``vllm.general_plugins``: runs in every vLLM process, engine and workers included.
-
-    Safe to call more than once.
+    """``vllm.general_plugins``: runs in every vLLM process; safe to call more than once.
 
     Raises:
         RefusedError: this vLLM lacks something that losslessness depends on.
     """
     if not is_active():
         return
-    import vllm.v1.sample.rejection_sampler as rejection_sampler
-    from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-    from vllm.v1.worker.gpu.spec_decode.eagle import utils as eagle_v2
     from vllm.v1.worker.gpu_worker import Worker
 
-    from rollout_server import engine_core as engine_core_methods
-    from rollout_server import vllm_patches as aliasing
-    from rollout_server import vllm_patches as cpu_sampler
-    from rollout_server import worker as worker_methods
-    from rollout_server.vllm_patches import installed_release
+    from rollout_server import engine_core, vllm_patches, worker
 
-    worker_methods.install(Worker)
-    engine_core_methods.install(EngineCore)
-    aliasing.keep_own_lm_head(SpecDecodeBaseProposer)
-    aliasing.keep_own_lm_head_v2(eagle_v2)
-    cpu_sampler.install(rejection_sampler, installed_release(), current_platform.is_cpu())
+    worker.install(Worker)
+    engine_core.install(EngineCore)
+    vllm_patches.install()
 
 
 class InertEndpoint:
@@ -53,8 +107,8 @@ class InertEndpoint:
         """No state."""
 
 
-def make_endpoint_plugin() -> ControlPlaneEndpoint | InertEndpoint:
-    """``vllm.endpoint_plugins``: runs in the API server."""
+def make_endpoint_plugin() -> Any:
+    """``vllm.endpoint_plugins``: the control plane, in the API server."""
     if not is_active():
         return InertEndpoint()
     from rollout_server.app import ControlPlaneEndpoint

@@ -1,12 +1,16 @@
-"""Checks that need no engine: does the draft fit the model, are the ports free.
+"""Checks that need no engine: does the draft fit the model, are paths and ports usable.
 
-vLLM finds most of these too, half a minute later and as a stack trace; an
-out-of-range layer or a wrong vocabulary map it does not find at all.
+vLLM finds most of these too, half a minute later and as a stack trace. An out-of-range layer or a
+wrong vocabulary map it does not find at all.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import socket
+import sysconfig
+import tempfile
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +22,43 @@ from safetensors import safe_open
 from rollout_server.checkpoint import Layout, read_config, read_layout, weight_files
 from slipstream.errors import RefusedError
 from slipstream.layers import default_aux_layers
+
+_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_OTHER_DRAFT = "give the draft that was trained for this model"
+
+
+def check_paths() -> None:
+    """Refuse an environment or a compiler cache at a path with a space.
+
+    torch's inductor passes ``-L`` and source names to the C++ compiler unquoted, so the first
+    request that asks for log-probs would end the engine; and LD_PRELOAD, which vLLM sets on CPUs,
+    is split at a space. The model, the draft and the working directory may have spaces. Upstream:
+    https://github.com/pytorch/pytorch/pull/191010
+
+    Raises:
+        RefusedError: naming the path.
+    """
+    packages = {name: importlib.util.find_spec(name) for name in ("torch", "vllm")}
+    paths = {name: (spec.origin or "") if spec else "" for name, spec in packages.items()}
+    paths["the Python library"] = sysconfig.get_config_var("LIBDIR") or ""
+    for name, path in paths.items():
+        if {" ", ":"} & set(path):
+            raise RefusedError(
+                f"path of {name}",
+                path,
+                "one without a space or colon (the C++ compiler's -L and LD_PRELOAD split there)",
+                "make the environment elsewhere, or start its Python through a symbolic link "
+                "whose path has none",
+            )
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    cache = os.environ.get(variable) or tempfile.gettempdir()
+    if " " in cache:
+        raise RefusedError(
+            variable if variable in os.environ else "TMPDIR",
+            cache,
+            "a path without a space (inductor's compiler command splits at it)",
+            f"set {variable} to another folder",
+        )
 
 
 def check_draft_fits(model_dir: Path, draft_dir: Path) -> None:
@@ -37,51 +78,10 @@ def check_draft_fits(model_dir: Path, draft_dir: Path) -> None:
     hidden = int(model["hidden_size"])
     found = int(config.get("target_hidden_size") or sizes.get("hidden_size", 0))
     if found != hidden:
-        raise RefusedError(
-            f"{path}: hidden_size",
-            found,
-            f"{hidden} (hidden_size of {model_dir})",
-            "give the draft that was trained for this model",
-        )
+        expected = f"{hidden} (hidden_size of {model_dir})"
+        raise RefusedError(f"{path}: hidden_size", found, expected, _OTHER_DRAFT)
     layers = _aux_layers(config, int(model["num_hidden_layers"]), path)
-    _check_fc(layout, len(layers) * hidden, layers, draft_dir)
-    _check_vocabulary(config, sizes, int(model["vocab_size"]), layout, draft_dir)
-
-
-def _aux_layers(config: Mapping[str, Any], num_layers: int, path: str) -> tuple[int, ...]:
-    nested: Mapping[str, Any] = config.get("eagle_config") or {}
-    key = "eagle_aux_hidden_state_layer_ids"
-    within = nested.get(key)
-    ids = config.get(key) or within
-    if ids is None:
-        return default_aux_layers(num_layers)
-    # A policy of so few layers has no default, and so none that the nested list could mean.
-    usual = num_layers >= 8 and tuple(ids) == default_aux_layers(num_layers)
-    if not config.get(key) and not usual:
-        # Whoever writes the list there counts the outputs of layers from 0; vLLM reads it as
-        # "after L layers", serves states of one layer earlier, and nothing fails but acceptance.
-        raise RefusedError(
-            f"{path}: eagle_config.{key}",
-            list(ids),
-            f"{key} at top level, L meaning after L layers",
-            "move it there, adding 1 to each where 0 means the output of the first layer; "
-            "`draft-trainer releases import` does it where the meaning is certain",
-        )
-    layers = tuple(int(layer) for layer in ids)
-    ascending = all(a < b for a, b in pairwise(layers))
-    if not layers or not ascending or layers[0] < 0 or layers[-1] > num_layers:
-        raise RefusedError(
-            f"{path}: {key}",
-            list(layers),
-            f"ascending, each from 0 to {num_layers} (the model has {num_layers} layers; "
-            "L means after L layers)",
-            "give the draft that was trained for this model",
-        )
-    return layers
-
-
-def _check_fc(layout: Layout, width: int, layers: tuple[int, ...], draft_dir: Path) -> None:
-    fc = layout.get("fc.weight")
+    fc, width = layout.get("fc.weight"), len(layers) * hidden
     if fc is None or len(fc.shape) != 2 or fc.shape[1] != width:
         raise RefusedError(
             f"{draft_dir}: fc.weight",
@@ -89,24 +89,45 @@ def _check_fc(layout: Layout, width: int, layers: tuple[int, ...], draft_dir: Pa
             f"[draft hidden size, {width}] for auxiliary layers {list(layers)}",
             "give an EAGLE-3 draft for this model and these layers",
         )
-
-
-def _check_vocabulary(
-    config: Mapping[str, Any],
-    sizes: Mapping[str, Any],
-    vocab: int,
-    layout: Layout,
-    draft_dir: Path,
-) -> None:
-    path = f"{draft_dir / 'config.json'}"
+    vocab = int(model["vocab_size"])
     if int(sizes.get("vocab_size", 0)) != vocab:
-        raise RefusedError(
-            f"{path}: vocab_size",
-            sizes.get("vocab_size"),
-            f"{vocab} (the model's)",
-            "give the draft that was trained for this model",
-        )
+        expected = f"{vocab} (the model's)"
+        raise RefusedError(f"{path}: vocab_size", sizes.get("vocab_size"), expected, _OTHER_DRAFT)
     rows = int(config.get("draft_vocab_size") or vocab)
+    _check_vocabulary(rows, vocab, layout, draft_dir)
+
+
+def _aux_layers(config: Mapping[str, Any], num_layers: int, path: str) -> tuple[int, ...]:
+    nested: Mapping[str, Any] = config.get("eagle_config") or {}
+    ids = config.get(_AUX_LAYERS) or nested.get(_AUX_LAYERS)
+    if ids is None:
+        return default_aux_layers(num_layers)
+    # A policy of fewer than 8 layers has no default that the nested list could mean.
+    usual = num_layers >= 8 and tuple(ids) == default_aux_layers(num_layers)
+    if not config.get(_AUX_LAYERS) and not usual:
+        # Frameworks that write the list there count the outputs of layers from 0. vLLM reads it as
+        # "after L layers" and serves states of one layer earlier; only acceptance drops.
+        raise RefusedError(
+            f"{path}: eagle_config.{_AUX_LAYERS}",
+            list(ids),
+            f"{_AUX_LAYERS} at top level, L meaning after L layers",
+            "move it there, adding 1 to each where 0 means the output of the first layer; "
+            "`draft-trainer releases import` does it where the meaning is certain",
+        )
+    layers = tuple(int(layer) for layer in ids)
+    ascending = all(a < b for a, b in pairwise(layers))
+    if not layers or not ascending or layers[0] < 0 or layers[-1] > num_layers:
+        raise RefusedError(
+            f"{path}: {_AUX_LAYERS}",
+            list(layers),
+            f"ascending, each from 0 to {num_layers} (the model has {num_layers} layers; "
+            "L means after L layers)",
+            _OTHER_DRAFT,
+        )
+    return layers
+
+
+def _check_vocabulary(rows: int, vocab: int, layout: Layout, draft_dir: Path) -> None:
     head = layout.get("lm_head.weight")
     if head is None or head.shape[0] != rows:
         raise RefusedError(
@@ -117,28 +138,18 @@ def _check_vocabulary(
             "commit would then overwrite the model",
         )
     if rows > vocab:
-        raise RefusedError(
-            f"{path}: draft_vocab_size", rows, f"at most {vocab}", "fix the configuration"
-        )
-    maps = _read_maps(draft_dir)
-    if rows == vocab and "d2t" in maps:
-        raise RefusedError(
-            f"{draft_dir}: d2t",
-            "present with a full vocabulary",
-            "absent",
-            "save the draft without d2t and t2d (vLLM cannot load them here)",
-        )
-    if rows < vocab:
-        _check_maps(maps, rows, vocab, draft_dir)
-
-
-def _read_maps(draft_dir: Path) -> dict[str, torch.Tensor]:
+        field = f"{draft_dir / 'config.json'}: draft_vocab_size"
+        raise RefusedError(field, rows, f"at most {vocab}", "fix the configuration")
     maps = {}
     for path in weight_files(draft_dir):
         with safe_open(path, framework="pt") as file:
             for name in {"d2t", "t2d"} & set(file.keys()):
                 maps[name] = file.get_tensor(name)
-    return maps
+    if rows < vocab:
+        _check_maps(maps, rows, vocab, draft_dir)
+    elif "d2t" in maps:
+        found, next_step = "present with a full vocabulary", "save the draft without d2t and t2d"
+        raise RefusedError(f"{draft_dir}: d2t", found, "absent (vLLM cannot load it)", next_step)
 
 
 def _check_maps(maps: Mapping[str, torch.Tensor], rows: int, vocab: int, draft_dir: Path) -> None:

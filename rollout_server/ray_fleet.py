@@ -1,24 +1,16 @@
-"""A fleet of rollout servers that Ray places and keeps; who serves is written to a file.
+"""``rollout-server fleet``: rollout servers that Ray places and restarts; who serves is in a file.
 
 The file is what ``publish.rollout_servers = ["file:..."]`` of the draft trainer reads, so the
-trainer knows nothing of Ray.
+trainer knows nothing of Ray. Three processes for each server:
 
-One rollout server as a Ray actor: starts it, watches over it, dies with it.
-
-Ray starts an actor again whose process ended, on this node or another, with the same arguments.
-So the actor ends its own process when its server has ended or hangs; there is no second
-supervisor. On the same node the replica gets the same ports: the policy's process pushes weights
-to the addresses that it was told when its run began.
-
-Runs a command for an owner and ends it when the owner dies, however it dies.
-
-    python -m rollout_server.ray_fleet COMMAND ...
-
-The owner holds this process's standard input and starts it in a session of its own. A Ray
-worker that was killed leaves its children behind otherwise: a server on a port that the next
-replica wants, with a GPU's memory.
-
-``rollout-server fleet``: several rollout servers, placed and kept by Ray.
+- the **actor** (``Replica``) starts the server, watches it and ends itself when the server has
+  ended or hangs; Ray then starts the actor again, on this node or another, with the same arguments.
+  On the same node it gets the same ports: the policy's process pushes weights to the addresses that
+  it was told when its run began.
+- the **supervisor** (``python -m rollout_server.ray_fleet COMMAND ...``) ends the server when the
+  actor dies, however it dies. A killed Ray worker leaves its children behind otherwise: a server on
+  a port that the next replica needs, with a GPU's memory.
+- the **server**.
 """
 
 from __future__ import annotations
@@ -39,9 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError
-from ray.util import get_node_ip_address
 
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
@@ -50,40 +39,68 @@ from slipstream.serving import serving
 
 REFUSED = 2
 """Exit status of a server that was asked for what it cannot do."""
+
 LOOK_SECONDS = 2.0
 SILENT_SECONDS = 60.0
 """Without any answer to a health check after which a server hangs."""
+
 PORTS_SECONDS = 30.0
 """That a killed predecessor has to free its ports."""
+
 AGAIN_SECONDS = 30.0
 """Before a replica that served once and is refused now tries again."""
 
+FLEET_LOOK_SECONDS = 1.0
+ANSWER_SECONDS = 5.0
+"""Of an actor that runs; one that does not answer is being started again."""
+
+GRACE_SECONDS = 3.0
+"""That the server has to end once its actor is gone."""
+
+_ADDRESSES = ("--port", "--control-host", "--control-port")
+
 
 @dataclass(frozen=True)
-class Launch:
-    """What a replica starts.
+class FleetPlan:
+    """What is placed.
 
     Attributes:
-        command: all but the addresses, which the replica appends: ``--host``, ``--port``,
-            ``--control-host``, ``--control-port``.
-        port: of the OpenAI API.
-        control_port: of the control plane.
-        ready_seconds: longest that it may take until health says SERVING.
-        host: to listen on; empty: its node's address.
-        credentials: to ask for its health with, where it has a certificate.
+        command: of every server, but for the addresses, which its replica appends: ``--host``,
+            ``--port``, ``--control-host``, ``--control-port``.
+        replicas: how many.
+        members: the file that lists the control planes that serve.
+        cpus: that Ray reserves for each, and gpus.
+        first_port: of the OpenAI API of replica 0; replica i has i more.
+        first_control_port: likewise.
+        ready_seconds: longest that a start may take until health says SERVING.
+        stop_seconds: that a server has to end.
+        host: that all listen on; empty: each its node's address.
+        credentials: to ask for their health with.
     """
 
     command: tuple[str, ...]
-    port: int
-    control_port: int
-    ready_seconds: float
+    replicas: int
+    members: Path
+    cpus: float = 1.0
+    gpus: float = 0.0
+    first_port: int = 8000
+    first_control_port: int = 50061
+    ready_seconds: float = 600.0
+    stop_seconds: float = 20.0
     host: str = ""
     credentials: ClientCredentials = NONE
 
 
 @dataclass(frozen=True)
 class Report:
-    """How a replica is. ``control``: its control plane's address, empty until it serves."""
+    """State of a replica.
+
+    Attributes:
+        pid: the actor's process.
+        control: its control plane's address; empty until it serves.
+        http: its OpenAI API; empty until it serves.
+        refused: the server refused what it was asked for, at its first start.
+    """
 
     pid: int
     control: str = ""
@@ -94,9 +111,12 @@ class Report:
 class Replica:
     """The actor. Its constructor returns at once; ``report`` says when the server serves."""
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
-        self._host = launch.host or get_node_ip_address()
+    def __init__(self, plan: FleetPlan, index: int) -> None:
+        from ray.util import get_node_ip_address
+
+        self._plan = plan
+        self._host = plan.host or get_node_ip_address()
+        self._port, self._control_port = plan.first_port + index, plan.first_control_port + index
         self._report = Report(os.getpid())
         self._server: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
@@ -104,59 +124,62 @@ class Replica:
         self._thread.start()
 
     def report(self) -> Report:
-        """How it is now; ``pid`` is the actor's process."""
+        """How it is now."""
         return self._report
 
-    def stop(self, grace: float) -> None:
-        """End the server: SIGTERM, after ``grace`` seconds SIGKILL."""
+    def stop(self) -> None:
+        """End the server: SIGTERM, then SIGKILL."""
         self._stopping.set()
         server = self._server
         if server is not None:
             server.terminate()
-            self._thread.join(grace)
+            self._thread.join(self._plan.stop_seconds)
             _kill_all(server)
 
     def _run(self) -> None:
+        import ray
+
         self._wait_for_ports()
-        launch, host = self._launch, self._host
-        addresses: tuple[str, ...] = ("--host", host, "--port", str(launch.port))
-        addresses += ("--control-host", host, "--control-port", str(launch.control_port))
+        addresses: tuple[str, ...] = ("--host", self._host, "--port", str(self._port))
+        addresses += ("--control-host", self._host, "--control-port", str(self._control_port))
         self._server = server = subprocess.Popen(
-            [sys.executable, "-m", "rollout_server.ray_fleet", *launch.command, *addresses],
+            [sys.executable, "-m", "rollout_server.ray_fleet", *self._plan.command, *addresses],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        status = self._watch(server)
+        end = self._watch(server)
         _kill_all(server)
         if self._stopping.is_set():
             return
-        print(f"rollout server {host}:{launch.control_port}: {status}", file=sys.stderr, flush=True)
+        print(f"rollout server {self._control}: {end}", file=sys.stderr, flush=True)
         if server.returncode == REFUSED:
             if not ray.get_runtime_context().was_current_actor_reconstructed:
-                # At the first start somebody is there to mend it.
+                # The first start: the command ends, and its user reads why.
                 self._report = Report(os.getpid(), refused=True)
                 return
             self._stopping.wait(AGAIN_SECONDS)
         os._exit(1)
 
+    @property
+    def _control(self) -> str:
+        return f"{self._host}:{self._control_port}"
+
     def _wait_for_ports(self) -> None:
         deadline = time.monotonic() + PORTS_SECONDS
-        ports = (self._launch.port, self._launch.control_port)
-        # Still taken after that: somebody else's, and the server refuses it by name.
+        ports = (self._port, self._control_port)
+        # Still taken after that: by another program, and the server refuses it by name.
         while not all(_free(self._host, port) for port in ports) and time.monotonic() < deadline:
             self._stopping.wait(0.2)
 
     def _watch(self, server: subprocess.Popen[bytes]) -> str:
         """Until the server ended or hangs; which of the two."""
-        launch = self._launch
-        control = f"{self._host}:{launch.control_port}"
-        deadline = time.monotonic() + launch.ready_seconds
-        with open_channel(control, credentials=launch.credentials) as channel:
+        deadline = time.monotonic() + self._plan.ready_seconds
+        with open_channel(self._control, credentials=self._plan.credentials) as channel:
             while not _ended(server, LOOK_SECONDS):
                 try:
                     if serving(channel) and not self._report.control:
-                        http = f"http://{self._host}:{launch.port}"
-                        self._report = Report(os.getpid(), control, http)
+                        http = f"http://{self._host}:{self._port}"
+                        self._report = Report(os.getpid(), self._control, http)
                     if self._report.control:
                         deadline = time.monotonic() + SILENT_SECONDS
                 except grpc.RpcError:
@@ -185,45 +208,10 @@ def _ended(server: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def _kill_all(server: subprocess.Popen[bytes]) -> None:
-    """The keeper, the server and the engine's processes, which are one process group."""
+    """The supervisor, the server and the engine's processes, which are one process group."""
     with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
     server.wait()
-
-
-LOOK_SECONDS_RAY_FLEET = 1.0
-ANSWER_SECONDS = 5.0
-"""Of an actor that runs; one that does not answer is being started again."""
-
-
-@dataclass(frozen=True)
-class FleetPlan:
-    """What is placed.
-
-    Attributes:
-        command: of every server (``ray_replica.Launch``).
-        replicas: how many.
-        members: the file that lists the control planes that serve.
-        cpus: that Ray reserves for each, and gpus.
-        first_port: of the OpenAI API of replica 0; replica i has i more.
-        first_control_port: likewise.
-        ready_seconds: longest that a start may take.
-        stop_seconds: that a server has to end.
-        host: that all listen on; empty: each its node's address.
-        credentials: to ask for their health with.
-    """
-
-    command: tuple[str, ...]
-    replicas: int
-    members: Path
-    cpus: float = 1.0
-    gpus: float = 0.0
-    first_port: int = 8000
-    first_control_port: int = 50061
-    ready_seconds: float = 600.0
-    stop_seconds: float = 20.0
-    host: str = ""
-    credentials: ClientCredentials = NONE
 
 
 class RayFleet:
@@ -237,6 +225,8 @@ class RayFleet:
     def __init__(
         self, plan: FleetPlan, on_change: Callable[[dict[int, Report]], None] = lambda r: None
     ) -> None:
+        import ray
+
         self._plan = plan
         self._on_change = on_change
         self._reports: dict[int, Report] = {}
@@ -249,40 +239,33 @@ class RayFleet:
             # A node has room for several; two nodes are better than one.
             scheduling_strategy="SPREAD",
         )
-        self._replicas = [
-            actor.remote(
-                Launch(
-                    plan.command,
-                    plan.first_port + index,
-                    plan.first_control_port + index,
-                    plan.ready_seconds,
-                    plan.host,
-                    plan.credentials,
-                )
-            )
-            for index in range(plan.replicas)
-        ]
+        self._replicas = [actor.remote(plan, index) for index in range(plan.replicas)]
 
     def keep(self, stop: threading.Event) -> None:
         """Keep the file up to date until ``stop`` is set.
 
         Raises:
             RefusedError: a server refuses what it was asked for at its first start, or Ray cannot
-            start its actor.
+                start its actor.
         """
         while not stop.is_set():
             self._look()
-            stop.wait(LOOK_SECONDS_RAY_FLEET)
+            stop.wait(FLEET_LOOK_SECONDS)
 
     def close(self) -> None:
-        """Nobody serves any more; end every server and its actor."""
+        """Empty the file; end every server and its actor."""
+        import ray
+
         write_members(self._plan.members, ())
-        ending = [replica.stop.remote(self._plan.stop_seconds) for replica in self._replicas]
+        ending = [replica.stop.remote() for replica in self._replicas]
         ray.wait(ending, num_returns=len(ending), timeout=self._plan.stop_seconds + 5)
         for replica in self._replicas:
             ray.kill(replica)
 
     def _look(self) -> None:
+        import ray
+        from ray.exceptions import ActorDiedError, ActorUnavailableError
+
         # One question at a time: while Ray starts an actor again, its questions wait.
         for index, replica in enumerate(self._replicas):
             if index not in self._asked:
@@ -294,15 +277,15 @@ class RayFleet:
             index = places[ref]
             del self._asked[index]
             try:
-                # Or it died, and is being started again.
+                # Unavailable: it died, and is being started again.
                 with suppress(ActorUnavailableError):
                     now[index] = ray.get(ref)
             except ActorDiedError as error:
                 raise RefusedError(
                     "rollout server",
-                    f"replica {index} is gone for good: {error}",
+                    f"replica {index} cannot be started again: {error}",
                     "an actor that Ray can start",
-                    "mend what it says and start again",
+                    "fix what it says and start again",
                 ) from error
         refused = [index for index, report in now.items() if report.refused]
         if refused:
@@ -310,7 +293,7 @@ class RayFleet:
                 "rollout server",
                 f"replica {refused[0]} refused to start",
                 "options, files and ports that every node has",
-                "read its message above, mend that and start again",
+                "read its message above, fix that and start again",
             )
         if now != self._reports:
             self._reports = now
@@ -324,40 +307,6 @@ def write_members(path: Path, addresses: Sequence[str]) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
     part.replace(path)
-
-
-GRACE_SECONDS = 3.0
-"""That the command has to end once its owner is gone."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the command's exit status; 128 + N where signal N ended it."""
-    asked = threading.Event()
-    # Before the command is there: asked in between, this process ended and left it behind.
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
-    child = subprocess.Popen(list(sys.argv[1:] if argv is None else argv), stdin=subprocess.DEVNULL)
-    signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
-    if asked.is_set():
-        child.terminate()
-    ended = os.pidfd_open(child.pid)
-    waiting = select.poll()
-    waiting.register(ended, select.POLLIN)
-    # Nobody writes: readable means closed.
-    waiting.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
-    if ended not in dict(waiting.poll()):
-        child.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(GRACE_SECONDS)
-        os.killpg(0, signal.SIGKILL)
-    status = child.wait()
-    return status if status >= 0 else 128 - status
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-_OURS = ("--port", "--control-host", "--control-port")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -374,29 +323,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--replicas", type=int, required=True, metavar="N")
     parser.add_argument("--members", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--cpus", type=float, default=1.0, help="of each replica (default: 1)")
-    parser.add_argument("--gpus", type=float, default=0.0, help="of each replica (default: 0)")
-    parser.add_argument(
-        "--host",
-        default="",
-        help="that all listen on, where all are on one machine (default: each its node's address)",
-    )
-    parser.add_argument("--first-port", type=int, default=8000, help="OpenAI API (default: 8000)")
-    parser.add_argument(
-        "--first-control-port", type=int, default=50061, help="control plane (default: 50061)"
-    )
-    parser.add_argument(
-        "--ready-timeout-s", type=float, default=600.0, help="of a start (default: 600)"
-    )
-    parser.add_argument(
-        "--ca", type=Path, metavar="FILE", help="on every node: PEM of the CA of their certificate"
-    )
-    parser.add_argument(
-        "--server-name", default="", help="name in it, where that is not a node's address"
-    )
-    parser.add_argument(
-        "--ray-address", default="auto", help="of the cluster (default: the one of this node)"
-    )
+    for option, default, text in (
+        ("--cpus", 1.0, "of each replica (default: 1)"),
+        ("--gpus", 0.0, "of each replica (default: 0)"),
+        ("--host", "", "that all listen on (default: each its node's address)"),
+        ("--first-port", 8000, "OpenAI API (default: 8000)"),
+        ("--first-control-port", 50061, "control plane (default: 50061)"),
+        ("--ready-timeout-s", 600.0, "of a start (default: 600)"),
+        ("--server-name", "", "name in their certificate, where it is not a node's address"),
+        ("--ray-address", "auto", "of the cluster (default: the one of this node)"),
+    ):
+        parser.add_argument(option, type=type(default), default=default, help=text)
+    ca = "on every node: PEM of the CA of their certificate"
+    parser.add_argument("--ca", type=Path, metavar="FILE", help=ca)
     return parser
 
 
@@ -410,51 +349,51 @@ def fleet(arguments: Sequence[str]) -> int:
     args, serve = build_parser().parse_known_args(list(arguments))
     if args.replicas < 1:
         raise RefusedError("--replicas", args.replicas, "at least 1", "say how many")
-    for option in _OURS:
-        if any(a == option or a.startswith(f"{option}=") for a in serve):
+    for option in _ADDRESSES:
+        if any(word == option or word.startswith(f"{option}=") for word in serve):
             raise RefusedError(option, "given", "not given", "use the first ports; Ray gives hosts")
-    if not args.members.resolve().parent.is_dir():
-        raise RefusedError(
-            "--members", args.members.resolve().parent, "a folder", "make it or name another"
-        )
+    folder = args.members.resolve().parent
+    if not folder.is_dir():
+        raise RefusedError("--members", folder, "a folder", "make it or name another")
+    from rollout_server.preflight import check_paths  # imports torch, which an actor does not need
+
+    check_paths()
     credentials = ClientCredentials(ca=args.ca, server_name=args.server_name)
     credentials.check("--")
     try:
         import ray
     except ImportError as error:
-        raise RefusedError(
-            "ray", "not installed", "installed", "pip install 'slipstream[ray]'"
-        ) from error
-    from rollout_server.ray_fleet import FleetPlan, RayFleet
+        next_step = "pip install 'slipstream[ray]'"
+        raise RefusedError("ray", "not installed", "installed", next_step) from error
+
+    plan = FleetPlan(
+        (sys.executable, "-m", "rollout_server.cli", "serve", *serve),
+        args.replicas,
+        args.members,
+        args.cpus,
+        args.gpus,
+        args.first_port,
+        args.first_control_port,
+        args.ready_timeout_s,
+        host=args.host,
+        credentials=credentials,
+    )
 
     def show(reports: dict[int, Report]) -> None:
         serving = [report for report in reports.values() if report.control]
         names = " ".join(f"openai={r.http} control={r.control}" for r in serving)
         print(f"rollout-fleet: {len(serving)} of {args.replicas} serve {names}", flush=True)
 
-    stop = threading.Event()
     try:
         ray.init(address=args.ray_address)
     except ConnectionError as error:
-        raise RefusedError(
-            "--ray-address", f"{args.ray_address} ({error})", "a running Ray", "ray start --head"
-        ) from error
+        found, next_step = f"{args.ray_address} ({error})", "ray start --head"
+        raise RefusedError("--ray-address", found, "a running Ray", next_step) from error
+    stop = threading.Event()
     # After ray.init, which takes SIGTERM for itself.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: stop.set())
     try:
-        plan = FleetPlan(
-            (sys.executable, "-m", "rollout_server.cli", "serve", *serve),
-            args.replicas,
-            args.members,
-            args.cpus,
-            args.gpus,
-            args.first_port,
-            args.first_control_port,
-            args.ready_timeout_s,
-            host=args.host,
-            credentials=credentials,
-        )
         running = RayFleet(plan, show)
         try:
             running.keep(stop)
@@ -463,3 +402,34 @@ def fleet(arguments: Sequence[str]) -> int:
     finally:
         ray.shutdown()
     return 0
+
+
+def supervise(argv: Sequence[str] | None = None) -> int:
+    """Run a command for the owner of this process's standard input, and end it when the owner dies.
+
+    Started in a session of its own. Returns the command's exit status; 128 + N where signal N ended
+    it.
+    """
+    asked = threading.Event()
+    # Before the command runs: a SIGTERM in between must not leave it behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    child = subprocess.Popen(list(sys.argv[1:] if argv is None else argv), stdin=subprocess.DEVNULL)
+    signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
+    if asked.is_set():
+        child.terminate()
+    ended = os.pidfd_open(child.pid)
+    waiting = select.poll()
+    waiting.register(ended, select.POLLIN)
+    # Nothing is ever written there: readable means closed.
+    waiting.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
+    if ended not in dict(waiting.poll()):
+        child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_SECONDS)
+        os.killpg(0, signal.SIGKILL)
+    status = child.wait()
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(supervise())

@@ -31,21 +31,12 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rollout_server.acceptance import AcceptanceTracker
-from rollout_server.checkpoint import Expected, TensorLayout, check, check_finite
-from rollout_server.content_store import ContentStore, Key, Room
-from rollout_server.control import (
-    ACCEPTANCE,
-    DRAFT,
-    POLICY,
-    AcceptanceGuard,
-    Committed,
-    RolloutControl,
-    StateMessage,
-    Weights,
-)
+from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
+from rollout_server.checkpoint import Expected, TensorLayout, check_finite
+from rollout_server.control import ACCEPTANCE, DRAFT, POLICY, RolloutControl, Weights
 from rollout_server.engine import Engine
-from rollout_server.reload import StagedTensor, WeightSource
+from rollout_server.reload import Result
+from rollout_server.store import ContentStore, Key, Reservation, StagedTensor, WeightSource
 from slipstream.client import SERVER_OPTIONS
 from slipstream.errors import RefusedError, trailing_metadata_of
 from slipstream.security import Access, AioAccessInterceptor
@@ -149,7 +140,7 @@ class Upload:
     def __init__(
         self, specs: Sequence[tensor_pb2.TensorSpec], expected: Expected, store: ContentStore
     ) -> None:
-        check(specs, expected)
+        expected.check(specs)
         self._store = store
         self._keys = {spec.name: key_of(spec) for spec in specs}
         self._missing: dict[str, tensor_pb2.TensorSpec] = {}
@@ -163,17 +154,17 @@ class Upload:
         self._arriving: dict[str, ChunkAssembler] = {}
         self._arrived: list[Key] = []
         self._keep = False
-        self._room = Room(0)
+        self._reservation = Reservation(0)
         self.bytes_received = 0
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Holds the room and the content while the upload lasts."""
         keys = list(self._keys.values())
-        self._store.hold(keys)
+        self._store.retain(keys)
         try:
-            with self._store.room(self.needed_bytes) as room:
-                self._room = room
+            with self._store.reserve(self.needed_bytes) as reservation:
+                self._reservation = reservation
                 yield
         finally:
             self._store.release(keys)
@@ -222,7 +213,7 @@ class Upload:
         key = self._keys[spec.name]
         # Hashing and writing would hold up the API server's event loop.
         await asyncio.to_thread(_verify_and_write, spec, assembler, self._store, key)
-        self._store.add(key, self._room)
+        self._store.add(key, self._reservation)
         self._arrived.append(key)
         del self._missing[spec.name]
         self._arriving.pop(spec.name, None)
@@ -249,10 +240,10 @@ def ingest(
         if key in store:
             continue
         check_finite(spec.name, tensors[spec.name])
-        with store.room(key.size) as room:
+        with store.reserve(key.size) as reservation:
             store.write(key, tensors[spec.name])
-            store.add(key, room)
-        store.hold([key])
+            store.add(key, reservation)
+        store.retain([key])
 
 
 def refuse_shared(shared: Sequence[str]) -> None:
@@ -287,7 +278,6 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         store: where staged tensors go.
         tracker: acceptance counters.
         expected: what a stage must look like, by kind.
-        state: builds ``ServerState``.
     """
 
     def __init__(
@@ -296,15 +286,13 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         engine: Engine,
         store: ContentStore,
         tracker: AcceptanceTracker,
-        expected: dict[str, Expected],
-        state: StateMessage,
+        expected: Mapping[str, Expected],
     ) -> None:
         self._control = control
         self._engine = engine
         self._store = store
         self._tracker = tracker
         self._expected = expected
-        self._state = state
 
     async def Stage(  # noqa: N802 (gRPC's name)
         self, request_iterator: AsyncIterator[pb.StageRequest], context: grpc.aio.ServicerContext
@@ -386,7 +374,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
                 await self._control.read_back()
             except RefusedError as error:
                 await _abort(context, error)
-        return self._state.build()
+        return self._control.state()
 
     async def WatchAcceptance(  # noqa: N802
         self, request: pb.WatchAcceptanceRequest, context: grpc.aio.ServicerContext
@@ -401,7 +389,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
 
     def _report(self) -> pb.AcceptanceReport:
         return pb.AcceptanceReport(
-            state=self._state.build(),
+            state=self._control.state(),
             counters=[
                 pb.AcceptanceCounters(
                     draft_version=version,
@@ -415,14 +403,14 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         )
 
     async def _answer(
-        self, change: Awaitable[Committed], context: grpc.aio.ServicerContext
+        self, change: Awaitable[Result], context: grpc.aio.ServicerContext
     ) -> pb.CommitResponse:
         try:
             took = await change
         except RefusedError as error:
             await _abort(context, error)
         return pb.CommitResponse(
-            state=self._state.build(), seconds=took.seconds, worker_seconds=took.worker_seconds
+            state=self._control.state(), seconds=took.seconds, worker_seconds=took.worker_seconds
         )
 
 
@@ -704,7 +692,7 @@ class ControlServer:
     def _look_at_acceptance(self) -> None:
         control, before = self._control, self._control.readiness.reason
         found = self._guard.check(control.live[DRAFT].version or 0, control.commits[DRAFT])
-        control.readiness.say(ACCEPTANCE, found)
+        control.readiness.report(ACCEPTANCE, found)
         if control.readiness.reason != before:
             logger.warning("not ready: %s", control.readiness.reason or "no longer so")
 

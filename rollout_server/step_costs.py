@@ -1,10 +1,8 @@
 """Whether speculation pays: what speculative and plain steps cost, and what is accepted.
 
-Costs are compared at as many requests in flight: a step of one request and a step of a hundred
-differ more than a speculative one from a plain one. Plain steps are rare on a server that
+Costs are compared at the same number of requests in flight: a step of one request and a step of a
+hundred differ more than a speculative one from a plain one. Plain steps are rare on a server that
 speculates, so all of them since the start count; of speculative ones the last minute's.
-
-Asks the engine every few seconds what its steps took, while it generates.
 """
 
 from __future__ import annotations
@@ -25,10 +23,17 @@ SPECULATIVE, PLAIN, MIXED = "speculative", "plain", "mixed"
 
 WINDOW_SECONDS = 60.0
 LEAST_STEPS = 16
-"""Steps of a kind and size without which their cost is not known."""
+"""Steps of a kind and size below which their cost is not known."""
 
 LEAST_DRAFTS = 100
-"""Drafts without which an acceptance length says nothing."""
+"""Verification steps below which an acceptance length says nothing."""
+
+LOOK_SECONDS = 2.0
+PROBE_SECONDS = 1.0
+"""Longest that drafting is off for a measurement."""
+
+PROBE_EVERY_SECONDS = 60.0
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class StepCosts:
 
     Attributes:
         break_even: acceptance length above which speculation pays; None while unknown. The last
-            one known stays while nothing is generated.
+            known value stays while nothing is generated.
     """
 
     def __init__(self) -> None:
@@ -94,28 +99,35 @@ class StepCosts:
     @property
     def unknown_size(self) -> int | None:
         """Requests in most of the last minute's speculative steps, if no plain cost is known."""
-        if not self._looks:
-            return None
-        before, now = self._looks[0].sums, self._looks[-1].sums
-        recent = {
-            key: total.steps - before.get(key, StepSum()).steps
-            for key, total in now.items()
-            if key[0] == SPECULATIVE
-        }
+        recent = {key: total.steps for key, total in self._recent().items()}
         key = max(recent, key=lambda key: recent[key], default=None)
         if key is None or recent[key] < LEAST_STEPS:
             return None
         return None if self._plain(key[1]).steps >= LEAST_STEPS else key[1]
 
-    def _plain(self, requests: int) -> StepSum:
-        return self.sums.get((PLAIN, requests), StepSum())
-
     def pays(self, now: float) -> bool | None:
-        """Whether it does over the last minute; None where that is not known."""
+        """Whether it does over the last minute; None where that is not known.
+
+        Args:
+            now: monotonic seconds.
+        """
         length = self._length(now)
         if length is None or self.break_even is None:
             return None
         return length > self.break_even
+
+    def _plain(self, requests: int) -> StepSum:
+        return self.sums.get((PLAIN, requests), StepSum())
+
+    def _recent(self) -> dict[tuple[str, int], StepSum]:
+        """Speculative steps of the last minute."""
+        before = self._looks[0].sums if self._looks else {}
+        recent = {}
+        for key, total in self.sums.items():
+            if key[0] == SPECULATIVE:
+                old = before.get(key, StepSum())
+                recent[key] = StepSum(total.steps - old.steps, total.seconds - old.seconds)
+        return recent
 
     def _length(self, now: float) -> float | None:
         last = self._looks[-1] if self._looks else None
@@ -131,25 +143,13 @@ class StepCosts:
 
     def _cost(self) -> float | None:
         """A speculative step in plain ones, weighted by what the last minute's steps were."""
-        before, now = self._looks[0].sums, self._looks[-1].sums
         speculative = plain = 0.0
-        for (kind, requests), total in now.items():
+        for (kind, requests), recent in self._recent().items():
             other = self._plain(requests)
-            if kind != SPECULATIVE or min(total.steps, other.steps) < LEAST_STEPS:
-                continue
-            earlier = before.get((kind, requests), StepSum())
-            speculative += total.seconds - earlier.seconds
-            plain += (total.steps - earlier.steps) * other.seconds / other.steps
+            if min(self.sums[kind, requests].steps, other.steps) >= LEAST_STEPS:
+                speculative += recent.seconds
+                plain += recent.steps * other.seconds / other.steps
         return speculative / plain if plain else None
-
-
-logger = logging.getLogger(__name__)
-
-LOOK_SECONDS = 2.0
-PROBE_SECONDS = 1.0
-"""Longest that drafting is off for a measurement."""
-
-PROBE_EVERY_SECONDS = 60.0
 
 
 class StepSource(Protocol):
@@ -161,14 +161,14 @@ class StepSource(Protocol):
 
 
 class CostWatch:
-    """Owns one task. An engine that generates nothing is not asked.
+    """Owns one task, which asks the engine every few seconds while it generates.
 
     Args:
-        engine: already started.
+        engine: running.
         tracker: what was generated, and what of it was accepted.
         costs: is told.
-        without_speculation: turns drafting off for as long as it is entered, to measure what a
-            plain step of as many requests costs where that is not known; None: never.
+        without_speculation: turns drafting off while it is entered, to measure what a plain step of
+            as many requests costs where that is not known; None: never.
     """
 
     def __init__(

@@ -1,31 +1,20 @@
-"""Workaround: vLLM lets the draft and the verifier share one lm_head.
+"""Guards for vLLM's two bugs that break losslessness, and the vLLM version they are judged by.
 
-If the draft's lm_head equals the verifier's when vLLM loads it, which is the
-usual initialisation of a draft, vLLM drops the draft's and points it at the
-verifier's. The next draft commit then overwrites the VERIFIER: accuracy fell
-from .96 to .81 without an error. Here the draft keeps its own.
+**A shared lm_head.** If the draft's lm_head equals the verifier's when vLLM loads it, which is the
+usual initialisation of a draft, vLLM drops the draft's and points it at the verifier's. The next
+draft commit then overwrites the VERIFIER, without an error. Here the draft keeps its own.
+embed_tokens is different: a draft checkpoint without it is meant to use the verifier's and to
+follow policy pushes, so that sharing stays, and a stage that brings it is refused
+(``checkpoint.Expected.forbidden``). https://github.com/vllm-project/vllm/pull/28549 brought the
+sharing of equal heads (``_maybe_share_lm_head`` in ``v1/spec_decode/llm_base_proposer.py``, and
+``_should_share`` in ``v1/worker/gpu/spec_decode/eagle/utils.py`` for Model Runner V2). The guard is
+the storage check in ``shared_parameters``, which runs whatever the vLLM version is.
 
-embed_tokens is different: a draft checkpoint without it is meant to use the
-verifier's and to follow policy pushes, so that sharing stays, and a draft stage
-that brings embed_tokens while it is shared is refused (``layout.py``).
-
-Upstream: https://github.com/vllm-project/vllm/pull/28549 brought the sharing of
-equal heads; the code is ``_maybe_share_lm_head``
-(``v1/spec_decode/llm_base_proposer.py``) and ``_should_share``
-(``v1/worker/gpu/spec_decode/eagle/utils.py``, Model Runner V2). The guard is the
-storage check in ``shared_parameters``: it runs whatever the vLLM version is.
-
-Workaround: per-token temperature, top-k and top-p of drafts are garbage on CPUs.
-
-vLLM's ``expand_batch_to_tokens`` allocates its output uninitialised; the CPU
-kernel behind it fills an int64 copy of that output and throws the copy away.
-Every sampling constraint of a verified draft token is then whatever was in
-memory: at temperature 1 a policy with accuracy 0.76 scored below 0.11, silently.
-Greedy requests take another path and hide it.
-
-Upstream: https://github.com/vllm-project/vllm/pull/42638 (closed unmerged).
-
-Which vLLM this is, for the guards of the workarounds.
+**Sampling constraints of drafted tokens on CPUs.** ``expand_batch_to_tokens`` allocates its output
+uninitialised; the CPU kernel behind it fills an int64 copy of that output and throws the copy away.
+Temperature, top-k and top-p of every verified draft token are then whatever was in memory; greedy
+requests take another path and hide it. https://github.com/vllm-project/vllm/pull/42638 was closed
+unmerged.
 """
 
 from __future__ import annotations
@@ -41,6 +30,28 @@ from torch import nn
 from slipstream.errors import RefusedError
 
 EMBEDDING = "embed_tokens"
+KNOWN_BROKEN = ((0, 27), (0, 32))
+"""First and last release seen with the second bug, ``(major, minor)`` inclusive."""
+
+Expand = Callable[..., torch.Tensor]
+
+
+def install() -> None:
+    """Patch the vLLM of this process.
+
+    Raises:
+        RefusedError: its version cannot be read, or what samples the drafts is unknown.
+    """
+    import vllm.v1.sample.rejection_sampler as rejection_sampler
+    from vllm.platforms import current_platform
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.worker.gpu.spec_decode.eagle import utils
+    from vllm.version import __version__
+
+    keep_own_lm_head(SpecDecodeBaseProposer)
+    keep_own_lm_head_v2(utils)
+    if current_platform.is_cpu():
+        repair_sampler(rejection_sampler, release_of(__version__))
 
 
 def keep_own_lm_head(proposer_class: type) -> None:
@@ -92,12 +103,12 @@ def shares_embedding(policy: nn.Module, draft: nn.Module) -> bool:
 
 
 def shared_parameters(policy: nn.Module, draft: nn.Module) -> list[str]:
-    """Draft parameters that lie in the verifier's memory, the embedding apart.
+    """Draft parameters in the verifier's memory, except for the embedding.
 
     Compares storages, not values, so two equal tensors in different memory pass.
 
     Returns:
-        Names in the draft, sorted; empty is what it must be.
+        Names in the draft, sorted; must be empty.
     """
     theirs = {
         parameter.untyped_storage().data_ptr()
@@ -111,12 +122,6 @@ def shared_parameters(policy: nn.Module, draft: nn.Module) -> list[str]:
         and parameter.untyped_storage().data_ptr() in theirs
         and EMBEDDING not in name.split(".")
     )
-
-
-KNOWN_BROKEN = ((0, 27), (0, 32))
-"""First and last release that were seen to have it, ``(major, minor)`` inclusive."""
-
-Expand = Callable[..., torch.Tensor]
 
 
 def expand_batch_to_tokens(
@@ -146,8 +151,8 @@ def expand_batch_to_tokens(
 def is_broken(expand: Expand) -> bool:
     """Whether ``expand`` gets a small example wrong.
 
-    Tried with floats that no allocator leaves behind by chance, several times and
-    with poisoned memory, because uninitialised memory may hold the right answer.
+    Tried several times and with poisoned memory, because uninitialised memory may hold the right
+    answer.
     """
     values = torch.tensor([0.8125, -1.0, 3.25])
     ends = torch.tensor([2, 5, 6], dtype=torch.int32)
@@ -161,32 +166,29 @@ def is_broken(expand: Expand) -> bool:
 
 
 def prepare_kernels() -> None:
-    """Load what the function calls on a CPU; vLLM does it later than plug-ins run."""
+    """Load what the function calls on a CPU; vLLM does so later than plug-ins run."""
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()
 
 
-def install(module: ModuleType, release: tuple[int, int], on_cpu: bool) -> bool:
-    """Replace the function in vLLM's ``v1.sample.rejection_sampler`` where it is broken.
+def repair_sampler(module: ModuleType, release: tuple[int, int]) -> bool:
+    """Replace ``expand_batch_to_tokens`` on a CPU where it is broken.
 
-    A release in ``KNOWN_BROKEN`` is always patched; any other is judged by what
-    the function does, so that an unknown version is never left unguarded.
+    A release in ``KNOWN_BROKEN`` is always patched; any other is judged by what the function does,
+    so an unknown version is never left unguarded.
 
     Args:
         module: ``vllm.v1.sample.rejection_sampler``.
         release: of vLLM.
-        on_cpu: whether the platform is the CPU; elsewhere nothing is done.
 
     Returns:
         Whether it was replaced.
 
     Raises:
-        RefusedError: the function is gone, so nobody knows what samples the drafts.
+        RefusedError: the function is gone, so what samples the drafts is unknown.
     """
-    if not on_cpu:
-        return False
     original = getattr(module, "expand_batch_to_tokens", None)
     if original is None:
         raise RefusedError(
@@ -196,9 +198,10 @@ def install(module: ModuleType, release: tuple[int, int], on_cpu: bool) -> bool:
             "use a vLLM release that Slipstream was tested with (0.32)",
         )
     first, last = KNOWN_BROKEN
-    if not first <= release <= last:
+    known = first <= release <= last
+    if not known:
         prepare_kernels()
-    if first <= release <= last or is_broken(original):
+    if known or is_broken(original):
         module.expand_batch_to_tokens = expand_batch_to_tokens  # type: ignore[attr-defined]
         return True
     return False
@@ -212,14 +215,6 @@ def release_of(version: str) -> tuple[int, int]:
     """
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
-        raise RefusedError(
-            "vllm.__version__", version, "a release such as 0.32.0", "install a released vLLM"
-        )
+        field, expected = "vllm.__version__", "a release such as 0.32.0"
+        raise RefusedError(field, version, expected, "install a released vLLM")
     return int(match[1]), int(match[2])
-
-
-def installed_release() -> tuple[int, int]:
-    """``(major, minor)`` of the vLLM that is imported here."""
-    from vllm.version import __version__
-
-    return release_of(__version__)

@@ -1,126 +1,204 @@
 """Methods that Slipstream adds to vLLM's workers.
 
-Each is one ``collective_rpc`` call, which vLLM runs between two engine steps.
-They answer plain data and report failures as data: an exception inside a worker
-call says nothing about which ranks did what.
+Each is one ``collective_rpc`` call, which vLLM runs between two engine steps. They answer plain
+data and report failures as data: an exception inside a worker call says nothing about which ranks
+did what.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from rollout_server.engine_core import DrafterSwitch
-from rollout_server.reload import Change, WeightSource, apply_all
-from rollout_server.swap import READY, SAME, ReadBack, Spares, watch_sleep
+import torch
+
+from rollout_server.reload import Change, LiveModel, apply_all
+from rollout_server.store import WeightSource
+from rollout_server.swap import READY, SAME, ReadBack, Standby
 from rollout_server.vllm_patches import shared_parameters, shares_embedding
+
+_HOOKS = "slipstream_hooks"
+
+
+class DraftingSwitch:
+    """Skips the draft's forward pass of one V1 model runner while drafting is off.
+
+    vLLM would run it at length zero, to keep the draft's KV cache filled. Skipping it costs
+    acceptance for requests that are decoded meanwhile, never correctness: whatever a draft proposes
+    from holes in its cache is verified.
+
+    Args:
+        runner: vLLM's ``GPUModelRunner`` (V1) or a subclass of it; hooked from now on.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._speculative_config = runner.speculative_config
+        self._execute = runner.execute_model
+        self._propose = runner.propose_draft_token_ids
+        self.enabled = True
+        runner.execute_model = self._execute_model
+        runner.propose_draft_token_ids = self._propose_unless_off
+
+    def _execute_model(self, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
+        # With asynchronous scheduling the previous step's tokens are where only the speculative
+        # path looks for them, so there the path stays.
+        plain = (
+            not self.enabled
+            and not self._runner.use_async_scheduling
+            and not scheduler_output.scheduled_spec_decode_tokens
+        )
+        self._runner.speculative_config = None if plain else self._speculative_config
+        return self._execute(scheduler_output, *rest, **named)
+
+    def _propose_unless_off(
+        self, scheduler_output: Any, sampled_token_ids: Any, *rest: Any, **named: Any
+    ) -> Any:
+        if self.enabled or scheduler_output.num_spec_tokens_to_schedule > 0:
+            return self._propose(scheduler_output, sampled_token_ids, *rest, **named)
+        runner = self._runner
+        runner._draft_probs = None
+        runner._draft_prob_req_ids = None
+        if isinstance(sampled_token_ids, torch.Tensor) and (
+            runner.valid_sampled_token_count_event is not None
+        ):
+            # Asynchronous scheduling reads the next step's inputs from here.
+            runner._copy_valid_sampled_token_count(
+                *runner.drafter.prepare_next_token_ids_padded(
+                    sampled_token_ids,
+                    runner.requests,
+                    runner.input_batch,
+                    runner.discard_request_mask.gpu,
+                )
+            )
+        rows = len(runner.input_batch.req_ids)
+        return torch.empty(rows, 0, dtype=torch.int64, device=runner.device)
+
+
+class WorkerHooks:
+    """Slipstream's state in one worker with a draft.
+
+    Made at the engine's start: the first fingerprint is taken while the draft is known to be what
+    was loaded.
+
+    Args:
+        worker: vLLM's ``Worker``.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self.read_back = ReadBack(worker.get_model, worker.get_draft_model)
+        self.standby = Standby(worker.get_model, worker.get_draft_model, self.read_back)
+        self.drafting: DraftingSwitch | None = None
+
+    @classmethod
+    def of(cls, worker: Any) -> WorkerHooks:
+        """The worker's own, made at the first call."""
+        if not hasattr(worker, _HOOKS):
+            setattr(worker, _HOOKS, cls(worker))
+        hooks: WorkerHooks = getattr(worker, _HOOKS)
+        return hooks
 
 
 def slipstream_describe(self: Any) -> dict[str, Any]:
-    """How the draft lies in memory beside the verifier.
+    """The models in memory.
 
     Returns:
-        {"has_draft": bool, "shares_embedding": bool, "shared": names of draft
-        parameters in the verifier's memory, "dtype": of the served policy}.
+        {"shares_embedding": bool, "shared": names of draft parameters in the verifier's memory,
+        "dtype": of the served policy}.
     """
-    draft = self.get_draft_model()
-    dtype = str(self.model_config.dtype).removeprefix("torch.")
-    if draft is None:
-        return {"has_draft": False, "shares_embedding": False, "shared": [], "dtype": dtype}
-    policy = self.get_model()
+    draft, policy = self.get_draft_model(), self.get_model()
     return {
-        "has_draft": True,
-        "shares_embedding": shares_embedding(policy, draft),
-        "shared": shared_parameters(policy, draft),
-        "dtype": dtype,
+        "shares_embedding": draft is not None and shares_embedding(policy, draft),
+        "shared": [] if draft is None else shared_parameters(policy, draft),
+        "dtype": str(self.model_config.dtype).removeprefix("torch."),
     }
 
 
-def slipstream_apply(self: Any, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply every change of the plan, or none (``reload.apply_all``)."""
+def slipstream_apply(self: Any, messages: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Apply every change (``Change.to_message``), or none. Answers ``Result`` as a dict."""
     from vllm.config import set_current_vllm_config
 
-    changes = [_change(self, change) for change in plan["changes"]]
-    with set_current_vllm_config(self.vllm_config):
-        outcome = apply_all(changes)
-    if any(change.kind == "policy" for change in changes) and self.vllm_config.lora_config:
+    config = self.vllm_config
+    changes = []
+    for change in map(Change.from_message, messages):
+        if change.kind == "draft":
+            draft_config = config.speculative_config.draft_model_config
+            standby = WorkerHooks.of(self).standby
+            live = LiveModel(self.get_draft_model(), draft_config, standby)
+        else:
+            live = LiveModel(self.get_model(), config.model_config)
+        changes.append((change, live))
+    with set_current_vllm_config(config):
+        result = apply_all(changes)
+    if config.lora_config and any(change.kind == "policy" for change, _ in changes):
         self.model_runner.reset_lora_state()
-    return outcome.to_message()
+    return asdict(result)
 
 
-def slipstream_prepare(self: Any, plan: Mapping[str, Any]) -> str:
-    """Lay a draft ready beside the live one: begins it, or says how far it is.
+def slipstream_prepare(self: Any, source: Mapping[str, Any], keep: Mapping[str, Any] | None) -> str:
+    """Begin to make a draft's standby copy, or say how far that is (``Standby.prepare``).
 
     Args:
         self: vLLM's ``Worker``.
-        plan: {"source": the draft, "keep": what stays ready if it is, or None}.
-
-    Returns:
-        As ``Spares.prepare``.
+        source: the draft (``WeightSource.to_message``).
+        keep: another that stays ready if it is.
     """
     if self.get_draft_model() is None:
         return READY
-    keep = None if plan["keep"] is None else WeightSource.from_message(plan["keep"])
-    return _spares(self).prepare(WeightSource.from_message(plan["source"]), keep)
+    kept = None if keep is None else WeightSource.from_message(keep)
+    return WorkerHooks.of(self).standby.prepare(WeightSource.from_message(source), kept)
+
+
+def slipstream_read_back(self: Any) -> str:
+    """``ReadBack``'s finding about the draft in this worker's memory."""
+    return SAME if self.get_draft_model() is None else WorkerHooks.of(self).read_back.check()
 
 
 def slipstream_set_speculation(self: Any, enabled: bool) -> float:
     """Skip the draft's forward pass or run it. Answers seconds."""
     start = time.perf_counter()
-    runner = self.model_runner
-    # Model Runner V2 has no such hook; there the scheduler's half suffices and
-    # the draft's first forward pass goes on.
-    if hasattr(runner, "drafter"):
-        if not hasattr(self, "slipstream_drafter_switch"):
-            self.slipstream_drafter_switch = DrafterSwitch(runner)
-        self.slipstream_drafter_switch.set(enabled)
+    # Model Runner V2 has no drafter: there the scheduler's half suffices, and the draft's first
+    # forward pass goes on.
+    if hasattr(self.model_runner, "drafter"):
+        hooks = WorkerHooks.of(self)
+        # Not before it is needed: a server that always speculates runs unhooked.
+        hooks.drafting = hooks.drafting or DraftingSwitch(self.model_runner)
+        hooks.drafting.enabled = enabled
     return time.perf_counter() - start
 
 
-def slipstream_read_back(self: Any) -> str:
-    """``read_back``'s finding about the draft in this worker's memory."""
-    return SAME if self.get_draft_model() is None else _read_back(self).check()
+def watch_sleep(worker_class: type) -> None:
+    """Make vLLM's ``Worker`` note that it sleeps, and that level 2 loses the draft."""
+    sleep, wake_up = worker_class.sleep, worker_class.wake_up  # type: ignore[attr-defined]
+    if getattr(sleep, "_slipstream", False):
+        return
 
+    def noted_sleep(self: Any, level: int = 1) -> None:
+        hooks: WorkerHooks | None = getattr(self, _HOOKS, None)
+        if hooks is not None:
+            hooks.read_back.asleep = True
+            hooks.read_back.lost = hooks.read_back.lost or level >= 2
+            hooks.standby.drop()  # sleep frees memory
+        sleep(self, level)
 
-def _read_back(self: Any) -> ReadBack:
-    if not hasattr(self, "slipstream_read_back_state"):
-        self.slipstream_read_back_state = ReadBack(self)
-    state: ReadBack = self.slipstream_read_back_state
-    return state
+    def noted_wake_up(self: Any, tags: list[str] | None = None) -> None:
+        wake_up(self, tags)
+        hooks: WorkerHooks | None = getattr(self, _HOOKS, None)
+        if hooks is not None and (tags is None or "weights" in tags):
+            hooks.read_back.asleep = False
 
-
-def _spares(self: Any) -> Spares:
-    if not hasattr(self, "slipstream_spares"):
-        self.slipstream_spares = Spares(self.get_model, self.get_draft_model, _read_back(self))
-    spares: Spares = self.slipstream_spares
-    return spares
-
-
-def _change(self: Any, change: Mapping[str, Any]) -> Change:
-    draft = change["kind"] == "draft"
-    return Change(
-        kind=change["kind"],
-        model=self.get_draft_model() if draft else self.get_model(),
-        config=(
-            self.vllm_config.speculative_config.draft_model_config
-            if draft
-            else self.vllm_config.model_config
-        ),
-        new=WeightSource.from_message(change["new"]),
-        old=WeightSource.from_message(change["old"]),
-        ready=_spares(self) if draft else None,
-    )
+    noted_sleep._slipstream = True  # type: ignore[attr-defined]
+    worker_class.sleep = noted_sleep  # type: ignore[attr-defined]
+    worker_class.wake_up = noted_wake_up  # type: ignore[attr-defined]
 
 
 def install(worker_class: type) -> None:
     """Add the methods to vLLM's ``Worker``."""
     for method in (
-        slipstream_describe,
-        slipstream_apply,
-        slipstream_prepare,
-        slipstream_set_speculation,
-        slipstream_read_back,
+        *(slipstream_describe, slipstream_apply, slipstream_prepare),
+        *(slipstream_read_back, slipstream_set_speculation),
     ):
         setattr(worker_class, method.__name__, method)
     watch_sleep(worker_class)

@@ -19,10 +19,10 @@ from typing import Any
 import grpc
 
 from benchmarks.publish_faults.control_plane import control_plane
-from rollout_server import launch as access_options
-from rollout_server.content_store import ContentStore, Key
-from rollout_server.engine import Applied, Change, Description, UntrustedEngineError
-from rollout_server.reload import WeightSource
+from rollout_server.engine import Description, UntrustedEngineError
+from rollout_server.launch import access_of, add_access_options
+from rollout_server.reload import Change, Result
+from rollout_server.store import ContentStore, Key, WeightSource
 from slipstream.errors import RefusedError
 from slipstream.security import Access
 from slipstream.tensors import digest
@@ -64,16 +64,13 @@ class MemoryEngine:
         self._fault = fault
         self._live: dict[str, dict[str, bytes]] = {}
 
-    async def start(self) -> Description:
-        return Description(True, False, (), "bfloat16")
-
     async def describe(self) -> Description:
-        return await self.start()
+        return Description(False, (), "bfloat16")
 
     async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
         return ""
 
-    async def apply(self, changes: Sequence[Change]) -> Applied:
+    async def apply(self, changes: Sequence[Change]) -> Result:
         word = self._fault.take("die-before", "die-after", "refuse", "worker")
         if word == "die-before":
             _die()
@@ -86,7 +83,7 @@ class MemoryEngine:
             self._live[change.kind] = {n: digest(t) for n, t in change.new.weights()}
         if word == "die-after":
             _die()
-        return Applied(0.001, 0)
+        return Result(0.001)
 
     async def set_speculation(self, enabled: bool) -> float:
         return 0.0
@@ -125,9 +122,9 @@ def serve(draft: str, port: int, fault_file: str, options: Sequence[str] = ()) -
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parser = argparse.ArgumentParser()
-    access_options.add_to(parser)
+    add_access_options(parser)
     parser.set_defaults(control_host="127.0.0.1")
-    access = access_options.access_of(parser.parse_args(options))
+    access = access_of(parser.parse_args(options))
     asyncio.run(_serve(Path(draft), port, Fault(Path(fault_file)), access))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.publish_faults.control_plane import control_plane
 from benchmarks.publish_faults.server_process import Fault, MemoryEngine
 from rollout_server import service as admission
-from rollout_server.content_store import ContentStore
+from rollout_server.store import ContentStore
 from slipstream.security import open_to_all
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draft_trainer.server.app import TrainerServer
-from rollout_server.content_store import ContentStore, Key
+from rollout_server.store import ContentStore, Key
 from slipstream.errors import RefusedError
 from slipstream.tensors import bytes_of, digest
 from slipstream.v1 import draft_trainer_pb2 as pb

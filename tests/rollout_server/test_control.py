@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from rollout_server.acceptance import AcceptanceTracker
-from rollout_server.content_store import ContentStore, Key
-from rollout_server.control import DRAFT, MAX_STAGED, POLICY, Committed, RolloutControl, Weights
-from rollout_server.engine import Applied, Change, Description, UntrustedEngineError
-from rollout_server.reload import WeightSource
+from rollout_server.control import DRAFT, MAX_STAGED, POLICY, Readiness, RolloutControl, Weights
+from rollout_server.engine import Description, UntrustedEngineError
+from rollout_server.reload import Change, Result
+from rollout_server.store import ContentStore, Key, WeightSource
 from slipstream.errors import RefusedError
 
 
@@ -30,7 +30,7 @@ class FakeEngine:
         self.prepared.append((source.directory, "" if keep is None else keep.directory))
         return ""
 
-    async def apply(self, changes: Sequence[Change]) -> Applied:
+    async def apply(self, changes: Sequence[Change]) -> Result:
         if self.gate is not None:
             await self.gate.wait()
         if self.failure is not None:
@@ -38,10 +38,7 @@ class FakeEngine:
         for change in changes:
             assert change.old.directory == self.live[change.kind]
             self.live[change.kind] = change.new.directory
-        return Applied(0.01, 0)
-
-    async def start(self) -> Description:
-        raise NotImplementedError
+        return Result(0.01)
 
     async def describe(self) -> Description:
         raise NotImplementedError
@@ -60,7 +57,7 @@ class Outcomes:
     def __init__(self) -> None:
         self.seen: list[tuple[str, str]] = []
 
-    def committed(self, kind: str, outcome: str, took: Committed | None) -> None:
+    def committed(self, kind: str, outcome: str, result: Result | None) -> None:
         self.seen.append((kind, outcome))
 
 
@@ -227,8 +224,49 @@ def test_a_moment_without_speculation_ends_as_was_asked_for_last(tmp_path: Path)
             seen.append(plane.control.speculation_enabled)
         seen.append(plane.control.speculation_enabled)
         async with plane.control.without_speculation():
-            # Somebody asks for no drafts meanwhile.
+            # A caller asks for no drafts meanwhile.
             await plane.control.set_speculation(False)
         return [*seen, plane.control.speculation_enabled]
 
     assert asyncio.run(turn()) == [False, True, False]
+
+
+def test_reasons_come_and_go_by_source() -> None:
+    readiness = Readiness()
+    assert readiness.reason == ""
+    readiness.report("b", "two")
+    readiness.report("a", "one")
+    assert readiness.reason == "one; two"
+    readiness.report("b", "")
+    readiness.report("never", "")
+    assert readiness.reason == "one"
+
+
+def test_a_commit_withdraws_the_read_backs_finding(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        plane = Plane(tmp_path)
+        plane.engine.damage = "draft read back from memory: worker 0: differs"
+        await plane.control.read_back()
+        assert plane.control.readiness.reason == plane.engine.damage
+        await plane.control.commit([plane.stage(DRAFT, 1)])
+        assert plane.control.readiness.reason == ""
+        plane.engine.damage = ""
+        await plane.control.read_back()
+        assert plane.control.readiness.reason == ""
+
+    run(scenario())
+
+
+def test_committing_the_same_release_again_keeps_what_can_be_rolled_back_to(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        plane = Plane(tmp_path)
+        await plane.control.commit([plane.stage(DRAFT, 1)])
+        await plane.control.commit([plane.stage(DRAFT, 1)])
+        assert plane.control.previous_draft is not None
+        assert plane.control.previous_draft.version == 0
+        await plane.control.roll_back()
+        assert plane.engine.live[DRAFT] == "draft-0"
+
+    run(scenario())

@@ -12,10 +12,10 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceTracker
-from rollout_server.content_store import ContentStore
 from rollout_server.control import DRAFT, POLICY, RolloutControl
 from rollout_server.metrics import FACTS, CommitCounts, Observed, RolloutCollector, negotiate
 from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, Accepted, StepCosts, StepSum
+from rollout_server.store import ContentStore
 from slipstream.errors import StatusCode
 from slipstream.security import AccessRefusals
 from slipstream.serving import RefusedCalls
@@ -83,7 +83,7 @@ def test_a_server_without_load_measures_nothing(server: Server) -> None:
 def test_acceptance_by_version_and_in_all(server: Server) -> None:
     server.tracker.record(4, 12, 5, [3, 1, 1])
     server.tracker.generated(9)
-    server.tracker.switch(7, drafts_before=4)
+    server.tracker.switch(7, steps_before=4)
     server.tracker.record(2, 6, 2, [2, 0, 0])
     server.tracker.generated(4)
     samples = scrape(server.collector)
@@ -103,11 +103,11 @@ def test_acceptance_by_version_and_in_all(server: Server) -> None:
 def test_ten_thousand_releases_leave_a_bounded_number_of_series(server: Server) -> None:
     first = len(scrape(server.collector))
     for version in range(1, 10_001):
-        server.tracker.switch(version, drafts_before=version - 1)
+        server.tracker.switch(version, steps_before=version - 1)
         server.tracker.record(1, 3, 1, [1, 0, 0])
         server.tracker.generated(2)
     # A roll back to a version that was forgotten, which has not drafted yet.
-    server.tracker.switch(5, drafts_before=10_000)
+    server.tracker.switch(5, steps_before=10_000)
     samples = scrape(server.collector)
     assert len(samples) <= first + (KEPT_VERSIONS + 1) * 7
     drafts = of(samples, R + "drafts_total")
@@ -124,7 +124,7 @@ def test_ten_thousand_releases_leave_a_bounded_number_of_series(server: Server) 
 
 def test_ten_thousand_commits_without_a_draft_keep_one_boundary(server: Server) -> None:
     for version in range(1, 10_001):
-        server.tracker.switch(version, drafts_before=0)
+        server.tracker.switch(version, steps_before=0)
     assert len(server.tracker._boundaries) == 1
     assert set(of(scrape(server.collector), R + "drafts_total")) == {("10000",)}
 
@@ -152,7 +152,7 @@ def test_versions_staleness_and_commits(server: Server) -> None:
     assert stall == [0, 1, 1]
     assert value(samples, R + "stages") == 0
     assert value(samples, R + "staged_capacity_bytes") == 1000
-    server.control.readiness.say("acceptance", "nothing accepted")
+    server.control.readiness.report("acceptance", "nothing accepted")
     assert value(scrape(server.collector), R + "ready") == 0
 
 

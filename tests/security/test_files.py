@@ -11,7 +11,7 @@ import pytest
 
 from draft_trainer.kernels.library import _check_own
 from rollout_server.checkpoint import read_layout
-from rollout_server.content_store import ContentStore, make_directory
+from rollout_server.store import ContentStore, make_directory
 from slipstream.errors import RefusedError
 from slipstream.shm import RingFile
 from tests.draft_trainer.rig import SPEC, make_config, rollouts, running, write_draft

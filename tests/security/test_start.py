@@ -11,7 +11,7 @@ import pytest
 from draft_trainer.config import access_of as trainer_access
 from draft_trainer.config import credentials_of
 from policy_bridge import BridgeConfig
-from rollout_server import launch as access_options
+from rollout_server.launch import access_of, add_access_options
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.security import ClientCredentials, Role, TokenFiles, is_loopback, read_tokens
@@ -41,9 +41,9 @@ def control_refuses(*options: str, host: str = "127.0.0.1") -> RefusedError:
 
 def control_access(*options: str, host: str) -> Any:
     parser = argparse.ArgumentParser()
-    access_options.add_to(parser)
+    add_access_options(parser)
     parser.set_defaults(control_host=host)
-    return access_options.access_of(parser.parse_args(options))
+    return access_of(parser.parse_args(options))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "no.such.host.invalid"])

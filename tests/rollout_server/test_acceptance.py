@@ -1,18 +1,18 @@
-"""Attribution of vLLM's counters to draft versions."""
+"""Attribution of vLLM's counters to draft versions, and the guard that watches them."""
 
 from __future__ import annotations
 
 import pytest
 
-from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceTracker
+from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceGuard, AcceptanceTracker
 
 
-def test_drafts_before_the_boundary_belong_to_the_old_version() -> None:
+def test_steps_before_the_boundary_belong_to_the_old_version() -> None:
     tracker = AcceptanceTracker()
     tracker.start(0)
     tracker.record(4, 12, 5, [3, 1, 1])
     # The commit's answer overtakes the statistics of two steps of 4 drafts.
-    tracker.switch(7, drafts_before=12)
+    tracker.switch(7, steps_before=12)
     tracker.record(4, 12, 1, [1, 0, 0])
     tracker.record(4, 12, 2, [1, 1, 0])
     assert set(tracker.counters()) == {0}
@@ -56,3 +56,30 @@ def test_only_the_newest_versions_are_kept() -> None:
 def test_counts_without_a_version_are_an_error() -> None:
     with pytest.raises(LookupError):
         AcceptanceTracker().record(1, 3, 0, [0, 0, 0])
+
+
+def test_no_drafts_are_no_finding_and_one_accepted_token_in_a_hundred_is_enough() -> None:
+    tracker = AcceptanceTracker()
+    tracker.start(3)
+    guard = AcceptanceGuard(tracker, 100)
+    assert guard.check(3, 0) == ""
+    tracker.record(99, 297, 0, [0, 0, 0])
+    assert guard.check(3, 0) == ""
+    tracker.record(1, 3, 0, [0, 0, 0])
+    assert guard.check(3, 0) == "acceptance length of draft 3 is 1.00 over 100 drafts"
+    tracker.record(50, 150, 0, [0, 0, 0])
+    assert guard.check(3, 0) != "", "the last whole window counts"
+    tracker.record(50, 150, 1, [1, 0, 0])
+    assert guard.check(3, 0) == ""
+
+
+def test_a_commit_begins_a_new_window() -> None:
+    tracker = AcceptanceTracker()
+    tracker.start(3)
+    guard = AcceptanceGuard(tracker, 10)
+    guard.check(3, 0)
+    tracker.record(10, 30, 0, [0, 0, 0])
+    assert guard.check(3, 0) != ""
+    assert guard.check(3, 1) == "", "the same release, committed again"
+    tracker.record(9, 27, 0, [0, 0, 0])
+    assert guard.check(3, 1) == ""

@@ -1,4 +1,4 @@
-"""The host store: bounded in bytes, nothing that is held ever leaves."""
+"""The host store: bounded in bytes, nothing that is retained is evicted."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout_server.content_store import ContentStore, Key, make_directory
-from rollout_server.reload import StagedTensor, WeightSource
+from rollout_server.store import ContentStore, Key, StagedTensor, WeightSource, make_directory
 from slipstream.errors import RefusedError
 
 
 def put(store: ContentStore, name: str, values: int = 25) -> Key:
     tensor = torch.full((values,), 1.5)
     key = Key(name, "float32", values * 4)
-    with store.room(key.size) as room:
+    with store.reserve(key.size) as reservation:
         store.write(key, tensor)
-        store.add(key, room)
+        store.add(key, reservation)
     return key
 
 
-def test_the_least_recently_used_leaves_first_and_held_never(tmp_path: Path) -> None:
+def test_the_least_recently_used_leaves_first_and_retained_never(tmp_path: Path) -> None:
     store = ContentStore(tmp_path, 300)
     a, b, c = (put(store, name) for name in "abc")
-    store.hold([a])
+    store.retain([a])
     d = put(store, "d")
     assert a in store and c in store and d in store
     assert b not in store and not store.path(b).exists()
-    store.hold([c, d])
+    store.retain([c, d])
     with pytest.raises(RefusedError, match="--stage-bytes"):
         put(store, "e")
     assert store.bytes == 300
@@ -53,9 +52,9 @@ def test_workers_read_what_was_written(tmp_path: Path) -> None:
     key = Key("x", "bfloat16", 70)
     empty = Key("y", "int64", 0)
     for k, t in ((key, tensor), (empty, torch.empty(0, dtype=torch.int64))):
-        with store.room(k.size) as room:
+        with store.reserve(k.size) as reservation:
             store.write(k, t)
-            store.add(k, room)
+            store.add(k, reservation)
     source = WeightSource(
         tensors=(
             StagedTensor("w", "bfloat16", (5, 7), str(store.path(key))),
@@ -76,7 +75,7 @@ def test_what_a_killed_server_left_is_swept_and_a_living_ones_stays(tmp_path: Pa
     (living / "tensor").write_bytes(b"1")
     code = (
         "import os, pathlib, sys\n"
-        "from rollout_server.content_store import make_directory\n"
+        "from rollout_server.store import make_directory\n"
         "folder = make_directory(1, pathlib.Path(sys.argv[1]))\n"
         "(folder / 'tensor').write_bytes(b'1')\n"
         "os.kill(os.getpid(), 9)\n"

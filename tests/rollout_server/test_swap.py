@@ -1,4 +1,4 @@
-"""A draft that lies ready is, once exchanged, the draft that vLLM's own reload would have made."""
+"""A standby copy is, once swapped in, the draft that vLLM's own reload would have made."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_server.reload import Change, StagedTensor, WeightSource, apply_all, load
+from rollout_server.reload import Change, LiveModel, apply_all, load
+from rollout_server.store import StagedTensor, WeightSource
 from rollout_server.swap import (
+    ASLEEP,
     DIFFERS,
     READY,
     SAME,
     WORKING,
+    NotSwappableError,
     ReadBack,
-    Shadow,
-    ShadowError,
-    Spares,
+    Standby,
+    StandbyCopy,
     pairs_of,
 )
+from rollout_server.worker import WorkerHooks, watch_sleep
 from tests.rollout_server import checkpoints
 
 
@@ -72,12 +75,10 @@ class Drafts:
 
         return set_current_vllm_config(self.config)
 
-    def spares(self) -> Spares:
-        """New ones, with what is live as it is."""
-        worker: Any = type("Worker", (), {})()
-        worker.get_model, worker.get_draft_model = lambda: self.policy, lambda: self.draft
-        self.read_back = ReadBack(worker)
-        return Spares(lambda: self.policy, lambda: self.draft, self.read_back)
+    def standby(self) -> Standby:
+        """New copies, of none yet; the live draft counts as committed."""
+        self.read_back = ReadBack(lambda: self.policy, lambda: self.draft)
+        return Standby(lambda: self.policy, lambda: self.draft, self.read_back)
 
     def reload(self, release: int) -> None:
         """vLLM's own way."""
@@ -115,9 +116,9 @@ def drafts(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     cleanup_dist_env_and_memory()
 
 
-def ready(spares: Spares, source: WeightSource, keep: WeightSource | None = None) -> None:
+def ready(standby: Standby, source: WeightSource, keep: WeightSource | None = None) -> None:
     """Prepare and wait for the thread."""
-    while (state := spares.prepare(source, keep)) == WORKING:
+    while (state := standby.prepare(source, keep)) == WORKING:
         join()
     assert state == READY, state
 
@@ -142,7 +143,7 @@ def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def test_an_exchange_is_a_reload(drafts: Drafts) -> None:
+def test_a_swap_is_a_reload(drafts: Drafts) -> None:
     expected = []
     for release in range(3):
         drafts.reload(release)
@@ -150,98 +151,156 @@ def test_an_exchange_is_a_reload(drafts: Drafts) -> None:
     assert len(different(expected[0], expected[1])) >= 6
     drafts.reload(0)
     objects = {name: id(parameter) for name, parameter in drafts.draft.named_parameters()}
-    spares = drafts.spares()
+    standby = drafts.standby()
     zero, one, two = drafts.sources
-    ready(spares, one)
+    ready(standby, one)
     assert not different(drafts.outputs(), expected[0]), "preparing changes nothing"
-    assert spares.put(one, zero)
+    assert standby.swap(one, zero)
     assert not different(drafts.outputs(), expected[1])
     assert drafts.read_back.check() == SAME, "the hashes taken before are those of what arrived"
-    ready(spares, zero)
-    # What was live lies ready, whatever is prepared meanwhile.
-    ready(spares, two, keep=zero)
-    assert spares.put(zero, one)
+    ready(standby, zero)
+    # What was live is ready, whatever is prepared meanwhile.
+    ready(standby, two, keep=zero)
+    assert standby.swap(zero, one)
     assert not different(drafts.outputs(), expected[0])
     assert drafts.read_back.check() == SAME
-    ready(spares, one)
-    ready(spares, two, keep=one)
-    assert spares.put(two, zero)
+    ready(standby, one)
+    ready(standby, two, keep=one)
+    assert standby.swap(two, zero)
     assert not different(drafts.outputs(), expected[2])
     assert {name: id(p) for name, p in drafts.draft.named_parameters()} == objects
-    # The two ways can follow one another.
+    # Swap and reload can follow one another.
     drafts.reload(1)
-    spares.drop()
-    spares.loaded()
-    ready(spares, zero)
-    assert spares.put(zero, one) and not different(drafts.outputs(), expected[0])
+    standby.drop()
+    drafts.read_back.record()
+    ready(standby, zero)
+    assert standby.swap(zero, one) and not different(drafts.outputs(), expected[0])
 
 
-def test_what_lies_ready_is_bounded(drafts: Drafts) -> None:
-    spares = drafts.spares()
+def test_at_most_two_copies_are_ready(drafts: Drafts) -> None:
+    standby = drafts.standby()
     zero, one, two = drafts.sources
     for source in (one, two, zero):
-        ready(spares, source, keep=one)
-    assert [spares.put(two, zero), spares.put(one, zero)] == [False, True]
-    assert not spares.put(two, one)
-    ready(spares, zero)
-    assert spares.put(zero, one)
-    # The same once more heals: what it replaces is not kept.
-    ready(spares, zero)
-    spares.drop()
-    ready(spares, zero)
-    assert spares.put(zero, zero) and not spares.put(zero, zero)
+        ready(standby, source, keep=one)
+    assert [standby.swap(two, zero), standby.swap(one, zero)] == [False, True]
+    assert not standby.swap(two, one)
+    ready(standby, zero)
+    assert standby.swap(zero, one)
+    # The same once more repairs the memory: what it replaces is not kept.
+    ready(standby, zero)
+    standby.drop()
+    ready(standby, zero)
+    assert standby.swap(zero, zero) and not standby.swap(zero, zero)
 
 
-def test_what_somebody_else_wrote_does_not_come_back(drafts: Drafts) -> None:
+def test_what_another_writer_left_does_not_come_back(drafts: Drafts) -> None:
     drafts.reload(1)
     first = drafts.outputs()
-    spares = drafts.spares()
+    standby = drafts.standby()
     zero, one, _ = drafts.sources
-    ready(spares, zero)
+    ready(standby, zero)
     drafts.reload(2)  # as a framework does that updates the draft by itself
     assert drafts.read_back.check() == DIFFERS
-    assert spares.put(zero, one) and drafts.read_back.check() == SAME
-    ready(spares, one)
-    assert spares.put(one, zero)
+    assert standby.swap(zero, one) and drafts.read_back.check() == SAME
+    ready(standby, one)
+    assert standby.swap(one, zero)
     assert not different(drafts.outputs(), first)
 
 
 def test_a_commit_of_both_that_fails_gives_the_draft_back(drafts: Drafts) -> None:
     drafts.reload(0)
     before = drafts.outputs()
-    spares = drafts.spares()
+    standby = drafts.standby()
     zero, one, _ = drafts.sources
-    ready(spares, one)
-    draft = Change("draft", drafts.draft, drafts.model_config, one, zero, spares)
-    torn = Change("draft", drafts.draft, drafts.model_config, torn_weights(drafts), zero)
+    ready(standby, one)
+    swapped = LiveModel(drafts.draft, drafts.model_config, standby)
+    reloaded = LiveModel(drafts.draft, drafts.model_config)
+    changes = [
+        (Change("draft", one, zero), swapped),
+        (Change("policy", torn_weights(drafts), zero), reloaded),
+    ]
     with drafts.current():
-        outcome = apply_all([draft, torn])
-    assert outcome.error and outcome.restored
+        result = apply_all(changes)
+    assert result.error.startswith("policy: ") and result.restored
     assert not different(drafts.outputs(), before) and drafts.read_back.check() == SAME
 
 
 def test_what_cannot_be_prepared_says_why(drafts: Drafts) -> None:
-    spares = drafts.spares()
+    standby = drafts.standby()
     for source, why in (
         (torn_weights(drafts), "No such file"),
         (WeightSource(drafts.sources[0].directory + "/none"), "no tensor"),
     ):
-        while (state := spares.prepare(source, None)) == WORKING:
+        while (state := standby.prepare(source, None)) == WORKING:
             join()
-        assert why in state and not spares.put(source, drafts.sources[0])
-    with pytest.raises(ShadowError, match="verifier's memory"):
+        assert why in state and not standby.swap(source, drafts.sources[0])
+    with pytest.raises(NotSwappableError, match="verifier's memory"):
         other = nn.Module()
         other.lm_head = nn.Module()
         other.lm_head.weight = drafts.draft.lm_head.weight  # type: ignore[union-attr]
-        Shadow(other, drafts.draft)
+        StandbyCopy(other, drafts.draft)
 
 
 def test_modules_that_do_not_correspond_are_refused() -> None:
-    live, shadow = nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False)
-    with pytest.raises(ShadowError, match="shape"):
-        pairs_of([(live, shadow)])
-    shadow = nn.Linear(4, 4, bias=False)
+    live, copy = nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False)
+    with pytest.raises(NotSwappableError, match="shape"):
+        pairs_of([(live, copy)])
+    copy = nn.Linear(4, 4, bias=False)
     live.cpu_linear = lambda x, weight, bias: x  # type: ignore[assignment]
-    shadow.cpu_linear = lambda x, weight, bias: x  # type: ignore[assignment]
-    with pytest.raises(ShadowError, match="packed in another way"):
-        pairs_of([(live, shadow)])
+    copy.cpu_linear = lambda x, weight, bias: x  # type: ignore[assignment]
+    with pytest.raises(NotSwappableError, match="packed in another way"):
+        pairs_of([(live, copy)])
+
+
+class Worker:
+    """vLLM's, as far as sleeping and its models go."""
+
+    def __init__(self) -> None:
+        self.policy = nn.Linear(4, 4)
+        self.draft = nn.Linear(4, 4)
+        self.draft.embed_tokens = self.policy  # type: ignore[assignment]
+        self.slipstream_hooks = WorkerHooks(self)
+
+    def get_model(self) -> nn.Module:
+        return self.policy
+
+    def get_draft_model(self) -> nn.Module:
+        return self.draft
+
+    def sleep(self, level: int = 1) -> None: ...
+
+    def wake_up(self, tags: list[str] | None = None) -> None: ...
+
+
+def test_read_back_tells_a_written_draft_from_a_pushed_policy() -> None:
+    worker = Worker()
+    state = worker.slipstream_hooks.read_back
+    with torch.no_grad():
+        worker.policy.weight.add_(1.0)
+    assert state.check() == SAME
+    with torch.no_grad():
+        worker.draft.weight[2, 1] = -worker.draft.weight[2, 1]
+    assert state.check() == DIFFERS
+    state.record()
+    assert state.check() == SAME
+
+
+def test_a_draft_is_lost_in_sleep_level_2_and_not_in_level_1() -> None:
+    class Sleeper(Worker):
+        pass
+
+    watch_sleep(Sleeper)
+    watch_sleep(Sleeper)
+    worker = Sleeper()
+    state = worker.slipstream_hooks.read_back
+    worker.sleep(1)
+    assert state.check() == ASLEEP
+    worker.wake_up(["kv_cache"])
+    assert state.check() == ASLEEP
+    worker.wake_up(["weights"])
+    assert state.check() == SAME
+    worker.sleep(2)
+    worker.wake_up()
+    assert state.check() == DIFFERS
+    state.record()
+    assert state.check() == SAME

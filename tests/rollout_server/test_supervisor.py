@@ -1,4 +1,4 @@
-"""What a rollout server that Ray placed is held by: it ends with its owner."""
+"""A rollout server that Ray placed ends with its owner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEAF = (
 )
 
 
-def keep(*command: str) -> subprocess.Popen[str]:
+def supervise(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "rollout_server.ray_fleet", *command],
         stdin=subprocess.PIPE,
@@ -25,40 +25,40 @@ def keep(*command: str) -> subprocess.Popen[str]:
     )
 
 
-def pid_of(keeper: subprocess.Popen[str]) -> int:
-    assert keeper.stdout is not None
-    return int(keeper.stdout.readline())
+def pid_of(supervisor: subprocess.Popen[str]) -> int:
+    assert supervisor.stdout is not None
+    return int(supervisor.stdout.readline())
 
 
-def end(keeper: subprocess.Popen[str]) -> int:
+def end(supervisor: subprocess.Popen[str]) -> int:
     """As if the owner died: the kernel closes what it held."""
-    assert keeper.stdin is not None
-    keeper.stdin.close()
-    return keeper.wait(WAIT)
+    assert supervisor.stdin is not None
+    supervisor.stdin.close()
+    return supervisor.wait(WAIT)
 
 
 def test_the_status_is_the_commands() -> None:
-    with keep(sys.executable, "-c", "import sys; sys.exit(2)") as keeper:
-        assert keeper.wait(WAIT) == 2
+    with supervise(sys.executable, "-c", "import sys; sys.exit(2)") as supervisor:
+        assert supervisor.wait(WAIT) == 2
     kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    with keep(sys.executable, "-c", kill) as keeper:
-        assert keeper.wait(WAIT) == 128 + signal.SIGKILL
+    with supervise(sys.executable, "-c", kill) as supervisor:
+        assert supervisor.wait(WAIT) == 128 + signal.SIGKILL
 
 
 def test_a_polite_end_is_passed_on() -> None:
     code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7));"
     code += "print(0, flush=True); signal.pause()"
-    with keep(sys.executable, "-c", code) as keeper:
-        pid_of(keeper)
-        keeper.terminate()
-        assert keeper.wait(WAIT) == 7
+    with supervise(sys.executable, "-c", code) as supervisor:
+        pid_of(supervisor)
+        supervisor.terminate()
+        assert supervisor.wait(WAIT) == 7
 
 
 def test_nothing_outlives_the_owner() -> None:
-    with keep(sys.executable, "-c", DEAF) as keeper:
-        child = pid_of(keeper)
+    with supervise(sys.executable, "-c", DEAF) as supervisor:
+        child = pid_of(supervisor)
         assert Path(f"/proc/{child}").exists()
-        assert end(keeper) == -signal.SIGKILL
-    # Gone, or not yet collected by whoever is the parent of orphans here.
+        assert end(supervisor) == -signal.SIGKILL
+    # Gone, or not yet reaped by the parent of orphans here.
     stat = Path(f"/proc/{child}/stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"

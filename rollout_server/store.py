@@ -1,0 +1,281 @@
+"""Weights on the host: tensors by content, and how a worker reads them.
+
+One file of raw bytes per tensor, named by SHA-256 and dtype, in a private directory (in shared
+memory where there is room). Workers map the files, so nothing is copied between receiving a tensor
+and loading it, and a release that was served before needs no network. Bounded in bytes: a tensor
+stays while a stage, the live weights or the previous ones retain it; the others are evicted in
+least-recently-used order.
+
+Only paths, shapes and dtypes cross the engine's RPC, never tensors: vLLM pickles what it passes to
+workers, and a policy has gigabytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import shutil
+import tempfile
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from rollout_server.checkpoint import weight_files
+from slipstream.errors import RefusedError, StatusCode
+from slipstream.tensors import bytes_of
+
+
+@dataclass(frozen=True)
+class Key:
+    """A tensor's content.
+
+    Attributes:
+        sha256: hex digest of its bytes.
+        dtype: part of the key because whether bytes are finite depends on it.
+        size: in bytes.
+    """
+
+    sha256: str
+    dtype: str
+    size: int
+
+
+@dataclass
+class Reservation:
+    """Bytes of the store that are set aside and not used yet."""
+
+    left: int
+
+
+class ContentStore:
+    """See the module. Not thread-safe: the event loop owns it, except for ``write``.
+
+    Args:
+        directory: private, exists; removed by ``close``.
+        capacity: bound in bytes.
+    """
+
+    def __init__(self, directory: Path, capacity: int) -> None:
+        self._directory = directory
+        self.capacity = capacity
+        self._resident: OrderedDict[Key, None] = OrderedDict()
+        self._references: Counter[Key] = Counter()
+        self._reserved = 0
+        self._bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on the host, reservations included."""
+        return self._bytes + self._reserved
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._resident
+
+    def path(self, key: Key) -> Path:
+        """Where a tensor's bytes are, or will be."""
+        return self._directory / f"{key.sha256}.{key.dtype}"
+
+    def retain(self, keys: Iterable[Key]) -> None:
+        """Take a reference to each; the content may arrive later."""
+        for key in keys:
+            self._references[key] += 1
+            if key in self._resident:
+                self._resident.move_to_end(key)
+
+    def release(self, keys: Iterable[Key]) -> None:
+        """Undo one ``retain``; content without references stays until its bytes are needed."""
+        for key in keys:
+            self._references[key] -= 1
+            if self._references[key] <= 0:
+                del self._references[key]
+
+    @contextlib.contextmanager
+    def reserve(self, size: int) -> Iterator[Reservation]:
+        """Set ``size`` bytes aside while tensors arrive.
+
+        Raises:
+            RefusedError: they do not fit beside what is retained (RESOURCE_EXHAUSTED).
+        """
+        for key in [key for key in self._resident if key not in self._references]:
+            if self.bytes + size <= self.capacity:
+                break
+            self._remove(key)
+        if self.bytes + size > self.capacity:
+            raise RefusedError(
+                "tensors",
+                f"{size} bytes beside {self.bytes} that are retained",
+                f"at most {self.capacity} bytes",
+                "abort stages that are not needed, or raise --stage-bytes",
+                StatusCode.RESOURCE_EXHAUSTED,
+            )
+        self._reserved += size
+        reservation = Reservation(size)
+        try:
+            yield reservation
+        finally:
+            self._reserved -= reservation.left
+
+    def write(self, key: Key, tensor: torch.Tensor) -> None:
+        """Write a tensor's bytes; may run in several threads. ``add`` makes them count.
+
+        Raises:
+            RefusedError: the directory is full, or cannot be written (RESOURCE_EXHAUSTED).
+        """
+        # A unique name: two stages with the same content may write at the same time.
+        partial = self.path(key).with_suffix(f".{uuid.uuid4().hex}")
+        try:
+            partial.write_bytes(bytes_of(tensor))
+            partial.rename(self.path(key))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise RefusedError(
+                "tensors",
+                f"{self._directory} ({error.strerror})",
+                f"a directory with room for {key.size} bytes",
+                "free some memory or disk space on the rollout server, or lower --stage-bytes",
+                StatusCode.RESOURCE_EXHAUSTED,
+            ) from error
+
+    def add(self, key: Key, reservation: Reservation) -> None:
+        """Register a tensor whose bytes were written within ``reservation``."""
+        reservation.left -= key.size
+        self._reserved -= key.size
+        if key not in self._resident:
+            self._resident[key] = None
+            self._bytes += key.size
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Delete content without references, such as that of a refused stage."""
+        for key in keys:
+            if key in self._resident and key not in self._references:
+                self._remove(key)
+
+    def close(self) -> None:
+        """Remove every file."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._resident.clear()
+
+    def _remove(self, key: Key) -> None:
+        # A worker that has the file mapped keeps its pages.
+        self.path(key).unlink(missing_ok=True)
+        del self._resident[key]
+        self._bytes -= key.size
+
+
+@dataclass(frozen=True)
+class StagedTensor:
+    """One tensor of a stage.
+
+    Attributes:
+        name: parameter name in the checkpoint.
+        dtype: for example "bfloat16".
+        shape: sizes, outermost first.
+        path: file of exactly product(shape) * itemsize raw bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: str
+
+    def map(self) -> torch.Tensor:
+        """The tensor over its file's pages, private to this process.
+
+        Raises:
+            OSError: the file is missing, or not of the size that the shape needs.
+        """
+        dtype = getattr(torch, self.dtype)
+        size = math.prod(self.shape) * dtype.itemsize
+        found = Path(self.path).stat().st_size
+        if found != size:
+            raise OSError(f"{self.path}: {found} bytes, {size} needed for {self.name}")
+        if size == 0:
+            return torch.empty(self.shape, dtype=dtype)
+        flat = torch.from_file(self.path, shared=False, size=size, dtype=torch.uint8)
+        return flat.view(dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """All weights of one model: a checkpoint directory, or staged tensors.
+
+    Attributes:
+        directory: a checkpoint on disk; empty when ``tensors`` holds the weights.
+        tensors: staged tensors; empty when ``directory`` is set.
+    """
+
+    directory: str = ""
+    tensors: tuple[StagedTensor, ...] = ()
+
+    def to_message(self) -> dict[str, Any]:
+        """As plain dicts, for vLLM's RPC."""
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> WeightSource:
+        """The inverse of ``to_message``."""
+        tensors = [{**t, "shape": tuple(t["shape"])} for t in message["tensors"]]
+        return cls(message["directory"], tuple(StagedTensor(**t) for t in tensors))
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every (name, tensor), CPU, memory-mapped.
+
+        Raises:
+            OSError: a file is missing or short.
+        """
+        for tensor in self.tensors:
+            yield tensor.name, tensor.map()
+        for path in weight_files(Path(self.directory)) if self.directory else ():
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict: it has no __iter__)
+                    yield name, file.get_tensor(name)
+
+
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "slipstream-rollout-"
+# A directory gets its final name once it is locked, so no other server takes it for abandoned.
+_UNLOCKED_PREFIX = "slipstream-starting-"
+# Open for the life of the process: the kernel releases the locks however the process ends.
+_locks: list[int] = []
+
+
+def make_directory(capacity: int, shared_memory: Path = SHARED_MEMORY) -> Path:
+    """A private directory for ``capacity`` bytes: in shared memory if there is room.
+
+    Directories of servers that were killed are removed first: they would fill the host's memory.
+    """
+    parent = Path(tempfile.gettempdir())
+    if shared_memory.is_dir():
+        _remove_abandoned(shared_memory)
+        if shutil.disk_usage(shared_memory).free >= 2 * capacity:
+            parent = shared_memory
+    made = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX, dir=parent))
+    lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    _locks.append(lock)
+    return made.rename(parent / made.name.replace(_UNLOCKED_PREFIX, _PREFIX))
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for path in parent.glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue  # removed meanwhile, or not a directory of ours
+        try:
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            continue  # its server runs
+        finally:
+            os.close(lock)

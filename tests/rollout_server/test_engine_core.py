@@ -1,0 +1,164 @@
+"""Hooks in the engine core: prefix-cache salt with vLLM's own block hashes, step clock."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import rollout_server.engine_core
+from rollout_server.engine_core import PrefixCacheSalt, StepClock, rounded_up
+
+
+def request(tokens: list[int], salt: str | None = None) -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        all_token_ids=tokens,
+        num_tokens=len(tokens),
+        block_hashes=[],
+        mm_features=[],
+        lora_request=None,
+        cache_salt=salt,
+        prompt_embeds=None,
+    )
+
+
+def test_blocks_of_two_salts_never_meet() -> None:
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+    init_none_hash(sha256)
+    core = types.SimpleNamespace(request_block_hasher=get_request_block_hasher(4, sha256))
+    salt = PrefixCacheSalt(core)
+    tokens = list(range(12))
+    before = core.request_block_hasher(request(tokens))
+    assert core.request_block_hasher(request(tokens)) == before and len(before) == 3
+
+    running = request(tokens[:4])
+    running.block_hashes = core.request_block_hasher(running)
+    short = request(tokens[:2])
+    assert core.request_block_hasher(short) == []
+
+    salt.advance()
+    after = core.request_block_hasher(request(tokens))
+    assert not set(after) & set(before)
+    assert core.request_block_hasher(request(tokens)) == after
+    assert core.request_block_hasher(request(tokens, salt="tenant"))[0] != after[0]
+
+    # What was in flight fills its later blocks on its own side of the commit.
+    for late in (running, short):
+        late.all_token_ids, late.num_tokens = tokens, len(tokens)
+        late.block_hashes += core.request_block_hasher(late)
+        assert late.block_hashes == before
+
+
+def test_without_prefix_caching_nothing_is_hooked() -> None:
+    core = types.SimpleNamespace(request_block_hasher=None)
+    PrefixCacheSalt(core).advance()
+    assert core.request_block_hasher is None
+
+
+class Core:
+    """As much of vLLM's ``EngineCore`` as is looked at, with a clock that only steps move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.left = True
+        self.batch_queue = None
+        self.scheduler = SimpleNamespace(
+            schedule=lambda: None,
+            update_from_output=lambda output, result: result,
+            has_requests=lambda: self.left,
+        )
+        fake = SimpleNamespace(perf_counter=lambda: self.now)
+        monkeypatch.setattr(rollout_server.engine_core, "time", fake)
+        self.switch: Any = SimpleNamespace(enabled=True)
+        self.clock = StepClock(self, self.switch)
+        self.clock.measure(True)
+
+    def step(
+        self, seconds: float, requests: Sequence[int], new: bool = False, left: bool = True
+    ) -> None:
+        """A step in which each request verifies so many drafts."""
+        self.scheduler.schedule()
+        self.now += seconds
+        self.left = left
+        names = [str(index) for index in range(len(requests))]
+        tokens = {name: 1 + drafts for name, drafts in zip(names, requests, strict=True)}
+        output = SimpleNamespace(
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
+            scheduled_spec_decode_tokens={
+                n: [0] * d for n, d in zip(names, requests, strict=True) if d
+            },
+            scheduled_new_reqs=["new"] if new else [],
+        )
+        assert self.scheduler.update_from_output(output, "result") == "result"
+
+    @property
+    def sums(self) -> dict[tuple[str, int], tuple[int, float]]:
+        return {(kind, n): (steps, seconds) for kind, n, steps, seconds in self.clock.sums()}
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+    return Core(monkeypatch)
+
+
+def test_steps_by_kind_and_size(core: Core) -> None:
+    core.step(1.0, [0, 0], new=True)
+    core.step(2.0, [3, 3])
+    core.step(2.5, [3, 2])
+    core.step(1.0, [3, 0])
+    core.switch.enabled = False
+    core.step(1.0, [3, 3])
+    core.step(0.5, [0] * 5)
+    assert core.sums == {
+        ("mixed", 2): (3, 3.0),
+        ("speculative", 2): (2, 4.5),
+        ("plain", 6): (1, 0.5),
+    }
+
+
+def test_a_step_without_drafts_is_not_plain_while_drafts_are_made(core: Core) -> None:
+    core.step(1.0, [0])
+    assert core.sums == {("mixed", 1): (1, 1.0)}
+
+
+def test_a_step_lasts_from_output_to_output_while_the_engine_is_busy(core: Core) -> None:
+    core.step(1.0, [3])
+    core.now += 0.25
+    core.step(1.0, [3], left=False)
+    core.now += 100.0
+    core.step(1.0, [3])
+    assert core.sums == {("speculative", 1): (3, 3.25)}
+    core.step(0.0, [])
+    core.now += 7.0
+    core.step(1.0, [3])
+    assert core.sums["speculative", 1] == (4, 4.25), "an empty step says that it was idle"
+
+
+def test_an_interrupted_step_begins_anew(core: Core) -> None:
+    core.step(1.0, [3])
+    core.now += 5.0
+    core.clock.interrupted()
+    core.step(1.0, [3])
+    assert core.sums == {("speculative", 1): (2, 2.0)}
+
+
+def test_it_lets_go_of_the_scheduler(core: Core) -> None:
+    core.step(1.0, [3])
+    core.clock.measure(False)
+    core.step(1.0, [3])
+    assert core.scheduler.schedule.__name__ == "<lambda>"
+    core.clock.measure(True)
+    core.step(1.0, [3])
+    assert core.sums == {("speculative", 1): (2, 2.0)}
+
+
+def test_sizes_are_few_and_close() -> None:
+    sizes = {rounded_up(requests) for requests in range(1, 257)}
+    assert sorted(sizes) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    assert all(n <= rounded_up(n) < 1.5 * n + 1 for n in range(1, 257))

@@ -1,0 +1,118 @@
+"""When the engine is asked what its steps took, and when plain steps are probed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rollout_server.acceptance import AcceptanceTracker
+from rollout_server.step_costs import CostWatch, StepCosts, StepSum, StepSums
+from slipstream.errors import RefusedError
+
+
+class Source:
+    """An engine that counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.broken = False
+
+    async def step_sums(self, measure: bool) -> StepSums:
+        assert measure
+        self.asked += 1
+        if self.broken:
+            raise RefusedError("slipstream_step_sums", "no answer", "an answer", "look at the log")
+        return {("speculative", 1): StepSum(self.asked, 1.0)}
+
+
+def test_an_engine_that_generates_nothing_is_not_asked() -> None:
+    source, tracker, costs = Source(), AcceptanceTracker(), StepCosts()
+    watch = CostWatch(source, tracker, costs)
+
+    async def look() -> None:
+        await watch.look()
+        tracker.start(0)
+        await watch.look()
+        tracker.generated(5)
+        await watch.look()
+        await watch.look()
+
+    asyncio.run(look())
+    assert source.asked == 1
+    assert costs.sums == {("speculative", 1): StepSum(1, 1.0)}
+
+
+def test_a_slow_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_server.step_costs.LOOK_SECONDS", 0.0)
+    source, tracker = Source(), AcceptanceTracker()
+    tracker.start(0)
+    source.broken = True
+
+    async def watch() -> None:
+        watch = CostWatch(source, tracker, StepCosts())
+        watch.start()
+        while source.asked < 3:
+            tracker.generated(1)
+            await asyncio.sleep(0)
+        await watch.stop()
+
+    asyncio.run(asyncio.wait_for(watch(), 30))
+
+
+class Drafting:
+    """An engine that takes plain steps only while drafting is off."""
+
+    def __init__(self, tracker: AcceptanceTracker, plain: bool = True) -> None:
+        self.tracker, self.plain = tracker, plain
+        self.off = False
+        self.turned: list[bool] = []
+        self.steps = {"speculative": 0, "plain": 0}
+
+    async def step_sums(self, measure: bool) -> StepSums:
+        if not self.off or self.plain:
+            self.steps["plain" if self.off else "speculative"] += 20
+        self.tracker.generated(1)
+        return {(kind, 4): StepSum(steps, 0.01 * steps) for kind, steps in self.steps.items()}
+
+    @asynccontextmanager
+    async def without_speculation(self) -> AsyncIterator[None]:
+        self.off = True
+        self.turned.append(True)
+        yield
+        self.off = False
+        self.turned.append(False)
+
+
+def probed(monkeypatch: pytest.MonkeyPatch, plain: bool) -> tuple[Drafting, StepCosts]:
+    monkeypatch.setattr("rollout_server.step_costs.PROBE_SECONDS", 0.05)
+    tracker, costs = AcceptanceTracker(), StepCosts()
+    tracker.start(0)
+    tracker.generated(1)
+    engine = Drafting(tracker, plain)
+    watch = CostWatch(engine, tracker, costs, engine.without_speculation)
+
+    async def look_twice() -> None:
+        for _ in range(2):
+            await watch.look()
+            await watch.probe()
+
+    asyncio.run(look_twice())
+    return engine, costs
+
+
+def test_plain_steps_are_probed_once_for_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, costs = probed(monkeypatch, plain=True)
+    assert engine.turned == [True, False]
+    assert engine.steps == {"speculative": 40, "plain": 20}
+    assert costs.break_even == pytest.approx(1.0)
+
+
+def test_a_probe_that_finds_nothing_is_not_repeated_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, costs = probed(monkeypatch, plain=False)
+    assert engine.turned == [True, False]
+    assert costs.break_even is None and costs.unknown_size == 4

@@ -1,0 +1,124 @@
+"""The guards for vLLM's two bugs; each test fails on a vLLM that has repaired its own."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rollout_server import vllm_patches
+from slipstream.errors import RefusedError
+
+
+class Model(nn.Module):
+    """The names that vLLM's models have."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding.from_pretrained(weight.clone())
+        self.lm_head = nn.Linear(4, 6, bias=False)
+        self.lm_head.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        self.has_own_lm_head = True
+
+
+def load(proposer_class: type) -> tuple[Model, Model]:
+    """What vLLM does to a draft and its verifier after loading both."""
+    weight = torch.randn(6, 4)
+    policy, draft = Model(weight), Model(weight)
+    proposer: Any = proposer_class.__new__(proposer_class)
+    proposer.model = draft
+    proposer.vllm_config = types.SimpleNamespace(speculative_config=None)
+    proposer.use_local_argmax_reduction = False
+    proposer._maybe_share_lm_head(policy)
+    return policy, draft
+
+
+def test_vllm_shares_equal_heads_and_ours_does_not() -> None:
+    """The first half fails on a vLLM that stopped sharing: then the workaround can go."""
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    theirs = type("Theirs", (SpecDecodeBaseProposer,), {})
+    policy, draft = load(theirs)
+    assert draft.lm_head is policy.lm_head
+    assert vllm_patches.shared_parameters(policy, draft) == ["lm_head.weight"]
+
+    ours = type("Ours", (SpecDecodeBaseProposer,), {})
+    vllm_patches.keep_own_lm_head(ours)
+    policy, draft = load(ours)
+    assert draft.lm_head is not policy.lm_head
+    assert vllm_patches.shared_parameters(policy, draft) == []
+    draft.lm_head.weight.fill_(0)
+    assert not torch.equal(draft.lm_head.weight, policy.lm_head.weight)
+
+
+def test_the_same_in_model_runner_v2() -> None:
+    module = types.ModuleType("eagle_utils")
+    module._should_share = lambda model, own, draft, target: True  # type: ignore[attr-defined]
+    vllm_patches.keep_own_lm_head_v2(module)
+    model = Model(torch.randn(6, 4))
+    assert not module._should_share(model, "has_own_lm_head", None, None)
+    assert module._should_share(model, "has_own_embed_tokens", None, None)
+    model.has_own_lm_head = False
+    assert module._should_share(model, "has_own_lm_head", None, None)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_shared_embedding_is_seen_and_allowed(share: bool) -> None:
+    policy, draft = Model(torch.randn(6, 4)), Model(torch.randn(6, 4))
+    if share:
+        draft.model.embed_tokens = policy.model.embed_tokens
+    assert vllm_patches.shares_embedding(policy, draft) is share
+    assert vllm_patches.shared_parameters(policy, draft) == []
+
+
+def test_repeats_each_request_for_its_tokens() -> None:
+    x = torch.tensor([0.7, -1.0, 1.3, 0.9])
+    ends = torch.tensor([3, 3, 5, 6], dtype=torch.int32)
+    out = vllm_patches.expand_batch_to_tokens(x, ends, 6, replace_from=-1, replace_to=1)
+    assert out.tolist() == pytest.approx([0.7, 0.7, 0.7, 1.3, 1.3, 0.9])
+    assert out.dtype == x.dtype
+    k = vllm_patches.expand_batch_to_tokens(torch.tensor([5, 9]), torch.tensor([1, 3]), 3)
+    assert k.tolist() == [5, 9, 9]
+
+
+def test_vllms_own_function_is_broken_on_cpu_and_ours_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fails on the first vLLM that has repaired it: then KNOWN_BROKEN ends before it."""
+    vllm_patches.prepare_kernels()
+    from vllm.v1.sample import rejection_sampler as module
+
+    assert vllm_patches.is_broken(module.expand_batch_to_tokens)
+    assert not vllm_patches.is_broken(vllm_patches.expand_batch_to_tokens)
+    logits = torch.ones(3, 4)
+    monkeypatch.setattr(module, "expand_batch_to_tokens", module.expand_batch_to_tokens)
+    assert vllm_patches.repair_sampler(module, (0, 32))
+    metadata = types.SimpleNamespace(
+        all_greedy=False, temperature=torch.tensor([0.5, 2.0]), top_k=None, top_p=None
+    )
+    out = module.apply_sampling_constraints(logits, torch.tensor([1, 3]), metadata)
+    assert out[:, 0].tolist() == [2.0, 0.5, 0.5]
+
+
+def test_an_unknown_release_is_judged_by_behaviour() -> None:
+    broken = types.ModuleType("broken")
+    broken.expand_batch_to_tokens = lambda x, ends, n, **_: torch.zeros(n)  # type: ignore[attr-defined]
+    assert vllm_patches.repair_sampler(broken, (0, 99))
+    assert broken.expand_batch_to_tokens is vllm_patches.expand_batch_to_tokens
+    repaired = types.ModuleType("repaired")
+    mine = lambda *a, **k: vllm_patches.expand_batch_to_tokens(*a, **k)  # noqa: E731
+    repaired.expand_batch_to_tokens = mine  # type: ignore[attr-defined]
+    assert not vllm_patches.repair_sampler(repaired, (0, 99))
+    assert repaired.expand_batch_to_tokens is mine
+    with pytest.raises(RefusedError, match="expand_batch_to_tokens"):
+        vllm_patches.repair_sampler(types.ModuleType("gone"), (0, 99))
+
+
+def test_a_version_without_a_number_is_refused() -> None:
+    assert vllm_patches.release_of("0.32.0+cpu") == (0, 32)
+    with pytest.raises(RefusedError, match="install a released vLLM"):
+        vllm_patches.release_of("dev")
