@@ -32,7 +32,7 @@ MEASURED = {
 }
 # Of draft_trainer, bottom up. A module imports from its own layer or from below.
 LAYERS = (
-    ("sample", "files", "state", "counters", "config", "allocator"),
+    ("sample", "files", "state", "counters", "config"),
     ("kernels", "drafters", "checkpoints"),
     ("ingest",),
     ("recordings",),

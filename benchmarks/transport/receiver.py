@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.transport.bare import bare_server
 from benchmarks.transport.case import AUX_LAYERS, MAX_TOKENS, POLICY_VERSION, RUN, VOCAB
-from draft_trainer.allocator import keep_freed_memory, settle_collector
+from draft_trainer.cli.main import tune_memory
 from draft_trainer.config import parse_config
 from draft_trainer.drafters.eagle3.checkpoint import save_draft
 from draft_trainer.drafters.eagle3.config import HeadConfig
@@ -76,7 +76,6 @@ def main() -> None:
             }
         )
         use_kernels(config.training.cpu_kernels)
-        keep_freed_memory()
         trainer = TrainerServer(config)
         # What is measured ends in the replay buffer; training would take the core from it.
         trainer.loop.start = lambda: None  # type: ignore[method-assign]
@@ -94,7 +93,7 @@ def main() -> None:
         run.add_policy(PolicyHead(POLICY_VERSION, matrix, matrix))
         bare, port = bare_server()
         bare.start()
-        settle_collector()
+        tune_memory()
         try:
             print(trainer.address, f"127.0.0.1:{port}", flush=True)
             for _ in sys.stdin:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
 import grpc
+from tyro.conf import arg
 
-from draft_trainer.cli.output import as_dict, plain, when
-from draft_trainer.cli.trainer import add_address, explain, trainer
+from draft_trainer.cli.trainer import Connection, as_dict, at_least, explained, plain, when
 from slipstream.v1 import console_pb2 as pb
 
 CALL_SECONDS = 3600.0
@@ -25,71 +25,53 @@ _GONE = (
 )
 
 
-def add_to(commands: Any) -> None:
-    """Register the command."""
-    parser = commands.add_parser(
-        "events",
-        help="what happened, and with --follow what happens",
-        description="Prints the newest events, oldest first. With --follow it goes on until it is "
-        "interrupted, over restarts of the trainer, without a gap or a repetition.",
-    )
-    parser.add_argument("--follow", "-f", action="store_true", help="go on with what happens")
-    parser.add_argument(
-        "--newest",
-        type=_count,
-        default=20,
-        metavar="N",
-        help="of those that are kept, so many (default: 20; 0: all kept, the newest 1000)",
-    )
-    parser.add_argument(
-        "--after",
-        type=_count,
-        default=0,
-        metavar="NUMBER",
-        help="only events with a higher number (default: 0)",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    add_address(parser)
-    parser.set_defaults(run=_events)
+@dataclass(frozen=True, kw_only=True)
+class Events(Connection):
+    """What happened, and with --follow what happens.
 
+    Prints the newest events, oldest first. With --follow it goes on until it is interrupted, over
+    restarts of the trainer, without a gap or a repetition.
+    """
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
+    follow: Annotated[bool, arg(aliases=["-f"])] = False
+    """Go on with what happens."""
+    newest: Annotated[int, arg(metavar="N")] = 20
+    """Of those that are kept, so many; 0: all that are kept, the newest 1000."""
+    after: Annotated[int, arg(metavar="NUMBER")] = 0
+    """Only events with a higher number."""
+    json: bool = False
+    """One JSON object a line."""
 
+    def run(self) -> int:
+        """Prints them."""
+        at_least("--newest", self.newest, 0)
+        at_least("--after", self.after, 0)
+        for event in self._wanted():
+            print(_json_line(event) if self.json else _line(event), flush=True)
+        return 0
 
-def _events(arguments: argparse.Namespace) -> int:
-    show = _json_line if arguments.json else _line
-    for event in _wanted(arguments):
-        print(show(event), flush=True)
-    return 0
-
-
-def _wanted(arguments: argparse.Namespace) -> Iterator[pb.Event]:
-    request = pb.WatchEventsRequest(
-        after=arguments.after, newest=arguments.newest, follow=arguments.follow
-    )
-    connected = absent = False
-    with trainer(arguments) as stub:
-        while True:
-            timeout = CALL_SECONDS if arguments.follow else arguments.timeout
-            try:
-                for event in stub.WatchEvents(request, timeout=timeout):
-                    connected, absent = True, False
-                    request.after, request.newest = event.number, 0
-                    yield event
-            except grpc.RpcError as error:
-                code = error.code() if isinstance(error, grpc.Call) else None
-                if not (arguments.follow and connected and code in _GONE):
-                    raise
-                if code is not grpc.StatusCode.DEADLINE_EXCEEDED and not absent:
-                    absent = True
-                    text = explain(error, arguments.address)
-                    print(f"draft-trainer: {text}; trying again", file=sys.stderr, flush=True)
-            if not arguments.follow:
-                return
-            time.sleep(RETRY_SECONDS)
+    def _wanted(self) -> Iterator[pb.Event]:
+        request = pb.WatchEventsRequest(after=self.after, newest=self.newest, follow=self.follow)
+        timeout = CALL_SECONDS if self.follow else self.timeout
+        connected = absent = False
+        with self.trainer() as stub:
+            while True:
+                try:
+                    for event in stub.WatchEvents(request, timeout=timeout):
+                        connected, absent = True, False
+                        request.after, request.newest = event.number, 0
+                        yield event
+                except grpc.RpcError as error:
+                    code = error.code() if isinstance(error, grpc.Call) else None
+                    if not (self.follow and connected and code in _GONE):
+                        raise
+                    if code is not grpc.StatusCode.DEADLINE_EXCEEDED and not absent:
+                        absent = True
+                        text = explained(error, self.address)
+                        print(f"draft-trainer: {text}; trying again", file=sys.stderr, flush=True)
+                if not self.follow:
+                    return
+                time.sleep(RETRY_SECONDS)
 
 
 def kind_name(event: pb.Event) -> str:

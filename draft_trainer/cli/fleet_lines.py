@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from draft_trainer.cli.output import plain
 from draft_trainer.cli.past import DASH, number, per_position, share, slot_lengths
 from draft_trainer.cli.sparkline import sparkline
+from draft_trainer.cli.trainer import plain
 from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
 

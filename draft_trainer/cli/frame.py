@@ -10,7 +10,6 @@ from rich.text import Text
 
 from draft_trainer.cli.events import described, kind_name
 from draft_trainer.cli.fleet_lines import fleet_lines, heading
-from draft_trainer.cli.output import mebibytes, plain
 from draft_trainer.cli.past import (
     DASH,
     duration,
@@ -23,6 +22,7 @@ from draft_trainer.cli.past import (
     share,
 )
 from draft_trainer.cli.sparkline import bar, sparkline
+from draft_trainer.cli.trainer import mebibytes, plain
 from slipstream.v1 import console_pb2, release_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
 

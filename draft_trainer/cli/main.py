@@ -1,34 +1,239 @@
-"""``draft-trainer``: run the trainer, ask a running one, or make a draft offline."""
+"""``draft-trainer``: run the trainer, ask a running one, or make a draft offline.
+
+Every command is a dataclass: its fields are the options, its docstring is the help, ``run`` does
+the work and returns the exit code. Nothing that loads torch is imported before ``run``.
+"""
 
 from __future__ import annotations
 
-import argparse
+import ctypes
+import gc
+import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-import grpc
+import tyro
+from tyro.conf import Positional, arg, subcommand
 
-from draft_trainer.cli import completion, events, fit, init, releases, serve, status, top
-from draft_trainer.cli.trainer import explain
+from draft_trainer.cli.events import Events
+from draft_trainer.cli.offline import Fit, Init
+from draft_trainer.cli.release_actions import Export, Import, Pin, Promote, Rollback, Unpin
+from draft_trainer.cli.releases import Diff, List, Show, Verdicts, Verify
+from draft_trainer.cli.status import Status
+from draft_trainer.cli.top import Top
 from slipstream.errors import RefusedError
 
+if TYPE_CHECKING:
+    from draft_trainer.config import TrainingConfig
+    from draft_trainer.training.ranks import Ranks
+
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+
+
+class Command(Protocol):
+    """What the command line was parsed to."""
+
+    def run(self) -> int:
+        """Do it; the exit code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Run the trainer.
+
+    Runs until SIGTERM or SIGINT. Prints one line when it is ready. Several ranks: torchrun
+    --nproc-per-node N --no-python draft-trainer serve ...; rank 0 is the server.
+    """
+
+    config: Annotated[Path, arg(metavar="FILE")]
+    """TOML with the sections server, access, credentials, draft, replay, training, gate, publish,
+    canary and recording; paths in it are relative to its folder."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """What goes to stderr."""
+
+    def run(self) -> int:
+        """0: stopped by a signal; 1: training failed, or not everything ended in time."""
+        from draft_trainer.config import load_config
+        from draft_trainer.kernels.library import use_kernels
+        from draft_trainer.server.app import TrainerServer
+        from draft_trainer.training.ranks import RankLostError, Ranks
+
+        logging.basicConfig(
+            level=self.log_level.upper(),
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+            stream=sys.stderr,
+        )
+        config = load_config(self.config)
+        # Compiles now, so that no training step waits for a compiler.
+        logging.getLogger(__name__).info(use_kernels(config.training.cpu_kernels))
+        try:
+            ranks = Ranks.join(config.training.rank_timeout_s, config.training.device)
+            if ranks.rank > 0:
+                return _follow(ranks, config.training)
+        except RankLostError as error:
+            print(f"draft-trainer: {error}; start all ranks again", file=sys.stderr)
+            return FAILED
+        server = TrainerServer(config, ranks)
+        ended = server.died
+        signalled = threading.Event()
+
+        def on_signal(number: int, frame: object) -> None:
+            signalled.set()
+            ended.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, on_signal)
+        tune_memory()
+        server.start()
+        print(server.ready_line, flush=True)
+        ended.wait()
+        clean = server.stop()
+        if not signalled.is_set():
+            print(
+                "draft-trainer: training ended with the error above; a restart resumes from the "
+                "newest training state",
+                file=sys.stderr,
+            )
+            return FAILED
+        if not clean:
+            print("draft-trainer: not everything ended in time", file=sys.stderr)
+            return FAILED
+        return 0
+
+
+def _follow(ranks: Ranks, training: TrainingConfig) -> int:
+    import torch
+
+    from draft_trainer.config import learner_config
+    from draft_trainer.training.followers import follow
+
+    # A signal reaches all ranks: these end when rank 0 tells them to, after its last step.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(training.threads)
+    os.nice(training.nice)
+    follow(ranks, learner_config(training))
+    return 0
+
+
+def tune_memory() -> None:
+    """Settings of glibc and of Python's collector for a process that receives large messages.
+
+    glibc returns freed megabytes to the system at once, and every message would fault its pages in
+    anew: up to 64 MiB are kept. The cyclic collector skips what exists now (modules, which live as
+    long as the process) and runs less often.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    trim_threshold, mmap_threshold = -1, -3  # malloc.h of glibc; 32 MiB is its largest mmap value
+    if mallopt is not None and mallopt(mmap_threshold, 32 << 20):
+        mallopt(trim_threshold, 64 << 20)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, *gc.get_threshold()[1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """Print a shell's completion script.
+
+    bash: source <(draft-trainer completion bash). zsh: write it to a file _draft-trainer in a
+    folder of $fpath. fish: write it to ~/.config/fish/completions/draft-trainer.fish.
+    """
+
+    shell: Positional[Literal["bash", "zsh", "fish"]]
+    """The shell."""
+
+    def run(self) -> int:
+        """Prints the script."""
+        import contextlib
+
+        with contextlib.suppress(SystemExit):
+            _parse(["--tyro-print-completion", self.shell])
+        return 0
+
+
+@dataclass(frozen=True)
+class Releases:
+    """Look at releases, copy them in and out, move the fleet.
+
+    A release is an immutable draft checkpoint in a trainer's registry. Commands ask the trainer at
+    --address; those with --registry also work on the folder itself, without one.
+    """
+
+    action: (
+        Annotated[List, subcommand("list")]
+        | Annotated[Show, subcommand("show")]
+        | Annotated[Verdicts, subcommand("verdicts")]
+        | Annotated[Diff, subcommand("diff")]
+        | Annotated[Verify, subcommand("verify")]
+        | Annotated[Promote, subcommand("promote")]
+        | Annotated[Rollback, subcommand("rollback")]
+        | Annotated[Pin, subcommand("pin")]
+        | Annotated[Unpin, subcommand("unpin")]
+        | Annotated[Export, subcommand("export")]
+        | Annotated[Import, subcommand("import")]
+    )
+
+    def run(self) -> int:
+        """Runs the action."""
+        return self.action.run()
+
+
+_COMMANDS: Any = (
+    Annotated[Serve, subcommand("serve")]
+    | Annotated[Init, subcommand("init")]
+    | Annotated[Fit, subcommand("fit")]
+    | Annotated[Status, subcommand("status")]
+    | Annotated[Top, subcommand("top")]
+    | Annotated[Events, subcommand("events")]
+    | Annotated[Releases, subcommand("releases")]
+    | Annotated[Completion, subcommand("completion")]
+)
+
+
+def parse(argv: Sequence[str] | None = None) -> Any:
+    """The command that the arguments name, a dataclass of this package.
+
+    Raises:
+        SystemExit: 2, the arguments are wrong (told on stderr); 0, help was asked for.
+    """
+    return _parse(sys.argv[1:] if argv is None else list(argv))
+
+
+def _parse(argv: list[str]) -> Any:
+    return tyro.cli(
+        _COMMANDS,
+        prog="draft-trainer",
+        description="Trains an EAGLE-3 draft on a moving policy's states and publishes it.",
+        args=argv,
+        config=(
+            tyro.conf.FlagCreatePairsOff,
+            tyro.conf.OmitArgPrefixes,
+            tyro.conf.OmitSubcommandPrefixes,
+            tyro.conf.DisallowNone,
+        ),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. 0: done; 1: it failed on the way; 2: refused, with the reason on stderr;
     130: interrupted."""
-    arguments = build_parser().parse_args(argv)
+    command: Command = parse(argv)
     try:
-        return int(arguments.run(arguments))
+        return command.run()
     except RefusedError as error:
         print(f"draft-trainer: {error}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read this had enough of it (| head). Python would try to flush once more.
+        # The reader has closed the pipe (| head). Python would try to flush once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:
@@ -38,18 +243,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return FAILED
-    except grpc.RpcError as error:
-        print(f"draft-trainer: {explain(error, arguments.address)}", file=sys.stderr)
-        return REFUSED
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Every command with its options."""
-    parser = argparse.ArgumentParser(
-        prog="draft-trainer",
-        description="Trains an EAGLE-3 draft head on a moving policy's states and publishes it.",
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (serve, init, fit, status, top, events, releases, completion):
-        command.add_to(commands)
-    return parser

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from draft_trainer.cli.output import as_dict, plain, print_json, print_table, when
 from draft_trainer.cli.past import DASH, number, per_position, share
-from draft_trainer.cli.trainer import add_address, trainer
+from draft_trainer.cli.trainer import (
+    Connection,
+    as_dict,
+    plain,
+    print_json,
+    print_table,
+    when,
+)
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 _TABLES = ("servers", "last_minute", "trial", "last_verdict", "last_gate")
 
 
-def add_to(commands: Any) -> None:
-    """Register the command."""
-    parser = commands.add_parser("status", help="where a running trainer stands")
-    parser.add_argument("--json", action="store_true", help="the whole status as JSON")
-    add_address(parser)
-    parser.set_defaults(run=_status)
+@dataclass(frozen=True, kw_only=True)
+class Status(Connection):
+    """Where a running trainer stands."""
 
+    json: bool = False
+    """The whole status as JSON."""
 
-def _status(arguments: argparse.Namespace) -> int:
-    with trainer(arguments) as stub:
-        status = stub.GetStatus(pb.GetStatusRequest(), timeout=arguments.timeout)
-    if arguments.json:
-        print_json(as_dict(status))
+    def run(self) -> int:
+        """Prints it."""
+        with self.trainer() as stub:
+            status = stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout)
+        if self.json:
+            print_json(as_dict(status))
+        else:
+            _print(status)
         return 0
+
+
+def _print(status: pb.TrainerStatus) -> None:
     for field in status.DESCRIPTOR.fields:
         if field.name not in _TABLES:
             print(f"{field.name.replace('_', ' '):32}{_text(status, field)}")
@@ -39,7 +50,6 @@ def _status(arguments: argparse.Namespace) -> int:
         text = f"draft {trial.draft_version} against {trial.incumbent_version}"
         print(f"{'trial':32}{text} on {', '.join(map(plain, trial.servers))}")
     _fleet(status)
-    return 0
 
 
 def _fleet(status: pb.TrainerStatus) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import select
 import sys
@@ -11,11 +10,13 @@ import time
 import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import grpc
+from tyro.conf import arg
 
-from draft_trainer.cli.trainer import add_address, explain, trainer
+from draft_trainer.cli.trainer import Connection, explained
 from slipstream.errors import RefusedError
 from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -27,54 +28,42 @@ KEY_SECONDS = 0.25
 HISTORY_SECONDS = 5.0
 
 
-def add_to(commands: Any) -> None:
-    """Register the command."""
-    parser = commands.add_parser(
-        "top",
-        help="a running trainer, live in the terminal",
-        description="Draws fleet, acceptance, ingest, training, gate and the newest events, and "
-        "draws them again every second. q ends it.",
-    )
-    parser.add_argument("--once", action="store_true", help="print it once and end")
-    parser.add_argument(
-        "--interval",
-        type=_seconds,
-        default=1.0,
-        metavar="S",
-        help="seconds between two pictures, 0.2 to 60 (default: 1)",
-    )
-    add_address(parser, timeout=10.0)
-    parser.set_defaults(run=_top)
+@dataclass(frozen=True, kw_only=True)
+class Top(Connection):
+    """A running trainer, live in the terminal.
 
+    Draws fleet, acceptance, ingest, training, gate and the newest events, and draws them again
+    every second. q ends it.
+    """
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.2 <= value <= 60.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0.2 to 60")
-    return value
+    timeout: Annotated[float, arg(metavar="S")] = 10.0
+    """Seconds to wait for the answer."""
+    once: bool = False
+    """Print it once and end."""
+    interval: Annotated[float, arg(metavar="S")] = 1.0
+    """Seconds between two pictures, 0.2 to 60."""
 
+    def run(self) -> int:
+        """Draws until q is pressed."""
+        from rich.console import Console
 
-def _top(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
+        from draft_trainer.cli.frame import Seen, frame
 
-    from draft_trainer.cli.frame import Seen, frame
-
-    console = Console(highlight=False, soft_wrap=True)
-    if not arguments.once and not console.is_terminal:
-        raise RefusedError("stdout", "no terminal", "a terminal", "use --once for scripts")
-    with trainer(arguments) as stub:
-        status = stub.GetStatus(pb.GetStatusRequest(), timeout=arguments.timeout)
-        seen = Seen(arguments.address, status, console_pb2.History())
-        _ask_past(stub, seen, arguments.timeout)
-        if arguments.once:
-            for line in frame(seen, console.width, None, time.time()):
-                console.print(line)
-            return 0
-        _live(console, stub, seen, arguments.interval)
-    return 0
+        if not 0.2 <= self.interval <= 60.0:
+            raise RefusedError("--interval", self.interval, "0.2 to 60", "choose from that range")
+        console = Console(highlight=False, soft_wrap=True)
+        if not self.once and not console.is_terminal:
+            raise RefusedError("stdout", "no terminal", "a terminal", "use --once for scripts")
+        with self.trainer() as stub:
+            status = stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout)
+            seen = Seen(self.address, status, console_pb2.History())
+            _ask_past(stub, seen, self.timeout)
+            if self.once:
+                for line in frame(seen, console.width, None, time.time()):
+                    console.print(line)
+            else:
+                _live(console, stub, seen, self.interval)
+        return 0
 
 
 def _live(console: Any, stub: pb_grpc.DraftTrainerStub, seen: Any, interval: float) -> None:
@@ -119,7 +108,7 @@ def _ask(stub: pb_grpc.DraftTrainerStub, seen: Any, with_past: bool) -> None:
         seen.error, seen.asked_at = "", time.time()
     except grpc.RpcError as error:
         age = time.time() - seen.asked_at
-        seen.error = f"no answer for {age:.0f} s, trying again. {explain(error, seen.address)}"
+        seen.error = f"no answer for {age:.0f} s, trying again. {explained(error, seen.address)}"
 
 
 def _ask_past(stub: pb_grpc.DraftTrainerStub, seen: Any, timeout: float) -> None:

@@ -1,136 +1,169 @@
-"""How a command reaches a running trainer."""
+"""What the commands share: the connection to a running trainer, and how answers are printed."""
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import grpc
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from tyro.conf import arg
 
-from slipstream.client import open_channel
 from slipstream.errors import RefusedError, refused_from
 from slipstream.security import ClientCredentials
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
+DEFAULT_ADDRESS = "127.0.0.1:50051"
 _UNTRUSTED = re.compile(
     r"(?<=CERTIFICATE_VERIFY_FAILED: )[^:\]]+|Hostname Verification Check failed|"
     r"Peer name \S+ is not in peer certificate"
 )
 """How gRPC's core says that it does not trust a server."""
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+def _file_from(variable: str) -> Callable[[], Path | None]:
+    return lambda: Path(os.environ[variable]) if os.environ.get(variable) else None
 
 
-def add_address(parser: argparse.ArgumentParser, timeout: float = 120.0) -> None:
-    """The options that every command to a running trainer has."""
-    parser.add_argument(
-        "--address",
-        default=DEFAULT_ADDRESS,
-        metavar="HOST:PORT",
-        help=f"the trainer's gRPC address (default: {DEFAULT_ADDRESS})",
+File = Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(optional)")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """The options of every command that asks a running trainer.
+
+    The credentials are files. Environment variables (SLIPSTREAM_CA and so on) give defaults.
+    """
+
+    address: Annotated[str, arg(metavar="HOST:PORT")] = DEFAULT_ADDRESS
+    """The trainer's gRPC address."""
+    timeout: Annotated[float, arg(metavar="S")] = 120.0
+    """Seconds to wait for the answer."""
+    ca: File = field(default_factory=_file_from("SLIPSTREAM_CA"))
+    """PEM of the CA that signed the trainer's certificate; turns TLS on."""
+    certificate: File = field(default_factory=_file_from("SLIPSTREAM_CERTIFICATE"))
+    """PEM of a client certificate."""
+    key: File = field(default_factory=_file_from("SLIPSTREAM_KEY"))
+    """PEM of the client certificate's private key."""
+    token_file: File = field(default_factory=_file_from("SLIPSTREAM_TOKEN_FILE"))
+    """File with a token that has the role this command needs."""
+    server_name: Annotated[str, arg(metavar="NAME")] = field(
+        default_factory=lambda: os.environ.get("SLIPSTREAM_SERVER_NAME", "")
     )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=timeout,
-        metavar="S",
-        help=f"seconds to wait for its answer (default: {timeout:.0f})",
-    )
-    add_credentials(parser)
+    """Name in the trainer's certificate, where it differs from the host in --address."""
+    allow_plaintext: bool = False
+    """Send the token over the network without TLS."""
 
+    @contextmanager
+    def trainer(self) -> Iterator[pb_grpc.DraftTrainerStub]:
+        """The trainer's calls, for the length of a ``with`` block.
 
-def add_credentials(parser: argparse.ArgumentParser) -> None:
-    """The options that say what is shown to the trainer; each has an environment variable."""
-    group = parser.add_argument_group(
-        "credentials", "Files, for a trainer with [access]; SLIPSTREAM_CA and so on are defaults."
-    )
-    for option, what in (
-        ("ca", "PEM of the CA that signed the trainer's certificate; turns TLS on"),
-        ("certificate", "PEM of a client certificate"),
-        ("key", "PEM of its private key"),
-        ("token-file", "file with a token, which has the role that the command needs"),
-    ):
-        default = os.environ.get(f"SLIPSTREAM_{option.replace('-', '_').upper()}")
-        group.add_argument(
-            f"--{option}",
-            type=Path,
-            default=Path(default) if default else None,
-            metavar="FILE",
-            help=what,
+        Raises:
+            RefusedError: a file cannot be used, or a call failed and the block did not catch it.
+        """
+        from slipstream.client import open_channel
+
+        shown = ClientCredentials(
+            self.ca,
+            self.certificate,
+            self.key,
+            self.token_file,
+            self.server_name,
+            self.allow_plaintext,
         )
-    group.add_argument(
-        "--server-name",
-        default=os.environ.get("SLIPSTREAM_SERVER_NAME", ""),
-        metavar="NAME",
-        help="name in the trainer's certificate, where it is not that of --address",
-    )
-    group.add_argument(
-        "--allow-plaintext",
-        action="store_true",
-        help="send the token over the network without TLS",
-    )
+        shown.check("--")
+        shown.check_address(self.address, "--address")
+        with open_channel(self.address, credentials=shown) as channel:
+            try:
+                yield pb_grpc.DraftTrainerStub(channel)
+            except grpc.RpcError as error:
+                raise explained(error, self.address) from error
 
 
-def credentials_of(arguments: argparse.Namespace) -> ClientCredentials:
-    """What the options say, checked. Raises RefusedError: a file cannot be used."""
-    shown = ClientCredentials(
-        arguments.ca,
-        arguments.certificate,
-        arguments.key,
-        arguments.token_file,
-        arguments.server_name,
-        arguments.allow_plaintext,
-    )
-    shown.check("--")
-    shown.check_address(arguments.address, "--address")
-    return shown
-
-
-@contextmanager
-def trainer(arguments: argparse.Namespace) -> Iterator[pb_grpc.DraftTrainerStub]:
-    """The trainer's calls, for the length of a ``with`` block."""
-    with open_channel(arguments.address, credentials=credentials_of(arguments)) as channel:
-        yield pb_grpc.DraftTrainerStub(channel)
-
-
-def explain(error: grpc.RpcError, address: str) -> str:
+def explained(error: grpc.RpcError, address: str) -> RefusedError:
     """A failed call in one line, with the next step."""
     refusal = refused_from(error)
     if refusal is not None:
-        return str(refusal)
+        return refusal
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
     details = error.details() if isinstance(error, grpc.Call) else str(error)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return str(
-            RefusedError(
-                "--timeout",
-                f"no answer from {address} in time",
-                "an answer",
-                "look at draft-trainer status; give it longer with --timeout",
-            )
+        return RefusedError(
+            "--timeout",
+            f"no answer from {address} in time",
+            "an answer",
+            "look at draft-trainer status; give it longer with --timeout",
         )
     untrusted = _UNTRUSTED.search(details or "")
     if untrusted is not None:
-        return str(
-            RefusedError(
-                "--ca",
-                f"a certificate of {address} that does not stand up to it ({untrusted.group()})",
-                "a certificate of that CA, valid now, for the name in --address",
-                "look at it with: openssl s_client -connect ADDRESS -showcerts; give the right "
-                "--ca, or --server-name where the address is not the name in it",
-            )
+        return RefusedError(
+            "--ca",
+            f"a certificate of {address} that is not trusted ({untrusted.group()})",
+            "a certificate of that CA, valid now, for the name in --address",
+            "look at it with: openssl s_client -connect ADDRESS -showcerts; give the right --ca, "
+            "or --server-name where the address is not the name in it",
         )
-    return str(
-        RefusedError(
-            "--address",
-            f"{address} ({code.name}: {details})",
-            "a running draft-trainer",
-            "start it with draft-trainer serve, or give the address that it printed when it was "
-            "ready; --ca where it has a certificate, --certificate and --key where it has "
-            "access.client_ca",
-        )
+    return RefusedError(
+        "--address",
+        f"{address} ({code.name}: {plain(details or '')})",
+        "a running draft-trainer",
+        "start it with draft-trainer serve, or give the address that it printed when it was ready; "
+        "--ca where it has a certificate, --certificate and --key where it has access.client_ca",
     )
+
+
+def at_least(option: str, value: float | None, least: float) -> None:
+    """Check an option, where it is given. Raises RefusedError: the value is below ``least``."""
+    if value is not None and not value >= least:
+        raise RefusedError(option, value, f"at least {least:g}", f"raise {option}")
+
+
+def as_dict(message: Message) -> dict[str, object]:
+    """A message as JSON, with the fields that have their default value; bytes as base64."""
+    return json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def print_json(value: object) -> None:
+    """Print it, indented."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_table(rows: Sequence[Sequence[object]]) -> None:
+    """Print rows in columns; the first row is the head.
+
+    A column whose head ends with a blank is aligned to the left, others to the right.
+    """
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i].strip()) for row in texts) for i in range(len(texts[0]))]
+    for row in texts:
+        cells = [
+            cell.strip().ljust(width) if head.endswith(" ") else cell.strip().rjust(width)
+            for cell, width, head in zip(row, widths, texts[0], strict=True)
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def plain(text: str) -> str:
+    """One line without control characters, so that a peer's text cannot steer the terminal."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def mebibytes(size: int) -> str:
+    """Bytes in MiB, in at least three digits."""
+    mib = size / 2**20
+    return f"{mib:.0f}" if mib >= 100 else f"{mib:.3g}"
+
+
+def when(seconds: float) -> str:
+    """Seconds since the epoch as local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from draft_trainer.cli.main import build_parser as trainer_parser
+from draft_trainer.cli.main import parse
 from examples.torch_loop.options import build_parser
 from tests.deploy.manifests import (
     OVERLAYS,
@@ -83,7 +83,7 @@ def test_the_ring_is_memory_of_both_containers(manifests: list[Manifest]) -> Non
 
 def test_the_programs_take_their_arguments(manifests: list[Manifest]) -> None:
     trainer = container(manifests, "draft-trainer")
-    arguments = trainer_parser().parse_args(trainer["args"])
+    arguments = parse(trainer["args"])
     mounted = {m["mountPath"] for m in trainer["volumeMounts"]}
     assert str(arguments.config.parent) in mounted
     config = trainer_config(manifests)

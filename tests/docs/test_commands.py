@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_trainer.cli.main import build_parser
+from draft_trainer.cli.main import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -65,7 +65,7 @@ def test_a_command_is_understood(
     if program == "make":
         assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif program == "draft-trainer":
-        build_parser().parse_args(arguments)
+        parse(arguments)
     elif program == "rollout-server":
         assert arguments[0] in ("serve", "fleet")
         files = ["launch.py"]

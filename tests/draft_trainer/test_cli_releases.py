@@ -247,7 +247,7 @@ def test_every_command_explains_itself(capsys: Capture) -> None:
         main(["releases", "--help"])
     overview = capsys.readouterr().out
     for command in commands:
-        assert f"    {command} " in overview
+        assert f"• {command} " in overview
         with pytest.raises(SystemExit) as caught:
             main(["releases", command, "--help"])
         text = capsys.readouterr().out

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import pytest
 
-from draft_trainer.cli.completion import SHELLS
 from draft_trainer.cli.main import main
 from slipstream.client import open_channel
 from slipstream.v1 import console_pb2
@@ -318,15 +317,14 @@ def test_history_over_the_wire(live: Live) -> None:
     assert [past.address for past in history.servers] == [live.double.address]
 
 
-@pytest.mark.parametrize("shell", SHELLS)
-def test_completion(shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("shtab", reason="no shtab: python -m pip install shtab")
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, script = run(capsys, "completion", shell)
     assert code == 0 and "events" in script and "follow" in script
     if shell == "bash":
         ask = (
             f"{script}\nCOMP_WORDS=(draft-trainer eve) COMP_CWORD=1\n"
-            "_shtab_draft_trainer draft-trainer eve draft-trainer; echo ${COMPREPLY[@]}"
+            "_tyro_draft_trainer; echo ${COMPREPLY[@]}"
         )
         done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
         assert done.stdout.split() == ["events"], done.stderr

@@ -1,0 +1,218 @@
+"""``draft-trainer init`` and ``fit``: a draft from nothing, and its training on recorded states."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+from draft_trainer.cli.trainer import File, at_least
+from slipstream.errors import RefusedError
+
+DEFAULT_DRAFT_VOCAB = 32_000
+
+Folder = Annotated[Path, arg(metavar="DIR")]
+OptionalFolder = Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(optional)")]
+Rate = Annotated[float | None, arg(metavar="X", help_behavior_hint="(optional)")]
+Count = Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Init:
+    """Make a draft for a policy from scratch.
+
+    Makes an untrained EAGLE-3 draft that vLLM loads: sizes, lm_head and final norm from the policy,
+    the draft vocabulary from the tokens that were recorded most often. Train it with draft-trainer
+    fit, or with draft-trainer serve.
+    """
+
+    policy: Folder
+    """The policy's Hugging Face checkpoint (safetensors)."""
+    out: Folder
+    """The draft; must not exist."""
+    states: OptionalFolder = None
+    """Recorded states of the policy, to choose the draft vocabulary by; without them it is the
+    policy's whole vocabulary."""
+    draft_vocab: Count = None
+    """Tokens that the draft can propose; by default 32000, or all where there are fewer."""
+    aux_layers: Annotated[str | None, arg(metavar="L,L,L", help_behavior_hint="(optional)")] = None
+    """Policy layers whose output the draft reads, as numbers of layers passed; by default the
+    recorded ones, or 2, n // 2 and n - 3."""
+    intermediate_size: Count = None
+    """Width of the draft's MLP; by default the policy's."""
+    seed: Annotated[int, arg(metavar="N")] = 0
+    """Of the random weights."""
+
+    def run(self) -> int:
+        """Writes the draft and prints what was made."""
+        import torch
+
+        from draft_trainer.checkpoints.policy import read_policy, size_of
+        from draft_trainer.drafters.eagle3.checkpoint import save_draft
+        from draft_trainer.drafters.eagle3.initial import choose_draft_vocabulary, init_draft
+        from draft_trainer.files import check_free, folder_written_whole
+        from draft_trainer.offline.fit import Progress
+        from draft_trainer.recordings.recording import Recording
+
+        at_least("--draft-vocab", self.draft_vocab, 1)
+        at_least("--intermediate-size", self.intermediate_size, 1)
+        layers = None if self.aux_layers is None else _layers(self.aux_layers)
+        check_free(self.out, "--out")
+        policy = read_policy(self.policy)
+        vocab = size_of(policy.config, "vocab_size")
+        ids, chosen = torch.arange(vocab), ""
+        if self.states is not None:
+            progress = Progress()
+            recording = Recording(
+                self.states,
+                lambda done, total: progress.update(
+                    f"verifying recorded states {done / total:4.0%}"
+                ),
+            )
+            recording.check_policy(policy.config)
+            layers = layers or recording.facts.aux_layer_ids
+            recording.select_layers(layers)
+            allowed, counts = recording.lm_head_ids(), recording.completion_token_counts()
+            size = self.draft_vocab or min(DEFAULT_DRAFT_VOCAB, len(allowed))
+            ids = choose_draft_vocabulary(counts, size, allowed)
+            share = int(counts[ids].sum()) / max(int(counts.sum()), 1)
+            chosen = f", {share:.2%} of the {int(counts.sum()):,} recorded completion tokens"
+        elif self.draft_vocab not in (None, vocab):
+            raise RefusedError(
+                "--draft-vocab",
+                self.draft_vocab,
+                f"recorded states to choose the tokens by, or all {vocab} tokens",
+                "give --states, or leave --draft-vocab out",
+            )
+        head = init_draft(
+            policy,
+            ids,
+            aux_layer_ids=layers,
+            intermediate_size=self.intermediate_size,
+            seed=self.seed,
+        )
+        config = head.config
+        with folder_written_whole(self.out) as temporary:
+            save_draft(temporary, head)
+        print(
+            f"{self.out}: {sum(p.numel() for p in head.parameters()):,} parameters; auxiliary "
+            f"states after layers {', '.join(map(str, config.aux_layer_ids))}; draft vocabulary "
+            f"{len(ids):,} of {vocab:,} tokens{chosen}"
+        )
+        return 0
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise RefusedError(
+            "--aux-layers", repr(text), "numbers as in 2,18,33", "separate them by commas"
+        ) from error
+
+
+def _key(dotted: str) -> dict[str, str]:
+    return {"key": dotted}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Train a draft on recorded states.
+
+    Trains a draft offline, estimates its acceptance length on held-out prompts before, during and
+    after, and keeps its best weights. --out is a draft that vLLM loads, with training.jsonl and
+    training.svg beside it. SIGTERM and SIGINT end it after the current step; so ended, or killed,
+    it goes on with --resume. Several ranks: torchrun --standalone --nproc-per-node N --no-python
+    draft-trainer fit ...
+    """
+
+    states: Folder
+    """Recorded states."""
+    draft: Folder
+    """The draft to begin with, as draft-trainer init makes it."""
+    out: Folder
+    """The trained draft; must not exist, unless it is resumed."""
+    policy: OptionalFolder = None
+    """The draft's policy; needed where the draft's checkpoint does not say everything."""
+    config: File = None
+    """TOML with the sections fit and training; the options below override it."""
+    resume: bool = False
+    """Go on with the unfinished fit in --out; begin one if there is none."""
+    epochs: Count = dataclasses.field(default=None, metadata=_key("fit.epochs"))
+    """Passes over the data (3)."""
+    draft_length: Count = dataclasses.field(
+        default=None, metadata=_key("fit.num_speculative_tokens")
+    )
+    """Speculative tokens that will be served (3)."""
+    learning_rate: Annotated[float | None, arg(metavar="X", help_behavior_hint="(optional)")] = (
+        dataclasses.field(default=None, metadata=_key("training.learning_rate"))
+    )
+    """AdamW's, after warm-up (1e-3)."""
+    batch_tokens: Count = dataclasses.field(default=None, metadata=_key("training.batch_tokens"))
+    """Tokens of one step (4096)."""
+    ttt_steps: Count = dataclasses.field(default=None, metadata=_key("training.ttt_steps"))
+    """Depth of the training-time test (5)."""
+    compute_dtype: Literal["float32", "bfloat16"] | None = dataclasses.field(
+        default=None, metadata=_key("training.compute_dtype")
+    )
+    """Of matrix products; weights and optimizer are float32 either way (float32)."""
+    device: Literal["cpu", "cuda"] | None = dataclasses.field(
+        default=None, metadata=_key("training.device")
+    )
+    """Where it computes (cpu)."""
+    threads: Count = dataclasses.field(default=None, metadata=_key("training.threads"))
+    """Threads of torch (torch's own choice)."""
+    seed: Count = dataclasses.field(default=None, metadata=_key("training.seed"))
+    """Orders the data (0)."""
+
+    def run(self) -> int:
+        """0: trained to the end; 128 plus the signal's number: ended by it, to be resumed."""
+        import torch
+
+        from draft_trainer.kernels.library import use_kernels
+        from draft_trainer.offline.fit import Fit as Training
+        from draft_trainer.offline.fit import FitFolders, Progress, fit_config
+        from draft_trainer.training.ranks import RankLostError, Ranks
+
+        options = {
+            field.metadata["key"]: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if "key" in field.metadata and getattr(self, field.name) is not None
+        }
+        config = fit_config(self.config, options)
+        training = config.training
+        if "threads" in training.model_fields_set:
+            torch.set_num_threads(training.threads)
+        if training.device == "cpu":
+            use_kernels(training.cpu_kernels)
+        stopping = threading.Event()
+        caught: list[int] = []
+
+        def on_signal(number: int, frame: object) -> None:
+            caught.append(number)
+            stopping.set()
+            # A second one ends it at once.
+            signal.signal(number, signal.SIG_DFL)
+
+        before = {
+            number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            ranks = Ranks.join(training.rank_timeout_s, training.device)
+            progress = Progress(sys.stderr if ranks.rank == 0 else None)
+            folders = FitFolders(self.states, self.draft, self.out, self.policy)
+            done = Training(folders, config, ranks, progress).run(stopping, self.resume)
+            ranks.leave()
+        except RankLostError as error:
+            print(f"draft-trainer: {error}; start all ranks again with --resume", file=sys.stderr)
+            return 1
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return 0 if done else 128 + (caught or [signal.SIGTERM])[0]

@@ -1,0 +1,275 @@
+"""``draft-trainer releases promote | rollback | pin | unpin | export | import``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from draft_trainer.cli.releases import Folder, Manifest, Reading, RegistryFolder, Version
+from draft_trainer.cli.trainer import Connection, as_dict, plain, print_json
+from slipstream.errors import RefusedError
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from draft_trainer.drafters import DraftCheckpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping(Connection):
+    """Options of a command that changes what a running trainer keeps."""
+
+    json: bool = False
+    """The answer as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promote(Reading):
+    """Stage and commit a release on every rollout server, past the gate.
+
+    Where that fails on one server, all go back to the release they had. Exit status 1: it did. With
+    --registry the next trainer on that folder does it.
+    """
+
+    version: Version
+    """Draft version of the release."""
+    pin: bool = False
+    """No candidate of the gate replaces it, until a release is promoted without --pin."""
+
+    def run(self) -> int:
+        """Prints what every server serves."""
+        if self.registry is not None:
+            from draft_trainer.releases.registry import promote_offline
+
+            promote_offline(RegistryFolder(self.registry).registry, self.version, self.pin)
+            return _report(pb.PublishResult(draft_version=self.version), self.json)
+        request = pb.PromoteReleaseRequest(draft_version=self.version, pin=self.pin)
+        with self.trainer() as stub:
+            result = stub.PromoteRelease(request, timeout=self.timeout)
+        return _report(result, self.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollback(Reading):
+    """Put every rollout server back to the release that the fleet served before.
+
+    Exit status 1: a server did not follow; it does at the next publish.
+    """
+
+    reason: str = ""
+    """For the trainer's log."""
+
+    def run(self) -> int:
+        """Prints what every server serves."""
+        if self.registry is not None:
+            from draft_trainer.releases.registry import roll_back_offline
+
+            version = roll_back_offline(RegistryFolder(self.registry).registry, self.reason)
+            return _report(pb.PublishResult(draft_version=version), self.json)
+        request = pb.RollBackReleaseRequest(reason=self.reason)
+        with self.trainer() as stub:
+            result = stub.RollBackRelease(request, timeout=self.timeout)
+        return _report(result, self.json)
+
+
+def _report(result: pb.PublishResult, as_json: bool) -> int:
+    if as_json:
+        print_json(as_dict(result))
+    else:
+        print(f"the fleet serves draft {result.draft_version}")
+        for server in result.servers:
+            known = server.HasField("state")
+            serves = f"draft {server.state.draft_version}" if known else "unknown"
+            error = f"; {plain(server.error)}" if server.error else ""
+            print(f"  {plain(server.address)}: {serves}{error}")
+    return 1 if any(server.error for server in result.servers) else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pin(Keeping):
+    """Keep a release whatever draft.keep_releases and draft.keep_bytes say, over restarts."""
+
+    version: Version
+    """Draft version of the release."""
+
+    def run(self) -> int:
+        """Prints why the release is kept."""
+        return _pin(self, self.version, pinned=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unpin(Keeping):
+    """Let draft.keep_releases and draft.keep_bytes decide on a release again."""
+
+    version: Version
+    """Draft version of the release."""
+
+    def run(self) -> int:
+        """Prints why the release is kept."""
+        return _pin(self, self.version, pinned=False)
+
+
+def _pin(command: Keeping, version: int, pinned: bool) -> int:
+    request = pb.PinReleaseRequest(draft_version=version, pinned=pinned)
+    with command.trainer() as stub:
+        use = stub.PinRelease(request, timeout=command.timeout)
+    if command.json:
+        print_json(as_dict(use))
+    else:
+        print(f"draft {use.draft_version} is kept as: {', '.join(use.kept_as) or 'nothing'}")
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(Reading):
+    """Copy a release into a folder, verified, as a checkpoint that vLLM loads.
+
+    As released, its manifest goes with it, and rollout-server --draft knows its version.
+    """
+
+    version: Version
+    """Draft version of the release."""
+    folder: Annotated[Positional[Path], arg(metavar="DIR")]
+    """Must not exist."""
+    layout: Annotated[
+        Literal["plain", "speculators"] | None, arg(help_behavior_hint="(optional)")
+    ] = None
+    """Write it in this layout, without its manifest; by default as released."""
+    policy: Folder = None
+    """The policy's folder, which speculators' layout names."""
+
+    def run(self) -> int:
+        """Writes the folder."""
+        from draft_trainer.files import check_free, folder_written_whole
+
+        check_free(self.folder, "DIR")
+        with self.source() as releases:
+            manifest, tensors = releases.tensors(self.version)
+        with folder_written_whole(self.folder) as temporary:
+            if self.layout is None:
+                _write_as_released(temporary, manifest, tensors)
+            else:
+                self._write_in_layout(temporary, manifest, tensors)
+        layout = self.layout or "as released"
+        if self.json:
+            told = {"draft_version": manifest.draft_version, "layout": layout}
+            print_json({**told, "folder": str(self.folder)})
+        else:
+            print(f"{self.folder}: draft {manifest.draft_version}, {layout}")
+        return 0
+
+    def _write_in_layout(
+        self, folder: Path, manifest: Manifest, tensors: dict[str, Tensor]
+    ) -> None:
+        from tempfile import TemporaryDirectory
+
+        from draft_trainer.drafters import DRAFTERS
+
+        with TemporaryDirectory() as temporary:
+            _write_as_released(Path(temporary), manifest, tensors)
+            head = DRAFTERS["eagle3"].read(Path(temporary)).draft()
+        dtype = tensors["fc.weight"].dtype
+        layout = self.layout or "plain"
+        DRAFTERS[head.kind].save(folder, head, dtype, layout=layout, policy=self.policy)
+
+
+def _write_as_released(folder: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
+    from google.protobuf import json_format
+    from safetensors.torch import save_file
+
+    from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE
+    from draft_trainer.releases.release import MANIFEST_FILE
+
+    (folder / CONFIG_FILE).write_text(manifest.config_json)
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / WEIGHTS_FILE).chmod(0o644)
+    # The same tensors, but the file around them may be some bytes longer or shorter.
+    manifest.weights_bytes = (folder / WEIGHTS_FILE).stat().st_size
+    text = json_format.MessageToJson(manifest, preserving_proto_field_name=True)
+    (folder / MANIFEST_FILE).write_text(text + "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import(Reading):
+    """Make a draft that was trained elsewhere a release.
+
+    Reads a checkpoint in the layout of vLLM, SpecForge, speculators or ModelOpt, checks it, and
+    sends it to the trainer, which checks it again. The release is not promoted: promote it by its
+    number, or let the gate decide with --gate. Exit status 1: it was gated and did not pass.
+    """
+
+    folder: Annotated[Positional[Path], arg(metavar="DIR")]
+    """The checkpoint."""
+    policy: Folder = None
+    """Its policy's folder; needed where the checkpoint does not say everything."""
+    gate: bool = False
+    """Measure it on the trainer's held-out states; a pass promotes it."""
+
+    def run(self) -> int:
+        """Prints the number of the release, and the gate's result."""
+        from draft_trainer.drafters import DRAFTERS
+        from draft_trainer.releases.imports import read_foreign
+
+        if self.registry is not None and self.gate:
+            raise RefusedError(
+                "--gate",
+                "--registry",
+                "a running trainer, which has the states to measure it on",
+                "leave one of them out",
+            )
+        checkpoint = read_foreign(DRAFTERS["eagle3"], self.folder, self.policy)
+        origin = str(self.folder.resolve())
+        if self.registry is not None:
+            answer = _import_offline(checkpoint, origin, self.registry)
+        else:
+            with self.trainer() as stub:
+                answer = stub.ImportRelease(
+                    _import_requests(checkpoint, origin, self.gate), timeout=self.timeout
+                )
+        version, gated = answer.manifest.draft_version, answer.HasField("verdict")
+        if self.json:
+            print_json(as_dict(answer))
+        elif not gated:
+            print(
+                f"draft {version}, not gated and not promoted; to serve it: "
+                f"draft-trainer releases promote {version}"
+            )
+        else:
+            promoted = "promoted" if answer.promoted else "not promoted"
+            print(f"draft {version}, {promoted}; {plain(answer.verdict.reason)}")
+        return 1 if gated and answer.verdict.outcome != "passed" else 0
+
+
+def _import_offline(
+    checkpoint: DraftCheckpoint, origin: str, root: Path
+) -> pb.ImportReleaseResponse:
+    from draft_trainer.releases.imports import release_foreign
+
+    registry = RegistryFolder(root).registry
+    oldest = registry.drafter.read(registry.path(registry.versions()[0]))
+    head = checkpoint.draft_like(oldest)
+    return pb.ImportReleaseResponse(manifest=release_foreign(registry, checkpoint, head, origin))
+
+
+def _import_requests(
+    checkpoint: DraftCheckpoint, origin: str, gate: bool
+) -> Iterator[pb.ImportReleaseRequest]:
+    from tempfile import TemporaryDirectory
+
+    from draft_trainer.checkpoints.draft import CONFIG_FILE, load_tensors
+    from slipstream.tensors import chunks_of, spec_of
+
+    with TemporaryDirectory() as temporary:
+        checkpoint.write(Path(temporary))
+        tensors = load_tensors(Path(temporary))
+        config_json = (Path(temporary) / CONFIG_FILE).read_text()
+    specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+    header = pb.ImportHeader(config_json=config_json, tensors=specs, origin=origin, gate=gate)
+    yield pb.ImportReleaseRequest(header=header)
+    for chunk in chunks_of(tensors):
+        yield pb.ImportReleaseRequest(chunk=chunk)
