@@ -47,7 +47,7 @@ from policy_bridge.model import PolicyModules, find_modules, stamp_of
 from policy_bridge.outbox import HostPool, Outbox
 from policy_bridge.selection import Selector, UniformRandom
 from policy_bridge.session import PolicyMatrices, PolicySnapshot
-from policy_bridge.sync import RolloutFleet, SyncParties, SyncWindow, TrainerProbe
+from policy_bridge.sync import RolloutFleet, SyncWindow, TrainerProbe
 from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
@@ -392,9 +392,7 @@ class PolicyBridge:
         # Weight syncs must not wait behind states that a slow trainer has not read yet.
         self._sync_channel = open_channel(config.trainer, credentials=shown, own_connection=True)
         self._trainer = pb_grpc.DraftTrainerStub(self._sync_channel)
-        self._fleet = RolloutFleet(
-            config.policy_seconds, config.rpc_seconds, config.rollout_credentials
-        )
+        self._fleet = RolloutFleet(config)
         # Unique over processes and restarts that continue one run.
         prefix, numbers = uuid.uuid4().hex[:12], itertools.count()
         self._next_id = lambda: f"{prefix}-{next(numbers)}"
@@ -453,19 +451,16 @@ class PolicyBridge:
             raise RefusedError("version", version, "a whole number >= 0", "count from 0 up")
         session = self._gate.session_for(version)
         snapshot = self._snapshot(session, version)
-        trusted = self._probe.answers()
+        answers = self._probe.answers()
         window = SyncWindow(
             version,
             self._model,
-            SyncParties(
-                trainer=self._trainer,
-                session=session if self._gate.connected and trusted else None,
-                servers=self._config.rollout_servers
-                or (session.rollout_servers if session else ()),
-                fleet=self._fleet,
-            ),
             self._config,
-            lead,
+            trainer=self._trainer,
+            session=session if self._gate.connected and answers else None,
+            servers=self._config.rollout_servers or (session.rollout_servers if session else ()),
+            fleet=self._fleet,
+            lead=lead,
         )
         self._window_open = True
         try:

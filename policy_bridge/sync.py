@@ -1,17 +1,8 @@
-"""The policy's weight-sync window: draft staged before it, committed with it.
+"""The policy's weight sync: the draft is staged before it and committed with it.
 
-The policy does not depend on the sidecar: when the trainer is absent or late
-the bridge commits the policy itself. It does depend on the rollout servers: one
-that does not take the policy is an error to the caller, because training on
-rollouts of a stale policy would go unseen.
-
-The rollout servers, as the bridge needs them: stage the policy, make it live, read back.
-
-Errors of the other side, in one line for people.
-
-Asks a trainer that went silent whether it is back, without waiting for its answer.
-
-A hung trainer would otherwise cost every weight sync its whole deadline.
+The policy does not depend on the trainer: when the trainer is absent or late, the bridge commits
+the policy itself. It does depend on the rollout servers: a server that does not take the policy is
+an error to the caller, because training on rollouts of a stale policy would go unnoticed.
 """
 
 from __future__ import annotations
@@ -20,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar
 
@@ -34,16 +25,17 @@ from policy_bridge.session import Session
 from policy_bridge.stats import SyncResult
 from slipstream.client import open_channel, stage
 from slipstream.errors import RefusedError, refused_from
-from slipstream.security import NONE, ClientCredentials
 from slipstream.tensors import spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
 from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
 
+T = TypeVar("T")
+
 
 def describe(error: BaseException) -> str:
-    """A refusal's four texts, or gRPC's status, or the error's own text."""
+    """An error of a peer in one line: its refusal, gRPC's status, or the error's own text."""
     if isinstance(error, grpc.RpcError):
         refusal = refused_from(error)
         if refusal is not None:
@@ -53,24 +45,11 @@ def describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-T = TypeVar("T")
-
-
 class RolloutFleet:
-    """One connection per rollout server; every call goes to all of them at once.
+    """One connection per rollout server; every call goes to all of them at once."""
 
-    Args:
-        policy_seconds: deadline of a stage and of a commit.
-        rpc_seconds: deadline of everything else.
-        credentials: shown to every server.
-    """
-
-    def __init__(
-        self, policy_seconds: float, rpc_seconds: float, credentials: ClientCredentials = NONE
-    ) -> None:
-        self._credentials = credentials
-        self._policy_seconds = policy_seconds
-        self._rpc_seconds = rpc_seconds
+    def __init__(self, config: BridgeConfig) -> None:
+        self._config = config
         self._channels: dict[str, grpc.Channel] = {}
 
     def stage(
@@ -80,7 +59,7 @@ class RolloutFleet:
         version: int,
         tensors: Mapping[str, torch.Tensor],
     ) -> dict[str, str]:
-        """Stage a policy everywhere. Errors by address; empty when all hold it."""
+        """Stage a policy on every server. Errors by address; empty when all hold it."""
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
 
         def one(stub: rollout_grpc.RolloutServerStub) -> rollout_pb.StageResult:
@@ -91,7 +70,7 @@ class RolloutFleet:
                 version=version,
                 tensors=tensors,
                 specs=specs,
-                timeout=self._policy_seconds,
+                timeout=self._config.policy_seconds,
             )
 
         return self._each(addresses, one)[1]
@@ -101,22 +80,25 @@ class RolloutFleet:
     ) -> tuple[dict[str, rollout_pb.ServerState], dict[str, str]]:
         """Commit a staged policy wherever it is not live yet.
 
-        Each server is asked first and, when its commit fails, asked again: the
-        trainer may have committed it, or be about to, although its answer was lost.
+        Each server's state is read first and, when its commit fails, again: the trainer may have
+        committed the policy, or be about to, although its answer was lost.
 
         Returns:
             States of the servers that serve it, and errors of those that do not.
         """
 
+        def state_of(stub: rollout_grpc.RolloutServerStub) -> rollout_pb.ServerState:
+            return stub.GetState(rollout_pb.GetStateRequest(), timeout=self._config.rpc_seconds)
+
         def one(stub: rollout_grpc.RolloutServerStub) -> rollout_pb.ServerState:
-            state = stub.GetState(rollout_pb.GetStateRequest(), timeout=self._rpc_seconds)
+            state = state_of(stub)
             if _is_live(state, stage_id, version):
                 return state
             try:
                 request = rollout_pb.CommitRequest(stage_ids=[stage_id])
-                return stub.Commit(request, timeout=self._policy_seconds).state
+                return stub.Commit(request, timeout=self._config.policy_seconds).state
             except grpc.RpcError:
-                state = stub.GetState(rollout_pb.GetStateRequest(), timeout=self._rpc_seconds)
+                state = state_of(stub)
                 if _is_live(state, stage_id, version):
                     return state
                 raise
@@ -124,11 +106,11 @@ class RolloutFleet:
         return self._each(addresses, one)
 
     def abort(self, addresses: Sequence[str], stage_id: str) -> dict[str, str]:
-        """Forget a stage everywhere. Errors by address."""
+        """Drop a stage on every server. Errors by address."""
 
         def one(stub: rollout_grpc.RolloutServerStub) -> rollout_pb.AbortResponse:
             return stub.Abort(
-                rollout_pb.AbortRequest(stage_ids=[stage_id]), timeout=self._rpc_seconds
+                rollout_pb.AbortRequest(stage_ids=[stage_id]), timeout=self._config.rpc_seconds
             )
 
         return self._each(addresses, one)[1]
@@ -146,9 +128,9 @@ class RolloutFleet:
         for address in addresses:
             if address not in self._channels:
                 try:
-                    channel = open_channel(address, credentials=self._credentials)
+                    channel = open_channel(address, credentials=self._config.rollout_credentials)
                 except RefusedError as refusal:
-                    # The trainer named it, and the token must not go there.
+                    # An address from the trainer to which the token must not go.
                     failed[address] = str(refusal)
                     continue
                 self._channels[address] = channel
@@ -171,7 +153,7 @@ class RolloutFleet:
 
 
 def _is_live(state: rollout_pb.ServerState, stage_id: str, version: int) -> bool:
-    # The number alone does not do: a policy that is pushed again keeps its number.
+    # A policy that is pushed again keeps its version, so the version alone is not enough.
     return (
         state.HasField("policy_version")
         and state.policy_version == version
@@ -197,66 +179,68 @@ class PolicySyncError(RuntimeError):
         )
 
 
-@dataclass(frozen=True)
-class SyncParties:
-    """Who takes part in a window.
+class SyncWindow:
+    """``with bridge.sync(version) as window: ...``
+
+    Args:
+        version: of the policy.
+        model: whose weights ``push_policy`` pushes by default.
+        config: of the bridge.
+        trainer: the sidecar.
+        session: its open run; None while it cannot be reached.
+        servers: host:port of every rollout server.
+        fleet: the connections to them.
+        lead: whether this process stages the draft and pushes the policy.
 
     Attributes:
-        trainer: the sidecar.
-        session: its open run; None while it is not reached.
-        servers: host:port of every rollout server.
-        fleet: how to talk to them.
+        result: what was done; set at the end of the window.
+        trainer_silent: whether the trainer let a deadline pass.
     """
-
-    trainer: pb_grpc.DraftTrainerStub
-    session: Session | None
-    servers: Sequence[str]
-    fleet: RolloutFleet
-
-
-class SyncWindow:
-    """``with bridge.sync(version) as window: ...``; ``window.result`` is set at its end."""
 
     def __init__(
         self,
         version: int,
         model: nn.Module,
-        parties: SyncParties,
         config: BridgeConfig,
-        lead: bool = True,
+        trainer: pb_grpc.DraftTrainerStub,
+        session: Session | None,
+        servers: Sequence[str],
+        fleet: RolloutFleet,
+        lead: bool,
     ) -> None:
         self._model = model
-        self._parties = parties
         self._config = config
+        self._trainer = trainer
+        self._session = session
+        self._servers = servers
+        self._fleet = fleet
         self._lead = lead
         self._push_error: PolicySyncError | None = None
-        self._figures = SyncResult(version)
+        self._so_far = SyncResult(version)
         self._stage_id = ""
         self._prepared = False
         self.result: SyncResult | None = None
         self.trainer_silent = False
-        """Whether the trainer let a deadline pass."""
 
     def __enter__(self) -> SyncWindow:
         if not self._lead:
             return self
-        session = self._parties.session
-        if session is None:
+        if self._session is None:
             self._draft_error(f"the draft trainer at {self._config.trainer} is not reached")
             return self
         started = time.monotonic()
         try:
-            response = self._parties.trainer.PrepareSync(
+            response = self._trainer.PrepareSync(
                 pb.PrepareSyncRequest(
-                    session_id=session.session_id, policy_version=self._figures.policy_version
+                    session_id=self._session.session_id, policy_version=self._so_far.policy_version
                 ),
                 timeout=self._config.sync_seconds,
             )
             self._prepared = True
-            self._outcome_errors(response.servers)
+            self._keep_errors(response.servers)
         except grpc.RpcError as error:
             self._trainer_error("PrepareSync", error)
-        self._figures = replace(self._figures, prepare_seconds=time.monotonic() - started)
+        self._so_far = replace(self._so_far, prepare_seconds=time.monotonic() - started)
         return self
 
     def push_policy(self, source: nn.Module | Mapping[str, torch.Tensor] | None = None) -> None:
@@ -276,7 +260,7 @@ class SyncWindow:
             raise RefusedError("push_policy", "lead=False", "the process that leads", "push there")
         if self._stage_id:
             raise RefusedError("push_policy", "a second call", "one per window", "push once")
-        if not self._parties.servers:
+        if not self._servers:
             raise RefusedError(
                 "rollout_servers",
                 "none, neither in the configuration nor from the trainer",
@@ -287,14 +271,14 @@ class SyncWindow:
         tensors = policy_tensors(
             self._model if source is None else source, self._config.policy_dtype
         )
-        version = self._figures.policy_version
+        version = self._so_far.policy_version
         self._stage_id = f"policy-{version}-{uuid.uuid4().hex[:8]}"
-        errors = self._parties.fleet.stage(self._parties.servers, self._stage_id, version, tensors)
-        self._figures = replace(
-            self._figures, policy_pushed=True, stage_seconds=time.monotonic() - started
+        errors = self._fleet.stage(self._servers, self._stage_id, version, tensors)
+        self._so_far = replace(
+            self._so_far, policy_pushed=True, stage_seconds=time.monotonic() - started
         )
         if errors:
-            self._push_error = PolicySyncError("staged", errors, self._figures)
+            self._push_error = PolicySyncError("staged", errors, self._so_far)
             raise self._push_error
 
     def __exit__(
@@ -312,7 +296,7 @@ class SyncWindow:
                     raise self._push_error
                 self._commit()
         finally:
-            self.result = self._figures
+            self.result = self._so_far
 
     def _commit(self) -> None:
         started = time.monotonic()
@@ -321,26 +305,26 @@ class SyncWindow:
             states.update(self._complete())
         failed: dict[str, str] = {}
         if self._stage_id:
-            live, failed = self._parties.fleet.make_live(
-                self._parties.servers, self._stage_id, self._figures.policy_version
+            live, failed = self._fleet.make_live(
+                self._servers, self._stage_id, self._so_far.policy_version
             )
             states.update(live)
-        self._figures = replace(
-            self._figures,
+        self._so_far = replace(
+            self._so_far,
             draft_versions={address: state.draft_version for address, state in states.items()},
             commit_seconds=time.monotonic() - started,
         )
         if failed:
             self._abort()
-            raise PolicySyncError("committed", failed, self._figures)
+            raise PolicySyncError("committed", failed, self._so_far)
 
     def _complete(self) -> dict[str, rollout_pb.ServerState]:
-        session = self._parties.session
+        assert self._session is not None  # PrepareSync went through it
         try:
-            response = self._parties.trainer.CompleteSync(
+            response = self._trainer.CompleteSync(
                 pb.CompleteSyncRequest(
-                    session_id=session.session_id if session else "",
-                    policy_version=self._figures.policy_version,
+                    session_id=self._session.session_id,
+                    policy_version=self._so_far.policy_version,
                     policy_stage_id=self._stage_id,
                 ),
                 timeout=self._config.sync_seconds,
@@ -349,17 +333,17 @@ class SyncWindow:
             self._trainer_error("CompleteSync", error)
             return {}
         outcomes = response.result.servers
-        self._outcome_errors(outcomes)
+        self._keep_errors(outcomes)
         return {o.address: o.state for o in outcomes if o.HasField("state")}
 
-    def _outcome_errors(self, outcomes: Iterable[pb.ServerOutcome]) -> None:
-        # Not by `committed`: a policy may have been committed without its draft.
+    def _keep_errors(self, outcomes: Iterable[pb.ServerOutcome]) -> None:
+        # Errors, not `committed`: a policy may be committed without its draft.
         for outcome in outcomes:
             if outcome.error:
                 self._draft_error(f"{outcome.address}: {outcome.error}")
 
     def _abort(self) -> None:
-        errors = self._parties.fleet.abort(self._parties.servers, self._stage_id)
+        errors = self._fleet.abort(self._servers, self._stage_id)
         for address, text in errors.items():
             self._draft_error(f"abort at {address}: {text}")
 
@@ -369,7 +353,7 @@ class SyncWindow:
         self._draft_error(f"{call}: {describe(error)}")
 
     def _draft_error(self, text: str) -> None:
-        self._figures = replace(self._figures, draft_errors=(*self._figures.draft_errors, text))
+        self._so_far = replace(self._so_far, draft_errors=(*self._so_far.draft_errors, text))
 
 
 def policy_tensors(
@@ -377,10 +361,9 @@ def policy_tensors(
 ) -> dict[str, torch.Tensor]:
     """The policy's parameters by checkpoint name, on CPU, floating ones cast to ``dtype_name``.
 
-    Of tensors that share their memory (a tied lm_head) only the first is kept, as
-    a saved checkpoint does; sending both would double the largest matrix. Wrappers (DDP,
-    torch.compile, checkpointing) are looked through. Sharded parameters are gathered one
-    by one, which is a collective call: all ranks alike.
+    Of tensors that share their memory (a tied lm_head) only the first is kept, as in a saved
+    checkpoint. Wrappers (DDP, torch.compile, checkpointing) are looked through. Sharded parameters
+    are gathered one by one, which is a collective call: every rank makes it.
 
     Raises:
         RefusedError: a PEFT model, whose names and base weights are not the policy's.
@@ -417,11 +400,14 @@ _SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 
 class TrainerProbe:
-    """One question at a time. Used from one thread.
+    """Finds out whether a silent trainer answers again, without waiting for it.
+
+    A hung trainer would otherwise cost every weight sync its whole deadline. At most one call is
+    in flight. Used from one thread.
 
     Args:
-        trainer: whom to ask.
-        deadline_seconds: of one question.
+        trainer: the sidecar.
+        deadline_seconds: of one call.
     """
 
     def __init__(self, trainer: pb_grpc.DraftTrainerStub, deadline_seconds: float) -> None:
@@ -430,16 +416,16 @@ class TrainerProbe:
         self._asked: grpc.Future | None = None
 
     def send(self) -> None:
-        """Ask, after it let a deadline pass; until an answer is here ``answers`` is False."""
+        """Start a call; ``answers`` is False until it is answered."""
         self._asked = self._trainer.GetStatus.future(pb.GetStatusRequest(), timeout=self._deadline)
 
     def answers(self) -> bool:
-        """Whether the trainer may be called: it was not silent, or has answered since."""
+        """Whether the trainer may be called: no call is open, or it was answered."""
         if self._asked is None:
             return True
         if not self._asked.done():
             return False
-        # Any answer will do, a refusal too.
+        # A refusal is an answer too.
         if self._asked.code() in _SILENT:
             self.send()
             return False
@@ -447,6 +433,6 @@ class TrainerProbe:
         return True
 
     def close(self) -> None:
-        """Ask no more."""
+        """Cancel the open call."""
         if self._asked is not None:
             self._asked.cancel()
