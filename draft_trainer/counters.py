@@ -104,9 +104,10 @@ class Counters:
             "samples_evicted",
             "Samples evicted: `capacity` to make room, untrained; `stale` for a policy version "
             "too old, untrained; `unsaved` to make room, trained on but not in a training state "
-            "yet; `undone` of those whose training was lost with a kill.",
+            "yet; `undone` of those whose training was lost with a kill; `damaged` because bytes "
+            "or row of the sample are not what was accepted.",
             "reason",
-            ("capacity", "stale", "unsaved", "undone"),
+            ("capacity", "stale", "unsaved", "undone", "damaged"),
         )
         self.samples_recorded = self._counter(
             "samples_recorded", "Samples written to disk (`recording.directory`)."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sqlite3
 from collections import Counter
@@ -14,8 +13,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from benchmarks.feed_faults.policy_process import ANSWERED, CAPTURED, STEPS
-from draft_trainer.ingest.store import LEDGER, keys_of
-from draft_trainer.sample import is_held_out
+from draft_trainer.ingest.database import FILE
+from draft_trainer.ingest.store import key_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 ACCEPTED, DUPLICATE = str(pb.ACK_STATUS_ACCEPTED), str(pb.ACK_STATUS_DUPLICATE)
@@ -106,17 +105,13 @@ class Books:
         records: of the policy.
         run_id: of the run.
         epochs: replay.max_epochs.
-        held_out: replay.held_out_fraction.
         scratch: folder for copies of the ledger.
     """
 
-    def __init__(
-        self, records: Records, run_id: str, epochs: int, held_out: float, scratch: Path
-    ) -> None:
+    def __init__(self, records: Records, run_id: str, epochs: int, scratch: Path) -> None:
         self._records = records
         self._run_id = run_id
         self._epochs = epochs
-        self._held_out = held_out
         self._scratch = scratch
         self._keys: dict[str, bytes] = {}
 
@@ -161,28 +156,24 @@ class Books:
     def _rows(self, folder: Path) -> dict[bytes, _Row]:
         """The ledger's rows, by key."""
         # A copy: reading in place would change the files that the next trainer finds.
-        for path in folder.glob(f"{LEDGER}*"):
+        for path in folder.glob(f"{FILE}*"):
             shutil.copyfile(path, self._scratch / path.name)
         try:
-            with closing(sqlite3.connect(self._scratch / LEDGER)) as database:
+            with closing(sqlite3.connect(self._scratch / FILE)) as database:
                 (verdict,) = database.execute("PRAGMA quick_check").fetchone()
                 assert verdict == "ok", f"damaged ledger: {verdict}"
-                query = "SELECT key, layout, times_drawn FROM samples"
+                query = "SELECT key, held_out, times_drawn FROM samples"
                 return {
-                    key: _Row(self._is_held_out(layout), times_drawn)
-                    for key, layout, times_drawn in database.execute(query)
+                    key: _Row(bool(held_out), times_drawn)
+                    for key, held_out, times_drawn in database.execute(query)
                 }
         finally:
-            for path in self._scratch.glob(f"{LEDGER}*"):
+            for path in self._scratch.glob(f"{FILE}*"):
                 path.unlink()
-
-    def _is_held_out(self, layout: str | None) -> bool:
-        # A sample that was trained on in every epoch has no bytes any more, and no layout.
-        return layout is not None and is_held_out(json.loads(layout)[-1], self._held_out)
 
     def _key(self, name: str) -> bytes:
         if name not in self._keys:
-            self._keys[name] = keys_of(self._run_id)(name)
+            self._keys[name] = key_of(self._run_id, name)
         return self._keys[name]
 
 

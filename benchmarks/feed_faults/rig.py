@@ -20,7 +20,6 @@ from benchmarks.feed_faults.proc import claimed_rings, open_ring, stands_still
 from benchmarks.feed_faults.settings import (
     EPOCHS,
     EXAMPLE,
-    HELD_OUT,
     RUN,
     bridge_config,
     trainer_toml,
@@ -64,7 +63,7 @@ class Rig:
         self._context.set_forkserver_preload(list(modules))
         self.wire = Wire()
         self.records = Records(folder)
-        self._books = Books(self.records, RUN, EPOCHS, HELD_OUT, scratch)
+        self._books = Books(self.records, RUN, EPOCHS, scratch)
         self._trainer: Any = None
         self._policy: Any = None
         self._address = ""

@@ -12,15 +12,6 @@ Whether the tokens, positions, masks and log-probs of a block can be a sample's.
 
 With numpy and the common case first: a small sample is to cost microseconds, and a torch operation
 on sixteen numbers takes one by itself.
-
-Brings samples into their rooms, checked: together where that is possible, or one by one.
-
-Samples of one layout, brought into their rooms and checked by two calls for all of them.
-
-A sample of 2 KiB took 15 us in calls of numpy, and one of a megabyte 40: where megabytes have just
-gone by, no code is left in the processor's caches. What is found wrong, or is not the usual case of
-one sequence in order, is left to ``receive`` and ``contents``, which also say what it is; so is
-everything where the kernels do not run.
 """
 
 from __future__ import annotations
@@ -29,8 +20,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ctypes import CDLL
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -39,17 +29,24 @@ from numpy.typing import NDArray
 
 from draft_trainer.counters import Counters
 from draft_trainer.ingest.run import Run
-from draft_trainer.ingest.store import Reservation, SampleStore, StoredSample
-from draft_trainer.kernels.checked_copy import copies_checked, fits_copies, fused_copy_checked
-from draft_trainer.kernels.contents import sequences_right
+from draft_trainer.ingest.store import SampleStore
+from draft_trainer.kernels.checked_copy import fused_copy_checked
 from draft_trainer.kernels.guarded import SourceGoneError
-from draft_trainer.kernels.library import all_kernels
 from draft_trainer.recordings.recorder import Recorder
-from draft_trainer.sample import STATE_DTYPES, prompt_in, prompt_of
+from draft_trainer.sample import STATE_DTYPES
 from slipstream.checksum import Bytes, all_finite
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.layers import decode_layers, encode_layers
-from slipstream.sample import ALIGNMENT, FLOAT8, Layout, PackedTensors, layout_of, tensors_in
+from slipstream.sample import (
+    ALIGNMENT,
+    FLOAT8,
+    Layout,
+    PackedTensors,
+    Sample,
+    header_of,
+    layout_of,
+    tensors_in,
+)
 from slipstream.shm import HEADER_BYTES, RingFile, RingTruncatedError
 from slipstream.tensors import LARGEST, checked_data, dequantize_into, dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -566,167 +563,7 @@ def _finite(values: NDArray[np.float32], field: str) -> None:
         )
 
 
-Arrived = Sequence[tuple[pb.VerifierStates, Memories]]
-
-
-@dataclass(eq=False, slots=True)
-class _Together:
-    """Samples of one layout: indices, descriptions, rooms, and addresses that they come from."""
-
-    at: list[int] = field(default_factory=list)
-    packed: list[pb.PackedStates] = field(default_factory=list)
-    rooms: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
-
-
-def fill_together(
-    samples: Arrived,
-    wanted: Sequence[tuple[int, Layout]],
-    rooms: Sequence[Reservation | RefusedError],
-    expected: Expected,
-) -> Iterator[tuple[int, str]]:
-    """Fill the rooms of those that are right.
-
-    Args:
-        samples: of one stream: descriptions, and where their spans point.
-        wanted: indices of those whose declarations are right, and the layouts in which they come.
-        rooms: for them, or why there is none.
-        expected: of every sample.
-
-    Yields:
-        The index of each that is right and in its room, and its prompt (``prompt_in``). What is in
-        the rooms of the others is not defined.
-
-    Raises:
-        RingTruncatedError: the ring was cut short while it was read.
-    """
-    kernels = all_kernels()
-    if kernels is None:
-        return
-    ring = next((memories.ring for _, memories in samples if memories.ring is not None), None)
-    for layout, group in _groups(samples, wanted, rooms):
-        with ring_there(ring):
-            yield from _filled(kernels, layout, group, expected)
-
-
-def _groups(
-    samples: Arrived,
-    wanted: Sequence[tuple[int, Layout]],
-    rooms: Sequence[Reservation | RefusedError],
-) -> list[tuple[Layout, _Together]]:
-    # Equal layouts are the same object; a hash of all of its fields is dear for each sample.
-    groups: dict[int, tuple[Layout, _Together]] = {}
-    memory: dict[tuple[int, int], tuple[int, int, int, int] | None] = {}
-    for (at, layout), room in zip(wanted, rooms, strict=True):
-        message, memories = samples[at]
-        if layout.dtype == FLOAT8 or not message.HasField("packed"):
-            continue
-        packed = message.packed
-        span = packed.span
-        if not isinstance(room, Reservation) or not fits_copies(
-            layout.nbytes, packed.checksum_kind, layout.aux_at
-        ):
-            continue
-        # A stream has one ring, and each message its own payload.
-        key = span.memory, id(memories)
-        if key not in memory:
-            memory[key] = _memory(span.memory, memories)
-        known = memory[key]
-        if known is None:
-            continue
-        address, first, end, step = known
-        start = span.offset
-        if start < first or start > end - layout.nbytes or start % step:
-            continue
-        _, group = groups.setdefault(id(layout), (layout, _Together()))
-        group.at.append(at)
-        group.packed.append(packed)
-        group.rooms.append(room.address)
-        group.sources.append(address + start)
-    return list(groups.values())
-
-
-def _memory(memory: int, memories: Memories) -> tuple[int, int, int, int] | None:
-    """The address of a memory that is in one piece, and its bounds (``bounds_of``)."""
-    try:
-        bounds = bounds_of(memory, memories)
-    except RefusedError:
-        return None
-    if memory == pb.MEMORY_RING:
-        assert memories.ring is not None, "it has bounds"
-        return memories.ring.span(0, memories.ring.nbytes).ctypes.data, *bounds
-    if len(memories.payload) != 1:
-        return None
-    return memories.payload[0].ctypes.data, *bounds
-
-
-def _filled(
-    kernels: CDLL, layout: Layout, group: _Together, expected: Expected
-) -> Iterator[tuple[int, str]]:
-    # What is looked at is what is kept: the ring is shared memory, which its owner may change.
-    checksums, finite = copies_checked(
-        kernels, group.sources, group.rooms, layout.nbytes, layout.dtype, layout.aux_at
-    )
-    right, lengths, ids = sequences_right(
-        kernels, group.rooms, layout.tokens, expected.vocab_size, LOGPROB_TOLERANCE
-    )
-    found = zip(group.at, group.packed, checksums, finite.tolist(), right, strict=True)
-    for number, (at, packed, checksum, states, contents) in enumerate(found):
-        if states and contents and checksum == packed.checksum:
-            length = lengths[number]
-            yield at, prompt_of(ids[number, :length]) if length else ""
-
-
-Outcome = str | RefusedError
-"""Of a sample: its prompt (``prompt_in``), or what is wrong with it."""
-
-
-def fill_rooms(
-    samples: Arrived,
-    wanted: Sequence[tuple[int, Layout]],
-    kept: Sequence[Layout],
-    rooms: Sequence[Reservation | RefusedError],
-    expected: Expected,
-) -> dict[int, Outcome]:
-    """Bring samples into their rooms and check them there.
-
-    Args:
-        samples: descriptions, and where their spans point.
-        wanted: indices of those whose declarations are right, and the layouts in which they come.
-        kept: the layouts in which they stay.
-        rooms: for them, or why there is none.
-        expected: of every sample.
-
-    Returns:
-        What became of each, by its index.
-
-    Raises:
-        RingTruncatedError: the ring was cut short while it was read; no room is to be relied on.
-    """
-    outcomes: dict[int, Outcome] = dict(fill_together(samples, wanted, rooms, expected))
-    for (at, arriving), layout, room in zip(wanted, kept, rooms, strict=True):
-        if at in outcomes:
-            continue
-        if isinstance(room, RefusedError):
-            outcomes[at] = room
-            continue
-        message, memories = samples[at]
-        try:
-            block = room.block
-            receive(message, memories, arriving, block, layout)
-            check_contents(block, layout, expected)
-            outcomes[at] = prompt_in(block, layout)
-        except RingTruncatedError:
-            # Nothing of this stream can be read: it is not for the sample to answer for.
-            raise
-        except RefusedError as error:
-            # Without the frames it came through: they hold the room, and what holds the error.
-            outcomes[at] = error.with_traceback(None)
-    return outcomes
-
-
 _LEAST_CREDIT = 1 << 16
-_SMALL_BYTES = 1 << 16
 
 
 class Ingest:
@@ -772,40 +609,17 @@ class Ingest:
         for ring in {memories.ring for _, memories in samples if memories.ring is not None}:
             ring.check()
         acks = [pb.Ack(sample_id=message.sample_id[: 1 << 10]) for message, _ in samples]
-        wanted = self._wanted(run, samples, acks)
-        kept = [kept_layout(layout) for _, layout in wanted]
-        try:
-            rooms = self._store.reserve_all([layout.nbytes for layout in kept])
-        except RefusedError as error:
-            for at, _ in wanted:
+        taken: list[tuple[pb.Ack, Sample]] = []
+        for at, layout in self._wanted(run, samples, acks):
+            try:
+                taken.append((acks[at], self._received(*samples[at], layout)))
+            except RingTruncatedError:
+                # A truncated ring fails the whole stream, not one sample.
+                raise
+            except RefusedError as error:
                 self._refuse(acks[at], error)
-            return acks
-        outcomes = fill_rooms(samples, wanted, kept, rooms, self.expected)
-        taken: list[tuple[int, Reservation, StoredSample]] = []
-        for (at, _), layout, room in zip(wanted, kept, rooms, strict=True):
-            message, outcome = samples[at][0], outcomes[at]
-            sample_id = message.sample_id
-            if isinstance(outcome, RefusedError):
-                if isinstance(room, Reservation):
-                    room.release()
-                if self._store.seen(sample_id):
-                    self._duplicate(acks[at])
-                else:
-                    self._refuse(acks[at], outcome)
-                continue
-            assert isinstance(room, Reservation), "without a room nothing can be right"
-            sample = StoredSample(
-                sample_id,
-                message.policy_version,
-                message.temperature,
-                layout,
-                layout.tokens,
-                outcome or sample_id,
-                room.extent,
-            )
-            taken.append((at, room, sample))
         if taken:
-            self._accept(run, acks, taken)
+            self._accept(run, taken)
         return acks
 
     def answered(self, nbytes: Mapping[str, int], waited: Sequence[tuple[float, int]]) -> None:
@@ -827,12 +641,10 @@ class Ingest:
         wanted = []
         known: set[int] = set()
         for at, (message, _) in enumerate(samples):
-            # A retry after a lost acknowledgement is recognised before its states are looked at,
-            # unless looking at them costs no more than asking.
-            small = message.HasField("packed") and message.packed.span.bytes <= _SMALL_BYTES
             try:
                 check_sample_id(message.sample_id)
-                if not small and self._store.seen(message.sample_id):
+                # A retry after a lost acknowledgement is recognised before its states are read.
+                if self._store.seen(message.sample_id):
                     self._duplicate(acks[at])
                     continue
                 if message.policy_version not in known:
@@ -840,35 +652,37 @@ class Ingest:
                     known.add(message.policy_version)
                 wanted.append((at, declared(message, self.expected)))
             except RefusedError as error:
-                if small and self._store.seen(message.sample_id):
-                    self._duplicate(acks[at])
-                else:
-                    self._refuse(acks[at], error)
+                self._refuse(acks[at], error)
         return wanted
 
-    def _accept(
-        self, run: Run, acks: list[pb.Ack], taken: Sequence[tuple[int, Reservation, StoredSample]]
-    ) -> None:
-        recorder = self._recorder
-        # Only the recorder reads them now; the room is given up by ``accept``.
-        samples = [sample.sample(room.block) for _, room, sample in taken] if recorder else []
+    def _received(self, message: pb.VerifierStates, memories: Memories, arriving: Layout) -> Sample:
+        """The sample in the store's memory, checked, not accepted yet."""
+        layout = kept_layout(arriving)
+        block = self._store.reserve(layout.nbytes)
+        receive(message, memories, arriving, block, layout)
+        check_contents(block, layout, self.expected)
+        facts = (message.sample_id, message.policy_version, message.temperature)
+        header = header_of(*facts, self.expected.aux_layer_ids, layout)
+        if message.HasField("packed") and arriving == layout:
+            header.packed.checksum = message.packed.checksum
+            header.packed.checksum_kind = message.packed.checksum_kind
+        return Sample(header, torch.from_numpy(block))
+
+    def _accept(self, run: Run, taken: Sequence[tuple[pb.Ack, Sample]]) -> None:
         try:
-            fresh = self._store.accept([(room, sample) for _, room, sample in taken])
+            fresh = self._store.accept([sample for _, sample in taken])
         except RefusedError as error:
-            for at, room, _ in taken:
-                room.release()
-                self._refuse(acks[at], error)
+            for ack, _ in taken:
+                self._refuse(ack, error)
             return
-        accepted = 0
-        for number, ((at, _, _), new) in enumerate(zip(taken, fresh, strict=True)):
+        for (ack, sample), new in zip(taken, fresh, strict=True):
             if not new:
-                self._duplicate(acks[at])
+                self._duplicate(ack)
                 continue
-            acks[at].status = pb.ACK_STATUS_ACCEPTED
-            accepted += 1
-            if recorder is not None:
-                recorder.offer(run, samples[number])
-        if accepted:
+            ack.status = pb.ACK_STATUS_ACCEPTED
+            if self._recorder is not None:
+                self._recorder.offer(run, sample)
+        if accepted := sum(fresh):
             self._counters.samples.labels("accepted").inc(accepted)
             self._arrived.set()
 

@@ -1,35 +1,44 @@
 """Runs and the sessions that feed them. One run at a time: a trainer has one draft.
 
-A run owns everything that is keyed by its policy versions: the matrices of each
-version and the samples. A new run starts with neither, because version 7 of one
-run says nothing about version 7 of another. A trainer that was killed, or stopped,
-has its run again from the start on.
-
-Takes a policy version's matrices off the wire, or finds those it holds by their hash.
+A run owns everything that is keyed by its policy versions: the matrices of each version and the
+samples. A new run starts with neither, because version 7 of one run says nothing about version 7
+of another. A trainer that was killed or stopped continues its run.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import islice
 
-import torch
-
 from draft_trainer.drafters import DraftShape
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
+from draft_trainer.ingest.policies import (
+    EMBED_TOKENS,
+    LM_HEAD,
+    POLICIES,
+    MatrixFiles,
+    checked_specs,
+    receive_matrices,
+)
 from draft_trainer.ingest.store import Drawn, SampleStore
-from draft_trainer.sample import STATE_DTYPES, Sample
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.tensors import ChunkAssembler, digest, dtype_from_wire
+from slipstream.sample import Sample
+from slipstream.tensors import digest
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
 
+logger = logging.getLogger(__name__)
+
 MAX_SESSIONS = 256
 MAX_RUN_ID_CHARACTERS = 256
+
+# SQLite's integers.
+_MOST_VERSION = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class Run:
     Args:
         run_id: the client's.
         sizes: of its policy.
-        store: keeps its samples and policy versions, and may hold some of them already.
+        store: holds its samples and policy versions, maybe from before a restart.
         max_policy_lag: samples of versions older than the newest by more are refused.
     """
 
@@ -64,29 +73,90 @@ class Run:
         self.store = store
         self.heads = PolicyHeads(max_policy_lag + 1)
         self._max_policy_lag = max_policy_lag
-        self._announcing = threading.Lock()
-        for head, digests in store.policies():
-            self.heads.add(head, digests)
+        self._registering = threading.Lock()
+        self._matrices = MatrixFiles(store.folder / POLICIES)
+        for version, *names in store.policies():
+            try:
+                matrices = [self._matrices.read(name) for name in names]
+            except RefusedError as error:
+                logger.error("policy version %d is dropped with its samples: %s", version, error)
+                continue
+            self.heads.add(
+                PolicyHead(version, *matrices), (bytes.fromhex(names[0]), bytes.fromhex(names[1]))
+            )
+        store.keep_versions(run_id, self.heads.versions, reason="damaged")
         self._forget_old()
 
     @property
     def latest_policy_version(self) -> int | None:
-        """The newest version announced; None before the first."""
+        """The newest version that is known; None before the first."""
         versions = self.heads.versions
         return versions[-1] if versions else None
+
+    def register_policy(
+        self,
+        draft: DraftShape,
+        header: pb.AnnouncePolicyHeader,
+        chunks: Iterable[tensor_pb2.TensorChunk],
+    ) -> None:
+        """Make a policy version known; nothing of it is known if anything is wrong.
+
+        A known version may be registered again with the same content, which changes nothing: a
+        retry after a lost answer, or another rank of the same policy, maybe a version late.
+
+        Args:
+            draft: the matrices must fit it.
+            header: the version, and the specs of both matrices.
+            chunks: of matrices that may not be held, see ``receive_matrices``.
+
+        Raises:
+            RefusedError: wrong matrices, or a version that is not new (FAILED_PRECONDITION).
+        """
+        version, latest = header.policy_version, self.latest_policy_version
+        if version > _MOST_VERSION:
+            raise RefusedError(
+                "policy_version", version, f"at most {_MOST_VERSION}", "count up from 0"
+            )
+        specs = checked_specs(header.tensors, draft)
+        digests = (specs[LM_HEAD].sha256, specs[EMBED_TOKENS].sha256)
+        if self._is_known(version, digests):
+            return
+        if latest is not None and version <= latest:
+            # Before the tensors are received, which may be a gigabyte.
+            raise RefusedError(
+                "policy_version",
+                version,
+                f"higher than {latest}",
+                "number policy versions in ascending order; a new run starts again at 0",
+                StatusCode.FAILED_PRECONDITION,
+            )
+        tensors = receive_matrices(specs, chunks, self.heads.tensor)
+        try:
+            self.add_policy(PolicyHead(version, tensors[LM_HEAD], tensors[EMBED_TOKENS]))
+        except RefusedError:
+            # Two ranks registered it at once, and this one came second.
+            if not self._is_known(version, digests):
+                raise
 
     def add_policy(self, head: PolicyHead) -> None:
         """Make a version known for good, and drop the samples of those that became too old.
 
         Raises:
-            RefusedError: not higher than every version before (FAILED_PRECONDITION), or no room
-                to keep it (RESOURCE_EXHAUSTED).
+            RefusedError: not higher than every version before, or the run is not the current one
+                (FAILED_PRECONDITION), or no space for it (RESOURCE_EXHAUSTED).
         """
-        with self._announcing:
+        with self._registering:
             digests = (digest(head.lm_head_rows), digest(head.embed_tokens))
             self.heads.check_newer(head.policy_version)
             # Kept first: a sample of it that is acknowledged can be trained on after a kill.
-            self.heads.add(self.store.keep_policy(self.run_id, head, digests), digests)
+            kept = PolicyHead(
+                head.policy_version,
+                self._matrices.keep(head.lm_head_rows, digests[0]),
+                self._matrices.keep(head.embed_tokens, digests[1]),
+            )
+            names = (digests[0].hex(), digests[1].hex())
+            self.store.put_policy(self.run_id, head.policy_version, names)
+            self.heads.add(kept, digests)
             self._forget_old()
 
     def draw(self, max_tokens: int) -> Drawn:
@@ -96,19 +166,24 @@ class Run:
     def put_back(self, drawn: Drawn) -> None:
         """Undo a draw, but for the samples whose policy version was forgotten since."""
         self.store.put_back(drawn)
-        with self._announcing:
+        with self._registering:
             self._forget_old()
 
     def held_out(self, newest_versions: int | None = None) -> list[Sample]:
         """See ``SampleStore.held_out``."""
         return self.store.held_out(self.run_id, newest_versions)
 
+    def _is_known(self, version: int, digests: tuple[bytes, bytes]) -> bool:
+        return version in self.heads.versions and self.heads.digests(version) == digests
+
     def _forget_old(self) -> None:
         known = self.heads.versions
-        if known:
-            oldest = known[-1] - self._max_policy_lag
-            kept = [version for version in known if version >= oldest]
-            self.store.keep_versions(self.run_id, kept)
+        oldest = (known[-1] if known else 0) - self._max_policy_lag
+        kept = [version for version in known if version >= oldest]
+        if self.store.keep_versions(self.run_id, kept):
+            self._matrices.keep_only(
+                {name for _, *names in self.store.policies() for name in names}
+            )
 
     def check_policy_version(self, version: int) -> None:
         """Raise RefusedError for a sample of an unknown or too old version."""
@@ -310,135 +385,3 @@ def check_fit(policy: PolicySizes, draft: DraftShape) -> None:
             f"more than {max(draft.aux_layer_ids)}, the draft's last auxiliary layer",
             advice,
         )
-
-
-LM_HEAD = "lm_head.weight"
-EMBED_TOKENS = "embed_tokens.weight"
-
-# SQLite's integers.
-_MOST_VERSION = (1 << 63) - 1
-
-
-def announce(
-    run: Run,
-    draft: DraftShape,
-    header: pb.AnnouncePolicyHeader,
-    chunks: Iterable[tensor_pb2.TensorChunk],
-) -> None:
-    """Make a policy version known to ``run``; nothing of it is known if anything is wrong.
-
-    A known version may be announced again with the same content, which changes nothing:
-    a retry after a lost answer, or another rank of the same policy, maybe a version late.
-
-    Raises:
-        RefusedError: wrong names, shapes, dtypes or hashes, values that are not finite, a
-            tensor that is neither sent nor held, or a version that is not new.
-    """
-    if header.policy_version > _MOST_VERSION:
-        raise RefusedError(
-            "policy_version", header.policy_version, f"at most {_MOST_VERSION}", "count up from 0"
-        )
-    specs = _checked(header.tensors, draft)
-    latest, version = run.latest_policy_version, header.policy_version
-    if _is_known(run, version, specs):
-        return
-    if latest is not None and version <= latest:
-        # Before the tensors are received, which may be a gigabyte.
-        raise RefusedError(
-            "policy_version",
-            version,
-            f"higher than {latest}",
-            "number policy versions in ascending order; a new run starts again at 0",
-            StatusCode.FAILED_PRECONDITION,
-        )
-    tensors = _receive(run, specs, chunks)
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise RefusedError(
-                name,
-                "values that are not finite",
-                "finite values",
-                "do not sync this policy version: its training step diverged",
-            )
-    try:
-        run.add_policy(PolicyHead(version, tensors[LM_HEAD], tensors[EMBED_TOKENS]))
-    except RefusedError:
-        # Two ranks announced it at once, and this one came second.
-        if not _is_known(run, version, specs):
-            raise
-
-
-def _checked(
-    specs: Sequence[tensor_pb2.TensorSpec], draft: DraftShape
-) -> dict[str, tensor_pb2.TensorSpec]:
-    shapes = {
-        LM_HEAD: [draft.draft_vocab_size, draft.target_hidden_size],
-        EMBED_TOKENS: [draft.vocab_size, draft.target_hidden_size],
-    }
-    # Not all of them: a header of a few megabytes has millions.
-    names = [spec.name for spec in specs[:8]]
-    if sorted(names) != sorted(shapes):
-        raise RefusedError(
-            "tensors",
-            names,
-            sorted(shapes),
-            "announce both matrices, each of them once",
-        )
-    for spec in specs:
-        if list(spec.shape) != shapes[spec.name]:
-            raise RefusedError(
-                f"{spec.name}.shape",
-                list(spec.shape),
-                shapes[spec.name],
-                "send the lm_head rows of OpenRunResponse.draft_vocab_ids and all embeddings",
-            )
-        dtype = dtype_from_wire(spec.dtype, spec.name)
-        if dtype not in STATE_DTYPES:
-            raise RefusedError(
-                f"{spec.name}.dtype",
-                dtype,
-                f"one of {', '.join(map(str, STATE_DTYPES))}",
-                "send the policy's weights",
-            )
-    return {spec.name: spec for spec in specs}
-
-
-def _receive(
-    run: Run,
-    specs: dict[str, tensor_pb2.TensorSpec],
-    chunks: Iterable[tensor_pb2.TensorChunk],
-) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for name, spec in specs.items():
-        held = run.heads.tensor(spec.sha256)
-        if held is not None and _fits(held, spec):
-            tensors[name] = held
-    missing = {name: spec for name, spec in specs.items() if name not in tensors}
-    # The shapes were checked against the draft: their size is the bound.
-    assembler = ChunkAssembler(missing.values(), max_bytes=1 << 62)
-    sent = set()
-    for chunk in chunks:
-        if chunk.name not in tensors:
-            assembler.feed(chunk)
-            sent.add(chunk.name)
-    absent = sorted(missing.keys() - sent)
-    if absent:
-        raise RefusedError(
-            "tensors",
-            f"no chunks of {', '.join(absent)}",
-            "chunks of every tensor that the trainer does not hold under its SHA-256",
-            "send it: the trainer restarted, or the versions that held it were forgotten",
-            StatusCode.FAILED_PRECONDITION,
-        )
-    return tensors | assembler.finish()
-
-
-def _is_known(run: Run, version: int, specs: dict[str, tensor_pb2.TensorSpec]) -> bool:
-    if version not in run.heads.versions:
-        return False
-    return run.heads.digests(version) == (specs[LM_HEAD].sha256, specs[EMBED_TOKENS].sha256)
-
-
-def _fits(tensor: torch.Tensor, spec: tensor_pb2.TensorSpec) -> bool:
-    same_dtype = tensor.dtype == dtype_from_wire(spec.dtype, spec.name)
-    return same_dtype and list(tensor.shape) == list(spec.shape)

@@ -18,10 +18,11 @@ from grpc_reflection.v1alpha import reflection
 from draft_trainer.config import TrainerConfig, access_of, credentials_of, learner_config
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import Draft, DraftShape
+from draft_trainer.ingest.folder import SampleFolder
 from draft_trainer.ingest.ingest import Expected, Ingest
 from draft_trainer.ingest.rings import Rings
 from draft_trainer.ingest.run import Runs
-from draft_trainer.ingest.store import SampleFolder, SampleStore
+from draft_trainer.ingest.store import SampleStore
 from draft_trainer.recordings.recorder import Recorder
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import Fleet, Timeouts, members_of

@@ -26,7 +26,7 @@ from draft_trainer.config import TrainerConfig
 from draft_trainer.drafters import DraftShape
 from draft_trainer.ingest.ingest import CreditWindow, Ingest
 from draft_trainer.ingest.rings import Rings
-from draft_trainer.ingest.run import Runs, announce
+from draft_trainer.ingest.run import Runs
 from draft_trainer.releases.imports import MAX_ORIGIN_CHARACTERS, Imports
 from draft_trainer.releases.publisher import Outcome, Published, Publisher
 from draft_trainer.releases.registry import Registry, Retention
@@ -289,7 +289,7 @@ class DraftTrainerService(ReleaseCalls):
         with refusals(context):
             header = first(request_iterator, "header").header
             run = self._runs.session(header.session_id).run
-            announce(run, self._draft, header, chunks_after(request_iterator))
+            run.register_policy(self._draft, header, chunks_after(request_iterator))
             self._status.policy_announced(run)
         return pb.AnnouncePolicyResponse(policy_version=header.policy_version)
 

@@ -634,10 +634,11 @@ class Status:
         if status.HasField("policy_version"):
             status.served_staleness = max(0, status.policy_version - (against or 0))
             status.served_staleness_seconds = self.policy_clock.behind_seconds(against or 0)
-        status.samples_pending = self._store.pending
-        status.samples_held_out = self._store.held_out_samples
-        status.samples_unsaved = self._store.unsaved
-        status.replay_bytes = self._store.nbytes
+        held = self._store.counts()
+        status.samples_pending = held.pending
+        status.samples_held_out = held.held_out
+        status.samples_unsaved = held.unsaved
+        status.replay_bytes = held.nbytes
         status.replay_directory = str(self._store.folder)
         rings = self._rings.counts
         # A stream claims its ring after it began and releases it before it ends.

@@ -11,7 +11,8 @@ from benchmarks.feed_faults.faults import FAULTS, GRPC, SHARED_MEMORY
 from benchmarks.feed_faults.policy_process import ANSWERED, CAPTURED
 from benchmarks.feed_faults.rig import Rig
 from benchmarks.feed_faults.table import run
-from draft_trainer.ingest.store import LEDGER, Ledger, keys_of
+from draft_trainer.ingest.database import FILE, Database
+from draft_trainer.ingest.store import key_of
 
 PATIENCE = 180.0
 RUN = "run"
@@ -42,20 +43,18 @@ def books(folder: Path, answered: str) -> Books:
     (folder / ANSWERED).write_text("".join(f"{name} {ACCEPTED} -\n" for name in answered))
     scratch = folder / "scratch"
     scratch.mkdir()
-    return Books(Records(folder), RUN, 2, 0.5, scratch)
+    return Books(Records(folder), RUN, 2, scratch)
 
 
 def ledger(folder: Path, draws: dict[str, int]) -> Path:
     """A folder with a ledger of samples that were drawn so often, and are held no more."""
     held = folder / "samples"
     held.mkdir()
-    rows = Ledger(held / LEDGER, 100)
-    with rows.transaction():
-        added = rows.add([(keys_of(RUN)(name), 0, 64, "[]") for name in draws])
-        numbers = {name: number or 0 for name, number in zip(draws, added, strict=True)}
-        for draw in range(max(draws.values())):
-            rows.record_draw(draw, [numbers[n] for n, times in draws.items() if times > draw])
-        rows.drop(list(numbers.values()))
+    rows = Database(held / FILE, 100)
+    rows.executemany(
+        "INSERT INTO samples (key, held_out, times_drawn) VALUES (?, 0, ?)",
+        [(key_of(RUN, name), times) for name, times in draws.items()],
+    )
     rows.close()
     return held
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draft_trainer.config import ReplayConfig
-from draft_trainer.ingest.store import Reservation, SampleStore
+from draft_trainer.ingest.store import SampleStore, key_of
 from slipstream.sample import Sample, header_of, layout_of
 
 WIDTH = 8
@@ -19,29 +20,29 @@ WIDTH = 8
 def open_store(folder: Path, capacity: int = 1 << 16, **options: Any) -> SampleStore:
     """A store; held out is next to nothing unless it is said."""
     on_evicted = options.pop("on_evicted", lambda reason, samples: None)
-    config = {"held_out_fraction": 1e-9, "capacity_bytes": capacity, **options}
+    config: dict[str, Any] = {"held_out_fraction": 1e-9, "capacity_bytes": capacity, **options}
+    seed = config.pop("seed", 0)
     folder.mkdir(exist_ok=True)
-    return SampleStore(folder, ReplayConfig(**config), on_evicted=on_evicted)
+    return SampleStore(folder, ReplayConfig(**config), seed, on_evicted)
 
 
 def put(store: SampleStore, name: str, version: int = 1, tokens: int = 16) -> bool:
     """Reserve, fill, accept; False for a duplicate."""
-    reservation, sample = received(store, name, version, tokens)
-    return store.accept([(reservation, sample)])[0]
+    return store.accept([received(store, name, version, tokens)])[0]
 
 
 def received(
-    store: SampleStore, name: str, version: int = 1, tokens: int = 16
-) -> tuple[Reservation, Sample]:
-    """A sample in its reservation, not accepted yet."""
+    store: SampleStore, name: str, version: int = 1, tokens: int = 16, prompt: int | None = None
+) -> Sample:
+    """A sample in the store's memory, not accepted yet; its prompt's first token may be chosen."""
     layout = layout_of(tokens, 3, WIDTH, torch.bfloat16)
-    reservation = store.reserve(layout.nbytes)
-    sample = Sample(
-        header_of(name, version, 1.0, (2, 4, 5), layout), torch.from_numpy(reservation.block)
-    )
+    block = torch.from_numpy(store.reserve(layout.nbytes))
+    sample = Sample(header_of(name, version, 1.0, (2, 4, 5), layout), block)
     sample.block.copy_(content(name, layout.nbytes))
     sample.loss_mask.copy_(torch.arange(tokens) >= 4)
-    return reservation, sample
+    if prompt is not None:
+        sample.token_ids[:4] = prompt
+    return sample
 
 
 def nbytes(tokens: int) -> int:
@@ -67,3 +68,16 @@ def is_intact(sample: Sample) -> bool:
 def all_drawn(store: SampleStore, run_id: str = "run", tokens: int = 10**9) -> list[str]:
     """One draw; the ids, and nothing that views the arena."""
     return [sample.sample_id for sample in store.draw(run_id, tokens).samples]
+
+
+def times_drawn(store: SampleStore, names: Iterable[str], run_id: str = "run") -> dict[str, int]:
+    """How often each of these samples was drawn; those that were evicted are left out."""
+    query = "SELECT times_drawn FROM samples WHERE key = ? AND start IS NOT NULL"
+    found = {name: store._db.execute(query, key_of(run_id, name)).fetchone() for name in names}
+    return {name: row[0] for name, row in found.items() if row is not None}
+
+
+def rows_of(store: SampleStore) -> dict[str, int]:
+    """Rows of every table that grows."""
+    tables = ("samples", "draws", "policies")
+    return {table: store._db.one(f"SELECT count(*) FROM {table}") for table in tables}

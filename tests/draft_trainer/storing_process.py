@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from draft_trainer.ingest.store import SampleStore
-from tests.draft_trainer.samples import is_intact, open_store, put, received
+from tests.draft_trainer.samples import is_intact, open_store, put, received, rows_of, times_drawn
 
 EPOCHS = 2
 
@@ -71,9 +71,9 @@ def work(folder: Path, capacity: int, number: int, acknowledged: list[str], pipe
         if action < 0.6:
             names = [f"{number}-{count + i}" for i in range(rng.randrange(1, 4))]
             count += len(names)
-            pairs = [received(store, name, tokens=rng.randrange(4, 32)) for name in names]
-            assert all(store.accept(pairs))
-            del pairs
+            samples = [received(store, name, tokens=rng.randrange(4, 32)) for name in names]
+            assert all(store.accept(samples))
+            del samples
             os.write(pipe, "".join(f"{name}\n" for name in names).encode())
         elif action < 0.9:
             weights.train(store, rng.randrange(1, 100))
@@ -121,8 +121,9 @@ def main() -> None:
         acknowledged += killed(folder, capacity, number, acknowledged)
     weights = Weights(folder)
     store = opened(folder, capacity, weights)
-    times = {row.number: row.times_drawn for row in store._ledger.held()}
-    held = {sample.sample_id: times[sample.number] for sample in store._held.replay}
+    times = times_drawn(store, acknowledged)
+    held = {name: drawn for name, drawn in times.items() if drawn < EPOCHS}
+    counts = store.counts()
     figures = {
         "kills": kills,
         "acknowledged": len(acknowledged),
@@ -130,17 +131,17 @@ def main() -> None:
         # Held or done with, as the weights say.
         "lost": sum(name not in held and weights.seen[name] < EPOCHS for name in acknowledged),
         "miscounted": sum(weights.seen[name] != drawn for name, drawn in held.items()),
-        "unsaved": store.unsaved,
-        "nbytes": store.nbytes,
+        "unsaved": counts.unsaved,
+        "nbytes": counts.nbytes,
         "files": sum(p.stat().st_size for p in (folder / "store").rglob("*") if p.is_file()),
-        "rows": store._ledger.rows(),
+        "rows": rows_of(store),
     }
     while weights.train(store, 1000):
         pass
     weights.save(store)
     figures["trained_too_often"] = sum(times > EPOCHS for times in weights.seen.values())
     figures["trained_too_little"] = sum(weights.seen[name] < EPOCHS for name in acknowledged)
-    figures["left"] = store.nbytes
+    figures["left"] = store.counts().nbytes
     print(json.dumps(figures))
 
 

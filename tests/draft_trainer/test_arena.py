@@ -1,4 +1,4 @@
-"""The mapped file: its free list against a model, its views, and a file system that is full."""
+"""The mapped file: its allocator against a model, its views, and a file system that is full."""
 
 from __future__ import annotations
 
@@ -12,8 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_trainer.ingest.arena import ALIGNMENT, MOST_SHARED, Arena, FreeList, aligned
+from draft_trainer.ingest.arena import ALIGNMENT, Arena, aligned
+from slipstream.checksum import Bytes
 from slipstream.errors import RefusedError, StatusCode
+
+
+def start_of(arena: Arena, block: Bytes) -> int:
+    return arena.start_of(block.ctypes.data)
+
+
+def retained(arena: Arena, units: int) -> int:
+    """Reserve, own, view no more; the start."""
+    block = arena.reserve(units * ALIGNMENT)
+    assert block is not None
+    start = start_of(arena, block)
+    arena.retain(start)
+    return start
 
 
 def test_aligned() -> None:
@@ -21,35 +35,42 @@ def test_aligned() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_free_list_against_a_map_of_every_unit(seed: int) -> None:
+def test_against_a_map_of_every_unit(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     size = 300
-    free = FreeList(size)
+    arena = Arena(tmp_path / "a", size * ALIGNMENT)
     units = [False] * size
     taken: dict[int, int] = {}
-    for _ in range(4000):
+    for _ in range(1500):
         if rng.random() < 0.55:
             wanted = rng.randrange(1, 40)
-            start = free.take(wanted)
-            runs = "".join("x" if unit else "." for unit in units).split("x")
-            fitting = [len(run) for run in runs if len(run) >= wanted]
-            assert (start is None) == (not fitting)
-            if start is not None:
+            block = arena.reserve(wanted * ALIGNMENT - rng.randrange(ALIGNMENT))
+            fitting = [n for _, n in _runs(units) if n >= wanted]
+            assert (block is None) == (not fitting)
+            if block is not None:
+                start = start_of(arena, block) // ALIGNMENT
                 assert not any(units[start : start + wanted])
-                run = next(n for at, n in _runs(units) if at <= start < at + n)
-                assert run == min(fitting)
+                # The smallest gap that fits.
+                gap = next(n for at, n in _runs(units) if at <= start < at + n)
+                assert gap == min(fitting)
                 units[start : start + wanted] = [True] * wanted
+                arena.retain(start * ALIGNMENT)
                 taken[start] = wanted
         elif taken:
             start = rng.choice(list(taken))
             wanted = taken.pop(start)
-            free.give(start, wanted)
+            del block
+            arena.release(start * ALIGNMENT, wanted * ALIGNMENT)
             units[start : start + wanted] = [False] * wanted
-        # What is free is known in as few parts as possible, and to the byte.
-        assert free.parts() == _runs(units)
-        assert free.free == units.count(False)
-    again = FreeList(size, taken.items())
-    assert again.parts() == free.parts() and again.free == free.free
+            block = None
+        assert arena.used == units.count(True) * ALIGNMENT
+        if rng.random() < 0.01:
+            block = None
+            extents = [(start * ALIGNMENT, n * ALIGNMENT) for start, n in taken.items()]
+            assert arena.restart(extents) == []
+    gaps = sorted((start // ALIGNMENT, n // ALIGNMENT) for start, n in arena._gaps.items())
+    # What is free is known in as few parts as possible.
+    assert gaps == _runs(units)
 
 
 def _runs(units: list[bool]) -> list[tuple[int, int]]:
@@ -65,106 +86,40 @@ def _runs(units: list[bool]) -> list[tuple[int, int]]:
 
 def test_an_extent_is_reused_only_when_nothing_views_it(tmp_path: Path) -> None:
     arena = Arena(tmp_path / "a", 4 * ALIGNMENT)
-    extent = arena.allocate(2 * ALIGNMENT)
-    assert extent is not None
-    extent.owned = True
-    view = torch.from_numpy(arena.view(extent, 100)).fill_(7)
+    start = retained(arena, 2)
+    view = torch.from_numpy(arena.view(start, 100)).fill_(7)
     part = view[10:20].view(torch.bfloat16)[1:].view(2, 2)
     del view
-    arena.disown(extent)
-    assert (arena.used, arena.leased) == (2 * ALIGNMENT, 2 * ALIGNMENT)
-    other = arena.allocate(2 * ALIGNMENT)
-    assert other is not None and other.start != extent.start
-    assert arena.allocate(ALIGNMENT) is None
+    arena.release(start, 2 * ALIGNMENT)
+    assert (arena.used, arena.pinned) == (2 * ALIGNMENT, 2 * ALIGNMENT)
+    assert arena.is_viewed(start) and retained(arena, 2) != start
+    assert arena.reserve(1) is None
     assert (part.view(torch.uint8) == 7).all()
     del part
-    third = arena.allocate(2 * ALIGNMENT)
-    assert third is not None and third.start == extent.start
+    assert retained(arena, 2) == start
 
 
-def test_an_extent_that_nobody_owns_is_free_with_its_last_view(tmp_path: Path) -> None:
-    arena = Arena(tmp_path / "a", ALIGNMENT)
-    extent = arena.allocate(ALIGNMENT)
-    assert extent is not None
-    first, second = arena.view(extent, 8), arena.view(extent, 8)
-    del first
-    assert arena.is_viewed(extent) and arena.allocate(ALIGNMENT) is None
-    del second
-    assert not arena.is_viewed(extent) and arena.used == 0
-
-
-def test_extents_of_one_call_lie_one_after_the_other_where_there_is_room(tmp_path: Path) -> None:
-    arena = Arena(tmp_path / "a", 16 * ALIGNMENT)
-    sizes = [2 * ALIGNMENT, ALIGNMENT, 3 * ALIGNMENT]
-    extents = arena.allocate_all(sizes)
-    assert [(e.start, e.size) for e in extents if e] == [(0, 128), (128, 64), (192, 192)]
-    middle = arena.allocate(4 * ALIGNMENT)
-    assert middle is not None and middle.start == 6 * ALIGNMENT
-    assert extents[0] is not None
-    arena.give_back(extents[0])
-    # Two parts are free, of 2 and of 6: nothing of 7 is, and each takes what fits it best.
-    again = arena.allocate_all([2 * ALIGNMENT, 5 * ALIGNMENT])
-    assert [extent and extent.start for extent in again] == [0, 10 * ALIGNMENT]
-    assert arena.allocate_all([2 * ALIGNMENT, ALIGNMENT])[0] is None
-    assert arena.used == arena.size
-    assert arena.allocate_all([]) == []
-
-
-def test_neighbours_share_a_view_and_are_free_when_it_ends(tmp_path: Path) -> None:
-    arena = Arena(tmp_path / "a", 4 * MOST_SHARED)
-    half = MOST_SHARED // 2
-    sizes = [half, half, half, ALIGNMENT]
-    extents = [extent for extent in arena.allocate_all(sizes) if extent is not None]
-    far = arena.allocate(2 * MOST_SHARED)
-    assert far is not None
-    views = arena.view_all([*extents, far])
-    # Two make as much as one view may cover; what is larger has one of its own.
-    assert [(len(view), at) for view, at in views] == [
-        *[(MOST_SHARED, 0), (MOST_SHARED, half)],
-        *[(half + ALIGNMENT, 0), (half + ALIGNMENT, half)],
-        (2 * MOST_SHARED, 0),
-    ]
-    assert views[0][0] is views[1][0] and views[2][0] is views[3][0]
-    for number, ((view, at), extent) in enumerate(zip(views, [*extents, far], strict=True)):
-        view[at : at + extent.size] = number
-    assert [int(arena.view(extent, 1)[0]) for extent in extents] == [0, 1, 2, 3]
-    extents[0].owned = True
-    kept = views[3][0][half:]
-    del views, view
-    # Whoever holds a part holds its neighbours too, but nothing else.
-    assert arena.leased == half + ALIGNMENT
-    assert [arena.is_viewed(extent) for extent in extents] == [False, False, True, True]
-    assert arena.used == half + half + ALIGNMENT
-    del kept
-    assert (arena.leased, arena.used) == (0, half)
-    arena.disown(extents[0])
-    assert arena.used == 0 and arena.allocate(arena.size) is not None
-
-
-def test_those_that_are_disowned_together_are_free_each_when_nothing_views_it(
-    tmp_path: Path,
-) -> None:
-    arena = Arena(tmp_path / "a", 8 * ALIGNMENT)
-    extents = [extent for extent in arena.allocate_all([ALIGNMENT] * 8) if extent is not None]
-    for extent in extents:
-        extent.owned = True
-    view = arena.view(extents[3], 8)
-    # In any order; the first four are neighbours but for the one that is viewed.
-    arena.disown(*(extents[at] for at in (6, 0, 1, 2, 3, 5)))
-    assert arena._free.parts() == [(0, 192), (320, 128)]
-    del view
+def test_a_reservation_is_free_with_its_last_view_unless_it_is_retained(tmp_path: Path) -> None:
+    arena = Arena(tmp_path / "a", 2 * ALIGNMENT)
+    first, second = arena.reserve(8), arena.reserve(8)
+    assert first is not None and second is not None
+    another = arena.view(start_of(arena, first), 8)
+    arena.retain(start_of(arena, second))
+    del first, second
     assert arena.used == 2 * ALIGNMENT
-    assert arena._free.parts() == [(0, 256), (320, 128)]
+    del another
+    assert (arena.used, arena.pinned) == (ALIGNMENT, 0)
 
 
 def test_views_that_end_on_other_threads_are_counted(tmp_path: Path) -> None:
     arena = Arena(tmp_path / "a", 64 * ALIGNMENT)
     views = []
     for _ in range(64):
-        extent = arena.allocate(ALIGNMENT)
-        assert extent is not None
-        views.append([arena.view(extent, ALIGNMENT) for _ in range(4)])
-    assert arena.leased == arena.size
+        block = arena.reserve(ALIGNMENT)
+        assert block is not None
+        views.append([block, *(arena.view(start_of(arena, block), 8) for _ in range(3))])
+    del block
+    assert arena.pinned == arena.size
 
     def end(part: int) -> None:
         for view in views[part::4]:
@@ -176,7 +131,36 @@ def test_views_that_end_on_other_threads_are_counted(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(30)
     gc.collect()
-    assert (arena.leased, arena.used) == (0, 0)
+    assert (arena.pinned, arena.used) == (0, 0)
+
+
+def test_extents_that_cannot_be_are_named_and_viewed_ones_stay(tmp_path: Path) -> None:
+    unit = ALIGNMENT
+    arena = Arena(tmp_path / "a", 10 * unit)
+    for _ in range(5):
+        retained(arena, 2)
+    owned, lost = arena.view(2 * unit, 2 * unit), arena.view(6 * unit, 2 * unit)
+    extents = [
+        (0, 2 * unit),  # sound
+        (2 * unit, 2 * unit),  # sound, and viewed
+        (unit, unit),  # within the first
+        (5 * unit, 2 * unit),  # into what is viewed
+        (6 * unit, unit),  # another size than what is viewed
+        (8 * unit + 1, unit),  # not aligned
+        (9 * unit, 2 * unit),  # beyond the end
+        (-unit, unit),
+        (8 * unit, 0),
+        (2 * unit, 2 * unit),  # twice
+    ]
+    assert sorted(arena.restart(extents)) == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert arena.used == 6 * unit
+    del lost
+    assert arena.used == 4 * unit
+    del owned
+    assert arena.used == 4 * unit
+    arena.release(0, 2 * unit)
+    arena.release(2 * unit, 2 * unit)
+    assert arena.used == 0 and arena.reserve(10 * unit) is not None
 
 
 def test_a_full_file_system_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import random
-import sqlite3
 import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.ingest.arena import aligned
-from draft_trainer.ingest.store import ARENA, LEDGER, Ledger, SampleStore
+from draft_trainer.ingest.database import FILE
+from draft_trainer.ingest.store import ARENA, SampleStore
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.tensors import digest
 from tests.draft_trainer.samples import (
     all_drawn,
-    content,
     is_intact,
     nbytes,
     open_store,
     put,
     received,
+    rows_of,
+    times_drawn,
 )
 
 SIZE = aligned(nbytes(16))
@@ -36,8 +34,9 @@ def test_bytes_never_exceed_the_capacity_and_old_versions_go_first(tmp_path: Pat
     store.begin("run", {})
     for i in range(40):
         assert put(store, f"s{i}", version=i // 4)
-        assert store.nbytes <= store.capacity_bytes == 10 * SIZE
-    assert len(store) == 10 and store.nbytes == 10 * SIZE
+        assert store.counts().nbytes <= store.capacity_bytes == 10 * SIZE
+    counts = store.counts()
+    assert counts.resident == 10 and counts.nbytes == 10 * SIZE
     assert evicted == {"capacity": 30}
     drawn = store.draw("run", 10**6).samples
     assert {s.sample_id for s in drawn} == {f"s{i}" for i in range(30, 40)}
@@ -56,15 +55,15 @@ def test_a_batch_keeps_its_bytes_while_others_need_the_room(tmp_path: Path) -> N
     for i in range(10, 40):
         put(store, f"s{i}")
     assert all(is_intact(sample) for sample in batch)
-    assert len(store) == 6 and store.nbytes == 10 * SIZE
-    # While the batch is read, six samples' room is all there is.
+    assert store.counts().resident == 6 and store.counts().nbytes == 10 * SIZE
+    # While the batch is read, room for six samples is all there is.
     held = [received(store, f"t{i}") for i in range(6)]
     assert store.credit_bytes() == 0
     with pytest.raises(RefusedError) as caught:
         store.reserve(1)
     assert caught.value.code is StatusCode.RESOURCE_EXHAUSTED
     assert f"{10 * SIZE} of them read or received now" in caught.value.expected
-    assert len(store) == 0
+    assert store.counts().resident == 0
     batch.clear()
     assert all(put(store, f"u{i}") for i in range(4))
     assert store.accept(held) == [True] * 6
@@ -78,41 +77,37 @@ def test_too_large_for_the_whole_arena(tmp_path: Path) -> None:
         store.reserve(10 * SIZE + 1)
     assert (caught.value.field, caught.value.found) == ("sample", f"{10 * SIZE + 1} bytes")
     assert f"at most {10 * SIZE} bytes (replay.capacity_bytes)" in caught.value.expected
-    assert len(store) == 1
+    assert store.counts().resident == 1
 
 
-def test_reservations_come_back(tmp_path: Path) -> None:
+def test_a_reservation_that_is_not_accepted_comes_back_with_its_last_view(tmp_path: Path) -> None:
     store = open_store(tmp_path, 10 * SIZE)
     store.begin("run", {})
-    first = store.reserve(100)
-    assert first.block.ctypes.data % 64 == 0 and first.block.shape == (100,)
-    assert store.nbytes == 128
-    first.release()
-    first.release()
-    assert store.nbytes == 0
-    second = store.reserve(100)
-    view = second.block[3:]
-    del second
-    assert store.nbytes == 128
+    block = store.reserve(100)
+    assert block.ctypes.data % 64 == 0 and block.shape == (100,)
+    assert store.counts().nbytes == 128
+    view = block[3:]
+    del block
+    assert store.counts().nbytes == 128
     del view
-    assert store.nbytes == 0
+    assert store.counts().nbytes == 0
 
 
 def test_duplicates_in_one_call_and_after_a_restart(tmp_path: Path) -> None:
     store = open_store(tmp_path, ledger_entries=3, max_epochs=1)
     store.begin("run", {})
-    pairs = [received(store, name) for name in ("a", "b", "a")]
-    assert store.accept(pairs) == [True, True, False]
-    del pairs
-    assert store.nbytes == 2 * SIZE
+    samples = [received(store, name) for name in ("a", "b", "a")]
+    assert store.accept(samples) == [True, True, False]
+    del samples
+    assert store.counts().nbytes == 2 * SIZE
     assert store.seen("a") and not store.seen("c")
     store.close()
     store = open_store(tmp_path, ledger_entries=3, max_epochs=1)
-    assert not put(store, "a") and put(store, "c") and store.nbytes == 3 * SIZE
+    assert not put(store, "a") and put(store, "c") and store.counts().nbytes == 3 * SIZE
     # Ids outlive their samples, the newest three of them; ids of samples that are held, always.
     all_drawn(store)
     store.saved(store.draws)
-    assert len(store) == 0 == store.nbytes
+    assert store.counts().resident == 0 == store.counts().nbytes
     for name in ("d", "e", "f"):
         assert put(store, name)
     assert store.seen("a")
@@ -133,10 +128,7 @@ def test_a_restart_finds_samples_policies_held_out_share_and_run(tmp_path: Path)
     store.begin("run", {"hidden_size": 8})
     for i in range(40):
         put(store, f"s{i}", version=1 + i % 2)
-    head = PolicyHead(1, torch.randn(6, 4), torch.randn(9, 4))
-    digests = (digest(head.lm_head_rows), digest(head.embed_tokens))
-    kept = store.keep_policy("run", head, digests)
-    assert torch.equal(kept.embed_tokens, head.embed_tokens)
+    store.put_policy("run", 1, ("aa", "bb"))
     held = [s.sample_id for s in store.held_out("run")]
     all_drawn(store, tokens=5 * 16)
     number = store.draws
@@ -152,13 +144,11 @@ def test_a_restart_finds_samples_policies_held_out_share_and_run(tmp_path: Path)
     assert all(is_intact(sample) for sample in samples)
     # It draws as the one before would have, or did.
     assert all_drawn(store, tokens=5 * 16) == following
-    ((found, names),) = store.policies()
-    assert found.policy_version == 1 and names == digests
-    assert torch.equal(found.lm_head_rows, head.lm_head_rows)
+    assert store.policies() == [(1, "aa", "bb")]
     with pytest.raises(RefusedError, match="which began meanwhile"):
-        store.keep_policy("other", head, digests)
-    store.keep_versions("run", [2])
-    assert store.policies() == [] and list((tmp_path / "policies").iterdir()) == []
+        store.put_policy("other", 1, ("aa", "bb"))
+    assert not store.keep_versions("other", [])
+    assert store.keep_versions("run", [2]) and store.policies() == []
     assert {s.policy_version for s in store.held_out("run")} == {2}
 
 
@@ -185,11 +175,11 @@ def test_draws_that_no_state_has_are_undone(tmp_path: Path) -> None:
             store = open_store(tmp_path, 1 << 20, max_epochs=3)
             store.rewind(saved, 0)
             draws = [(number, names) for number, names in draws if number <= saved]
-            assert store.unsaved == 0
+            assert store.counts().unsaved == 0
     for _, names in draws:
         seen.update(names)
     assert set(seen.values()) == {3} and len(seen) == 30
-    assert store._ledger.rows()["draws"] <= 90
+    assert rows_of(store)["draws"] <= 90
 
 
 def test_spent_samples_stay_until_a_state_has_them_and_give_way_first(tmp_path: Path) -> None:
@@ -201,20 +191,20 @@ def test_spent_samples_stay_until_a_state_has_them_and_give_way_first(tmp_path: 
     for i in range(10):
         put(store, f"s{i}")
     first = all_drawn(store, tokens=4 * 16)
-    assert (store.unsaved, store.pending, store.nbytes) == (4, 6, 10 * SIZE)
+    assert figures(store) == (4, 6, 10 * SIZE)
     put(store, "new")
-    assert (store.unsaved, store.pending, evicted) == (3, 7, {"unsaved": 1})
+    assert (*figures(store)[:2], evicted) == (3, 7, {"unsaved": 1})
     all_drawn(store, tokens=2 * 16)
-    assert store.unsaved == 5
+    assert store.counts().unsaved == 5
     store.saved(1)
-    assert (store.unsaved, store.nbytes) == (2, 7 * SIZE)
+    assert figures(store) == (2, 5, 7 * SIZE)
     store.close()
     # The second draw is lost with the weights; of the first, which a state has, nothing returns.
     store = open_store(
         tmp_path, 10 * SIZE, max_epochs=1, on_evicted=lambda why, n: evicted.update({why: n})
     )
     store.rewind(1, 0)
-    assert (store.unsaved, store.pending, evicted) == (0, 7, {"unsaved": 1})
+    assert (*figures(store)[:2], evicted) == (0, 7, {"unsaved": 1})
     assert not set(all_drawn(store)) & set(first)
     # Where even that state is damaged, what is left of the first draw cannot return.
     store.close()
@@ -222,7 +212,7 @@ def test_spent_samples_stay_until_a_state_has_them_and_give_way_first(tmp_path: 
         tmp_path, 10 * SIZE, max_epochs=1, on_evicted=lambda why, n: evicted.update({why: n})
     )
     store.rewind(0, 0)
-    assert evicted == {"unsaved": 1, "undone": 4} and store.pending == 7
+    assert evicted == {"unsaved": 1, "undone": 4} and store.counts().pending == 7
 
 
 def test_weights_of_a_release_have_seen_what_was_drawn_before_it(tmp_path: Path) -> None:
@@ -237,13 +227,13 @@ def test_weights_of_a_release_have_seen_what_was_drawn_before_it(tmp_path: Path)
     # No state: the weights are those of release 1.
     store = open_store(tmp_path, max_epochs=1)
     store.rewind(None, 1)
-    assert store.pending == 8
+    assert store.counts().pending == 8
     assert all_drawn(store, tokens=4 * 16) == after
     store.close()
     # Killed between writing release 2 and noting it.
     store = open_store(tmp_path, max_epochs=1)
     store.rewind(None, 2)
-    assert store.pending == 4
+    assert store.counts().pending == 4
     assert not set(all_drawn(store)) & {*before, *after}
 
 
@@ -256,7 +246,7 @@ def test_a_state_from_before_this_ledger_is_never_reached_by_its_numbers(tmp_pat
     store.close()
     store = open_store(tmp_path, max_epochs=1)
     store.rewind(1000, 0)
-    assert store.pending == 1
+    assert store.counts().pending == 1
 
 
 def test_a_batch_that_was_put_back_is_as_if_it_had_not_been_drawn(tmp_path: Path) -> None:
@@ -268,17 +258,17 @@ def test_a_batch_that_was_put_back_is_as_if_it_had_not_been_drawn(tmp_path: Path
         drawn = store.draw("run", 10**6)
         assert len(drawn.samples) == 6
         store.put_back(drawn)
-        assert store.pending == 6
+        assert store.counts().pending == 6
     all_drawn(store)
     drawn = store.draw("run", 10**6)
-    assert store.unsaved == 6
+    assert store.counts().unsaved == 6
     store.put_back(drawn)
     store.keep_versions("run", [2])
-    assert (store.unsaved, len(store)) == (0, 3)
+    assert (store.counts().unsaved, store.counts().resident) == (0, 3)
     assert len(all_drawn(store)) == 3
     store.close()
     store = open_store(tmp_path, max_epochs=2)
-    assert store.unsaved == 3 and len(store) == 0
+    assert store.counts().unsaved == 3 == store.counts().resident
 
 
 def test_another_run_begins_empty_and_the_old_one_draws_nothing(tmp_path: Path) -> None:
@@ -290,7 +280,7 @@ def test_another_run_begins_empty_and_the_old_one_draws_nothing(tmp_path: Path) 
     kept = samples.pop()
     samples.clear()
     store.begin("two", {})
-    assert store.nbytes == SIZE and len(store) == 0 == store.pending
+    assert figures(store) == (0, 0, SIZE) and store.counts().resident == 0
     assert all_drawn(store, "one") == [] == store.held_out("one")
     for i in range(9):
         assert put(store, f"s{i}")
@@ -315,8 +305,8 @@ def test_nothing_grows_with_the_length_of_a_run(tmp_path: Path) -> None:
         if rng.random() < 0.05:
             store.saved(store.draws)
         if number % 50 == 0:
-            fill.append(store.nbytes / capacity)
-            rows.append(store._ledger.rows()["samples"])
+            fill.append(store.counts().nbytes / capacity)
+            rows.append(rows_of(store)["samples"])
             sizes.append(sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()))
     half = len(rows) // 2
     assert max(rows) <= 100 + capacity // aligned(nbytes(4))
@@ -324,8 +314,7 @@ def test_nothing_grows_with_the_length_of_a_run(tmp_path: Path) -> None:
     assert max(sizes[half:]) <= 1.01 * max(sizes[:half])
     # About twenty samples fit: what is free between them and the next one's room is not much.
     assert sum(fill[3:]) / len(fill[3:]) > 0.75 and max(fill) <= 1
-    ledger = tmp_path / LEDGER
-    assert ledger.stat().st_size < 200_000
+    assert (tmp_path / FILE).stat().st_size < 200_000
     assert (tmp_path / ARENA).stat().st_size == capacity
 
 
@@ -361,7 +350,7 @@ def test_puts_and_draws_from_many_threads_lose_nothing(tmp_path: Path) -> None:
     names = drawn[0] + drawn[1]
     assert len(names) == len(set(names)) == 300
     store.saved(store.draws)
-    assert store.nbytes == 0
+    assert store.counts().nbytes == 0
 
 
 def test_a_smaller_arena_gives_up_what_lies_beyond_it(tmp_path: Path) -> None:
@@ -372,73 +361,185 @@ def test_a_smaller_arena_gives_up_what_lies_beyond_it(tmp_path: Path) -> None:
         put(store, f"s{i}")
     store.close()
     store = open_store(tmp_path, 7 * SIZE, on_evicted=lambda why, n: evicted.update({why: n}))
-    assert evicted == {"capacity": 3} and store.nbytes == store.capacity_bytes == 7 * SIZE
+    assert evicted == {"capacity": 3} and store.counts().nbytes == 7 * SIZE
     assert all(is_intact(sample) for sample in store.draw("run", 10**6).samples)
 
 
-def test_a_ledger_that_cannot_be_written_accepts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_store(tmp_path, 3 * SIZE)
+def test_an_index_that_cannot_be_written_accepts_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 3 * SIZE, ledger_entries=100_000)
     store.begin("run", {})
-    for name in "abc":
-        put(store, name)
-
-    def full(*_: object) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "drop", full)
-        with pytest.raises(RefusedError) as caught:
-            store.reserve(100)
-        assert (caught.value.field, caught.value.code) == (
-            "replay.directory",
-            StatusCode.RESOURCE_EXHAUSTED,
-        )
-    assert len(store) == 3 and store.nbytes == 3 * SIZE
-    pair = received(store, "d")
-    with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "add", full)
-        with pytest.raises(RefusedError, match=r"disk is full"):
-            store.accept([pair])
-    assert not store.seen("d")
-    assert store.accept([pair]) == [True]
-    assert sorted(all_drawn(store)) == ["b", "c", "d"]
-
-
-def test_a_damaged_ledger_is_refused(tmp_path: Path) -> None:
-    open_store(tmp_path).close()
-    (tmp_path / LEDGER).write_bytes(content("noise", 8192).numpy().tobytes())
-    with pytest.raises(RefusedError) as caught:
-        open_store(tmp_path)
-    assert caught.value.code is StatusCode.DATA_LOSS
-    assert "remove its folder" in caught.value.next_step
-
-
-def test_a_sample_outside_its_reservation_is_an_error_of_the_caller(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    store.begin("run", {})
-    reservation, sample = received(store, "a")
-    other: SampleStore | object = store.reserve(100)
-    with pytest.raises(AssertionError, match="does not lie in the reservation"):
-        store.accept([(other, sample)])  # type: ignore[list-item]
-    assert store.accept([(reservation, sample)]) == [True]
+    for number in range(40):
+        put(store, f"a{number}")
+    pages = store._db.one("PRAGMA page_count")
+    # SQLite's own answer to a full disk.
+    store._db.execute(f"PRAGMA max_page_count={pages}")
+    found = None
+    for number in range(400):
+        sample = received(store, f"b{number}")
+        try:
+            store.accept([sample])
+        except RefusedError as error:
+            found = error
+            break
+    assert found is not None and "disk is full" in found.found
+    assert (found.field, found.code) == ("replay.directory", StatusCode.RESOURCE_EXHAUSTED)
+    assert not store.seen(sample.sample_id)
+    store._db.execute("PRAGMA max_page_count=1000000")
+    assert store.accept([sample]) == [True]
+    assert sample.sample_id in all_drawn(store)
 
 
 def test_a_duplicate_among_many_is_told_apart_whether_it_came_before_or_with_them(
     tmp_path: Path,
 ) -> None:
     store = open_store(tmp_path / "s")
+    store.begin("run", {})
     assert put(store, "b")
     many = [received(store, name) for name in ("a", "b", "c", "a", "d")]
     assert store.accept(many) == [True, False, True, False, True]
     assert [store.seen(name) for name in "abcde"] == [True, True, True, True, False]
-    assert len(store) == 4
-    # Each is drawn from its own bytes: numbers were not mixed up.
-    drawn = store.draw("", 1 << 20).samples
+    assert store.counts().resident == 4
+    drawn = store.draw("run", 1 << 20).samples
     assert sorted(sample.sample_id for sample in drawn) == ["a", "b", "c", "d"]
-    for sample in drawn:
-        fresh, other = received(store, sample.sample_id)
-        assert torch.equal(sample.aux.view(torch.int16), other.aux.view(torch.int16))
-        fresh.release()
+    assert all(is_intact(sample) for sample in drawn)
     store.close()
+
+
+def figures(store: SampleStore) -> tuple[int, int, int]:
+    """Unsaved, pending, bytes."""
+    counts = store.counts()
+    return counts.unsaved, counts.pending, counts.nbytes
+
+
+def evict_all(store: SampleStore) -> list[str]:
+    """Evict one after the other; the ids in that order."""
+    order = []
+    left = [f"s{i}" for i in range(100)]
+    while store._evict_worst(1):
+        resident = times_drawn(store, left)
+        order += [name for name in left if name not in resident and store.seen(name)]
+        left = [name for name in left if name in resident]
+    return order
+
+
+def test_what_is_evicted_is_exhausted_then_old_then_trained_then_early(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 20 * SIZE, max_epochs=3)
+    store.begin("run", {})
+    for i in range(8):
+        put(store, f"s{i}", version=i // 4)
+    drawn = [all_drawn(store, tokens=16)[0] for _ in range(15)]
+    exhausted = [name for name in drawn if drawn.count(name) == 3]
+    assert exhausted
+    times = times_drawn(store, [f"s{i}" for i in range(8)])
+    gone = evict_all(store)
+    assert len(gone) == 8
+    # In the order of the last draw; then version 0 before 1, most drawn first, by arrival.
+    last = sorted(set(exhausted), key=lambda name: max(i for i, n in enumerate(drawn) if n == name))
+    rest = sorted(set(times) - set(last), key=lambda name: (int(name[1]) // 4, -times[name], name))
+    assert gone == last + rest
+
+
+def test_viewed_samples_are_not_evicted(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 4 * SIZE)
+    store.begin("run", {})
+    for name in "abcd":
+        put(store, name)
+    viewed = store.draw("run", 2 * 16).samples
+    names = {sample.sample_id for sample in viewed}
+    put(store, "e")
+    put(store, "f")
+    assert set(times_drawn(store, "abcdef")) == names | {"e", "f"}
+    assert all(is_intact(sample) for sample in viewed)
+
+
+def test_untrained_before_trained_and_newest_before_old(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_epochs=9)
+    store.begin("run", {})
+    put(store, "old", 1)
+    put(store, "new", 3)
+    assert [all_drawn(store, tokens=16) for _ in range(2)] == [["new"], ["new"]]
+    put(store, "newer", 4)
+    assert all_drawn(store, tokens=16) == ["newer"]
+    assert store.counts().pending == 1
+    # One sample even above the bound.
+    assert len(all_drawn(store, tokens=1)) == 1
+
+
+def test_the_order_is_that_of_the_seed_and_not_of_what_was_drawn_before(tmp_path: Path) -> None:
+    def drawn_after(interruptions: int, seed: int) -> list[str]:
+        folder = tmp_path / f"{interruptions}-{seed}"
+        store = open_store(folder, 1 << 18, max_epochs=3, seed=seed)
+        store.begin("run", {})
+        for i in range(30):
+            put(store, f"s{i}", i % 2)
+        names = []
+        for step in range(60):
+            if step < interruptions:
+                store.put_back(store.draw("run", 7 * 16))
+            names += all_drawn(store, tokens=5 * 16)
+        assert {names.count(name) for name in names} == {3} and len(names) == 90
+        # Not the same order in every epoch.
+        first, second = (names[0:15], names[30:45])
+        assert set(first) == {f"s{i}" for i in range(1, 30, 2)} and first != second
+        return names
+
+    assert drawn_after(0, 1) == drawn_after(9, 1) != drawn_after(0, 2)
+
+
+def test_against_a_model_that_sorts(tmp_path: Path) -> None:
+    """Random arrivals, draws, undone draws and evictions."""
+    rng = random.Random(0)
+    store = open_store(tmp_path, 1 << 20, max_epochs=3, held_out_fraction=0.3)
+    store.begin("run", {})
+    model: dict[str, list[int]] = {}
+    for i in range(600):
+        action = rng.random()
+        if action < 0.45:
+            name = f"s{i}"
+            store.accept([received(store, name, i // 80, prompt=rng.randrange(40))])
+            model[name] = [i // 80, 0]
+        elif action < 0.75:
+            held = {sample.sample_id for sample in store.held_out("run")}
+            drawn: Any = store.draw("run", rng.randrange(1, 200))
+            left = sorted(t - v for n, (v, t) in model.items() if n not in held and t < 3)
+            found = [model[s.sample_id][1] - s.policy_version for s in drawn.samples]
+            assert found == left[: len(found)]
+            if rng.random() < 0.3:
+                store.put_back(drawn)
+            else:
+                for sample in drawn.samples:
+                    model[sample.sample_id][1] += 1
+            sample = drawn = None
+        else:
+            before = set(times_drawn(store, model))
+            store._evict_worst(1)
+            for name in before - set(times_drawn(store, model)):
+                # The one to go is exhausted, or of the oldest version and trained the most.
+                version, times = model.pop(name)
+                others = [(v, -t) for v, t in model.values() if t < 3]
+                if times < 3:
+                    assert (version, -times) <= min(others, default=(version, -times))
+                    assert all(t < 3 for _, t in model.values())
+        assert times_drawn(store, model) == {name: times for name, (_, times) in model.items()}
+    held = {sample.sample_id for sample in store.held_out("run")}
+    pending = sum(times == 0 for name, (_, times) in model.items() if name not in held)
+    assert store.counts().pending == pending
+
+
+def test_held_out_is_decided_by_the_prompt_and_never_drawn(tmp_path: Path) -> None:
+    """By sample, a candidate would be judged on prompts that it was trained on."""
+    stores = [open_store(tmp_path / name, 1 << 21, held_out_fraction=0.25) for name in "ab"]
+    for store, order in zip(stores, (range(400), reversed(range(400))), strict=True):
+        store.begin("run", {})
+        for i in order:
+            store.accept([received(store, f"s{i}", i // 100, prompt=i % 100)])
+    held = [{sample.sample_id for sample in store.held_out("run")} for store in stores]
+    assert held[0] == held[1]
+    prompts = Counter(int(name[1:]) % 100 for name in held[0])
+    # All completions of a prompt; binomial(100, 1/4), 3.5 standard deviations either way.
+    assert set(prompts.values()) == {4} and 10 <= len(prompts) <= 40
+    store = stores[0]
+    assert store.counts().pending == 400 - len(held[0])
+    assert {s.policy_version for s in store.held_out("run", newest_versions=2)} == {2, 3}
+    drawn = all_drawn(store)
+    assert len(drawn) == 400 - len(held[0]) and not held[0] & set(drawn)

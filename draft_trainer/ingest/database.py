@@ -1,0 +1,284 @@
+"""samples.db: the connection, its transactions, and what is done about a damaged file.
+
+WAL without fsync: what was committed survives kill -9, because it is in the page cache. After a
+reboot the folder is discarded (``folder``). A damaged file costs the rows that cannot be read any
+more: the others are copied to a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import RefusedError, StatusCode
+
+logger = logging.getLogger(__name__)
+
+FILE = "samples.db"
+FORMAT = 1
+
+DRAW_ORDER = (
+    # One policy version of age weighs as much as one epoch. Ties: a permutation that differs by
+    # epoch, so that the order does not depend on earlier draws, and an undone draw is repeated.
+    "times_drawn - policy_version, "
+    "(tie * ((times_drawn * 2654435760 + 1) & 1073741823)) & 1073741823, number"
+)
+TIE_BITS = 30
+
+_TABLES = {
+    "meta": "name, value",
+    "samples": (
+        "number, key, header, seal, policy_version, tokens, held_out, tie, start, size, "
+        "times_drawn, last_draw"
+    ),
+    "draws": "draw, number",
+    "policies": "version, lm_head, embed",
+}
+_SCHEMA = f"""
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE samples (
+    number INTEGER PRIMARY KEY,
+    key BLOB NOT NULL UNIQUE,
+    header BLOB, seal INTEGER,
+    policy_version INTEGER, tokens INTEGER, held_out INTEGER, tie INTEGER,
+    start INTEGER, size INTEGER,  -- NULL once evicted; the key is remembered for a while
+    times_drawn INTEGER NOT NULL DEFAULT 0, last_draw INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX by_worth ON samples (policy_version, times_drawn DESC, number, held_out, last_draw)
+    WHERE start IS NOT NULL;
+CREATE INDEX to_draw ON samples ({DRAW_ORDER}) WHERE start IS NOT NULL AND held_out = 0;
+CREATE TABLE draws (draw INTEGER NOT NULL, number INTEGER NOT NULL);
+CREATE INDEX draws_by_draw ON draws (draw);
+CREATE TABLE policies (version INTEGER PRIMARY KEY, lm_head TEXT NOT NULL, embed TEXT NOT NULL);
+"""
+
+_NO_ROOM = {
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+}
+_UNREADABLE = {sqlite3.SQLITE_IOERR_READ, sqlite3.SQLITE_IOERR_SHORT_READ}
+_MOST_MISSES = 4096
+
+
+class DamagedError(Exception):
+    """The file cannot be used as it is; ``Database.repair`` saves what can be read."""
+
+
+class Database:
+    """One connection, which locks the file. Not thread-safe: the store holds the lock.
+
+    Args:
+        path: created if missing.
+        remembered: rows of evicted samples that are kept, see ``forget``.
+
+    Attributes:
+        lost: samples that were missing when it was opened, see ``repair``.
+
+    Raises:
+        RefusedError: no space, or no access (RESOURCE_EXHAUSTED).
+    """
+
+    def __init__(self, path: Path, remembered: int) -> None:
+        self.path = path
+        self._remembered = remembered
+        self._connection: sqlite3.Connection | None = None
+        self.lost = 0
+        try:
+            with self.errors():
+                self._open()
+        except DamagedError as error:
+            self.lost = self.repair(error)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Translate SQLite's errors; what the body had not committed is rolled back.
+
+        Raises:
+            RefusedError: no space (RESOURCE_EXHAUSTED).
+            DamagedError: anything else that a sound file does not give.
+        """
+        try:
+            yield
+        except (sqlite3.ProgrammingError, sqlite3.NotSupportedError):
+            raise
+        except sqlite3.DatabaseError as error:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+            if code & 0xFF not in _NO_ROOM or code in _UNREADABLE:
+                raise DamagedError(str(error)) from None
+            raise RefusedError(
+                "replay.directory",
+                f"{self.path}: {error}",
+                "room for the index of samples",
+                "free space there, and check the owner and mode of the folder",
+                StatusCode.RESOURCE_EXHAUSTED,
+            ) from error
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of the body's changes or none; part of the transaction around it, if there is one."""
+        connection = self._connected
+        if connection.in_transaction:
+            yield
+            return
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            connection.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                connection.execute("ROLLBACK")
+            raise
+
+    def execute(self, query: str, *values: Any) -> sqlite3.Cursor:
+        """Run one statement."""
+        return self._connected.execute(query, values)
+
+    def executemany(self, query: str, rows: Iterable[tuple[Any, ...]]) -> None:
+        """Run one statement for each row."""
+        self._connected.executemany(query, rows)
+
+    def one(self, query: str, *values: Any) -> Any:
+        """The first column of the first row."""
+        return self._connected.execute(query, values).fetchone()[0]
+
+    def get(self, name: str, default: Any) -> Any:
+        """The JSON value under a name."""
+        row = self.execute("SELECT value FROM meta WHERE name = ?", name).fetchone()
+        try:
+            return default if row is None else json.loads(row[0])
+        except ValueError as error:
+            raise sqlite3.DatabaseError(f"meta {name}: {error}") from error
+
+    def set(self, name: str, value: Any) -> None:
+        """Keep a JSON value under a name."""
+        self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", name, json.dumps(value))
+
+    def forget(self) -> None:
+        """Delete the rows of evicted samples that are not among the newest ``remembered``."""
+        self.execute(
+            "DELETE FROM samples WHERE start IS NULL AND number <= "
+            "(SELECT max(number) FROM samples) - ?",
+            self._remembered,
+        )
+
+    def last_recorded_draw(self) -> int:
+        """The highest number of a draw that any row knows of."""
+        last = "SELECT max(last_draw) AS draw FROM samples UNION SELECT max(draw) FROM draws"
+        return int(self.one(f"SELECT coalesce(max(draw), 0) FROM ({last})"))
+
+    def repair(self, cause: object) -> int:
+        """Copy the rows that can be read to a new file, and go on with that.
+
+        Returns:
+            How many samples are missing now, as far as their numbers tell.
+        """
+        logger.error("%s is damaged (%s): it is rebuilt from what can be read", self.path, cause)
+        self.close()
+        rebuilt = self.path.with_name(f"{FILE}-rebuilt")
+        _unlink(rebuilt)
+        with self.errors():
+            with (
+                closing(sqlite3.connect(self.path, isolation_level=None)) as source,
+                closing(sqlite3.connect(rebuilt, isolation_level=None)) as target,
+            ):
+                target.executescript(
+                    f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; BEGIN; {_SCHEMA}"
+                )
+                for table, columns in _TABLES.items():
+                    marks = ", ".join("?" * len(columns.split(",")))
+                    target.executemany(
+                        f"INSERT OR IGNORE INTO {table} ({columns}) VALUES ({marks})",
+                        _readable(source, table, columns),
+                    )
+                numbers = [n for (n,) in target.execute("SELECT number FROM samples")]
+                top = max(numbers, default=0)
+                missing = set(range(max(top - self._remembered, 0) + 1, top)) - set(numbers)
+                # In their place, so that they are missed once.
+                target.executemany(
+                    "INSERT INTO samples (number, key) VALUES (?, ?)",
+                    [(number, f"lost {number}".encode()) for number in missing],
+                )
+                target.execute(f"PRAGMA user_version={FORMAT}")
+                target.execute("COMMIT")
+            # A log of the damaged file would be applied to the new one.
+            _unlink(self.path, but=self.path)
+            rebuilt.replace(self.path)
+            self._open()
+        logger.error("%s: %d rows are saved, %d are lost", self.path, len(numbers), len(missing))
+        return len(missing)
+
+    def close(self) -> None:
+        """Leave one file. Idempotent."""
+        if self._connection is not None:
+            with suppress(sqlite3.Error):
+                self._connection.close()
+
+    def _open(self) -> None:
+        # SQLite's own mode would let others read it in a folder that they may enter.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        os.close(os.open(self.path, flags, 0o600))
+        connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        try:
+            for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=OFF"):
+                connection.execute(f"PRAGMA {pragma}")
+            connection.execute("PRAGMA cache_size=-16000")
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;")
+            elif version != FORMAT:
+                raise sqlite3.DatabaseError(f"format {version}")
+            (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(verdict)
+        except BaseException:
+            connection.close()
+            raise
+        self._connection = connection
+
+    @property
+    def _connected(self) -> sqlite3.Connection:
+        assert self._connection is not None
+        return self._connection
+
+
+def _readable(database: sqlite3.Connection, table: str, columns: str) -> Iterator[tuple[Any, ...]]:
+    """Rows of a damaged table: from its beginning, from its end, then one by one in between."""
+    query = f"SELECT rowid, {columns} FROM {table} NOT INDEXED"
+    low, high = 0, None
+    try:
+        for rowid, *row in database.execute(f"{query} ORDER BY rowid"):
+            low = rowid
+            yield tuple(row)
+        return
+    except sqlite3.DatabaseError as error:
+        logger.error("table %s after row %d: %s", table, low, error)
+    with suppress(sqlite3.DatabaseError):
+        for rowid, *row in database.execute(f"{query} WHERE rowid > ? ORDER BY rowid DESC", (low,)):
+            high = rowid
+            yield tuple(row)
+    rowid, misses = low, 0
+    while rowid + 1 != high and (high is not None or misses < _MOST_MISSES):
+        rowid, misses = rowid + 1, misses + 1
+        with suppress(sqlite3.DatabaseError):
+            for _, *row in database.execute(f"{query} WHERE rowid = ?", (rowid,)):
+                misses = 0
+                yield tuple(row)
+
+
+def _unlink(path: Path, but: Path | None = None) -> None:
+    """Remove a database and what SQLite keeps beside it."""
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        file = path.with_name(f"{path.name}{suffix}")
+        if file != but:
+            file.unlink(missing_ok=True)

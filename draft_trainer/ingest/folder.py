@@ -1,0 +1,198 @@
+"""The folder of a trainer's samples: locked, marked as ours, and never cleared if it is not.
+
+Beside the registry, or where ``replay.directory`` says. It stays where it is when the trainer stops
+or is killed, and the next start finds it. Kill -9 loses nothing, because what was written is in the
+page cache; files from before the machine started may not have reached the disk and are removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import stat
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from draft_trainer.files import written_whole
+from draft_trainer.ingest.database import FILE
+from draft_trainer.ingest.policies import POLICIES
+from draft_trainer.ingest.store import ARENA
+from slipstream.errors import RefusedError, StatusCode
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 2
+"""Of the folder. The first one was ``ledger.sqlite``, ``owner.json`` and ``lock``."""
+MARKER = "slipstream-samples.json"
+
+_DEFAULT = "samples"
+_IDENTITY = "samples.json"
+_FIRST_DESIGN = "ledger.sqlite"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_OURS = re.compile(rf"{ARENA}|{re.escape(FILE)}(-rebuilt)?(-wal|-shm|-journal)?")
+_OUR_MATRICES = re.compile(r"[0-9a-f]{64}\.(safetensors|part)")
+
+
+class SampleFolder:
+    """Opens the folder for this process: takes over its samples, or begins with none.
+
+    The marker file says whose the folder is, and a lock on it says that a process uses it.
+
+    Args:
+        configured: replay.directory; None for ``samples`` in the registry.
+        registry: folder of the releases that the samples train.
+
+    Raises:
+        RefusedError: the folder is a link, not empty and not ours, another registry's, of another
+            format, in use (FAILED_PRECONDITION), or cannot be written (RESOURCE_EXHAUSTED).
+            Nothing in it was changed.
+    """
+
+    def __init__(self, configured: Path | None, registry: Path) -> None:
+        self.path = configured or registry / _DEFAULT
+        self._marker = self.path / MARKER
+        try:
+            self._claim()
+            self._lock = self._locked()
+            try:
+                self._adopt({"format": FORMAT, "registry": _identity(registry), "boot": _boot()})
+            except BaseException:
+                os.close(self._lock)
+                raise
+        except OSError as error:
+            raise RefusedError(
+                "replay.directory",
+                f"{error.filename or self.path} ({error.strerror})",
+                "a folder of its own that can be made and written",
+                "check its owner, its mode and the free space, or set another replay.directory",
+                StatusCode.RESOURCE_EXHAUSTED,
+            ) from error
+        logger.info("samples are kept in %s", self.path)
+
+    def close(self, keep: bool) -> None:
+        """Release the folder, with what is in it; or remove what is ours in it.
+
+        Args:
+            keep: whether there is a run to continue.
+        """
+        if not keep:
+            self._clear()
+            self._marker.unlink()
+            with suppress(OSError):
+                self.path.rmdir()
+        os.close(self._lock)
+
+    def _claim(self) -> None:
+        """Make the folder, or refuse one that is there and cannot be ours."""
+        with suppress(FileExistsError):
+            self.path.mkdir(mode=0o700, parents=True)
+        found = self.path.lstat()
+        if stat.S_ISLNK(found.st_mode):
+            raise self._refused("a symbolic link", "name the folder itself")
+        if not stat.S_ISDIR(found.st_mode):
+            raise NotADirectoryError(20, "Not a directory", str(self.path))
+        if found.st_uid != os.geteuid():
+            # Who made it could read, and write, the samples.
+            raise PermissionError(1, "the folder of another user", str(self.path))
+        names = {path.name for path in self.path.iterdir()}
+        if _FIRST_DESIGN in names and MARKER not in names:
+            raise self._refused(
+                "the samples of an older draft-trainer (ledger.sqlite), which are not read",
+                f"stop that trainer and remove {self.path}, which costs samples that were not "
+                "trained on yet",
+            )
+        if names and MARKER not in names:
+            raise self._refused(
+                f"{len(names)} files of something else ({', '.join(sorted(names)[:3])}) and no "
+                f"{MARKER}",
+                "set replay.directory to a folder of its own; nothing was removed",
+            )
+
+    def _adopt(self, owner: dict[str, object]) -> None:
+        text = self._marker.read_text()
+        if not text:
+            # It was just made, by this process or by one that was killed then.
+            others = [path.name for path in self.path.iterdir() if path != self._marker]
+            if others:
+                raise self._refused(f"an empty {MARKER} beside {others[0]}", self._advice)
+            self._marker.write_text(json.dumps(owner))
+            return
+        try:
+            found = json.loads(text)
+            known = {name: found[name] for name in owner}
+        except (ValueError, KeyError, TypeError):
+            raise self._refused(f"a {MARKER} that cannot be read", self._advice) from None
+        if known["format"] != FORMAT:
+            raise self._refused(f"format {known['format']}, not {FORMAT}", self._advice)
+        if known["registry"] != owner["registry"]:
+            raise self._refused("the samples of another registry", self._advice)
+        if known["boot"] != owner["boot"]:
+            logger.warning("%s is from before the machine started and is cleared", self.path)
+            self._clear()
+            self._marker.write_text(json.dumps(owner))
+
+    @property
+    def _advice(self) -> str:
+        return f"set another replay.directory, or remove {self.path} if nothing needs it"
+
+    def _refused(self, found: str, advice: str) -> RefusedError:
+        return RefusedError(
+            "replay.directory",
+            f"{self.path}: {found}",
+            "an empty folder, or one of this registry's samples",
+            advice,
+            StatusCode.FAILED_PRECONDITION,
+        )
+
+    def _locked(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._marker, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A trainer that ended meanwhile removed what was locked here.
+            in_use = os.fstat(descriptor).st_nlink == 0
+        except BlockingIOError:
+            in_use = True
+        if in_use:
+            os.close(descriptor)
+            raise RefusedError(
+                "replay.directory",
+                f"{self.path}, which another draft-trainer uses",
+                "a folder that no other process uses",
+                "stop the other one, or give each its own draft.registry and replay.directory",
+                StatusCode.FAILED_PRECONDITION,
+            )
+        return descriptor
+
+    def _clear(self) -> None:
+        """Remove the files that a trainer writes here, by their names; nothing else."""
+        matrices = self.path / POLICIES
+        for folder, names in ((self.path, _OURS), (matrices, _OUR_MATRICES)):
+            if folder.is_dir() and not folder.is_symlink():
+                for path in folder.iterdir():
+                    if names.fullmatch(path.name) and not path.is_dir():
+                        path.unlink()
+        with suppress(OSError):
+            matrices.rmdir()
+
+
+def _identity(registry: Path) -> str:
+    """What tells this registry from another that was at the same path, or uses the same folder."""
+    path = registry / _IDENTITY
+    if path.exists():
+        try:
+            return str(json.loads(path.read_text())["id"])
+        except (ValueError, KeyError, TypeError):
+            logger.warning("%s cannot be read and is written anew", path)
+    found = uuid.uuid4().hex
+    with written_whole(path) as temporary:
+        temporary.write_text(json.dumps({"id": found}))
+    return found
+
+
+def _boot() -> str:
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""

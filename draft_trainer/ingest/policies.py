@@ -1,0 +1,195 @@
+"""A policy version's two matrices: received and checked, and kept as files for a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from draft_trainer.drafters import DraftShape
+from slipstream.errors import RefusedError, StatusCode
+from slipstream.sample import STATE_DTYPES
+from slipstream.tensors import ChunkAssembler, digest, dtype_from_wire
+from slipstream.v1 import tensor_pb2
+
+LM_HEAD = "lm_head.weight"
+EMBED_TOKENS = "embed_tokens.weight"
+
+POLICIES = "policies"
+_NAME = "matrix"
+_SUFFIX = ".safetensors"
+
+
+def checked_specs(
+    specs: Sequence[tensor_pb2.TensorSpec], draft: DraftShape
+) -> dict[str, tensor_pb2.TensorSpec]:
+    """The specs of both matrices by name. Raises RefusedError: other names, shapes or dtypes."""
+    shapes = {
+        LM_HEAD: [draft.draft_vocab_size, draft.target_hidden_size],
+        EMBED_TOKENS: [draft.vocab_size, draft.target_hidden_size],
+    }
+    # Not all of them: a header of a few megabytes has millions.
+    names = [spec.name for spec in specs[:8]]
+    if sorted(names) != sorted(shapes):
+        raise RefusedError(
+            "tensors", names, sorted(shapes), "announce both matrices, each of them once"
+        )
+    for spec in specs:
+        if list(spec.shape) != shapes[spec.name]:
+            raise RefusedError(
+                f"{spec.name}.shape",
+                list(spec.shape),
+                shapes[spec.name],
+                "send the lm_head rows of OpenRunResponse.draft_vocab_ids and all embeddings",
+            )
+        dtype = dtype_from_wire(spec.dtype, spec.name)
+        if dtype not in STATE_DTYPES:
+            raise RefusedError(
+                f"{spec.name}.dtype",
+                dtype,
+                f"one of {', '.join(map(str, STATE_DTYPES))}",
+                "send the policy's weights",
+            )
+    return {spec.name: spec for spec in specs}
+
+
+def receive_matrices(
+    specs: dict[str, tensor_pb2.TensorSpec],
+    chunks: Iterable[tensor_pb2.TensorChunk],
+    held: Callable[[bytes], torch.Tensor | None],
+) -> dict[str, torch.Tensor]:
+    """Both matrices: those that are held by their hash, the others from chunks.
+
+    Args:
+        specs: from ``checked_specs``.
+        chunks: of the matrices that may not be held.
+        held: gives the matrix of a SHA-256, or None.
+
+    Raises:
+        RefusedError: a matrix that is neither sent nor held (FAILED_PRECONDITION), another hash
+            than declared, or a value that is not finite.
+    """
+    found = {name: held(spec.sha256) for name, spec in specs.items()}
+    tensors = {
+        name: tensor
+        for name, tensor in found.items()
+        if tensor is not None
+        and tensor.dtype == dtype_from_wire(specs[name].dtype, name)
+        and list(tensor.shape) == list(specs[name].shape)
+    }
+    missing = {name: spec for name, spec in specs.items() if name not in tensors}
+    # The shapes were checked against the draft: their size is the bound.
+    assembler = ChunkAssembler(missing.values(), max_bytes=1 << 62)
+    sent = set()
+    for chunk in chunks:
+        if chunk.name not in tensors:
+            assembler.feed(chunk)
+            sent.add(chunk.name)
+    absent = sorted(missing.keys() - sent)
+    if absent:
+        raise RefusedError(
+            "tensors",
+            f"no chunks of {', '.join(absent)}",
+            "chunks of every tensor that the trainer does not hold under its SHA-256",
+            "send it: the trainer restarted, or the versions that held it were forgotten",
+            StatusCode.FAILED_PRECONDITION,
+        )
+    tensors |= assembler.finish()
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise RefusedError(
+                name,
+                "values that are not finite",
+                "finite values",
+                "do not sync this policy version: its training step diverged",
+            )
+    return tensors
+
+
+class MatrixFiles:
+    """One safetensors file per matrix, named by its SHA-256. What the page cache has is enough.
+
+    Args:
+        folder: its own; made if it is missing.
+
+    Raises:
+        RefusedError: the folder cannot be made (RESOURCE_EXHAUSTED).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            for partial in folder.glob("*.part"):
+                partial.unlink()
+        except OSError as error:
+            raise self._refused(folder, error, "a folder for policy matrices") from error
+
+    def keep(self, matrix: torch.Tensor, sha256: bytes) -> torch.Tensor:
+        """Write a matrix unless it is there.
+
+        Returns:
+            The same, mapped from the file, so that it is in memory once.
+
+        Raises:
+            RefusedError: no space (RESOURCE_EXHAUSTED).
+        """
+        path = self._path(sha256.hex())
+        try:
+            if not path.exists():
+                temporary = path.with_suffix(".part")
+                save_file({_NAME: matrix.contiguous()}, temporary)
+                temporary.replace(path)
+            return self._mapped(path)
+        except (OSError, SafetensorError) as error:
+            path.with_suffix(".part").unlink(missing_ok=True)
+            expected = f"room for a matrix of {matrix.nbytes} bytes"
+            raise self._refused(path, error, expected) from error
+
+    def read(self, name: str) -> torch.Tensor:
+        """The matrix whose SHA-256 is ``name``, in hexadecimal digits; its content is checked.
+
+        Raises:
+            RefusedError: it is missing or damaged (DATA_LOSS).
+        """
+        path = self._path(name)
+        try:
+            matrix = self._mapped(path)
+            found = digest(matrix).hex()
+        except (OSError, SafetensorError) as error:
+            found = str(error)
+        if found != name:
+            raise RefusedError(
+                str(path),
+                found,
+                "the matrix of this SHA-256",
+                "send it again",
+                StatusCode.DATA_LOSS,
+            )
+        return matrix
+
+    def keep_only(self, names: Set[str]) -> None:
+        """Remove all other matrices. Those that are mapped stay valid."""
+        for path in self._folder.glob(f"*{_SUFFIX}"):
+            if path.stem not in names:
+                path.unlink()
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}{_SUFFIX}"
+
+    def _mapped(self, path: Path) -> torch.Tensor:
+        with safe_open(path, framework="pt") as file:
+            matrix: torch.Tensor = file.get_tensor(_NAME)
+            return matrix
+
+    def _refused(self, path: Path, error: Exception, expected: str) -> RefusedError:
+        return RefusedError(
+            "replay.directory",
+            f"{path}: {error}",
+            expected,
+            "free space there, or set another replay.directory",
+            StatusCode.RESOURCE_EXHAUSTED,
+        )

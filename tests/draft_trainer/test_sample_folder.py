@@ -1,0 +1,245 @@
+"""The folder of samples: locked, found after a stop or a kill, never cleared if it is not ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draft_trainer.ingest import folder as placement
+from draft_trainer.ingest.folder import MARKER, SampleFolder
+from draft_trainer.ingest.policies import POLICIES
+from draft_trainer.ingest.store import SampleStore
+from slipstream.errors import RefusedError, StatusCode
+from tests.draft_trainer.rig import make_config, rollouts, running
+from tests.draft_trainer.samples import is_intact, open_store, put
+
+CAPACITY = 1 << 20
+
+
+def opened(tmp_path: Path, configured: Path | None = None) -> SampleFolder:
+    (tmp_path / "registry").mkdir(exist_ok=True)
+    return SampleFolder(configured, tmp_path / "registry")
+
+
+def filled(folder: SampleFolder) -> SampleStore:
+    store = open_store(folder.path, CAPACITY)
+    store.begin("run", {})
+    for i in range(9):
+        put(store, f"s{i}")
+    store.draw("run", 3 * 16)
+    store.draw("run", 3 * 16)
+    return store
+
+
+def names(store: SampleStore) -> set[str]:
+    samples = store.draw("run", 10**6).samples
+    assert all(is_intact(sample) for sample in samples)
+    return {sample.sample_id for sample in samples}
+
+
+def everything(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("configured", [None, "here"])
+def test_samples_stay_where_they_are_and_are_found(tmp_path: Path, configured: str | None) -> None:
+    directory = tmp_path / configured if configured else None
+    folder = opened(tmp_path, directory)
+    assert folder.path == directory or folder.path == tmp_path / "registry" / "samples"
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    store = filled(folder)
+    expected = names(store)
+    store.close()
+    folder.close(keep=True)
+    again = opened(tmp_path, directory)
+    assert again.path == folder.path
+    store = open_store(again.path, CAPACITY)
+    store.rewind(2, 0)
+    assert names(store) == expected
+
+
+def test_without_a_run_nothing_stays(tmp_path: Path) -> None:
+    folder = opened(tmp_path)
+    open_store(folder.path, CAPACITY).close()
+    folder.close(keep=False)
+    assert everything(tmp_path / "registry") == ["samples.json"]
+
+
+def test_a_second_trainer_is_refused(tmp_path: Path) -> None:
+    first = opened(tmp_path, tmp_path / "here")
+    with pytest.raises(RefusedError) as caught:
+        opened(tmp_path, tmp_path / "here")
+    assert caught.value.code is StatusCode.FAILED_PRECONDITION
+    assert "another draft-trainer uses" in caught.value.found
+    first.close(keep=True)
+    opened(tmp_path, tmp_path / "here")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def refused(tmp_path: Path, here: Path) -> RefusedError:
+    """The refusal of a folder that stays as it is, to the byte."""
+    before = contents(here)
+    with pytest.raises(RefusedError) as caught:
+        opened(tmp_path, here)
+    assert contents(here) == before
+    assert (caught.value.field, caught.value.code) == (
+        "replay.directory",
+        StatusCode.FAILED_PRECONDITION,
+    )
+    assert str(here) in caught.value.found
+    return caught.value
+
+
+def test_a_folder_of_something_else_is_refused_and_not_cleared(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    # Names that a trainer would write itself.
+    for name in ("samples/first.txt", "policies/lead.txt", "arena", "samples.db", "notes.txt"):
+        path = here / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("precious")
+    error = refused(tmp_path, here)
+    assert "something else" in error.found and "nothing was removed" in error.next_step
+    # Not with an empty marker beside them either, as a kill may leave one in an empty folder.
+    (here / MARKER).touch()
+    assert "an empty" in refused(tmp_path, here).found
+
+
+def test_the_samples_of_the_first_design_are_refused_by_name(tmp_path: Path) -> None:
+    here = tmp_path / "registry" / "samples"
+    (here / "policies").mkdir(parents=True)
+    for name in ("ledger.sqlite", "samples", "owner.json", "lock"):
+        (here / name).write_text("old")
+    error = refused(tmp_path, here)
+    assert "ledger.sqlite" in error.found and f"remove {here}" in error.next_step
+
+
+def test_another_registry_s_samples_are_refused(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    folder = opened(tmp_path, here)
+    filled(folder).close()
+    folder.close(keep=True)
+    (tmp_path / "registry" / "samples.json").unlink()
+    error = refused(tmp_path, here)
+    assert "another registry" in error.found and "set another" in error.next_step
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": 2}', '{"format": 3, "registry": 1}'])
+def test_a_marker_that_says_nothing_is_refused(tmp_path: Path, text: str) -> None:
+    here = tmp_path / "here"
+    opened(tmp_path, here).close(keep=True)
+    (here / "samples.db").write_text("maybe ours")
+    (here / MARKER).write_text(text)
+    assert MARKER in refused(tmp_path, here).found
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    opened(tmp_path, here).close(keep=True)
+    facts = json.loads((here / MARKER).read_text())
+    (here / MARKER).write_text(json.dumps(facts | {"format": 3}))
+    assert "format 3" in refused(tmp_path, here).found
+
+
+def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    opened(tmp_path, here).close(keep=True)
+    link = tmp_path / "link"
+    link.symlink_to(here)
+    assert "symbolic link" in refused(tmp_path, link).found
+    # Of a marker, and of what would be opened beside it.
+    (here / MARKER).rename(tmp_path / "elsewhere")
+    (here / MARKER).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RefusedError, match="symbolic links"):
+        opened(tmp_path, here)
+
+
+def test_files_of_others_beside_ours_are_never_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    folder = opened(tmp_path, here)
+    filled(folder).close()
+    matrices = here / POLICIES
+    matrices.mkdir(exist_ok=True)
+    digest = "0" * 64
+    for path in (
+        here / "mine.txt",
+        matrices / "mine.safetensors",
+        matrices / f"{digest}.safetensors",
+    ):
+        path.write_text("kept")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / f"{digest}.safetensors").write_text("kept")
+    folder.close(keep=False)
+    assert everything(here) == ["mine.txt", POLICIES, f"{POLICIES}/mine.safetensors"]
+    # A link in place of our own folder is not followed.
+    for path in (here / "mine.txt", matrices / "mine.safetensors"):
+        path.unlink()
+    matrices.rmdir()
+    folder = opened(tmp_path, here)
+    matrices.symlink_to(outside)
+    folder.close(keep=False)
+    assert everything(outside) == [f"{digest}.safetensors"]
+
+
+def test_a_kill_while_the_folder_is_made_leaves_one_that_is_taken(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    opened(tmp_path, here).close(keep=True)
+    (here / MARKER).write_text("")
+    folder = opened(tmp_path, here)
+    filled(folder).close()
+    folder.close(keep=False)
+    assert not here.exists()
+
+
+def test_samples_from_before_the_machine_started_are_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = opened(tmp_path)
+    filled(folder).close()
+    folder.close(keep=True)
+    boot = tmp_path / "boot"
+    boot.write_text("another\n")
+    monkeypatch.setattr(placement, "_BOOT_ID", boot)
+    assert everything(opened(tmp_path).path) == [MARKER]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RefusedError) as caught:
+        opened(tmp_path, tmp_path / "file" / "x")
+    assert caught.value.field == "replay.directory"
+    assert "Not a directory" in caught.value.found
+
+
+def test_the_service_goes_on_with_its_samples_after_a_stop(tmp_path: Path) -> None:
+    config = make_config(tmp_path, replay={"directory": None})
+    samples = config.draft.registry / "samples"
+    with running(config, train=False):
+        assert samples.exists()
+    assert not samples.exists()
+    with running(config, train=False) as (_, client):
+        client.open()
+        client.announce(4)
+        client.send(*rollouts(12, version=4))
+        before = client.status()
+    with running(config, train=False) as (server, client):
+        assert server._store.folder == samples
+        after = client.status()
+        assert after.samples_pending == before.samples_pending > 0
+        assert after.policy_version == 4
+        assert client.open().latest_policy_version == 4
+        # Its matrices are held: their hashes are enough.
+        client.announce(5, send=[])
+        assert {ack.status for ack in client.send(*rollouts(12, version=4))} == {2}
