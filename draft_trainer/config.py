@@ -6,23 +6,16 @@ not depend on where it was started.
 What every section of a configuration file has in common.
 
 [access] and [credentials]: whom the trainer lets in, and what it shows to rollout servers.
-
-How a head is trained, and what one step of it says.
-
-The learning rate of every optimizer step, from two counters and nothing else.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
@@ -222,7 +215,37 @@ class ReplayConfig(Section):
 
 
 class TrainingConfig(Section):
-    """[training]: the optimizer, the training-time test and the processor's share."""
+    """[training]: the optimizer, the training-time test and the processor's share.
+
+    Attributes:
+        optimizer: "adamw", or "muon" for the matrices between hidden states.
+        learning_rate: AdamW's, and by its scale Muon's, after warm-up.
+        warmup_steps: steps of linear warm-up after every (re)start of the optimizer's moments. A
+            fresh AdamW at full rate takes its first steps on one batch's signs, which costs a good
+            draft acceptance.
+        weight_decay: decoupled, on matrices only.
+        grad_clip: bound on the global gradient norm.
+        weight_averaging: decay per step of the exponential average of the weights that is gated
+            and released; 0 releases the weights of the last step. A rate high enough to follow a
+            moving policy leaves noise in the last step's weights that costs acceptance.
+        target: what is minimised against the policy: forward KL, total variation or the negative
+            log of the acceptance rate (see ``drafters.loss``).
+        ttt_steps: depth K of the training-time test; at least the served draft length.
+        step_weight_decay: step s weighs this to the power s.
+        compute_dtype: of matrix products. Weights, gradients and moments are float32 either way.
+        cpu_kernels: whether the C kernels run: "auto" where they compile.
+        batch_tokens: tokens of one optimizer step.
+        forward_tokens: tokens, padding included, of one forward pass; a step accumulates
+            gradients over as many passes as its samples need.
+        linger_s: how long to wait for more samples before a step that is not full.
+        steps_per_candidate: optimizer steps between two gate decisions.
+        threads: of torch.
+        nice: of the training thread.
+        device: where the draft is trained.
+        rank_timeout_s: deadline of every exchange between ranks.
+        state_every_steps: optimizer steps between two training states; 0 for none.
+        seed: of the data order.
+    """
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: Positive = 1e-3
@@ -245,6 +268,17 @@ class TrainingConfig(Section):
     rank_timeout_s: Seconds = 300.0
     state_every_steps: Annotated[int, Field(ge=0)] = 20
     seed: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _type_of_the_device(self) -> TrainingConfig:
+        if self.device == "cuda" and self.compute_dtype != "bfloat16":
+            raise RefusedError(
+                "training.compute_dtype",
+                self.compute_dtype,
+                "bfloat16 with training.device = cuda, the type of flash attention there",
+                'set training.compute_dtype = "bfloat16"',
+            )
+        return self
 
 
 class GateSection(Section):
@@ -410,183 +444,3 @@ def _known_keys(model: type[BaseModel], detail: ErrorDetails) -> list[str]:
         candidates = [annotation, *get_args(annotation)]
         model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
     return sorted(model.model_fields)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Linear warm-up, then a constant rate, or a cosine to a floor over a known number of steps.
-
-    Attributes:
-        peak: the rate after warm-up.
-        warmup_steps: steps of linear warm-up after every (re)start of the optimizer's moments.
-        decay_steps: applied steps, warm-up included, after which the floor is reached; 0 for a
-            constant rate, which is what a policy that goes on moving needs.
-        decay_share: the cosine takes this share of ``decay_steps``, the last; before it the rate is
-            constant. In (0, 1].
-        floor: the last rate as a share of ``peak``, in [0, 1].
-    """
-
-    peak: float
-    warmup_steps: int = 0
-    decay_steps: int = 0
-    floor: float = 0.1
-    decay_share: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.peak > 0:
-            raise RefusedError("learning_rate", self.peak, "above 0", "raise it")
-        if self.warmup_steps < 0:
-            raise RefusedError("warmup_steps", self.warmup_steps, "at least 0", "raise it")
-        if self.decay_steps and self.decay_steps <= self.warmup_steps:
-            raise RefusedError(
-                "decay_steps",
-                self.decay_steps,
-                f"0, or more than warmup_steps = {self.warmup_steps}",
-                "train for more steps, or warm up for fewer",
-            )
-        if not 0.0 <= self.floor <= 1.0:
-            raise RefusedError("decay_floor", self.floor, "in [0, 1]", "give a share of the rate")
-        if not 0.0 < self.decay_share <= 1.0:
-            raise RefusedError("decay_share", self.decay_share, "in (0, 1]", "lower it")
-
-    def rate(self, step: int, since_restart: int) -> float:
-        """The rate of the next optimizer step.
-
-        Args:
-            step: steps applied so far.
-            since_restart: those of them since the moments were last made anew.
-        """
-        warmth = min((since_restart + 1) / (self.warmup_steps + 1), 1.0)
-        if not self.decay_steps:
-            return self.peak * warmth
-        begin = max(self.decay_steps * (1.0 - self.decay_share), self.warmup_steps)
-        done = (step - begin) / (self.decay_steps - begin)
-        cosine = 0.5 * (1.0 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
-        return self.peak * warmth * (self.floor + (1.0 - self.floor) * cosine)
-
-
-Optimizer = Literal["adamw", "muon"]
-
-
-@dataclass(frozen=True)
-class LearnerConfig:
-    """How the head is trained. Nothing in a step is drawn at random, so there is no seed here.
-
-    Attributes:
-        optimizer: "adamw", or "muon" for the matrices between hidden states; see
-            ``HeadOptimizer``.
-        learning_rate: AdamW's, and by its scale Muon's, after warm-up.
-        warmup_steps: optimizer steps of linear warm-up after every (re)start of the moments. A
-            fresh AdamW at full rate takes its first steps on one batch's signs and threw a good
-            head back by 6 % of its acceptance length.
-        decay_steps: 0 for a constant rate, or the steps of an offline fit; see ``Schedule``.
-        decay_share: share of those steps, the last ones, over which the rate falls.
-        decay_floor: the last rate of a decaying schedule as a share of ``learning_rate``.
-        weight_decay: decoupled, on matrices only.
-        betas: AdamW's.
-        grad_clip: bound on the global gradient norm.
-        weight_averaging: decay per step of the exponential average of the weights that is judged
-            and released; 0 releases the weights of the last step. A rate high enough to follow a
-            moving policy leaves a noise in the last step's weights that costs acceptance.
-        target: what is minimised against the policy: forward KL, total variation or the negative
-            log of the acceptance rate (see ``soft_targets``).
-        ttt_steps: depth K of the training-time test; at least the served draft length.
-        step_weight_decay: step s weighs this to the power s.
-        compute_dtype: float32 or bfloat16. Weights, gradients and moments are float32 either way.
-        max_batch_tokens: tokens, padding included, of one forward pass; a step accumulates
-            gradients over as many passes as its samples need.
-    """
-
-    optimizer: Optimizer = "adamw"
-    learning_rate: float = 1e-3
-    warmup_steps: int = 20
-    decay_steps: int = 0
-    decay_share: float = 1.0
-    decay_floor: float = 0.1
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    grad_clip: float = 1.0
-    weight_averaging: float = 0.0
-    target: Literal["kl", "tv", "lk"] = "kl"
-    ttt_steps: int = 5
-    step_weight_decay: float = 0.8
-    compute_dtype: torch.dtype = torch.float32
-    max_batch_tokens: int = 4096
-
-    def __post_init__(self) -> None:
-        if self.optimizer not in ("adamw", "muon"):
-            raise RefusedError("optimizer", self.optimizer, "adamw or muon", "set one of them")
-        if self.compute_dtype not in (torch.float32, torch.bfloat16):
-            raise RefusedError(
-                "compute_dtype", self.compute_dtype, "float32 or bfloat16", "set one of them"
-            )
-        if not 0.0 <= self.weight_averaging < 1.0:
-            raise RefusedError("weight_averaging", self.weight_averaging, "in [0, 1)", "lower it")
-        for name in ("learning_rate", "grad_clip", "ttt_steps", "step_weight_decay"):
-            if not getattr(self, name) > 0:
-                raise RefusedError(name, getattr(self, name), "above 0", "raise it")
-        _ = self.schedule
-
-    @property
-    def schedule(self) -> Schedule:
-        """The learning rate of every step."""
-        return Schedule(
-            self.learning_rate,
-            self.warmup_steps,
-            self.decay_steps,
-            self.decay_floor,
-            self.decay_share,
-        )
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """One call of ``Learner.step``, over all ranks.
-
-    Per-step tuples have K entries, NaN where nothing was valid.
-
-    Attributes:
-        skipped: True when nothing was learned: no valid anchor, or a non-finite number (only the
-            latter counts in ``Learner.steps_skipped``).
-        loss: the weighted loss that was minimised.
-        step_loss: its mean per TTT step.
-        step_acceptance: mean of sum over x of min(p, q) per TTT step, in [0, 1].
-        step_top1: share of anchors with argmax q = argmax p, per TTT step.
-        outside_mass: the policy's mean probability outside the draft vocabulary at step 0.
-        grad_norm: before clipping.
-        learning_rate: of this step.
-        anchors: step-0 anchors.
-        tokens: tokens of the samples.
-        seconds: wall time.
-        policy_version: newest policy version among the samples.
-    """
-
-    skipped: bool
-    loss: float
-    step_loss: tuple[float, ...]
-    step_acceptance: tuple[float, ...]
-    step_top1: tuple[float, ...]
-    outside_mass: float
-    grad_norm: float
-    learning_rate: float
-    anchors: int
-    tokens: int
-    seconds: float
-    policy_version: int
-
-
-def learner_config(training: TrainingConfig) -> LearnerConfig:
-    """[training] as the learner takes it; at a constant rate."""
-    return LearnerConfig(
-        optimizer=training.optimizer,
-        learning_rate=training.learning_rate,
-        warmup_steps=training.warmup_steps,
-        weight_decay=training.weight_decay,
-        grad_clip=training.grad_clip,
-        weight_averaging=training.weight_averaging,
-        target=training.target,
-        ttt_steps=training.ttt_steps,
-        step_weight_decay=training.step_weight_decay,
-        compute_dtype=getattr(torch, training.compute_dtype),
-        max_batch_tokens=training.forward_tokens,
-    )

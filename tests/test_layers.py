@@ -43,11 +43,8 @@ LAYERS = (
 )
 # To be cut; nothing may be added.
 UPWARD = {
-    "draft_trainer.drafters.eagle3.initial imports draft_trainer.recordings.recording",
-    "draft_trainer.config imports draft_trainer.drafters.loss",
     "draft_trainer.config imports draft_trainer.releases.fleet",
     "draft_trainer.ingest.ingest imports draft_trainer.recordings.recorder",
-    "draft_trainer.training.loop imports draft_trainer.server.status",
 }
 CORES = {
     "draft_trainer": (

@@ -1,6 +1,6 @@
 """Ours: the learner's step on a batch, without the service around it.
 
-float32 masters, ``compute_dtype`` of the case, fused AdamW and clipping as ``HeadOptimizer`` does
+float32 masters, ``compute_dtype`` of the case, fused AdamW and clipping as ``DraftOptimizer`` does
 them. log Z, which the policy hands over in production, is here the log-sum-exp over the draft
 vocabulary's rows, so that the teacher is the peers' (they renormalise over the draft vocabulary).
 It is made once, before the measurement, as the policy made its own.
@@ -20,12 +20,12 @@ from benchmarks.draft_training.case import (
     Case,
     CaseTensors,
 )
-from draft_trainer.config import LearnerConfig
+from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
 from draft_trainer.drafters.loss import step_weights, ttt_objective
 from draft_trainer.kernels.library import use_kernels
-from draft_trainer.training.learner import HeadOptimizer
+from draft_trainer.training.optimizer import DraftOptimizer
 
 
 class Ours:
@@ -52,10 +52,10 @@ class Ours:
             )
         ).to(case.device)
         self.head.load_state_dict(tensors.weights)
-        self.config = LearnerConfig(
+        self.config = TrainingConfig(
             learning_rate=LEARNING_RATE, grad_clip=GRAD_CLIP, ttt_steps=case.ttt_steps
         )
-        self.optimizer = HeadOptimizer(self.head, self.config)
+        self.optimizer = DraftOptimizer(self.head, self.config)
         self.weights = step_weights(case.ttt_steps, self.config.step_weight_decay)
         self.token_ids = tensors.token_ids
         self.embed_tokens = tensors.embed_tokens
@@ -69,7 +69,7 @@ class Ours:
         self.valid = valid[:, None].expand(-1, case.rows, -1).contiguous()
         self.denominators = self.valid.flatten(1).sum(1)
         rows = torch.arange(case.rows, device=case.device)
-        # As ``LearnerConfig.max_batch_tokens`` does it.
+        # As ``training.forward_tokens`` does it.
         max_batch_tokens = int(setting.partition(" ")[0])
         self.parts = rows.split(max(max_batch_tokens // case.tokens, 1))
 

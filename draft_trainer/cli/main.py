@@ -110,7 +110,6 @@ class Serve:
 def _follow(ranks: Ranks, training: TrainingConfig) -> int:
     import torch
 
-    from draft_trainer.config import learner_config
     from draft_trainer.training.followers import follow
 
     # A signal reaches all ranks: these end when rank 0 tells them to, after its last step.
@@ -118,7 +117,7 @@ def _follow(ranks: Ranks, training: TrainingConfig) -> int:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(training.threads)
     os.nice(training.nice)
-    follow(ranks, learner_config(training))
+    follow(ranks, training)
     return 0
 
 

@@ -37,8 +37,8 @@ from draft_trainer.drafters.batch import Batch, ahead, batches
 from draft_trainer.drafters.draft import Draft
 from draft_trainer.drafters.loss import valid_targets
 from draft_trainer.drafters.policy import PolicyHeads
-from draft_trainer.sample import Sample
 from slipstream.errors import RefusedError
+from slipstream.sample import Sample
 
 Method = Literal["probabilistic", "greedy"]
 Estimator = Literal["replay", "per_anchor"]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from draft_trainer.drafters.policy import PolicyHeads
-from draft_trainer.sample import Sample
 from slipstream.errors import RefusedError
+from slipstream.sample import Sample
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,7 +62,6 @@ from draft_trainer.checkpoints.draft import WEIGHTS_FILE
 from draft_trainer.config import (
     Section,
     TrainingConfig,
-    learner_config,
     read_toml,
     validated,
 )
@@ -71,11 +70,12 @@ from draft_trainer.drafters.acceptance import AcceptanceEstimate, expected_accep
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.files import folder_written_whole, fsync, written_whole
 from draft_trainer.recordings.recording import INDEX_FILE, Recording
-from draft_trainer.sample import Sample, is_held_out
 from draft_trainer.training.learner import Learner, StepMetrics
+from draft_trainer.training.optimizer import Schedule
 from draft_trainer.training.ranks import Ranks, shares
 from draft_trainer.training.state import Facts, StateStore, StateWriter, head_facts
 from slipstream.errors import RefusedError
+from slipstream.sample import Sample, is_held_out
 from slipstream.tensors import digest
 
 
@@ -474,7 +474,7 @@ class FitOutput:
 
     def close(self) -> None:
         """Wait for what is being written."""
-        self._writer.close(_WRITE_SECONDS)
+        self._writer.wait(_WRITE_SECONDS)
         self._log.sync()
         self._log.close()
 
@@ -678,13 +678,14 @@ class Fit:
             "states": hashlib.sha256((folders.states / INDEX_FILE).read_bytes()).hexdigest(),
             "draft": _sha256(head),
         }
-        how = replace(
-            learner_config(training),
-            decay_steps=self._total,
-            decay_share=fit.decay_share,
-            decay_floor=fit.decay_floor,
+        schedule = Schedule(
+            training.learning_rate,
+            training.warmup_steps,
+            self._total,
+            fit.decay_floor,
+            fit.decay_share,
         )
-        self._learner = Learner(head.to(ranks.device), how, ranks)
+        self._learner = Learner(head.to(ranks.device), training, ranks, schedule)
         self._output = FitOutput(folders.out, training.state_every_steps)
         self._now = Standing()
 

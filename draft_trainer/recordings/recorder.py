@@ -21,8 +21,8 @@ from draft_trainer.counters import Counters
 from draft_trainer.drafters import DraftShape
 from draft_trainer.ingest.run import Run
 from draft_trainer.recordings.recording import RecordingFacts, RecordingWriter
-from draft_trainer.sample import Sample
 from slipstream.errors import RefusedError
+from slipstream.sample import Sample
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"run-(\d{6,})")

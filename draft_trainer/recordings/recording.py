@@ -36,8 +36,8 @@ from torch import Tensor
 from draft_trainer.drafters import DraftShape
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.files import written_whole
-from draft_trainer.sample import STATE_DTYPES, Sample, group_of
 from slipstream.errors import RefusedError
+from slipstream.sample import STATE_DTYPES, Sample, group_of
 from slipstream.tensors import digest
 
 INDEX_FILE = "index.json"

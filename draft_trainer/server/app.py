@@ -15,7 +15,7 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from draft_trainer.config import TrainerConfig, access_of, credentials_of, learner_config
+from draft_trainer.config import TrainerConfig, access_of, credentials_of
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import Draft, DraftShape
 from draft_trainer.ingest.folder import SampleFolder
@@ -107,7 +107,7 @@ class TrainerServer:
             config.training.state_every_steps,
             self._store.saved,
         )
-        learner = Learner(head.to(ranks.device), learner_config(config.training), ranks)
+        learner = Learner(head.to(ranks.device), config.training, ranks)
         resumed = states.resume(learner, newest.draft_version)
         self._store.rewind(resumed.draws, newest.draft_version)
         arrived = threading.Event()
@@ -169,10 +169,8 @@ class TrainerServer:
             Followers(ranks),
             states,
             resumed,
-            newest.draft_version,
-            config.training,
             self.runs,
-            Candidates(config, registry, judge, self._promotions, retention, self._status),
+            Candidates(config, registry, judge, self._promotions, retention, self._status.released),
             self._counters,
             arrived,
             on_release=on_release,

@@ -15,13 +15,13 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from draft_trainer.config import LearnerConfig
+from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
-from draft_trainer.sample import Sample
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.ranks import Ranks, shares
 from slipstream.errors import RefusedError
+from slipstream.sample import Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -41,12 +41,11 @@ class Followers:
         self._heads: PolicyHeads | None = None
         self._sent: dict[int, tuple[bytes, bytes]] = {}
 
-    def begin(self, draft: Draft, config: LearnerConfig) -> None:
+    def begin(self, draft: Draft, config: TrainingConfig) -> None:
         """Have them make their learners; rank 0's calls ``take_rank_0`` next."""
-        self._tell(
-            "begin",
-            {"kind": draft.kind, "head": draft.config.to_dict("float32"), "config": repr(config)},
-        )
+        document = draft.config.to_dict("float32")
+        facts = {"kind": draft.kind, "draft": document, "config": config.model_dump_json()}
+        self._tell("begin", facts)
 
     def take_rank_0(self) -> None:
         """Have them take rank 0's state; its learner calls ``take_rank_0`` next."""
@@ -115,7 +114,7 @@ class Followers:
             self._ranks.send(_pack(command, facts, {}), rank)
 
 
-def follow(ranks: Ranks, config: LearnerConfig) -> None:
+def follow(ranks: Ranks, config: TrainingConfig) -> None:
     """Train as rank 0 says, until it says that it is over.
 
     Args:
@@ -127,14 +126,14 @@ def follow(ranks: Ranks, config: LearnerConfig) -> None:
         RankLostError: rank 0, or another rank, is gone.
     """
     command, facts, tensors = _unpack(ranks.receive(0))
-    if facts["config"] != repr(config):
+    if facts["config"] != config.model_dump_json():
         raise RefusedError(
             f"[training] of rank {ranks.rank}",
             config,
             f"{facts['config']}, rank 0's",
             "give every rank the same configuration file",
         )
-    head = DRAFTERS[facts["kind"]].build(facts["head"])
+    head = DRAFTERS[facts["kind"]].build(facts["draft"])
     learner = Learner(head.to(ranks.device), config, ranks)
     learner.take_rank_0()
     heads = PolicyHeads(1)

@@ -1,203 +1,62 @@
-"""Trains the head: one optimizer step on a set of samples, on one rank or several.
-
-The head's optimizer: AdamW or Muon, clipping of its own, and the average of the weights.
-
-Muon: momentum whose update is the nearest orthogonal matrix, for the head's hidden matrices.
-
-Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); the
-scale that lets it share AdamW's learning rate is that of "Muon is Scalable for LLM Training"
-(arXiv 2502.16982), section 2.2.
-"""
+"""Trains the draft: one optimizer step on a set of samples, on one rank or several."""
 
 from __future__ import annotations
 
 import copy
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from draft_trainer.config import LearnerConfig, StepMetrics
+from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import Draft
 from draft_trainer.drafters.batch import Batch, batches
 from draft_trainer.drafters.loss import METRICS, step_weights, ttt_objective, valid_targets
 from draft_trainer.drafters.policy import PolicyHeads
-from draft_trainer.sample import Sample
+from draft_trainer.training.optimizer import DraftOptimizer, Schedule
 from draft_trainer.training.ranks import Ranks
 from slipstream.errors import RefusedError
+from slipstream.sample import Sample
 
-MOMENTUM = 0.95
-_ITERATIONS = 5
-# Newton-Schulz polynomial a x + b x^3 + c x^5: steep at 0, so that five iterations bring every
-# singular value from the smallest that matter to between 0.7 and 1.2.
-_A, _B, _C = 3.4445, -4.7750, 2.0315
-_ADAMW_RMS = 0.2
+_COUNTERS = ("steps", "steps_skipped", "anchors_trained", "steps_since_restart")
 
 
-class Muon:
-    """One momentum per matrix, where AdamW keeps two moments.
+@dataclass(frozen=True)
+class StepMetrics:
+    """One call of ``Learner.step``, over all ranks.
 
-    Args:
-        parameters: matrices by name, float32.
-        weight_decay: decoupled, as AdamW's.
-        compute_dtype: what the iteration multiplies in; bfloat16 is enough for it.
+    Per-step tuples have K entries, NaN where nothing was valid.
+
+    Attributes:
+        skipped: True when nothing was learned: no valid anchor, or a non-finite number (only the
+            latter counts in ``Learner.steps_skipped``).
+        loss: the weighted loss that was minimised.
+        step_loss: its mean per TTT step.
+        step_acceptance: mean of sum over x of min(p, q) per TTT step, in [0, 1].
+        step_top1: share of anchors with argmax q = argmax p, per TTT step.
+        outside_mass: the policy's mean probability outside the draft vocabulary at step 0.
+        grad_norm: before clipping.
+        learning_rate: of this step.
+        anchors: step-0 anchors.
+        tokens: tokens of the samples.
+        seconds: wall time.
+        policy_version: newest policy version among the samples.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        weight_decay: float,
-        compute_dtype: torch.dtype,
-    ) -> None:
-        self._parameters = parameters
-        self._weight_decay = weight_decay
-        self._compute_dtype = compute_dtype
-        self.momentum = {
-            name: torch.zeros_like(p, memory_format=torch.preserve_format)
-            for name, p in parameters.items()
-        }
-        """By parameter name, float32; not copies."""
-
-    @torch.no_grad()
-    def step(self, rate: float) -> None:
-        """Move every matrix by its gradient.
-
-        Args:
-            rate: AdamW's learning rate: an entry moves by ``_ADAMW_RMS * rate`` in the quadratic
-                mean, which is about what AdamW's entries do.
-        """
-        for name, p in self._parameters.items():
-            assert p.grad is not None
-            momentum = self.momentum[name].lerp_(p.grad, 1.0 - MOMENTUM)
-            # Nesterov: the gradient of now once more.
-            update = orthogonal(p.grad.lerp(momentum, MOMENTUM).to(self._compute_dtype))
-            p.mul_(1.0 - rate * self._weight_decay)
-            p.add_(update, alpha=-rate * _ADAMW_RMS * max(p.shape) ** 0.5)
-
-
-def orthogonal(matrix: Tensor) -> Tensor:
-    """The matrix with its singular values brought near 1.
-
-    Args:
-        matrix: [m, n], float32 or bfloat16.
-
-    Returns:
-        the same shape and type; zeros for zeros.
-    """
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / x.float().norm().clamp(min=1e-30).to(x.dtype)
-    for _ in range(_ITERATIONS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
-    return x.T if tall else x
-
-
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-
-
-class HeadOptimizer:
-    """Moves a head's float32 weights. Every state of it is a named tensor, from the start.
-
-    "adamw" moves every parameter with AdamW. "muon" moves with Muon the matrices between hidden
-    states; lm_head, whose rows are tokens and not directions, and the vectors stay with AdamW.
-
-    Args:
-        head: whose weights it moves; float32.
-        config: rates, clipping and averaging.
-    """
-
-    def __init__(self, head: Draft, config: LearnerConfig) -> None:
-        self._parameters = dict(head.named_parameters())
-        self._config = config
-        self._average = self._copies() if config.weight_averaging else {}
-        self.restart()
-
-    def restart(self) -> None:
-        """Fresh moments; weights and average stay."""
-        config = self._config
-        hidden = {
-            name: p
-            for name, p in self._parameters.items()
-            if config.optimizer == "muon" and p.ndim == 2 and not name.startswith("lm_head.")
-        }
-        self._muon = Muon(hidden, config.weight_decay, config.compute_dtype)
-        self._adam_parameters = {n: p for n, p in self._parameters.items() if n not in hidden}
-        rest = self._adam_parameters.values()
-        self._adam = torch.optim.AdamW(
-            [
-                {
-                    "params": [p for p in rest if p.ndim >= 2],
-                    "weight_decay": config.weight_decay,
-                },
-                {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=config.learning_rate,
-            betas=config.betas,
-            fused=True,
-        )
-        for p in rest:
-            # As AdamW itself would at its first step: so that every state has the same names.
-            self._adam.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
-            }
-
-    @property
-    def averaged(self) -> dict[str, Tensor]:
-        """The weights that are judged and released, by parameter name; not copies."""
-        return self._average or {name: p.detach() for name, p in self._parameters.items()}
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Moments and average by name; not copies."""
-        named = {
-            f"optimizer.{name}.{key}": self._adam.state[p][key]
-            for name, p in self._adam_parameters.items()
-            for key in MOMENTS
-        }
-        named |= {f"optimizer.{n}.momentum": tensor for n, tensor in self._muon.momentum.items()}
-        return named | {f"average.{name}": tensor for name, tensor in self._average.items()}
-
-    def with_gradients(self) -> list[torch.nn.Parameter]:
-        """All parameters, those that backward did not reach with a gradient of zeros."""
-        for p in self._parameters.values():
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        return list(self._parameters.values())
-
-    def gradient_norm(self) -> float:
-        """The global Euclidean norm."""
-        return float(get_total_norm([p.grad for p in self.with_gradients() if p.grad is not None]))
-
-    @torch.no_grad()
-    def step(self, rate: float, norm: float) -> None:
-        """Clip, move the weights, and take them into the average.
-
-        Args:
-            rate: learning rate.
-            norm: what ``gradient_norm`` said.
-        """
-        if norm > self._config.grad_clip:
-            total = torch.tensor(norm)
-            clip_grads_with_norm_(self._parameters.values(), self._config.grad_clip, total)
-        for group in self._adam.param_groups:
-            group["lr"] = rate
-        self._adam.step()
-        self._muon.step(rate)
-        for name, average in self._average.items():
-            average.lerp_(self._parameters[name], 1.0 - self._config.weight_averaging)
-
-    def clear_gradients(self) -> None:
-        """Free them."""
-        for p in self._parameters.values():
-            p.grad = None
-
-    def _copies(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self._parameters.items()}
+    skipped: bool
+    loss: float
+    step_loss: tuple[float, ...]
+    step_acceptance: tuple[float, ...]
+    step_top1: tuple[float, ...]
+    outside_mass: float
+    grad_norm: float
+    learning_rate: float
+    anchors: int
+    tokens: int
+    seconds: float
+    policy_version: int
 
 
 class Learner:
@@ -209,20 +68,28 @@ class Learner:
 
     Args:
         head: trained in place, on the device where it lies.
-        config: how.
+        config: [training].
         ranks: with more than one, ``step`` is called by all of them together, each with its share
             of the samples, after ``take_rank_0`` has given all of them the same weights.
+        schedule: of the learning rate; that of ``config``, without decay, if None.
     """
 
-    def __init__(self, head: Draft, config: LearnerConfig, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        head: Draft,
+        config: TrainingConfig,
+        ranks: Ranks | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
         self.head = head.float()
         self.config = config
         self.steps = 0
         self.steps_skipped = 0
         self.anchors_trained = 0
         self.steps_since_restart = 0
+        self._schedule = schedule or Schedule(config.learning_rate, config.warmup_steps)
         self._weights = step_weights(config.ttt_steps, config.step_weight_decay)
-        self._optimizer = HeadOptimizer(head, config)
+        self._optimizer = DraftOptimizer(head, config)
         self._ranks = ranks or Ranks()
 
     def step(self, samples: Sequence[Sample], policy_heads: PolicyHeads) -> StepMetrics:
@@ -255,7 +122,7 @@ class Learner:
         totals = self._ranks.sum(totals.cpu())
         self._ranks.sum_gradients(self._optimizer.with_gradients())
         norm = self._optimizer.gradient_norm()
-        rate = self.config.schedule.rate(self.steps, self.steps_since_restart)
+        rate = self._schedule.rate(self.steps, self.steps_since_restart)
         finite = bool(totals.isfinite().all()) and norm < float("inf")
         skipped = not finite or int(counts[0]) == 0
         self.steps_skipped += not finite
@@ -354,7 +221,7 @@ class Learner:
         refusal = None
         device = self.head.lm_head.weight.device
         try:
-            size = self.config.max_batch_tokens
+            size = self.config.forward_tokens
             for batch in batches(samples, policy_heads, size, device, window_steps=steps):
                 parts.append((batch, valid_targets(batch, steps)))
         except RefusedError as error:
@@ -388,7 +255,7 @@ class Learner:
             valid,
             weights=self._weights,
             denominators=denominators.to(valid.device),
-            compute_dtype=self.config.compute_dtype,
+            compute_dtype=getattr(torch, self.config.compute_dtype),
             target=self.config.target,
         )
         if outcome.loss.requires_grad:
@@ -403,6 +270,3 @@ class Learner:
     def _take_counters(self, state: Mapping[str, Tensor]) -> None:
         for name in _COUNTERS:
             setattr(self, name, int(state[f"counter.{name}"]))
-
-
-_COUNTERS = ("steps", "steps_skipped", "anchors_trained", "steps_since_restart")

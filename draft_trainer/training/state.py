@@ -2,14 +2,8 @@
 
 One safetensors file per state. Its header names the format, the step, the position in the data, to
 what the state belongs, and a SHA-256 over all of that and every tensor's bytes. A file is written
-to a temporary name, fsynced and renamed, so that a kill at any instant leaves the one before.
-
-Writes training states beside training: the training thread pays for a copy in memory only.
-
-The training states of a serving trainer: when they are written, and which one is resumed.
-
-A state carries the number of the last draw that its weights have seen, so that a restart can take
-back the later ones; see ``draft_trainer/ingest/store.py``.
+to a temporary name, fsynced and renamed, so that a kill at any instant leaves the one before. The
+training thread pays for a copy in memory only.
 """
 
 from __future__ import annotations
@@ -181,7 +175,7 @@ def head_facts(config: DraftShape) -> dict[str, object]:
 
 
 class _DamagedError(Exception):
-    """A file is not what was written."""
+    """Checksum mismatch, or an unreadable file."""
 
 
 def _unfit(name: str, found: object, expected: object, path: Path) -> RefusedError:
@@ -213,7 +207,7 @@ def _digest(facts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
 
 
 class StateWriter:
-    """A thread that writes one state at a time; while it does, no other is taken.
+    """Writes one state at a time on a thread of its own; for one calling thread.
 
     Args:
         store: where to.
@@ -225,68 +219,50 @@ class StateWriter:
     ) -> None:
         self._store = store
         self._on_written = on_written
-        self._changed = threading.Condition()
-        self._job: tuple[Mapping[str, Tensor], int, Facts] | None = None
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="state-writer", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     @property
     def free(self) -> bool:
         """Whether ``write`` would take a state at once."""
-        with self._changed:
-            return self._job is None and not self._closing
+        return self._thread is None or not self._thread.is_alive()
 
     def write(
         self, tensors: Mapping[str, Tensor], step: int, position: Facts, timeout: float
     ) -> bool:
-        """Hand over a state, which is not changed any more; ``StateStore.save`` says what it is.
+        """Begin to write a state, whose tensors must not change any more.
 
-        A state that cannot be written is logged as an error and given up: training goes on.
+        A state that cannot be written is logged as an error and dropped: training goes on.
 
         Args:
-            timeout: seconds to wait while another one is being written.
+            tensors: see ``StateStore.save``, as ``step`` and ``position``.
+            timeout: seconds to wait while another state is being written.
 
         Returns:
             False when it was not taken.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._job is None, timeout) or self._closing:
-                return False
-            self._job = (tensors, step, position)
-            self._changed.notify_all()
-            return True
+        if not self.wait(timeout):
+            return False
+        # Daemon: a disk that hangs must not keep the process from ending.
+        self._thread = threading.Thread(
+            target=self._save, args=(tensors, step, position), name="state-writer", daemon=True
+        )
+        self._thread.start()
+        return True
 
     def wait(self, timeout: float) -> bool:
-        """Until what was handed over is written; False when that took ``timeout`` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._job is None, timeout)
+        """Until the last state is written; False when that took ``timeout`` seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return self.free
 
-    def close(self, timeout: float) -> bool:
-        """Write what was handed over and end; True when that was done in ``timeout`` seconds."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._job is not None or self._closing)
-                if self._job is None:
-                    return
-                tensors, step, position = self._job
-            try:
-                self._store.save(tensors, step, position)
-                self._on_written(position)
-            except OSError as error:
-                # A full disk must not end training; the next state may fit.
-                logger.error("the training state of step %d was not written: %s", step, error)
-            finally:
-                with self._changed:
-                    self._job = None
-                    self._changed.notify_all()
+    def _save(self, tensors: Mapping[str, Tensor], step: int, position: Facts) -> None:
+        try:
+            self._store.save(tensors, step, position)
+        except OSError as error:
+            # A full disk must not end training; the next state may fit.
+            logger.error("the training state of step %d was not written: %s", step, error)
+        else:
+            self._on_written(position)
 
 
 FOLDER = "training-state"
@@ -294,20 +270,25 @@ _WAIT_S = 30.0
 
 
 @dataclass(frozen=True)
-class Resumed:
-    """Where a resumed training stands.
+class Position:
+    """What a restart resumes from beside the learner's tensors.
 
     Attributes:
-        run_id: the run that it was trained on; empty when nothing was resumed.
-        draws: number of the last draw that it contains; None when nothing was resumed.
+        newest_release: draft version of the newest release.
+        run_id: the run that is trained on; empty before the first step.
+        draws: number of the last draw that the weights have seen; None before the first.
     """
 
+    newest_release: int
     run_id: str = ""
     draws: int | None = None
 
 
 class LearnerStates:
-    """Saves a learner every few steps, off the training thread. For that thread only.
+    """Saves a serving trainer's learner every few steps. For the training thread only.
+
+    A state carries the number of the last draw that its weights have seen, so that a restart can
+    undo the later ones; see ``draft_trainer.ingest.store``.
 
     Args:
         registry: folder of the releases, in which the states get a folder of their own.
@@ -328,58 +309,55 @@ class LearnerStates:
         self._on_saved = on_saved
         self._saved_at = -1
         self._store = StateStore(registry / FOLDER, belongs_to) if every_steps else None
-        self._writer: StateWriter | None = None
+        self._writer = StateWriter(self._store, self._written) if self._store else None
 
-    def resume(self, learner: Learner, newest_release: int) -> Resumed:
+    def resume(self, learner: Learner, newest_release: int) -> Position:
         """Put the newest state into ``learner`` unless a release is newer than it.
 
         Raises:
             RefusedError: the state is of another head, draft or format, or all are damaged.
         """
-        if self._store is None:
-            return Resumed()
-        state = self._store.load()
-        if state is None:
-            return Resumed()
+        state = self._store.load() if self._store else None
+        if self._store is None or state is None:
+            return Position(newest_release)
         if state.position["newest_release"] != newest_release:
-            # Its weights are older than the release's, by more than is ever lost to a kill.
+            # Its weights are older than the release's, by more than a kill ever loses.
             logger.warning(
                 "training state of step %d is from before release %d and is not resumed",
                 *(state.step, newest_release),
             )
             self._store.clear()
-            return Resumed()
+            return Position(newest_release)
         learner.load_state_dict(state.tensors)
         self._saved_at = learner.steps
         logger.info("resumed the training state of step %d", state.step)
-        # States of a trainer that kept no samples have no draws: none of theirs can be undone.
-        return Resumed(str(state.position["run_id"]), int(state.position.get("draws", 0)))
+        return Position(
+            newest_release, str(state.position["run_id"]), int(state.position.get("draws") or 0)
+        )
 
-    def after_step(self, learner: Learner, run_id: str, newest_release: int, draws: int) -> None:
+    def after_step(self, learner: Learner, position: Position) -> None:
         """Save when it is time and the last one is written."""
         due = self._every_steps and learner.steps >= self._saved_at + self._every_steps
-        if due and (self._writer is None or self._writer.free):
-            self.save(learner, run_id, newest_release, draws)
+        if due and self._writer is not None and self._writer.free:
+            self.save(learner, position)
 
-    def save(self, learner: Learner, run_id: str, newest_release: int, draws: int) -> None:
+    def save(self, learner: Learner, position: Position) -> None:
         """Save now, as after a release."""
-        if self._store is None:
+        if self._writer is None:
             return
-        self._writer = self._writer or StateWriter(self._store, self._written)
-        position = {"run_id": run_id, "newest_release": newest_release, "draws": draws}
-        if self._writer.write(learner.state_dict(), learner.steps, position, _WAIT_S):
+        if self._writer.write(learner.state_dict(), learner.steps, asdict(position), _WAIT_S):
             self._saved_at = learner.steps
         else:
             logger.error("the training state of step %d was not written in time", learner.steps)
 
-    def save_last(self, learner: Learner, run_id: str, newest_release: int, draws: int) -> None:
+    def save_last(self, learner: Learner, position: Position) -> None:
         """Save what was learned since the last state, and wait until it is written."""
         if learner.steps > max(self._saved_at, 0):
-            self.save(learner, run_id, newest_release, draws)
-        if self._writer is not None and not self._writer.close(_WAIT_S):
+            self.save(learner, position)
+        if self._writer is not None and not self._writer.wait(_WAIT_S):
             logger.error("the last training state was not written in time")
 
     def _written(self, position: Facts) -> None:
         draws = position["draws"]
-        assert isinstance(draws, int)
-        self._on_saved(draws)
+        if isinstance(draws, int):
+            self._on_saved(draws)

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.batch import batches
 from draft_trainer.drafters.eagle3.checkpoint import load_head
 from draft_trainer.releases.registry import Registry
-from draft_trainer.training.learner import Learner, LearnerConfig
+from draft_trainer.training.learner import Learner
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids, sample
 from slipstream.v1 import release_pb2
 from tests.alignment.recorded import policy_heads, record
@@ -38,7 +39,7 @@ def test_trained_release_has_equal_logits_in_vllm(
     prompts = [prompt_ids(problem) for problem in held_out_problems(8)]
     rollouts = sample(model, prompts, generator=torch.Generator().manual_seed(0)).completions
     before = {name: value.clone() for name, value in head.state_dict().items()}
-    learner = Learner(head.float(), LearnerConfig(warmup_steps=0, ttt_steps=DRAFT_LENGTH))
+    learner = Learner(head.float(), TrainingConfig(warmup_steps=0, ttt_steps=DRAFT_LENGTH))
     metrics = learner.step(record(model, prompts, rollouts, layers), heads)
     assert not metrics.skipped
 

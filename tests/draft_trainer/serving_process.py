@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
+from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.sample import Sample
 from draft_trainer.training.followers import Followers, follow
-from draft_trainer.training.learner import Learner, LearnerConfig
+from draft_trainer.training.learner import Learner
 from draft_trainer.training.ranks import Ranks
 from draft_trainer.training.state import StateStore
 from slipstream.errors import RefusedError
@@ -25,7 +26,7 @@ from tests.draft_trainer.synthetic import Policy, draft_vocab_ids, head
 # Waited out in full, and the deadline of joining and of every exchange before it too: two processes
 # that start on busy cores come 5 s apart.
 SILENCE_S = 20.0
-CONFIG = LearnerConfig(learning_rate=5e-3, warmup_steps=2, weight_averaging=0.5, ttt_steps=3)
+CONFIG = TrainingConfig(learning_rate=5e-3, warmup_steps=2, weight_averaging=0.5, ttt_steps=3)
 
 
 def announced(heads: PolicyHeads, version: int, policy: Policy) -> list[Sample]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.acceptance import (
     Method,
     expected_acceptance,
@@ -18,7 +19,7 @@ from draft_trainer.drafters.acceptance import (
 from draft_trainer.drafters.batch import batches, collate
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.loss import valid_targets
-from draft_trainer.training.learner import Learner, LearnerConfig
+from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
 from tests.draft_trainer.synthetic import VOCAB, Policy, draft_vocab_ids, head
 
@@ -30,7 +31,7 @@ TEMPERATURE = 0.6
 def trained() -> tuple[Policy, Eagle3Head]:
     """A policy and a head that accepts a good part of its tokens."""
     policy = Policy(sharpness=4.0)
-    config = LearnerConfig(learning_rate=5e-3, warmup_steps=5, ttt_steps=K)
+    config = TrainingConfig(learning_rate=5e-3, warmup_steps=5, ttt_steps=K)
     learner = Learner(head(5), config)
     for seed in range(40):
         learner.step(policy.samples(40, seed=100 + seed), policy.heads())

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.releases.gate import Gate, GateConfig, paired_interval, student
 from draft_trainer.sample import Sample
-from draft_trainer.training.learner import Learner, LearnerConfig
+from draft_trainer.training.learner import Learner
 from tests.draft_trainer.synthetic import VOCAB, Policy, head
 
-CONFIG = LearnerConfig(learning_rate=3e-3, warmup_steps=5, ttt_steps=3)
+CONFIG = TrainingConfig(learning_rate=3e-3, warmup_steps=5, ttt_steps=3)
 COMPLETIONS = 4
 DRAWS = 600
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
+from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.training.learner import Learner, LearnerConfig
+from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
 from tests.draft_trainer.synthetic import Policy, head
 
-CONFIG = LearnerConfig(learning_rate=3e-3, warmup_steps=5, ttt_steps=3)
+CONFIG = TrainingConfig(learning_rate=3e-3, warmup_steps=5, ttt_steps=3)
 
 
 def _trained(policy: Policy, start: Eagle3Head, steps: int) -> Learner:
-    learner = Learner(start, dataclasses.replace(CONFIG, learning_rate=5e-3))
+    learner = Learner(start, CONFIG.model_copy(update={"learning_rate": 5e-3}))
     for seed in range(steps):
         learner.step(policy.samples(40, seed=100 + seed), policy.heads())
     return learner
@@ -56,7 +55,7 @@ def test_accumulation_over_batches_equals_one_batch() -> None:
     samples = policy.samples(12)
     heads = [head(3), head(3)]
     for model, tokens in zip(heads, (10_000, 40), strict=True):
-        config = dataclasses.replace(CONFIG, max_batch_tokens=tokens)
+        config = CONFIG.model_copy(update={"forward_tokens": tokens})
         Learner(model, config).step(samples, policy.heads())
     # Adam's first step has size lr whatever the gradient, and the sign where it is above noise.
     for a, b in zip(heads[0].parameters(), heads[1].parameters(), strict=True):
@@ -89,7 +88,7 @@ def test_unknown_policy_version_is_refused_before_anything_changes() -> None:
 def test_state_dict_round_trip_continues_identically() -> None:
     policy = Policy()
     samples = policy.samples(10)
-    config = dataclasses.replace(CONFIG, warmup_steps=0)
+    config = CONFIG.model_copy(update={"warmup_steps": 0})
     first, second = Learner(head(0), config), Learner(head(1), config)
     first.step(samples, policy.heads())
     second.load_state_dict(first.state_dict())
@@ -108,8 +107,8 @@ def test_bfloat16_trains_as_well() -> None:
     policy = Policy(0, 4.0)
     samples = policy.samples(40)
     losses = []
-    for dtype in (torch.float32, torch.bfloat16):
-        learner = Learner(head(0), dataclasses.replace(CONFIG, compute_dtype=dtype))
+    for dtype in ("float32", "bfloat16"):
+        learner = Learner(head(0), CONFIG.model_copy(update={"compute_dtype": dtype}))
         losses.append([learner.step(samples, policy.heads()).loss for _ in range(20)][-1])
         assert learner.head.fc.weight.dtype == torch.float32
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
@@ -117,7 +116,7 @@ def test_bfloat16_trains_as_well() -> None:
 
 def test_released_weights_are_the_exponential_average() -> None:
     policy = Policy(0, 4.0)
-    config = dataclasses.replace(CONFIG, warmup_steps=0, weight_averaging=0.75)
+    config = CONFIG.model_copy(update={"warmup_steps": 0, "weight_averaging": 0.75})
     learner = Learner(head(0), config)
     expected = {k: v.clone() for k, v in learner.head.state_dict().items()}
     for seed in range(3):

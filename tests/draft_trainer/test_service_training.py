@@ -154,15 +154,15 @@ def test_restart_resumes_with_the_promoted_release_and_the_whole_training_state(
         client.promote(0, pin=True)
         train(client, 900)
         newest = client.status().newest_release
-    before = server.loop._learner.state_dict()
+    before = server.loop.learner.state_dict()
     with running(config, train=False) as (server, client):
         status = client.status()
         assert (status.newest_release, status.promoted_release, status.pinned) == (newest, 0, True)
         assert newest >= version
-        after = server.loop._learner.state_dict()
+        after = server.loop.learner.state_dict()
         assert before["counter.steps"] > 0 and before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
-        assert server.loop._run_id == "run"
+        assert server.loop.position.run_id == "run"
         # The client's session is gone with the process and it is told so.
         error = refusal(lambda: next(Stream(client, "old").call))
         assert error.code is grpc.StatusCode.FAILED_PRECONDITION
@@ -176,11 +176,11 @@ def test_restart_without_a_training_state_takes_the_newest_release(tmp_path: Pat
         version = train_until_released(client)
     assert not (config.draft.registry / "training-state").exists()
     with running(config, train=False) as (server, _):
-        learner = server.loop._learner
+        learner = server.loop.learner
         tensors = server.publisher._registry.tensors(version)
         for name, weight in learner.head.state_dict().items():
             assert torch.equal(weight, tensors[name].float())
-        assert (learner.steps, server.loop._run_id) == (0, "")
+        assert (learner.steps, server.loop.position.run_id) == (0, "")
 
 
 def test_state_from_before_the_newest_release_is_not_resumed(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_state_from_before_the_newest_release_is_not_resumed(tmp_path: Path) -> 
         client.announce(1)
         for seed in range(5):
             train(client, seed)
-    before = server.loop._learner.steps
+    before = server.loop.learner.steps
     without = make_config(tmp_path, training={"state_every_steps": 0})
     with running(without) as (_, client):
         client.open()
@@ -198,22 +198,22 @@ def test_state_from_before_the_newest_release_is_not_resumed(tmp_path: Path) -> 
         version = train_until_released(client, first_seed=5)
     with running(config) as (server, client):
         tensors = server.publisher._registry.tensors(version)
-        weights = server.loop._learner.head.state_dict()
+        weights = server.loop.learner.head.state_dict()
         assert all(torch.equal(weights[name], tensors[name].float()) for name in weights)
         client.open()
         client.announce(1)
         train(client, 800)
     # Fewer steps than the stale state has, which must not be taken for the newer one.
-    steps = server.loop._learner.steps
+    steps = server.loop.learner.steps
     assert 0 < steps < before
     with running(config, train=False) as (server, _):
-        assert server.loop._learner.steps == steps
+        assert server.loop.learner.steps == steps
 
 
 def test_another_run_begins_with_fresh_moments_and_a_warm_up(tmp_path: Path) -> None:
     config = make_config(tmp_path, training={"warmup_steps": 50})
     with running(config) as (server, client):
-        learner = server.loop._learner
+        learner = server.loop.learner
         client.open("first")
         client.announce(1)
         train(client, 0)
@@ -230,7 +230,7 @@ def test_another_run_begins_with_fresh_moments_and_a_warm_up(tmp_path: Path) -> 
         client.open("second")
         client.announce(1)
         train(client, 2)
-        learner = server.loop._learner
+        learner = server.loop.learner
         assert learner.steps_since_restart == learner.steps - first
 
 
@@ -256,7 +256,7 @@ def test_training_that_dies_is_noticed(tmp_path: Path, monkeypatch: pytest.Monke
         def out_of_memory(*_: object) -> None:
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr(server.loop._learner, "step", out_of_memory)
+        monkeypatch.setattr(server.loop.learner, "step", out_of_memory)
         client.open()
         client.announce(1)
         client.send(*rollouts(20))
@@ -268,7 +268,7 @@ def test_batch_whose_policy_version_was_forgotten_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(make_config(tmp_path)) as (server, client):
-        learner = server.loop._learner
+        learner = server.loop.learner
         step, drawn = learner.step, threading.Event()
 
         def late(samples: list[Sample], heads: PolicyHeads) -> StepMetrics:

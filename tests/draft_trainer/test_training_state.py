@@ -13,7 +13,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from draft_trainer.training.learner import Learner, LearnerConfig
+from draft_trainer.config import TrainingConfig
+from draft_trainer.training.learner import Learner
+from draft_trainer.training.optimizer import Schedule
 from draft_trainer.training.state import VERSION, StateStore, head_facts
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.synthetic import Policy, config, head
@@ -137,6 +139,7 @@ def test_full_disk_leaves_the_states_before_it(tmp_path: Path) -> None:
     # After the imports: Python writes their bytecode, and half a file of that breaks the next run.
     code = f"""import resource, sys, torch
 from pathlib import Path
+from draft_trainer.training.optimizer import Schedule
 from draft_trainer.training.state import StateStore
 from tests.draft_trainer.test_training_state import FACTS
 resource.setrlimit({resource.RLIMIT_FSIZE}, (4096, 4096))
@@ -157,17 +160,16 @@ except OSError as error:
 def test_learner_goes_on_with_the_same_bits_from_a_file(tmp_path: Path) -> None:
     """In the middle of warm-up, of the decay and of an average, after a skipped step."""
     policy = Policy()
-    how = LearnerConfig(
-        learning_rate=5e-3, warmup_steps=4, decay_steps=9, weight_averaging=0.9, ttt_steps=2
-    )
+    how = TrainingConfig(learning_rate=5e-3, warmup_steps=4, weight_averaging=0.9, ttt_steps=2)
+    falling = Schedule(5e-3, warmup_steps=4, decay_steps=9)
     batches = [policy.samples(4, seed=seed) for seed in range(6)]
-    learner, store = Learner(head(0), how), StateStore(tmp_path, FACTS)
+    learner, store = Learner(head(0), how, schedule=falling), StateStore(tmp_path, FACTS)
     for batch in batches[:3]:
         learner.step(batch, policy.heads())
     store.save(learner.state_dict(), learner.steps, {})
     # The random numbers of the process play no part.
     torch.manual_seed(99)
-    resumed = Learner(head(5), how)
+    resumed = Learner(head(5), how, schedule=falling)
     state = store.load()
     assert state is not None
     resumed.load_state_dict(state.tensors)

@@ -18,15 +18,16 @@ from pathlib import Path
 
 import torch
 
+from draft_trainer.config import TrainingConfig
 from draft_trainer.offline.fit import DataOrder, Position
-from draft_trainer.training.learner import Learner, LearnerConfig
+from draft_trainer.training.learner import Learner
+from draft_trainer.training.optimizer import Schedule
 from draft_trainer.training.ranks import RankLostError, Ranks, shares
 from draft_trainer.training.state import StateStore, head_facts
 from tests.draft_trainer.synthetic import Policy, config, head
 
-CONFIG = LearnerConfig(
-    learning_rate=5e-3, warmup_steps=5, decay_steps=60, weight_averaging=0.9, ttt_steps=3
-)
+CONFIG = TrainingConfig(learning_rate=5e-3, warmup_steps=5, weight_averaging=0.9, ttt_steps=3)
+SCHEDULE = Schedule(5e-3, warmup_steps=5, decay_steps=60)
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ def train(options: argparse.Namespace, ranks: Ranks) -> None:
     lengths = [sample.tokens for sample in samples]
     order = DataOrder(lengths, 80, seed=7)
     # Not rank 0's weights: it must give them to the others.
-    learner = Learner(head(ranks.rank), CONFIG, ranks)
+    learner = Learner(head(ranks.rank), CONFIG, ranks, SCHEDULE)
     position, store = Position(), None
     if ranks.rank == 0:
         store = StateStore(options.folder / "states", head_facts(config()))
