@@ -30,7 +30,7 @@ from policy_bridge import BridgeConfig, PolicyBridge
 
 HERE = Path(__file__).resolve().parent
 DRAFT_LENGTH = 3
-READY_TIMEOUT = 240.0  # seconds; vLLM alone takes 12 to 36
+READY_TIMEOUT = 240.0  # seconds; most of it for vLLM
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     directory = options.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     directory.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    # As Ctrl-C does: the services have sessions of their own and would outlive this process.
+    # The services run in sessions of their own: SIGTERM has to stop them, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run = _run(options, directory, began)
@@ -61,8 +61,8 @@ def _run(options: argparse.Namespace, directory: Path, began: float) -> RunRecor
     config = directory / "draft-trainer.toml"
     config.write_text(_trainer_config(options, directory, ports))
     torch.manual_seed(options.seed)
-    # A core each for the policy and the trainer: beside a busy neighbour an update took 3.2 s with
-    # two threads on two cores, for one of them always waits for its turn, and 2.8 s with one.
+    # A core each for the policy and the trainer: with two threads on two cores, one of the two
+    # always waits for the core that the trainer uses.
     torch.set_num_threads(2 if len(os.sched_getaffinity(0)) > 2 else 1)
     run = RunRecord(settings={key: str(value) for key, value in vars(options).items()})
     trainer = Service(
@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace, directory: Path, began: float) -> RunRecor
             *("--served-model-name", "policy"),
             *("--max-model-len", "256", "--max-num-seqs", "128"),
             *("--generation-config", "vllm"),
-            # Ready in 25 s instead of 70, and no C++ compiler is needed.
+            # Starts faster, and needs no C++ compiler.
             "--enforce-eager",
         ],
         directory / "rollout-server.log",
@@ -128,7 +128,7 @@ def _train(
     services: Services,
     bridge_port: int | None,
 ) -> None:
-    # Eager attention trains this small a policy 1.4 times as fast on a CPU as the fused kernel.
+    # On a CPU, and for a policy this small, eager attention is faster than the fused kernel.
     model = AutoModelForCausalLM.from_pretrained(
         options.policy, dtype=torch.float32, attn_implementation="eager"
     )
@@ -205,20 +205,19 @@ ttt_steps = {DRAFT_LENGTH}
 batch_tokens = 1024
 learning_rate = 1e-3
 weight_averaging = 0.95
-# A candidate for each sync. With half as many steps the gate took a quarter of the time for
-# candidates that the next one overtook before they could be committed.
+# About one candidate for each sync: more of them would be replaced before they are committed.
 steps_per_candidate = 32
 seed = {options.seed}
 
 [gate]
 newest_versions = 4
-# A policy that moves this fast is better served by a draft that is probably better now than by one
-# that is certainly better three steps later.
+# The policy moves fast: a draft that is probably better now is worth more than one that is
+# certainly better three steps later.
 confidence = 0.6
 
 [publish]
 rollout_servers = ["127.0.0.1:{ports["control"]}"]
-# The demo puts old and new drafts on the server by hand to compare them.
+# The demo itself switches the server between old and new drafts to compare them.
 reconcile_s = 0
 num_speculative_tokens = {DRAFT_LENGTH}
 
@@ -248,8 +247,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description="GRPO on real vLLM with a frozen and an adapted EAGLE-3 draft, side by side.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    # After 32 the draft ended at 0.929 and 0.971 of where it started, after 36 at 0.967 to 0.979.
-    # Nor does a slower policy help (32 at 6.5e-4: 0.918): it is harder to predict in mid-change.
+    # 36: the draft needs some steps to catch up after the policy's fastest change.
     parser.add_argument("--steps", type=int, default=36, help="GRPO steps")
     parser.add_argument(
         "--prompts", type=int, default=12, help="problems per step, 16 samples each"
@@ -262,7 +260,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--speed-rounds",
         type=int,
-        # Ten seconds each, of the ten minutes that all may take on a slow machine.
+        # About ten seconds each.
         default=3,
         help="interleaved rounds of the final speed comparison; 0 leaves it out",
     )

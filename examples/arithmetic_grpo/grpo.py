@@ -41,7 +41,7 @@ class UpdateStats:
 
 
 def group_advantages(rewards: Tensor, group_size: int, epsilon: float = 1e-4) -> Tensor:
-    """Rewards (samples,) less their group's mean, over its deviation; groups lie in a row."""
+    """Rewards (samples,) minus their group's mean, over its deviation; groups are contiguous."""
     groups = rewards.float().view(-1, group_size)
     centred = groups - groups.mean(dim=1, keepdim=True)
     return (centred / (groups.std(dim=1, correction=0, keepdim=True) + epsilon)).flatten()
