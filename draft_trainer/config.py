@@ -19,7 +19,6 @@ from typing import Annotated, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from draft_trainer.releases.fleet import FILE, members_of
 from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import RefusedError
 from slipstream.security import (
@@ -36,6 +35,17 @@ from slipstream.security import (
 )
 
 ConfigPath = Annotated[Path, Field(strict=False)]
+
+DNS, FILE = "dns:", "file:"
+"""Prefixes of entries in ``publish.rollout_servers`` that stand for several addresses."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port``. Raises ValueError: it is none."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"not an address of the form host:port: {address!r}")
+    return host, int(port)
 
 
 class Section(BaseModel):
@@ -307,10 +317,14 @@ class PublishConfig(Section):
     @field_validator("rollout_servers")
     @classmethod
     def _addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        try:
-            members_of(addresses)
-        except ValueError as error:
-            raise ValueError(f"host:port, dns:name:port or file:path ({error})") from None
+        for entry in addresses:
+            try:
+                if entry == FILE:
+                    raise ValueError("file: without a path")
+                if not entry.startswith(FILE):
+                    split_address(entry.removeprefix(DNS))
+            except ValueError as error:
+                raise ValueError(f"host:port, dns:name:port or file:path ({error})") from None
         if len(set(addresses)) != len(addresses):
             raise ValueError("every address once")
         return addresses

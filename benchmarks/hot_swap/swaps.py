@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draft_trainer.checkpoints.draft import WEIGHTS_FILE
+from draft_trainer.config import PublishConfig
 from draft_trainer.counters import Counters
 from draft_trainer.drafters.eagle3.checkpoint import load_head
-from draft_trainer.releases.fleet import Fleet, Timeouts
+from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.registry import Registry, open_promotions
 from slipstream.v1 import release_pb2
@@ -62,7 +63,14 @@ class Ours:
                     noise = torch.randn(parameter.shape, generator=generator)
                     parameter.add_(NOISE * parameter.std() * noise)
         self.registry.create(head, release_pb2.ReleaseManifest(parent_version=0, run_id="hot-swap"))
-        self._fleet = Fleet(servers, Timeouts(10.0, 120.0, 60.0))
+        self._fleet = Fleet(
+            PublishConfig(
+                rollout_servers=tuple(servers),
+                state_timeout_s=10.0,
+                stage_timeout_s=120.0,
+                commit_timeout_s=60.0,
+            )
+        )
         promotions = open_promotions(self.registry)
         self._publisher = Publisher(self._fleet, self.registry, promotions, Counters())
         self._next = 1

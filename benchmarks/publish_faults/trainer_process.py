@@ -21,15 +21,15 @@ from typing import Any
 import torch
 
 import slipstream.client
-from draft_trainer.config import CanaryConfig
+from draft_trainer.config import CanaryConfig, PublishConfig
 from draft_trainer.counters import Counters
 from draft_trainer.releases import publisher as phases
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
-from draft_trainer.releases.fleet import DraftPayload, Fleet, RolloutClient, StaticMembers, Timeouts
+from draft_trainer.releases.fleet import DraftPayload, Fleet, RolloutClient
+from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.publisher import Payloads, Publisher
-from draft_trainer.releases.reconciler import Reconciler
+from draft_trainer.releases.reconcile import Reconciler
 from draft_trainer.releases.registry import Registry, open_promotions
-from draft_trainer.state import Promotions
 from slipstream.errors import RefusedError
 from slipstream.tensors import spec_of
 from slipstream.v1 import tensor_pb2
@@ -46,11 +46,19 @@ def run(root: str, addresses: tuple[str, ...], pipe: Connection) -> None:
     except RefusedError as error:
         pipe.send({"refused": str(error)})
         return
-    fleet = Fleet(StaticMembers(addresses), Timeouts(2.0, 10.0, 5.0))
+    fleet = Fleet(
+        PublishConfig(
+            rollout_servers=addresses,
+            state_timeout_s=2.0,
+            stage_timeout_s=10.0,
+            commit_timeout_s=5.0,
+            reconcile_s=0.1,
+        )
+    )
     watch = AcceptanceWatch(fleet)
-    canary = Canary(CanaryConfig(), 3, watch)
+    canary = Canary(CanaryConfig(), 3, watch, promotions.state)
     publisher = Publisher(fleet, registry, promotions, Counters(), canary)
-    reconciler = Reconciler(publisher, canary, watch, 0.1, lambda: None)
+    reconciler = Reconciler(publisher, canary, watch, lambda: None)
     reconciler.start()
     pipe.send({"ready": promotions.now.last_good})
     try:
@@ -89,7 +97,7 @@ def _promote_both(publisher: Publisher, first: int, second: int) -> dict[str, An
 
 
 def _wanted(publisher: Publisher) -> dict[str, Any]:
-    return {"wanted": publisher._promotions.now.last_good}
+    return {"wanted": publisher.promotions.now.last_good}
 
 
 def _arm(publisher: Publisher, fault: str, *arguments: Any) -> dict[str, Any]:

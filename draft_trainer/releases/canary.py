@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 from draft_trainer.config import CanaryConfig
 from draft_trainer.releases.fleet import Fleet
-from draft_trainer.state import Trial
+from draft_trainer.state import State, Trial
 from slipstream.v1 import rollout_server_pb2 as pb
 
 TUNED_FOR = 100.0
@@ -297,6 +297,8 @@ class AcceptanceWatch:
 HISTORY_SECONDS = 300.0
 """How far back an incumbent's figures count where none of its servers are left."""
 
+HISTORY_BATCHES = 64
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -319,23 +321,32 @@ class Verdict:
 
 
 class Canary:
-    """Chooses servers, keeps the trial under way, judges it. Thread-safe.
+    """Chooses servers, keeps the trial under way on disk, judges it. Thread-safe.
+
+    A trial that a restart interrupts goes on. What its servers did before the restart is counted
+    by nobody: live acceptance is collected anew, and ``max_seconds`` begin again.
 
     Args:
-        config: shares, bounds and the error rate.
+        config: shares, bounds and the error rate; ``share`` 0 for no trials.
         most: tokens of a draft (k).
         watch: live acceptance.
+        state: holds the trial.
     """
 
-    def __init__(self, config: CanaryConfig, most: int, watch: AcceptanceWatch) -> None:
+    def __init__(
+        self, config: CanaryConfig, most: int, watch: AcceptanceWatch, state: State
+    ) -> None:
         self._config = config
         self._most = most
         self._watch = watch
+        self._state = state
         self._lock = threading.Lock()
-        self._trial: Trial | None = None
-        self._began = 0.0
+        self._trial = state.trial if config.share else None
+        self._began = time.monotonic()
         self.begun = threading.Event()
         """Set while a trial is under way."""
+        if self._trial is not None:
+            self.begun.set()
 
     @property
     def trial(self) -> Trial | None:
@@ -344,7 +355,7 @@ class Canary:
             return self._trial
 
     def choose(self, holders: Sequence[str]) -> tuple[str, ...]:
-        """Who gets a release first, of the servers that hold it."""
+        """The servers that get a release first, of those that hold it."""
         count = max(1, math.floor(self._config.share * len(holders) + 1e-9))
         return tuple(sorted(holders)[:count])
 
@@ -355,44 +366,56 @@ class Canary:
 
         Args:
             version: on trial.
-            incumbent: what went before it.
+            incumbent: the release before it.
             servers: that serve it.
             others: that go on with the incumbent until there is a verdict.
+
+        Raises:
+            RefusedError: it cannot be written.
         """
-        trial = Trial(version, incumbent, tuple(servers), tuple(others), time.time())
-        with self._lock:
-            self._trial, self._began = trial, time.monotonic()
-        self.begun.set()
+        now = time.monotonic()
+        past = [] if others else self._watch.before(incumbent, servers, now, HISTORY_SECONDS)
+        history = tuple((b.drafts, b.accepted, b.squares) for b in merged(past, HISTORY_BATCHES))
+        trial = Trial(version, incumbent, tuple(servers), tuple(others), time.time(), history)
+        with self._state.transaction():
+            self._state.set_trial(trial)
+            self._state.after_commit(lambda: self._keep(trial, now))
 
     def end(self) -> None:
-        """No trial is under way any more."""
+        """No trial is under way any more. Raises RefusedError: that cannot be written."""
+        with self._state.transaction():
+            self._state.set_trial(None)
+            self._state.after_commit(lambda: self._keep(None, 0.0))
+
+    def _keep(self, trial: Trial | None, began: float) -> None:
         with self._lock:
-            self._trial = None
-        self.begun.clear()
+            self._trial, self._began = trial, began
+        if trial is None:
+            self.begun.clear()
+        else:
+            self.begun.set()
 
     def judge(self) -> Verdict | None:
         """The verdict, once there is one. The trial stays until ``end``."""
-        trial = self.trial
+        with self._lock:
+            trial, began = self._trial, self._began
         if trial is None:
             return None
         watch, config = self._watch, self._config
-        mine = watch.since(trial.version, trial.servers, self._began)
-        theirs = (
-            watch.since(trial.incumbent, trial.others, self._began)
-            if trial.shared
-            else watch.before(trial.incumbent, trial.servers, self._began, HISTORY_SECONDS)
-        )
-        if not trial.shared and sum(b.drafts for b in theirs) < config.min_drafts:
-            return Verdict(
-                trial, "canary_undecided", f"draft {trial.incumbent} left nothing to compare with"
-            )
+        mine = watch.since(trial.version, trial.servers, began)
+        theirs = [Batch(*figures) for figures in trial.history]
+        if trial.shared:
+            theirs = watch.since(trial.incumbent, trial.others, began)
+        elif sum(batch.drafts for batch in theirs) < config.min_drafts:
+            text = f"draft {trial.incumbent} left nothing to compare with"
+            return Verdict(trial, "canary_undecided", text)
         candidate, incumbent = self._interval(mine), self._interval(theirs)
-        late = time.monotonic() - self._began > config.max_seconds
+        late = time.monotonic() - began > config.max_seconds
         if candidate is None or incumbent is None:
-            text = "too few drafts in time to tell"
+            text = "too few verification steps in time to tell"
             return Verdict(trial, "canary_undecided", text) if late else None
         text = f"{_text(trial.version, candidate)}; {_text(trial.incumbent, incumbent)}"
-        if len(theirs) and not trial.shared:
+        if not trial.shared:
             text += ", before it"
         fine = verdict(candidate, incumbent, config.max_loss)
         if fine is None:
@@ -409,8 +432,18 @@ class Canary:
         return arm.interval(self._config.alpha / 2)
 
 
+def merged(batches: Sequence[Batch], most: int) -> list[Batch]:
+    """At most so many batches with the same sums: neighbours are added up."""
+    stride = -(-len(batches) // most) or 1
+    groups = [batches[start : start + stride] for start in range(0, len(batches), stride)]
+    return [
+        Batch(sum(b.drafts for b in g), sum(b.accepted for b in g), sum(b.squares for b in g))
+        for g in groups
+    ]
+
+
 def _text(version: int, found: Interval) -> str:
     return (
         f"draft {version}: acceptance length {found.length:.3f} "
-        f"({1 + found.low:.3f} .. {1 + found.high:.3f}) over {found.drafts} drafts"
+        f"({1 + found.low:.3f} .. {1 + found.high:.3f}) over {found.drafts} verification steps"
     )

@@ -1,18 +1,7 @@
-"""The rollout servers: one client each, asked in parallel, every call with a deadline.
+"""The rollout servers: who they are, one client each, every call in parallel and with a deadline.
 
-A server that cannot be reached is a value here (``Failure``), never an
-exception: the trainer outlives its fleet.
-
-Who belongs to the fleet: a list, a DNS name, a file that somebody keeps, or others who know.
-
-A name service that does not answer says nothing about the fleet, so the last
-answer stands until there is another.
-
-No draft proposes for a policy that it is further behind than configured.
-
-Off before the policy goes live, on again after a draft has gone live that is fresh
-enough: what is in between costs speed, the other way round would be rollouts with a
-draft that nobody wanted to serve.
+A server that cannot be reached is a value here (``Failure``), never an exception: the trainer
+outlives its fleet. Texts that servers send are bounded and cleaned here, where they arrive.
 """
 
 from __future__ import annotations
@@ -20,18 +9,18 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import TypeVar
 
 import grpc
 import torch
 
+from draft_trainer.config import DNS, FILE, PublishConfig, split_address
 from slipstream.client import open_channel, stage
-from slipstream.errors import RefusedError, refused_from
+from slipstream.errors import RefusedError, plain_text, refused_from
 from slipstream.security import NONE, ClientCredentials
 from slipstream.tensors import digest_of_specs
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -40,121 +29,10 @@ from slipstream.v1 import tensor_pb2
 
 logger = logging.getLogger(__name__)
 
-DNS, FILE = "dns:", "file:"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port``. Raises ValueError: it is none."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"not an address of the form host:port: {address!r}")
-    return host, int(port)
-
-
-class Members(Protocol):
-    """Asked before every publish and at every round of the reconciler. Thread-safe."""
-
-    def addresses(self) -> tuple[str, ...]:
-        """``host:port`` of every control plane, each once. Never raises."""
-        ...
-
-
-class StaticMembers:
-    """A list that does not change."""
-
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self._addresses = tuple(addresses)
-
-    def addresses(self) -> tuple[str, ...]:
-        """The list."""
-        return self._addresses
-
-
-class LookedUpMembers:
-    """Whoever a look-up names now: a DNS name's addresses, a file's lines.
-
-    Args:
-        name: for the log.
-        look_up: answers ``host:port`` strings; OSError (``socket.gaierror`` too) or
-            ValueError where it cannot.
-    """
-
-    def __init__(self, name: str, look_up: Callable[[], Sequence[str]]) -> None:
-        self._name = name
-        self._look_up = look_up
-        self._known: tuple[str, ...] = ()
-        self._failed = False
-
-    def addresses(self) -> tuple[str, ...]:
-        """As of the last look-up that succeeded."""
-        try:
-            self._known = tuple(dict.fromkeys(self._look_up()))
-            self._failed = False
-        except (OSError, ValueError) as error:
-            if not self._failed:
-                logger.warning("%s: %s; keeping %s", self._name, error, list(self._known))
-            self._failed = True
-        return self._known
-
-
-class UnionMembers:
-    """All of several."""
-
-    def __init__(self, parts: Sequence[Members]) -> None:
-        self._parts = tuple(parts)
-
-    def addresses(self) -> tuple[str, ...]:
-        """Each address once."""
-        return tuple(dict.fromkeys(a for part in self._parts for a in part.addresses()))
-
-
-def members_of(entries: Sequence[str]) -> Members:
-    """Members as ``publish.rollout_servers`` names them.
-
-    ``host:port``, ``dns:name:port`` or ``file:path``. Raises ValueError: none of these.
-    """
-    parts: list[Members] = []
-    for entry in entries:
-        if entry.startswith(DNS):
-            name, port = split_address(entry.removeprefix(DNS))
-            parts.append(LookedUpMembers(entry, _dns(name, port)))
-        elif entry.startswith(FILE):
-            if entry == FILE:
-                raise ValueError("file: without a path")
-            parts.append(LookedUpMembers(entry, _file(Path(entry.removeprefix(FILE)))))
-        else:
-            split_address(entry)
-            parts.append(StaticMembers([entry]))
-    return UnionMembers(parts)
-
-
-def _dns(name: str, port: int) -> Callable[[], Sequence[str]]:
-    """Every address of a name, as a Kubernetes headless service answers."""
-
-    def look_up() -> list[str]:
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-        hosts = sorted({str(entry[4][0]) for entry in found})
-        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
-
-    return look_up
-
-
-def _file(path: Path) -> Callable[[], Sequence[str]]:
-    """A ``host:port`` a line, as ``rollout-server fleet`` keeps them; an empty file is nobody.
-
-    Whoever writes it replaces it as a whole: half a file would be half a fleet.
-    """
-
-    def look_up() -> list[str]:
-        addresses = path.read_text(encoding="utf-8").split()
-        for address in addresses:
-            split_address(address)
-        return addresses
-
-    return look_up
-
-
 T = TypeVar("T")
+
+MAX_STAGED = 64
+"""Ids of stages that are read of one server's state; a server holds one or two."""
 
 UNKNOWN_FATE = frozenset(
     {
@@ -164,16 +42,57 @@ UNKNOWN_FATE = frozenset(
         grpc.StatusCode.UNKNOWN,
     }
 )
-"""Codes after which the server may or may not have done what it was told."""
+"""Codes after which the server may or may not have done what it was asked."""
 
 
-@dataclass(frozen=True)
-class Timeouts:
-    """Seconds a call may take."""
+class Members:
+    """Rollout-server discovery: addresses, DNS names and membership files. Not thread-safe.
 
-    state: float
-    stage: float
-    commit: float
+    A name service that does not answer, or a file that is no list of addresses, says nothing about
+    the fleet: its last answer stays in force until there is another.
+
+    Args:
+        entries: as in ``publish.rollout_servers``: ``host:port``, ``dns:name:port``, ``file:path``.
+    """
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        self._known: dict[str, tuple[str, ...]] = dict.fromkeys(entries, ())
+        self._failed: set[str] = set()
+
+    def addresses(self) -> tuple[str, ...]:
+        """``host:port`` of every control plane, each once. Never raises."""
+        for entry in self._known:
+            try:
+                self._known[entry] = tuple(look_up(entry))
+                self._failed.discard(entry)
+            except (OSError, ValueError) as error:
+                if entry not in self._failed:
+                    logger.warning("%s: %s; keeping %s", entry, error, list(self._known[entry]))
+                self._failed.add(entry)
+        return tuple(dict.fromkeys(a for known in self._known.values() for a in known))
+
+
+def look_up(entry: str) -> list[str]:
+    """The addresses that an entry stands for now.
+
+    A file holds a ``host:port`` a line, as ``rollout-server fleet`` writes it; an empty one is an
+    empty fleet. It has to be replaced as a whole: half a file would be half a fleet.
+
+    Raises:
+        OSError: no name service (``socket.gaierror``) or no such file.
+        ValueError: the file is no list of addresses.
+    """
+    if entry.startswith(DNS):
+        name, port = split_address(entry.removeprefix(DNS))
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        hosts = sorted({str(info[4][0]) for info in found})
+        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
+    if entry.startswith(FILE):
+        addresses = Path(entry.removeprefix(FILE)).read_text(encoding="utf-8").split()
+        for address in addresses:
+            split_address(address)
+        return addresses
+    return [entry]
 
 
 @dataclass(frozen=True)
@@ -187,14 +106,6 @@ class Failure:
     def unknown_fate(self) -> bool:
         """The answer was lost: only a read-back tells what happened."""
         return self.code in UNKNOWN_FATE
-
-
-@dataclass(frozen=True)
-class Timed(Generic[T]):
-    """What a server answered, and the seconds from call to answer."""
-
-    value: T
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -213,7 +124,7 @@ class DraftPayload:
 
     @property
     def sha256(self) -> bytes:
-        """What a server that serves it says of itself."""
+        """``ServerState.draft_sha256`` of a server that serves it."""
         return digest_of_specs(self.specs)
 
 
@@ -221,20 +132,20 @@ class RolloutClient:
     """One rollout server's control plane."""
 
     def __init__(
-        self, address: str, timeouts: Timeouts, credentials: ClientCredentials = NONE
+        self, address: str, config: PublishConfig, credentials: ClientCredentials = NONE
     ) -> None:
         self.address = address
-        self.timeouts = timeouts
+        self._config = config
         self._channel = open_channel(address, credentials=credentials)
         self._stub = pb_grpc.RolloutServerStub(self._channel)
 
     def state(self, read_back: bool = False) -> pb.ServerState | Failure:
         """What it serves; with ``read_back`` its workers look into their memory for it."""
         request = pb.GetStateRequest(read_back=read_back)
-        answer = self._call(lambda: self._stub.GetState(request, timeout=self.timeouts.state))
-        return answer if isinstance(answer, Failure) else answer.value
+        timeout = self._config.state_timeout_s
+        return self._call(lambda: cleaned(self._stub.GetState(request, timeout=timeout)))
 
-    def stage(self, draft: DraftPayload, stage_id: str = "") -> Timed[pb.StageResult] | Failure:
+    def stage(self, draft: DraftPayload, stage_id: str = "") -> pb.StageResult | Failure:
         """Let it pull and verify a release while it generates, under its usual id or another."""
         return self._call(
             lambda: stage(
@@ -245,37 +156,42 @@ class RolloutClient:
                 tensors=draft.tensors,
                 specs=draft.specs,
                 trained_against_policy_version=draft.trained_against_policy_version,
-                timeout=self.timeouts.stage,
+                timeout=self._config.stage_timeout_s,
             )
         )
 
-    def commit(self, stage_ids: Sequence[str]) -> Timed[pb.CommitResponse] | Failure:
-        """Make the named stages live in one worker call."""
+    def commit(self, stage_ids: Sequence[str]) -> pb.ServerState | Failure:
+        """Make the named stages live in one worker call; the state after it."""
         request = pb.CommitRequest(stage_ids=stage_ids)
-        return self._call(lambda: self._stub.Commit(request, timeout=self.timeouts.commit))
+        timeout = self._config.commit_timeout_s
+        return self._call(lambda: cleaned(self._stub.Commit(request, timeout=timeout).state))
 
     def abort(self, stage_ids: Sequence[str]) -> Failure | None:
         """Forget stages. Idempotent."""
         request = pb.AbortRequest(stage_ids=stage_ids)
-        answer = self._call(lambda: self._stub.Abort(request, timeout=self.timeouts.state))
+        timeout = self._config.state_timeout_s
+        answer = self._call(lambda: self._stub.Abort(request, timeout=timeout))
         return answer if isinstance(answer, Failure) else None
 
-    def roll_back(self) -> Timed[pb.CommitResponse] | Failure:
-        """Back to the draft it served before."""
-        return self._call(
-            lambda: self._stub.RollBack(pb.RollBackRequest(), timeout=self.timeouts.commit)
-        )
+    def roll_back(self) -> pb.ServerState | Failure:
+        """Back to the draft it served before; the state after it."""
+        request, timeout = pb.RollBackRequest(), self._config.commit_timeout_s
+        return self._call(lambda: cleaned(self._stub.RollBack(request, timeout=timeout).state))
 
-    def set_speculation(self, enabled: bool) -> Timed[pb.CommitResponse] | Failure:
+    def set_speculation(self, enabled: bool) -> Failure | None:
         """Turn drafting on or off between two steps."""
         request = pb.SetSpeculationRequest(enabled=enabled)
-        return self._call(lambda: self._stub.SetSpeculation(request, timeout=self.timeouts.commit))
+        timeout = self._config.commit_timeout_s
+        answer = self._call(lambda: self._stub.SetSpeculation(request, timeout=timeout))
+        return answer if isinstance(answer, Failure) else None
 
     def watch(self, interval_ms: int, timeout: float) -> Iterator[pb.AcceptanceReport]:
         """Acceptance counters as they move, for ``timeout`` seconds; ends early where it fails."""
         request = pb.WatchAcceptanceRequest(min_interval_ms=interval_ms)
         try:
-            yield from self._stub.WatchAcceptance(request, timeout=timeout)
+            for report in self._stub.WatchAcceptance(request, timeout=timeout):
+                cleaned(report.state)
+                yield report
         except (grpc.RpcError, ValueError):
             return
 
@@ -283,29 +199,40 @@ class RolloutClient:
         """Give up the connection; calls in flight fail."""
         self._channel.close()
 
-    def _call(self, call: Callable[[], T]) -> Timed[T] | Failure:
-        started = time.monotonic()
+    def _call(self, call: Callable[[], T]) -> T | Failure:
         try:
-            return Timed(call(), time.monotonic() - started)
+            return call()
         except grpc.RpcError as error:
             refusal = refused_from(error)
             # A call object carries its status; a bare RpcError (channel closed) does not.
             code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNAVAILABLE
             details = error.details() if isinstance(error, grpc.Call) else str(error)
-            text = str(refusal) if refusal is not None else f"{code.name}: {details}"
+            text = (
+                str(refusal) if refusal is not None else f"{code.name}: {plain_text(details or '')}"
+            )
             return Failure(f"{self.address}: {text}", code)
         except (RefusedError, ConnectionError, ValueError) as error:
             # ValueError: grpc's answer to a call on a closed channel.
             return Failure(f"{self.address}: {error}", grpc.StatusCode.UNAVAILABLE)
 
 
+def cleaned(state: pb.ServerState) -> pb.ServerState:
+    """A server's state with its texts bounded and on one line each, in place."""
+    state.not_ready = plain_text(state.not_ready)
+    state.model = plain_text(state.model)
+    state.draft_sample_method = plain_text(state.draft_sample_method)
+    staged = [plain_text(stage_id) for stage_id in state.staged[:MAX_STAGED]]
+    del state.staged[:]
+    state.staged.extend(staged)
+    return state
+
+
 class Fleet:
     """The rollout servers there are now. Owns the clients and the threads that ask them.
 
     Args:
-        members: their addresses, or who knows them.
-        timeouts: of every call.
-        on_states: told what every server answered, after each look at all of them.
+        config: who they are, and the deadline of every call.
+        on_states: called with every server's answer, after each look at all of them.
         credentials: checked; shown to every server.
     """
 
@@ -314,15 +241,15 @@ class Fleet:
 
     def __init__(
         self,
-        members: Members | Sequence[str],
-        timeouts: Timeouts,
+        config: PublishConfig,
         on_states: Callable[[Mapping[str, pb.ServerState | Failure]], None] = lambda states: None,
         credentials: ClientCredentials = NONE,
     ) -> None:
+        self.config = config
         self._on_states = on_states
-        self._members = StaticMembers(members) if isinstance(members, Sequence) else members
-        self.timeouts = timeouts
+        self._members = Members(config.rollout_servers)
         self._credentials = credentials
+        self._refreshing = threading.Lock()
         self._lock = threading.Lock()
         self._clients: dict[str, RolloutClient] = {}
         self._pool = ThreadPoolExecutor(self.MAX_CALLS, thread_name_prefix="fleet")
@@ -335,8 +262,9 @@ class Fleet:
             return tuple(self._clients)
 
     def refresh(self) -> tuple[str, ...]:
-        """Ask again who belongs to it; returns the addresses."""
-        wanted = self._members.addresses()
+        """Look again who belongs to it; returns the addresses."""
+        with self._refreshing:
+            wanted = self._members.addresses()
         with self._lock:
             gone = [self._clients.pop(a) for a in list(self._clients) if a not in wanted]
             for address in wanted:
@@ -356,7 +284,7 @@ class Fleet:
         return client
 
     def _connected(self, address: str) -> RolloutClient:
-        return RolloutClient(address, self.timeouts, self._credentials)
+        return RolloutClient(address, self.config, self._credentials)
 
     def each(
         self, ask: Callable[[RolloutClient], T], addresses: Iterable[str] | None = None
@@ -375,13 +303,13 @@ class Fleet:
     def abort_strays(
         self, states: Mapping[str, pb.ServerState | Failure], staged: Collection[str] = ()
     ) -> None:
-        """Abort drafts that wait on a server for nobody: each holds memory there.
+        """Abort drafts that wait on a server for a commit that will not come: they hold memory.
 
         A trainer that died leaves them, and a connection that was cut before its abort.
 
         Args:
             states: the servers, as they answered.
-            staged: ids that somebody will commit.
+            staged: ids that a publish under way will commit.
         """
         strays = {
             address: [i for i in state.staged if i.startswith("draft-") and i not in staged]
@@ -402,7 +330,10 @@ class Fleet:
 
 
 class DraftLag:
-    """Decides which servers speculate, where a limit is set; otherwise leaves them alone.
+    """Turns speculation off where a server's draft is too many policy versions behind.
+
+    Off before the policy goes live, on again after a draft that is fresh enough: the gap costs
+    speed, and no rollout uses a draft staler than configured.
 
     Args:
         max_lag: policy versions that a draft may be behind; 0 for no limit.
@@ -411,10 +342,6 @@ class DraftLag:
     def __init__(self, max_lag: int) -> None:
         self.max_lag = max_lag
         self._policy_version: int | None = None
-
-    def policy_synced(self, policy_version: int) -> None:
-        """Remember the newest policy, for servers whose policy the framework syncs itself."""
-        self._policy_version = policy_version
 
     def fresh(self, state: pb.ServerState, policy_version: int | None = None) -> bool:
         """Whether a server's draft may propose for ``policy_version`` (the one it has now).
@@ -426,36 +353,38 @@ class DraftLag:
             policy_version = (
                 state.policy_version if state.HasField("policy_version") else self._policy_version
             )
-        if policy_version is None:
+        if not self.max_lag or policy_version is None:
             return True
         return policy_version - state.trained_against_policy_version <= self.max_lag
 
-    def before_policy(self, client: RolloutClient, policy_version: int) -> Failure | None:
-        """Turn speculation off where the draft that is live will be too old for this policy."""
-        state = client.state()
-        if isinstance(state, Failure):
-            return state
-        if state.speculation_enabled and not self.fresh(state, policy_version):
-            return self._set(client, state, enabled=False)
-        return None
+    def before_policy(self, fleet: Fleet, policy_version: int) -> None:
+        """Turn speculation off on servers whose draft will be too old for this policy."""
+        # Servers whose policy the framework syncs itself report no version of it.
+        self._policy_version = policy_version
 
-    def apply(self, client: RolloutClient, state: pb.ServerState) -> Failure | None:
-        """Bring a server's speculation in line with what it serves."""
-        wanted = self.fresh(state)
-        if not self.max_lag or state.speculation_enabled == wanted:
-            return None
-        return self._set(client, state, enabled=wanted)
+        def ask(client: RolloutClient) -> None:
+            state = client.state()
+            if not isinstance(state, Failure) and not self.fresh(state, policy_version):
+                self._set(client, state, enabled=False)
+
+        if self.max_lag:
+            fleet.each(ask)
+
+    def apply(self, fleet: Fleet, states: Mapping[str, pb.ServerState | Failure | None]) -> None:
+        """Bring the servers' speculation in line with what they serve."""
+        known = {a: s for a, s in states.items() if isinstance(s, pb.ServerState)}
+        if self.max_lag:
+            fleet.each(
+                lambda c: self._set(c, known[c.address], self.fresh(known[c.address])), known
+            )
 
     @staticmethod
-    def _set(client: RolloutClient, state: pb.ServerState, enabled: bool) -> Failure | None:
-        answer = client.set_speculation(enabled)
-        if isinstance(answer, Failure):
-            return answer
-        logger.warning(
-            "%s: speculation %s: draft %d was trained against policy version %d",
-            client.address,
-            "on" if enabled else "off",
-            state.draft_version,
-            state.trained_against_policy_version,
-        )
-        return None
+    def _set(client: RolloutClient, state: pb.ServerState, enabled: bool) -> None:
+        if state.speculation_enabled != enabled and client.set_speculation(enabled) is None:
+            logger.warning(
+                "%s: speculation %s: draft %d was trained against policy version %d",
+                client.address,
+                "on" if enabled else "off",
+                state.draft_version,
+                state.trained_against_policy_version,
+            )

@@ -35,9 +35,10 @@ from draft_trainer.drafters import Draft
 from draft_trainer.drafters.acceptance import AcceptanceEstimate, Method, expected_acceptance
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.ingest.run import Run
+from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
 from draft_trainer.sample import Sample
-from draft_trainer.state import GateResults, Promotions
+from draft_trainer.state import GateResults
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
 

@@ -23,8 +23,8 @@ from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE, pickles
 from draft_trainer.drafters import Draft, DraftCheckpoint, Drafter
 from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.gate import Judge
+from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry, Retention
-from draft_trainer.state import Promotions
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as pb

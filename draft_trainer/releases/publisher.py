@@ -1,35 +1,15 @@
-"""Puts releases on the fleet: stage everywhere, then commit everywhere, or end where it began.
+"""Puts a release on the fleet in two phases: stage on every server, then commit on every server.
 
-A server that does not answer before anything was staged is left out and caught up by
-``heal``; a server that fails after that makes the whole publish fail, and every server
-that had committed is put back to the last good release. The policy is never held up by
-a draft: where a combined commit fails, the policy is committed alone.
+Stage: every reachable server that serves another release verifies it while it generates. Where one
+fails, all forget it. A server that cannot be reached is left out; ``reconcile`` catches it up.
 
-Two locks. ``_staging`` serialises publishes; ``_committing`` covers only the commits, so
-that a policy's commit waits for another commit at most, never for another publish that
-is still staging.
+Commit: the intent is on disk first, then one call per server between two engine steps, with the
+policy's weights where there are some. A lost answer is settled by reading the server's state, never
+by assuming. Where one server fails, all are put back on the last good release and the policy is
+committed without the draft. A trainer that dies in between undoes it when it is back.
 
-The phases of a publish over the whole fleet: stage, commit, put back.
-
-The caller serialises. What each phase leaves behind: staging holds the release on
-every server that can be reached or on none; a commit that fails anywhere is undone
-everywhere, trial servers included. What is intended is on disk before the first
-commit, so a trainer that dies in between undoes it when it is back.
-
-One server's part of a publish: commit, commit the policy alone, or go back.
-
-What happened is decided by an answer or, where the answer was lost, by reading
-the server's state back; never by assuming.
-
-Brings servers that serve something else than wanted back in line, one round at a time.
-
-A server may have restarted with the draft on its command line, slept at level 2 and
-lost its draft, been away during a publish, or been written to by somebody else. Its own
-account (version, checksum, what its workers read back) is compared with what is wanted;
-a server that does not come right is tried again less and less often and stays marked
-not ready by its own health service.
-
-How many servers are reachable, ready and on the release that they should serve.
+``_staging`` serialises publishes. ``_committing`` covers only the commits, so that a policy's
+commit waits for another commit at most, never for a publish that is still staging.
 """
 
 from __future__ import annotations
@@ -38,36 +18,30 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from draft_trainer.counters import Counters, Servers
 from draft_trainer.releases.canary import Canary
-from draft_trainer.releases.fleet import (
-    DraftLag,
-    DraftPayload,
-    Failure,
-    Fleet,
-    RolloutClient,
-    Timed,
-)
+from draft_trainer.releases.fleet import DraftLag, DraftPayload, Failure, Fleet, RolloutClient
+from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
-from draft_trainer.state import Promotion, Promotions
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import digest_of_specs
 from slipstream.v1 import rollout_server_pb2 as pb
-from slipstream.v1 import rollout_server_pb2 as rollout_pb
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Outcome:
+@dataclass
+class ServerOutcome:
     """One server's part in a publish.
 
-    Args:
-        committed: everything asked of it is live; for a draft with a policy, the
-            policy is live (``draft_committed`` tells about the draft).
+    Attributes:
+        committed: everything asked of it is live; for a draft with a policy, the policy is live
+            (``draft_committed`` tells about the draft).
         draft_committed: the draft is live.
         staged: it holds the draft that was to be committed.
         error: why something was not done; empty when all was.
@@ -84,108 +58,34 @@ class Outcome:
     commit_seconds: float = 0.0
     stage_seconds: float = 0.0
 
-
-@dataclass(frozen=True)
-class CommitOrder:
-    """What one server is to commit in one call; either part may be missing."""
-
-    draft: DraftPayload | None
-    policy_version: int
-    policy_stage_id: str
-
-    @property
-    def stage_ids(self) -> list[str]:
-        """At most one draft and one policy."""
-        drafts = [self.draft.stage_id] if self.draft is not None else []
-        return drafts + ([self.policy_stage_id] if self.policy_stage_id else [])
+    def saw(self, state: pb.ServerState | Failure) -> None:
+        """Keep what the server serves, or why that is not known."""
+        if isinstance(state, Failure):
+            self.state, self.error = None, self.error or f"unreachable: {state.text}"
+        else:
+            self.state = state
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A release that is staged and waits for its commit, and the servers that hold it."""
+@dataclass
+class PublishResult:
+    """How a publish stands or ended.
 
-    draft: DraftPayload
-    outcomes: dict[str, Outcome]
-
-
-@dataclass(frozen=True)
-class Published:
-    """How a publish ended.
-
-    Args:
-        draft_version: the release that every reachable server serves or, after a
-            stage, will serve.
-        changes: a draft is staged (``prepare``) or was committed.
+    Attributes:
+        draft_version: the release that every reachable server serves or, after a stage, will serve.
         outcomes: one per rollout server.
+        changes: a draft is staged (``prepare``) or was committed.
+        draft: the draft that is staged everywhere, or was; None for none.
     """
 
     draft_version: int
-    changes: bool
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, ServerOutcome] = field(default_factory=dict)
+    changes: bool = False
+    draft: DraftPayload | None = None
 
-
-def commit_on(client: RolloutClient, order: CommitOrder, before: Outcome) -> Outcome:
-    """Commit ``order`` on one server; a draft that fails there does not keep the policy back.
-
-    Args:
-        client: the server.
-        order: what to commit.
-        before: its outcome so far (staging).
-    """
-    if not order.stage_ids:
-        return with_state(before, client.state())
-    answer = _commit(client, order)
-    if not isinstance(answer, Failure):
-        return _done(before, answer, draft=order.draft is not None)
-    if order.draft is None:
-        return with_state(replace(before, error=f"commit failed: {answer.text}"), client.state())
-    client.abort([order.draft.stage_id])
-    error = f"{order.draft.stage_id} was not committed: {answer.text}"
-    if not order.policy_stage_id:
-        return with_state(replace(before, error=error), client.state())
-    alone = _commit(client, replace(order, draft=None))
-    if isinstance(alone, Failure):
-        error = f"{error}; {order.policy_stage_id} alone failed too: {alone.text}"
-        return with_state(replace(before, error=error), client.state())
-    error = f"{error}; {order.policy_stage_id} was committed without it"
-    return replace(_done(before, alone, draft=False), error=error)
-
-
-def restore_on(
-    client: RolloutClient, target: int, payloads: Payloads
-) -> Timed[pb.CommitResponse] | pb.ServerState | Failure:
-    """Put one server on release ``target``: from its own memory if it has it, else by staging.
-
-    Returns:
-        The answer to the commit or roll back, the state where nothing had to be
-        done, or why it failed.
-    """
-    state = client.state()
-    if isinstance(state, Failure) or payloads.is_served(state, target):
-        return state
-    if state.HasField("previous_draft_version") and state.previous_draft_version == target:
-        back = client.roll_back()
-        if not isinstance(back, Failure) and payloads.is_served(back.value.state, target):
-            return back
-    staged = stage_on(client, target, payloads, f"draft-{target}")
-    return staged if isinstance(staged, Failure) else client.commit([f"draft-{target}"])
-
-
-def stage_on(
-    client: RolloutClient, target: int, payloads: Payloads, stage_id: str
-) -> Timed[pb.StageResult] | Failure:
-    """Stage release ``target`` on one server; an unreadable release is a failure like others."""
-    try:
-        return client.stage(payloads.get(target), stage_id)
-    except RefusedError as error:
-        return Failure(f"{client.address}: {error}", error.code)
-
-
-def with_state(outcome: Outcome, state: pb.ServerState | Failure) -> Outcome:
-    """``outcome`` with what the server serves, or with why that is not known."""
-    if not isinstance(state, Failure):
-        return replace(outcome, state=state)
-    return replace(outcome, error=outcome.error or f"unreachable: {state.text}", state=None)
+    @property
+    def holders(self) -> list[str]:
+        """The servers that hold the staged draft."""
+        return [address for address, outcome in self.outcomes.items() if outcome.staged]
 
 
 class Payloads:
@@ -195,27 +95,16 @@ class Payloads:
         self._registry = registry
         self._lock = threading.Lock()
         self._held: OrderedDict[int, DraftPayload] = OrderedDict()
-        self._digests: OrderedDict[int, bytes] = OrderedDict()
+        self._digest = lru_cache(64)(lambda v: digest_of_specs(registry.get(v).tensors))
 
     def is_served(self, state: pb.ServerState, version: int) -> bool:
         """Whether a server serves this release, by number and by content."""
         if state.draft_version != version:
             return False
-        # A server whose wire has no checksum yet can only be taken at its word.
-        return not state.draft_sha256 or state.draft_sha256 == self._digest(version)
-
-    def _digest(self, version: int) -> bytes | None:
-        with self._lock:
-            if version not in self._digests:
-                try:
-                    specs = self._registry.get(version).tensors
-                except RefusedError:
-                    return None
-                self._digests[version] = digest_of_specs(specs)
-            self._digests.move_to_end(version)
-            while len(self._digests) > 64:
-                self._digests.popitem(last=False)
-            return self._digests[version]
+        try:
+            return not state.draft_sha256 or state.draft_sha256 == self._digest(version)
+        except RefusedError:
+            return False
 
     def get(self, version: int) -> DraftPayload:
         """One release. Raises RefusedError: there is none, or its files were altered."""
@@ -235,403 +124,89 @@ class Payloads:
             return self._held[version]
 
 
-def _commit(client: RolloutClient, order: CommitOrder) -> Timed[pb.CommitResponse] | Failure:
-    answer = client.commit(order.stage_ids)
-    if not isinstance(answer, Failure) or not answer.unknown_fate:
-        return answer
-    state = client.state()
-    if isinstance(state, Failure) or not _landed(state, order):
-        return answer
-    return Timed(pb.CommitResponse(state=state), client.timeouts.commit)
+def stage_on(
+    client: RolloutClient, version: int, payloads: Payloads, stage_id: str
+) -> pb.StageResult | Failure:
+    """Stage a release on one server; an unreadable release is a failure like others."""
+    try:
+        return client.stage(payloads.get(version), stage_id)
+    except RefusedError as error:
+        return Failure(f"{client.address}: {error}", error.code)
 
 
-def _landed(state: pb.ServerState, order: CommitOrder) -> bool:
-    """Whether everything of ``order`` is live, by the server's own account."""
-    if any(stage_id in state.staged for stage_id in order.stage_ids):
-        return False
-    if order.draft is not None and state.draft_version != order.draft.version:
-        return False
-    return not order.policy_stage_id or (
-        state.HasField("policy_version") and state.policy_version == order.policy_version
-    )
-
-
-def _done(before: Outcome, answer: Timed[pb.CommitResponse], draft: bool) -> Outcome:
-    return replace(
-        before,
-        committed=True,
-        draft_committed=draft,
-        error="",
-        state=answer.value.state,
-        commit_seconds=answer.seconds,
-    )
-
-
-def look(
-    states: Mapping[str, pb.ServerState | Failure], now: Promotion, payloads: Payloads
-) -> Servers:
-    """Count them.
+def commit_on(
+    client: RolloutClient,
+    draft: DraftPayload | None,
+    policy_version: int,
+    policy_stage_id: str,
+    outcome: ServerOutcome,
+) -> None:
+    """Commit on one server; a draft that fails there does not keep the policy back.
 
     Args:
-        states: every server of the fleet, as it answered.
-        now: what each should serve.
-        payloads: knows a release by its content.
+        client: the server.
+        draft: that is staged there; None for none.
+        policy_version: of the staged policy.
+        policy_stage_id: empty where there is none.
+        outcome: of this server so far; completed here.
     """
-    reached = {a: s for a, s in states.items() if not isinstance(s, Failure)}
-    return Servers(
-        known=len(states),
-        reachable=len(reached),
-        ready=sum(not state.not_ready for state in reached.values()),
-        current=sum(payloads.is_served(s, now.wanted_on(a)) for a, s in reached.items()),
-    )
-
-
-logger = logging.getLogger(__name__)
-
-
-class Phases:
-    """See the module.
-
-    Args:
-        fleet: the rollout servers.
-        payloads: releases, ready to stage.
-        promotions: which release is wanted, served and intended.
-        counters: counts stages, commits and outcomes.
-    """
-
-    def __init__(
-        self, fleet: Fleet, payloads: Payloads, promotions: Promotions, counters: Counters
-    ) -> None:
-        self._fleet = fleet
-        self._payloads = payloads
-        self._promotions = promotions
-        self._counters = counters
-
-    def stage(self, version: int) -> tuple[Prepared | None, Published]:
-        """Stage on every reachable server that serves another release, or on none of them."""
-        self._fleet.refresh()
-        states = self._fleet.states()
-        self._counters.looked(look(states, self._promotions.now, self._payloads))
-        outcomes = {a: with_state(Outcome(), state) for a, state in states.items()}
-        behind = [
-            a
-            for a, state in states.items()
-            if not isinstance(state, Failure) and not self._payloads.is_served(state, version)
-        ]
-        if not behind:
-            if any(outcome.state is not None for outcome in outcomes.values()):
-                self._promotions.serves(version)
-            return None, Published(version, False, outcomes)
-        draft = self._payloads.get(version)
-        # Nobody commits another draft now: what is left there would only take this one's room.
-        self._fleet.abort_strays(states, (draft.stage_id,))
-        answers = self._fleet.each(lambda client: client.stage(draft), behind)
-        failed = []
-        for address, answer in answers.items():
-            if isinstance(answer, Failure):
-                failed.append(address)
-                error = f"staging failed: {answer.text}"
-                outcomes[address] = replace(outcomes[address], error=error)
-            else:
-                self._counters.stage_seconds.observe(answer.seconds)
-                outcomes[address] = replace(
-                    outcomes[address], staged=True, stage_seconds=answer.seconds
-                )
-        if not failed:
-            return Prepared(draft, outcomes), Published(version, True, outcomes)
-        self._fleet.each(lambda client: client.abort([draft.stage_id]), behind)
-        self._note("stage_failed", version, "; ".join(f"{a}: {outcomes[a].error}" for a in failed))
-        for address in set(behind) - set(failed):
-            error = f"{draft.stage_id} was aborted: staging failed on {', '.join(failed)}"
-            outcomes[address] = replace(outcomes[address], staged=False, error=error)
-        return None, Published(self._promotions.now.last_good, False, outcomes)
-
-    def commit(
-        self,
-        prepared: Prepared | None,
-        policy_version: int,
-        policy_stage_id: str,
-        choose: Callable[[Sequence[str]], tuple[str, ...]],
-    ) -> tuple[Published, tuple[str, ...]]:
-        """Commit on every server; a draft that fails on one of its holders is undone on all.
-
-        Args:
-            prepared: the staged draft, if any.
-            policy_version: of the staged policy.
-            policy_stage_id: empty where there is none.
-            choose: from the servers that hold the draft those that get it now.
-
-        Returns:
-            How it ended, and the servers on which the draft is live.
-        """
-        before = prepared.outcomes if prepared else {}
-        holders = [a for a, outcome in before.items() if outcome.staged]
-        chosen = choose(holders) if prepared else ()
-        refusal = self._intend(prepared, chosen if len(chosen) < len(holders) else ())
-        if refusal:
-            self.abort(prepared)
-            chosen = ()
-        addresses = dict.fromkeys((*self._fleet.addresses, *chosen))
-        orders = {
-            a: CommitOrder(
-                prepared.draft if prepared and a in chosen else None,
-                policy_version,
-                policy_stage_id,
-            )
-            for a in addresses
-        }
-        after = self._fleet.each(
-            lambda client: commit_on(
-                client,
-                orders[client.address],
-                before[client.address] if client.address in holders else Outcome(),
-            ),
-            addresses,
-        )
-        for outcome in after.values():
-            if outcome.committed:
-                self._counters.commit_seconds.observe(outcome.commit_seconds)
-        good = self._promotions.now.last_good
-        if prepared is None or refusal:
-            if policy_stage_id:
-                missed = [a for a in after if not after[a].committed]
-                self._counters.published("policy_failed" if missed else "policy_only")
-            if refusal:
-                after = {a: replace(o, error=o.error or refusal) for a, o in after.items()}
-            return Published(good, False, after), ()
-        version = prepared.draft.version
-        failed = [a for a in chosen if not after[a].draft_committed]
-        why = f"it failed on {', '.join(failed)}" if failed else ""
-        if not failed:
-            if len(chosen) < len(holders):
-                return Published(good, True, after), chosen
-            try:
-                self._promotions.serves(version)
-                self._note("committed", version, "")
-                return Published(version, True, after), chosen
-            except RefusedError as error:
-                # The disk does not know that it is live, so it must not be.
-                why = str(error)
-        undo = [a for a in chosen if after[a].draft_committed]
-        after |= self.undo(version, undo, after, why, bool(policy_stage_id))
-        return Published(good, False, after), ()
-
-    def undo(
-        self,
-        version: int,
-        addresses: Sequence[str],
-        outcomes: dict[str, Outcome],
-        why: str,
-        policy_committed: bool = False,
-    ) -> dict[str, Outcome]:
-        """Put servers, and those that serve ``version`` on trial, on the last good release.
-
-        Args:
-            version: that is taken back.
-            addresses: where it was committed.
-            outcomes: so far, by address.
-            why: for the outcomes, the log and the metrics.
-            policy_committed: the outcome is then a commit all the same.
-        """
-        now = self._promotions.now
-        affected = dict.fromkeys((*addresses, *now.canaries))
-        restored = self.restore(now.last_good, {a: outcomes.get(a, Outcome()) for a in affected})
-        text = f"draft {version} was rolled back: {why}"
-        for address, outcome in restored.items():
-            error = f"{text}; {outcome.error}" if outcome.error else text
-            restored[address] = replace(outcome, committed=policy_committed, error=error)
-        try:
-            self._promotions.undone()
-        except RefusedError as error:
-            # It stays intended on disk, which a restart takes for "undo it", as it should.
-            logger.error("%s", error)
-        self._note("rolled_back", version, why)
-        return restored
-
-    def restore(self, target: int, outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
-        """Put servers on release ``target``; answers their outcomes, with what failed."""
-        answers = self._fleet.each(lambda c: restore_on(c, target, self._payloads), outcomes)
-        restored = {}
-        for address, answer in answers.items():
-            outcome = replace(outcomes[address], committed=False, draft_committed=False)
-            if isinstance(answer, Failure):
-                error = f"putting it on draft {target} failed: {answer.text}"
-                restored[address] = replace(outcome, error=error, state=None)
-            elif isinstance(answer, rollout_pb.ServerState):
-                restored[address] = replace(outcome, committed=True, state=answer)
-            else:
-                self._counters.commit_seconds.observe(answer.seconds)
-                restored[address] = replace(
-                    outcome,
-                    committed=True,
-                    state=answer.value.state,
-                    commit_seconds=answer.seconds,
-                )
-        return restored
-
-    def abort(self, prepared: Prepared | None) -> None:
-        """Have the holders forget a stage."""
-        if prepared is not None:
-            stage_id = prepared.draft.stage_id
-            holders = [a for a, o in prepared.outcomes.items() if o.staged]
-            self._fleet.each(lambda client: client.abort([stage_id]), holders)
-
-    def _intend(self, prepared: Prepared | None, canaries: tuple[str, ...]) -> str:
-        """Put on disk what is about to be committed; why not, where that fails."""
-        if prepared is None:
-            return ""
-        now = self._promotions.now
-        try:
-            # Servers that are on trial already stay on it until all have committed.
-            self._promotions.intends(prepared.draft.version, canaries or now.canaries)
-        except RefusedError as error:
-            self._note("not_committed", prepared.draft.version, str(error))
-            return f"{prepared.draft.stage_id} was not committed: {error}"
-        return ""
-
-    def _note(self, event: str, version: int, reason: str) -> None:
-        self._counters.published(event)
-        self._promotions.state.events.published(event, version, reason)
-        if reason:
-            logger.warning("draft %d, %s: %s", version, event, reason)
-
-
-READ_BACK_SECONDS = 10.0
-"""Between two looks into the workers' memory: they cost an engine step a little time."""
-
-FIRST_WAIT = 1.0
-LONGEST_WAIT = 60.0
-
-
-@dataclass
-class _Patient:
-    """A server that had to be healed: attempts in a row, and when the next may be (monotonic)."""
-
-    attempts: int = 0
-    not_before: float = 0.0
-
-
-class _Fault(NamedTuple):
-    """What is wrong with a server: for the metrics, and for people."""
-
-    reason: str
-    text: str
-
-
-class Healing:
-    """See the module. One round at a time.
-
-    Args:
-        fleet: the rollout servers.
-        payloads: releases, ready to stage.
-        promotions: what each server should serve.
-        counters: counts what was healed.
-        lag: whether each server should speculate.
-    """
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        payloads: Payloads,
-        promotions: Promotions,
-        counters: Counters,
-        lag: DraftLag,
-    ) -> None:
-        self._fleet = fleet
-        self._payloads = payloads
-        self._promotions = promotions
-        self._counters = counters
-        self._lag = lag
-        self._patients: dict[str, _Patient] = {}
-        self._healed = 0
-        self._read_back_at = 0.0
-
-    def round(
-        self,
-        committed_alone: Callable[[], AbstractContextManager[None]],
-        staged: Collection[str],
-    ) -> None:
-        """Look at every server once.
-
-        Args:
-            committed_alone: held while something is committed, not while it is staged.
-            staged: ids of drafts that wait for their commit; all others are left behind.
-        """
-        self._fleet.refresh()
-        now = time.monotonic()
-        read_back = now >= self._read_back_at
-        if read_back:
-            self._read_back_at = now + READ_BACK_SECONDS
-        states = self._fleet.states(read_back)
-        self._fleet.abort_strays(states, staged)
-        wrong: dict[str, _Fault] = {}
-        for address, state in states.items():
-            why = None if isinstance(state, Failure) else self._wrong_with(address, state)
-            if why is None:
-                # One that cannot be reached has not been healed, but was not tried either.
-                if not isinstance(state, Failure):
-                    self._patients.pop(address, None)
-            elif self._patients.setdefault(address, _Patient()).not_before <= time.monotonic():
-                wrong[address] = why
-        self._patients = {a: p for a, p in self._patients.items() if a in states}
-        if wrong:
-            answers = self._fleet.each(lambda c: self._heal(c, committed_alone), wrong)
-            for address, answer in answers.items():
-                self._note(address, wrong[address], answer)
-                if not isinstance(answer, Failure):
-                    states[address] = answer
-        self._counters.looked(look(states, self._promotions.now, self._payloads))
-        if self._lag.max_lag:
-            known = {a: s for a, s in states.items() if not isinstance(s, Failure)}
-            self._fleet.each(lambda c: self._lag.apply(c, known[c.address]), known)
-
-    def _wrong_with(self, address: str, state: pb.ServerState) -> _Fault | None:
-        wanted = self._promotions.now.wanted_on(address)
-        if not self._payloads.is_served(state, wanted):
-            same = state.draft_version == wanted
-            return _Fault(
-                "other_content" if same else "other_version",
-                f"serves {'another ' if same else ''}draft {state.draft_version}, not {wanted}",
-            )
-        return _Fault("not_ready", state.not_ready) if state.not_ready else None
-
-    def _heal(
-        self,
-        client: RolloutClient,
-        committed_alone: Callable[[], AbstractContextManager[None]],
-    ) -> pb.ServerState | Failure:
-        wanted = self._promotions.now.wanted_on(client.address)
-        # An id of its own: what is live under the usual one would be answered, not applied.
-        self._healed += 1
-        stage_id = f"draft-{wanted}-healed-{self._healed}"
-        staged = stage_on(client, wanted, self._payloads, stage_id)
-        if isinstance(staged, Failure):
-            return staged
-        with committed_alone():
-            if self._promotions.now.wanted_on(client.address) != wanted:
-                client.abort([stage_id])
-                answer = restore_on(
-                    client, self._promotions.now.wanted_on(client.address), self._payloads
-                )
-            else:
-                answer = client.commit([stage_id])
-        if isinstance(answer, Failure):
-            client.abort([stage_id])
-            return answer
-        return answer if isinstance(answer, pb.ServerState) else answer.value.state
-
-    def _note(self, address: str, fault: _Fault, answer: pb.ServerState | Failure) -> None:
-        patient = self._patients[address]
-        wait = min(LONGEST_WAIT, FIRST_WAIT * 2**patient.attempts)
-        patient.attempts += 1
-        patient.not_before = time.monotonic() + wait
-        wanted, why = self._promotions.now.wanted_on(address), fault.text
-        self._counters.healed(fault.reason, not isinstance(answer, Failure))
-        if isinstance(answer, Failure):
-            logger.warning("%s %s; next try in %.0f s: %s", address, why, wait, answer.text)
+    policy = [policy_stage_id] if policy_stage_id else []
+    if draft is None and not policy:
+        return outcome.saw(client.state())
+    if draft is not None:
+        answer = _committed(client, draft, policy_version, policy, outcome)
+        if not isinstance(answer, Failure):
+            outcome.draft_committed = True
             return
-        self._promotions.state.events.published("healed", wanted, f"{address} {why}")
-        logger.warning("%s was put on draft %d: it %s", address, wanted, why)
+        client.abort([draft.stage_id])
+        outcome.error = f"{draft.stage_id} was not committed: {answer.text}"
+    if policy:
+        answer = _committed(client, None, policy_version, policy, outcome)
+        if not isinstance(answer, Failure):
+            if outcome.error:
+                outcome.error += f"; {policy_stage_id} was committed without it"
+            return
+        alone = f"; {policy_stage_id} alone failed too: " if outcome.error else "commit failed: "
+        outcome.error += alone + answer.text
+    outcome.saw(client.state())
+
+
+def _committed(
+    client: RolloutClient,
+    draft: DraftPayload | None,
+    policy_version: int,
+    policy: list[str],
+    outcome: ServerOutcome,
+) -> pb.ServerState | Failure:
+    """One commit call; where its answer is lost, what the server says of itself."""
+    stage_ids = ([draft.stage_id] if draft is not None else []) + policy
+    began = time.monotonic()
+    answer = client.commit(stage_ids)
+    seconds = time.monotonic() - began
+    if isinstance(answer, Failure) and answer.unknown_fate:
+        state = client.state()
+        if not isinstance(state, Failure):
+            live = not any(stage_id in state.staged for stage_id in stage_ids)
+            live = live and (draft is None or state.draft_version == draft.version)
+            known = state.HasField("policy_version") and state.policy_version == policy_version
+            if live and (not policy or known):
+                answer = state
+    if not isinstance(answer, Failure):
+        outcome.committed, outcome.state, outcome.commit_seconds = True, answer, seconds
+    return answer
+
+
+def put_on(client: RolloutClient, version: int, payloads: Payloads) -> pb.ServerState | Failure:
+    """Put one server on a release: from its own memory if it has it, else by staging."""
+    state = client.state()
+    if isinstance(state, Failure) or payloads.is_served(state, version):
+        return state
+    if state.HasField("previous_draft_version") and state.previous_draft_version == version:
+        back = client.roll_back()
+        if not isinstance(back, Failure) and payloads.is_served(back, version):
+            return back
+    staged = stage_on(client, version, payloads, f"draft-{version}")
+    return staged if isinstance(staged, Failure) else client.commit([f"draft-{version}"])
 
 
 class Publisher:
@@ -643,7 +218,6 @@ class Publisher:
         promotions: which release is wanted, and which were served.
         counters: counts stages, commits and outcomes.
         canary: tries releases out; None for no trials.
-        max_draft_lag: see ``DraftLag``.
     """
 
     def __init__(
@@ -653,48 +227,42 @@ class Publisher:
         promotions: Promotions,
         counters: Counters,
         canary: Canary | None = None,
-        max_draft_lag: int = 0,
     ) -> None:
-        self._fleet = fleet
+        self.fleet = fleet
+        self.promotions = promotions
+        self.counters = counters
+        self.payloads = Payloads(registry)
+        self.lag = DraftLag(fleet.config.max_draft_lag)
         self._registry = registry
-        self._payloads = Payloads(registry)
-        self._promotions = promotions
-        self._counters = counters
         self._canary = canary
-        self._lag = DraftLag(max_draft_lag)
-        self._phases = Phases(fleet, self._payloads, promotions, counters)
-        self._healing = Healing(fleet, self._payloads, promotions, counters, self._lag)
         self._staging = threading.Lock()
         self._committing = threading.Lock()
         self._handover = threading.Lock()
-        self._prepared: Prepared | None = None
-        interrupted = promotions.now.intent
-        if interrupted is not None:
-            # ``heal`` puts the servers that took it back; what is promoted is tried again.
-            promotions.undone()
-            self._note("interrupted", interrupted, "the trainer ended between commits")
+        self._staged: PublishResult | None = None
+        self._undo_interrupted()
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """The rollout servers of now."""
-        return self._fleet.refresh()
+        return self.fleet.refresh()
 
-    def prepare(self) -> Published:
+    def prepare(self) -> PublishResult:
         """Stage the promoted release on every reachable server that serves another one.
 
         Staging that fails anywhere is undone everywhere and told in the outcomes. While
         a release is on trial on some servers nothing is staged: the trial comes first.
         """
         with self._staged_alone():
-            self._drop_prepared()
-            if self._on_shared_trial() is not None:
-                return Published(self._promotions.now.last_good, False, {})
-            prepared, published = self._phases.stage(self._promotions.now.promoted)
+            self._drop_staged()
+            now = self.promotions.now
+            if now.canaries:
+                return PublishResult(now.last_good)
+            result = self._stage(now.promoted)
             with self._handover:
-                self._prepared = prepared
-            return published
+                self._staged = result if result.draft is not None else None
+            return result
 
-    def complete(self, policy_version: int, policy_stage_id: str) -> Published:
+    def complete(self, policy_version: int, policy_stage_id: str) -> PublishResult:
         """Commit what ``prepare`` staged, together with a staged policy, in one call per server.
 
         Args:
@@ -702,11 +270,11 @@ class Publisher:
             policy_stage_id: empty where the framework syncs the policy itself.
         """
         with self._handover:
-            prepared, self._prepared = self._prepared, None
-        with self._committed_alone():
-            return self._commit(prepared, policy_version, policy_stage_id)
+            staged, self._staged = self._staged, None
+        with self.committed_alone():
+            return self._commit(staged, policy_version, policy_stage_id)
 
-    def promote(self, version: int, pin: bool) -> Published:
+    def promote(self, version: int, pin: bool) -> PublishResult:
         """Stage and commit a release now. The pointer moves only when the fleet does.
 
         Raises:
@@ -714,28 +282,28 @@ class Publisher:
         """
         self._registry.get(version)
         with self._staged_alone():
-            on_trial = self._on_shared_trial()
-            if on_trial is not None:
+            now = self.promotions.now
+            if now.canaries:
                 raise RefusedError(
                     "publish",
-                    f"draft {on_trial} on trial",
+                    f"draft {now.intent} on trial",
                     "a fleet that serves one release",
                     "wait for the trial's verdict, or roll back",
                     StatusCode.ABORTED,
                 )
-            published, done = self._publish(version)
+            result = self._publish(version)
+            done = result.draft_version == version if result.draft is None else result.changes
             if done:
-                self._promotions.promote(version, pin)
-            return published
+                self.promotions.promote(version, pin)
+            return result
 
-    def publish_promoted(self) -> Published:
+    def publish_promoted(self) -> PublishResult:
         """Stage and commit the promoted release now, where it is not served yet."""
         with self._staged_alone():
-            if self._on_shared_trial() is not None:
-                return Published(self._promotions.now.last_good, False, {})
-            return self._publish(self._promotions.now.promoted)[0]
+            now = self.promotions.now
+            return PublishResult(now.last_good) if now.canaries else self._publish(now.promoted)
 
-    def roll_back(self, reason: str) -> Published:
+    def roll_back(self, reason: str) -> PublishResult:
         """Put every reachable server back to the release that was served before the last good
         one; where a release is on trial on some of them, to the last good one.
 
@@ -756,132 +324,326 @@ class Publisher:
             Whether a trial ended.
 
         Raises:
-            RefusedError: another publish is under way (ABORTED).
+            RefusedError: another publish is under way (ABORTED), or the disk is full.
         """
-        verdict = self._canary.judge() if self._canary else None
+        verdict = self._canary.judge() if self._canary is not None else None
         if self._canary is None or verdict is None:
             return False
         with self._staged_alone():
             trial = verdict.trial
             if self._canary.trial is not trial:
                 return False
-            self._canary.end()
             if not verdict.keep:
-                self._roll_back(verdict.event, verdict.reason, trial.version)
+                self._roll_back(verdict.event, verdict.reason, failed=True)
                 return True
-            self._note(verdict.event, trial.version, verdict.reason)
+            with self.promotions.state.transaction():
+                self._canary.end()
+                self.promotions.state.events.published(verdict.event, trial.version, verdict.reason)
+            self.counters.published(verdict.event)
             if trial.shared:
-                self._publish_to_the_rest(trial.version)
+                self._publish(trial.version, trial=False)
             return True
 
-    def heal(self) -> None:
-        """One round of reconciling: who serves something else than wanted is put right.
+    def looked(self, states: Mapping[str, pb.ServerState | Failure]) -> None:
+        """Count servers that are known, reachable, ready, and on the release wanted on them."""
+        now = self.promotions.now
+        reached = {a: s for a, s in states.items() if not isinstance(s, Failure)}
+        served = [self.payloads.is_served(s, now.wanted_on(a)) for a, s in reached.items()]
+        ready = [state for state in reached.values() if not state.not_ready]
+        self.counters.looked(Servers(len(states), len(reached), len(ready), sum(served)))
 
-        Does nothing while a publish is under way; that one sees to the fleet itself.
-        """
+    @contextmanager
+    def at_rest(self) -> Iterator[frozenset[str] | None]:
+        """Keep publishes from starting. Yields the ids of stages that wait for a commit; None, and
+        without waiting, while a publish is under way."""
         if not self._staging.acquire(blocking=False):
+            yield None
             return
         try:
             with self._handover:
-                prepared = self._prepared
-            waiting = {prepared.draft.stage_id} if prepared is not None else set()
-            on_trial = self._on_shared_trial()
-            if on_trial is not None:
-                waiting.add(f"draft-{on_trial}")
-            self._healing.round(self._committed_alone, waiting)
+                draft = self._staged.draft if self._staged is not None else None
+            now = self.promotions.now
+            waiting = {draft.stage_id} if draft is not None else set()
+            yield frozenset(waiting | ({f"draft-{now.intent}"} if now.canaries else set()))
         finally:
             self._staging.release()
 
-    def _publish(self, version: int) -> tuple[Published, bool]:
-        """Stage and commit; whether the reachable servers serve ``version`` now, or try it."""
-        self._drop_prepared()
-        prepared, published = self._phases.stage(version)
-        if prepared is None:
-            return published, published.draft_version == version
-        with self._committed_alone():
-            published = self._commit(prepared, 0, "")
-        return published, published.changes
+    @contextmanager
+    def _staged_alone(self) -> Iterator[None]:
+        c = self.fleet.config
+        with _held(
+            self._staging, 3 * c.state_timeout_s + c.stage_timeout_s + 2 * c.commit_timeout_s
+        ):
+            yield
 
-    def _publish_to_the_rest(self, version: int) -> None:
-        """After a trial that went well. If it fails, nobody serves ``version``."""
-        prepared, published = self._phases.stage(version)
-        with self._committed_alone():
-            if prepared is not None:
-                self._phases.commit(prepared, 0, "", tuple)
-            elif published.draft_version != version:
+    @contextmanager
+    def committed_alone(self) -> Iterator[None]:
+        """Held while something is committed, not while it is staged."""
+        c = self.fleet.config
+        with _held(
+            self._committing, 3 * c.state_timeout_s + c.stage_timeout_s + 3 * c.commit_timeout_s
+        ):
+            yield
+
+    def _publish(self, version: int, trial: bool = True) -> PublishResult:
+        """Stage and commit.
+
+        Args:
+            version: the release.
+            trial: try it out first, where trials are on; otherwise it goes to all servers, and from
+                its canaries too where that fails.
+        """
+        self._drop_staged()
+        result = self._stage(version)
+        with self.committed_alone():
+            if result.draft is not None:
+                return self._commit(result, 0, "", trial)
+            if not trial and result.draft_version != version:
                 why = "the others could not stage it"
-                self._phases.undo(version, (), {}, why)
+                result.outcomes |= self._undo(version, (), {}, why)
+            return result
+
+    def _stage(self, version: int) -> PublishResult:
+        """Stage on every reachable server that serves another release, or on none of them."""
+        self.fleet.refresh()
+        states = self.fleet.states()
+        self.looked(states)
+        outcomes = {address: ServerOutcome() for address in states}
+        for address, state in states.items():
+            outcomes[address].saw(state)
+        reached = {a: o.state for a, o in outcomes.items() if o.state is not None}
+        behind = [a for a, s in reached.items() if not self.payloads.is_served(s, version)]
+        if not behind:
+            if reached:
+                self.promotions.serves(version)
+            return PublishResult(version, outcomes)
+        draft = self.payloads.get(version)
+        # No other draft will be committed: what is left there would only take this one's memory.
+        self.fleet.abort_strays(states, (draft.stage_id,))
+
+        def stage(client: RolloutClient) -> None:
+            outcome, began = outcomes[client.address], time.monotonic()
+            answer = client.stage(draft)
+            if isinstance(answer, Failure):
+                outcome.error = f"staging failed: {answer.text}"
+            else:
+                outcome.staged, outcome.stage_seconds = True, time.monotonic() - began
+                self.counters.stage_seconds.observe(outcome.stage_seconds)
+
+        self.fleet.each(stage, behind)
+        failed = [address for address in behind if not outcomes[address].staged]
+        if not failed:
+            return PublishResult(version, outcomes, True, draft)
+        self.fleet.each(lambda client: client.abort([draft.stage_id]), behind)
+        self._note("stage_failed", version, "; ".join(f"{a}: {outcomes[a].error}" for a in failed))
+        for address in set(behind) - set(failed):
+            error = f"{draft.stage_id} was aborted: staging failed on {', '.join(failed)}"
+            outcomes[address].staged, outcomes[address].error = False, error
+        return PublishResult(self.promotions.now.last_good, outcomes)
 
     def _commit(
-        self, prepared: Prepared | None, policy_version: int, policy_stage_id: str
-    ) -> Published:
-        incumbent = self._promotions.now.last_good
-        if policy_version and self._lag.max_lag:
-            self._lag.policy_synced(policy_version)
-            self._fleet.each(lambda client: self._lag.before_policy(client, policy_version))
-        choose = self._canary.choose if self._canary else tuple
-        published, live = self._phases.commit(prepared, policy_version, policy_stage_id, choose)
-        if self._lag.max_lag:
-            states = {a: o.state for a, o in published.outcomes.items() if o.state is not None}
-            self._fleet.each(lambda c: self._lag.apply(c, states[c.address]), states)
-        if self._canary and prepared is not None and live:
-            others = [a for a, o in prepared.outcomes.items() if o.staged and a not in live]
-            self._canary.begin(prepared.draft.version, incumbent, live, others)
-        return published
+        self,
+        staged: PublishResult | None,
+        policy_version: int,
+        policy_stage_id: str,
+        trial: bool = True,
+    ) -> PublishResult:
+        """Commit on every server; a draft that fails on one of its holders is undone on all.
 
-    def _roll_back(self, event: str, reason: str, failed: int | None = None) -> Published:
+        Args:
+            staged: from ``_stage``; None for a policy alone.
+            policy_version: of the staged policy.
+            policy_stage_id: empty where there is none.
+            trial: on canaries first, where trials are on.
+        """
+        if policy_version:
+            self.lag.before_policy(self.fleet, policy_version)
+        now, canary = self.promotions.now, self._canary if trial else None
+        draft = staged.draft if staged is not None else None
+        holders = staged.holders if staged is not None else []
+        chosen = canary.choose(holders) if canary is not None else tuple(holders)
+        others = [address for address in holders if address not in chosen]
+        refusal = ""
+        if draft is not None:
+            try:
+                # Servers that are on trial already stay on it until all have committed.
+                self.promotions.intends(draft.version, chosen if others else now.canaries)
+            except RefusedError as error:
+                self._note("not_committed", draft.version, str(error))
+                refusal = f"{draft.stage_id} was not committed: {error}"
+                self._abort(staged)
+                chosen = ()
+        outcomes = {
+            address: staged.outcomes[address]
+            if staged is not None and address in holders
+            else ServerOutcome()
+            for address in dict.fromkeys((*self.fleet.addresses, *chosen))
+        }
+        self.fleet.each(
+            lambda client: commit_on(
+                client,
+                draft if client.address in chosen else None,
+                policy_version,
+                policy_stage_id,
+                outcomes[client.address],
+            ),
+            outcomes,
+        )
+        for outcome in outcomes.values():
+            if outcome.committed:
+                self.counters.commit_seconds.observe(outcome.commit_seconds)
+            outcome.error = outcome.error or refusal
+        result = PublishResult(now.last_good, outcomes, draft=draft)
+        if draft is None or refusal:
+            if policy_stage_id:
+                missed = not all(outcome.committed for outcome in outcomes.values())
+                self.counters.published("policy_failed" if missed else "policy_only")
+        else:
+            self._finish(result, draft.version, chosen, others, canary, bool(policy_stage_id))
+        self.lag.apply(self.fleet, {a: o.state for a, o in outcomes.items()})
+        return result
+
+    def _finish(
+        self,
+        result: PublishResult,
+        version: int,
+        chosen: Sequence[str],
+        others: Sequence[str],
+        canary: Canary | None,
+        with_policy: bool,
+    ) -> None:
+        """Write down that a draft is live on ``chosen``, or undo it everywhere."""
+        incumbent = result.draft_version
+        failed = [a for a in chosen if not result.outcomes[a].draft_committed]
+        why = f"it failed on {', '.join(failed)}" if failed else ""
+        if not failed:
+            try:
+                with self.promotions.state.transaction():
+                    if not others:
+                        self.promotions.serves(version)
+                        self.promotions.state.events.published("committed", version, "")
+                    if canary is not None:
+                        canary.begin(version, incumbent, chosen, others)
+            except RefusedError as error:
+                # The disk does not know that it is live, so it must not be.
+                why = str(error)
+        if not why:
+            result.changes = True
+            if not others:
+                result.draft_version = version
+                self.counters.published("committed")
+            return
+        undo = [a for a in chosen if result.outcomes[a].draft_committed]
+        result.outcomes |= self._undo(version, undo, result.outcomes, why, with_policy)
+
+    def _undo(
+        self,
+        version: int,
+        addresses: Sequence[str],
+        outcomes: dict[str, ServerOutcome],
+        why: str,
+        policy_committed: bool = False,
+    ) -> dict[str, ServerOutcome]:
+        """Put servers, and those that serve ``version`` on trial, on the last good release.
+
+        Args:
+            version: that is taken back.
+            addresses: where it was committed.
+            outcomes: so far, by address.
+            why: for the outcomes, the log and the metrics.
+            policy_committed: the outcome is then a commit all the same.
+        """
+        now = self.promotions.now
+        affected = dict.fromkeys((*addresses, *now.canaries))
+        restored = self._restore(now.last_good, affected, outcomes)
+        text = f"draft {version} was rolled back: {why}"
+        for outcome in restored.values():
+            outcome.committed = policy_committed
+            outcome.error = f"{text}; {outcome.error}" if outcome.error else text
+        try:
+            self.promotions.undone()
+        except RefusedError as error:
+            # It stays intended on disk, which a restart takes for "undo it", as it should.
+            logger.error("%s", error)
+        self._note("rolled_back", version, why)
+        return restored
+
+    def _roll_back(self, event: str, reason: str, failed: bool = False) -> PublishResult:
         """To the last good release from a trial on some servers, else to the one before it.
 
         Args:
-            event: for the log and the metrics.
+            event: for the events and the metrics.
             reason: for people.
-            failed: the release that failed its trial.
+            failed: the release failed its trial. A pin holds a release that an operator rolled
+                back to, and not one that a failed trial did.
         """
-        self._drop_prepared()
-        if self._canary is not None:
-            self._canary.end()
-        with self._committed_alone():
-            now = self._promotions.now
-            if now.canaries and now.intent is not None:
-                failed, target = now.intent, now.last_good
-                self._promotions.give_up(failed)
-            else:
-                # A pin by hand holds what was rolled back to; one on a ruined draft holds nothing.
-                unpin, failed = failed is not None, now.last_good
-                target = self._promotions.roll_back(unpin)
-            everywhere = {a: Outcome() for a in self._fleet.addresses}
-            outcomes = self._phases.restore(target, everywhere)
-        self._fleet.each(lambda client: client.abort([f"draft-{failed}"]))
-        self._note(event, failed, reason or "no reason given")
-        logger.warning("rolled back to draft %d: %s", target, reason or "no reason given")
-        return Published(target, True, outcomes)
+        self._drop_staged()
+        reason = reason or "no reason given"
+        with self.committed_alone():
+            with self.promotions.state.transaction():
+                now = self.promotions.now
+                if now.canaries and now.intent is not None:
+                    version, target = now.intent, now.last_good
+                    self.promotions.give_up(version)
+                else:
+                    version, target = now.last_good, self.promotions.roll_back(unpin=failed)
+                if self._canary is not None:
+                    self._canary.end()
+                self.promotions.state.events.published(event, version, reason)
+            outcomes = self._restore(target, self.fleet.addresses, {})
+        self.fleet.each(lambda client: client.abort([f"draft-{version}"]))
+        self.counters.published(event)
+        logger.warning("rolled back to draft %d: %s", target, reason)
+        return PublishResult(target, outcomes, True)
 
-    def _on_shared_trial(self) -> int | None:
-        """The release that is live on some servers only."""
-        now = self._promotions.now
-        return now.intent if now.canaries else None
+    def _restore(
+        self, target: int, addresses: Iterable[str], outcomes: dict[str, ServerOutcome]
+    ) -> dict[str, ServerOutcome]:
+        """Put servers on release ``target``; their outcomes, with what failed."""
+        restored = {a: replace(outcomes.get(a, ServerOutcome())) for a in addresses}
 
-    def _drop_prepared(self) -> None:
+        def restore(client: RolloutClient) -> None:
+            outcome = restored[client.address]
+            answer = put_on(client, target, self.payloads)
+            outcome.draft_committed = False
+            outcome.committed = not isinstance(answer, Failure)
+            outcome.state = None if isinstance(answer, Failure) else answer
+            if isinstance(answer, Failure):
+                outcome.error = f"putting it on draft {target} failed: {answer.text}"
+
+        self.fleet.each(restore, restored)
+        return restored
+
+    def _undo_interrupted(self) -> None:
+        """After a restart: commits that have begun and did not end are undone by ``reconcile``; a
+        trial goes on."""
+        now = self.promotions.now
+        trial = self._canary.trial if self._canary is not None else None
+        if now.intent is None or (trial is not None and trial.shared and now.canaries):
+            return
+        state = self.promotions.state
+        with state.transaction():
+            self.promotions.undone()
+            state.set_trial(None)
+            state.events.published("interrupted", now.intent, "the trainer ended between commits")
+        self.counters.published("interrupted")
+
+    def _drop_staged(self) -> None:
         """Abort a stage whose window was never closed, or that another publish replaces."""
         with self._handover:
-            prepared, self._prepared = self._prepared, None
-        self._phases.abort(prepared)
+            staged, self._staged = self._staged, None
+        self._abort(staged)
+
+    def _abort(self, staged: PublishResult | None) -> None:
+        """Have the holders forget a stage."""
+        if staged is not None and staged.draft is not None:
+            stage_id = staged.draft.stage_id
+            self.fleet.each(lambda client: client.abort([stage_id]), staged.holders)
 
     def _note(self, event: str, version: int, reason: str) -> None:
-        self._counters.published(event)
-        self._promotions.state.events.published(event, version, reason)
-
-    @contextmanager
-    def _staged_alone(self) -> Iterator[None]:
-        t = self._fleet.timeouts
-        with _held(self._staging, 3 * t.state + t.stage + 2 * t.commit):
-            yield
-
-    @contextmanager
-    def _committed_alone(self) -> Iterator[None]:
-        t = self._fleet.timeouts
-        with _held(self._committing, 3 * t.state + t.stage + 3 * t.commit):
-            yield
+        self.counters.published(event)
+        self.promotions.state.events.published(event, version, reason)
+        logger.warning("draft %d, %s: %s", version, event, reason)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE
 from draft_trainer.config import DraftConfig
 from draft_trainer.drafters import DRAFTERS, Draft, Drafter
 from draft_trainer.files import folder_written_whole
+from draft_trainer.releases.promotions import Promotion, Promotions, read_promotion
 from draft_trainer.releases.release import (
     FILES,
     check_names,
@@ -37,7 +38,7 @@ from draft_trainer.releases.release import (
     version_of,
     write_manifest,
 )
-from draft_trainer.state import Promotion, Promotions, State, read_promotion
+from draft_trainer.state import State
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.v1 import release_pb2
 

@@ -25,11 +25,11 @@ from draft_trainer.ingest.run import Runs
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.recordings.recorder import Recorder
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
-from draft_trainer.releases.fleet import Fleet, Timeouts, members_of
+from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.gate import Judge
 from draft_trainer.releases.imports import Imports
 from draft_trainer.releases.publisher import Publisher
-from draft_trainer.releases.reconciler import AutoPublisher, Reconciler
+from draft_trainer.releases.reconcile import AutoPublisher, Reconciler
 from draft_trainer.releases.registry import (
     Registry,
     Retention,
@@ -123,14 +123,11 @@ class TrainerServer:
         publish = config.publish
         fleet_view = FleetView(events)
         acceptance = AcceptanceHistory(self._policy_version)
-        self._fleet = Fleet(
-            members_of(publish.rollout_servers),
-            Timeouts(publish.state_timeout_s, publish.stage_timeout_s, publish.commit_timeout_s),
-            fleet_view.looked,
-            self._credentials,
-        )
+        self._fleet = Fleet(publish, fleet_view.looked, self._credentials)
         self._watch = AcceptanceWatch(self._fleet, acceptance.grew)
-        self._canary = canary = Canary(config.canary, publish.num_speculative_tokens, self._watch)
+        self._canary = canary = Canary(
+            config.canary, publish.num_speculative_tokens, self._watch, state
+        )
         known = newest.HasField("trained_against_policy_version")
         server = config.server
         self._rings = Rings(
@@ -155,12 +152,9 @@ class TrainerServer:
             self._promotions,
             self._counters,
             canary if config.canary.share else None,
-            publish.max_draft_lag,
         )
         self._auto = AutoPublisher(self.publisher) if publish.on == "promotion" else None
-        self._reconciler = Reconciler(
-            self.publisher, canary, self._watch, publish.reconcile_s, self._publish_again
-        )
+        self._reconciler = Reconciler(self.publisher, canary, self._watch, self._publish_again)
         on_release = self._auto.released if self._auto else lambda version: None
         judge = Judge(config, registry, self._promotions, verdicts, self._counters)
         retention = Retention(registry, config.draft, lambda: self._status.newest_release)

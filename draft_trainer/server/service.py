@@ -28,7 +28,7 @@ from draft_trainer.ingest.ingest import CreditWindow, Ingest
 from draft_trainer.ingest.rings import Rings
 from draft_trainer.ingest.run import Runs
 from draft_trainer.releases.imports import MAX_ORIGIN_CHARACTERS, Imports
-from draft_trainer.releases.publisher import Outcome, Published, Publisher
+from draft_trainer.releases.publisher import Publisher, PublishResult, ServerOutcome
 from draft_trainer.releases.registry import Registry, Retention
 from draft_trainer.server.calls import MAX_IMPORT_SECONDS, check_text, chunks_after, first, refusals
 from draft_trainer.server.status import Status
@@ -141,19 +141,19 @@ class ReleaseCalls(pb_grpc.DraftTrainerServicer):
         return pb.ListVerdictsResponse(verdicts=self._rooms.verdicts.newest(request.newest))
 
 
-def outcome_messages(published: Published) -> list[pb.ServerOutcome]:
+def outcome_messages(published: PublishResult) -> list[pb.ServerOutcome]:
     """One per rollout server."""
     return [_outcome(address, outcome) for address, outcome in published.outcomes.items()]
 
 
-def result_message(published: Published) -> pb.PublishResult:
+def result_message(published: PublishResult) -> pb.PublishResult:
     """How a publish ended."""
     return pb.PublishResult(
         draft_version=published.draft_version, servers=outcome_messages(published)
     )
 
 
-def _outcome(address: str, outcome: Outcome) -> pb.ServerOutcome:
+def _outcome(address: str, outcome: ServerOutcome) -> pb.ServerOutcome:
     return pb.ServerOutcome(
         address=address,
         committed=outcome.committed,

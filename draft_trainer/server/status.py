@@ -26,8 +26,9 @@ from draft_trainer.ingest.rings import Rings
 from draft_trainer.ingest.run import Run, Runs, Session
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.releases.fleet import Failure
+from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
-from draft_trainer.state import Events, GateResults, Promotions, Trial
+from draft_trainer.state import Events, GateResults, Trial
 from slipstream.errors import RefusedError
 from slipstream.metrics import code_version
 from slipstream.v1 import console_pb2, release_pb2

@@ -20,8 +20,8 @@ from draft_trainer.config import TrainerConfig
 from draft_trainer.counters import Counters
 from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.gate import Judge
+from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry, Retention
-from draft_trainer.state import Promotions
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.state import LearnerStates, Position

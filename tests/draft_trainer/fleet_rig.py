@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import grpc
 import torch
 
-from draft_trainer.config import CanaryConfig
+from draft_trainer.config import CanaryConfig, PublishConfig
 from draft_trainer.counters import Counters
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
-from draft_trainer.releases.fleet import Fleet, Timeouts
+from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
+from draft_trainer.releases.reconcile import Reconciler
 from draft_trainer.releases.registry import Registry, open_promotions
 from slipstream.v1 import console_pb2, release_pb2
 from tests.draft_trainer.fleet_double import RolloutDouble
@@ -47,28 +49,35 @@ class Rig:
             )
         self.root = tmp_path / "registry"
         self.counters = Counters()
-        self.fleet = Fleet([d.address for d in self.doubles], Timeouts(2.0, 10.0, 2.0))
-        self.promotions = open_promotions(self.registry)
-        self.watch = AcceptanceWatch(self.fleet)
-        self.canary = Canary(canary, 3, self.watch) if canary else None
-        self.max_draft_lag = max_draft_lag
-        self.publisher = self.new_publisher()
-
-    def new_publisher(self) -> Publisher:
-        """As after a restart of the trainer, if the pointer was read again."""
-        return Publisher(
-            self.fleet,
-            self.registry,
-            self.promotions,
-            self.counters,
-            self.canary,
-            self.max_draft_lag,
+        self.fleet = Fleet(
+            PublishConfig(
+                rollout_servers=tuple(d.address for d in self.doubles),
+                state_timeout_s=2.0,
+                stage_timeout_s=10.0,
+                commit_timeout_s=2.0,
+                reconcile_s=0.2,
+                max_draft_lag=max_draft_lag,
+            )
         )
+        self.watch = AcceptanceWatch(self.fleet)
+        self.canary_config = canary or CanaryConfig(share=0.0)
+        self.restart()
 
-    def reopen(self) -> None:
-        """What is on disk is read again, as by a trainer that starts."""
+    def restart(self) -> None:
+        """A trainer that starts: what is on disk is read again."""
         self.registry.close()
         self.promotions = open_promotions(self.registry)
+        self.canary = Canary(self.canary_config, 3, self.watch, self.promotions.state)
+        canary = self.canary if self.canary_config.share else None
+        self.publisher = Publisher(
+            self.fleet, self.registry, self.promotions, self.counters, canary
+        )
+        self.settled = threading.Event()
+        self.reconciler = Reconciler(self.publisher, self.canary, self.watch, self.settled.set)
+
+    def heal(self) -> None:
+        """One round of the reconciler."""
+        self.reconciler.round()
 
     def events(self) -> list[tuple[str, int]]:
         """Name and release of every event."""

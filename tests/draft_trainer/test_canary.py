@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.config import CanaryConfig
-from draft_trainer.releases.reconciler import Reconciler
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.fleet_rig import Rig
 
@@ -22,10 +20,9 @@ class Running:
     """A rig whose reconciler runs."""
 
     def __init__(self, rig: Rig) -> None:
-        assert rig.canary is not None
         self.rig = rig
-        self.settled = threading.Event()
-        self.reconciler = Reconciler(rig.publisher, rig.canary, rig.watch, 0.2, self.settled.set)
+        self.reconciler = rig.reconciler
+        self.settled = rig.settled
         self.reconciler.start()
 
     def draft_until(self, done: Callable[[], bool], ruined: int) -> int:
@@ -101,7 +98,7 @@ def test_a_trial_on_some_servers_comes_first(tmp_path: Path) -> None:
         assert not rig.publisher.prepare().changes
         rig.publisher.complete(7, rig.stage_policy(7))
         assert rig.policies == [7] * 4 and sorted(rig.served) == [0, 0, 1, 1]
-        rig.publisher.heal()
+        rig.heal()
         assert sorted(rig.served) == [0, 0, 1, 1], "canaries are where they should be"
         assert rig.publisher.roll_back("enough").draft_version == 0
         assert rig.served == [0] * 4
@@ -124,11 +121,11 @@ def test_a_promotion_to_the_rest_that_fails_takes_the_canaries_back(
             other.faults.stage = True
         else:
             other.faults.commit = {"draft-1"}
-        rig.publisher._publish_to_the_rest(1)
+        rig.publisher._publish(1, trial=False)
         assert rig.served == [0, 0, 0]
         assert rig.promotions.now.canaries == ()
         other.faults.stage, other.faults.commit = False, set()
-        rig.publisher._publish_to_the_rest(1)
+        rig.publisher._publish(1, trial=False)
         assert rig.served == [1, 1, 1]
     finally:
         rig.close()
@@ -162,7 +159,7 @@ def test_no_draft_is_served_further_behind_than_configured(tmp_path: Path) -> No
         off = calls.index(("SetSpeculation", ("False",)))
         assert off < calls.index(("Commit", ("policy-14",))), "off before the policy is live"
         rig.doubles[1].state.speculation_enabled = True
-        rig.publisher.heal()
+        rig.heal()
         assert speculating() == [False, False], "it is switched off again where it came back"
         rig.promotions.offer(3)
         rig.publisher.prepare()

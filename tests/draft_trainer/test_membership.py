@@ -8,20 +8,23 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.config import load_config, parse_config
-from draft_trainer.releases.fleet import LookedUpMembers, members_of
+from draft_trainer.releases.fleet import Members
 from slipstream.errors import RefusedError
 
 
-def test_a_name_is_looked_up_again_and_the_last_answer_outlives_the_name_service() -> None:
-    answers: list[list[str] | None] = [["a:1", "b:1"], ["b:1", "c:1"], None, []]
+def test_a_name_is_looked_up_again_and_the_last_answer_outlives_the_name_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: list[list[str] | None] = [["a", "b"], ["b", "c"], None, []]
 
-    def look_up() -> list[str]:
+    def resolve(name: str, port: int, **_: object) -> list[tuple[object, ...]]:
         answer = answers.pop(0)
         if answer is None:
             raise socket.gaierror("no name service")
-        return answer
+        return [(0, 0, 0, "", (host, port)) for host in answer]
 
-    members = LookedUpMembers("dns:x:1", look_up)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    members = Members(["dns:x:1"])
     assert members.addresses() == ("a:1", "b:1")
     assert members.addresses() == ("b:1", "c:1")
     assert members.addresses() == ("b:1", "c:1")
@@ -35,7 +38,7 @@ def test_list_and_dns_names_together(monkeypatch: pytest.MonkeyPatch) -> None:
         return [(0, 0, 0, "", (host, port)) for host in hosts]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    members = members_of(["h:1", "dns:rollouts:50061", "10.0.0.1:50061"])
+    members = Members(["h:1", "dns:rollouts:50061", "10.0.0.1:50061"])
     assert members.addresses() == ("h:1", "10.0.0.1:50061", "10.0.0.2:50061", "[fd00::1]:50061")
 
 
@@ -46,7 +49,7 @@ def test_a_file_is_read_again_and_what_it_said_outlives_it(tmp_path: Path) -> No
     )
     entries = load_config(config).publish.rollout_servers
     assert entries == (f"file:{tmp_path / 'fleet'}",)
-    members, fleet = members_of(entries), tmp_path / "fleet"
+    members, fleet = Members(entries), tmp_path / "fleet"
     assert members.addresses() == ()
     for text, expected in (
         ("10.0.0.1:50061\n10.0.0.2:50061\n", ("10.0.0.1:50061", "10.0.0.2:50061")),

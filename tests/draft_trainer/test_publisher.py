@@ -186,14 +186,14 @@ def test_only_changed_tensors_cross_the_wire(rig: Rig) -> None:
 
 def test_a_policy_commit_does_not_wait_for_a_publish_that_is_staging(rig: Rig) -> None:
     started, go_on = threading.Event(), threading.Event()
-    real = rig.publisher._payloads.get
+    real = rig.publisher.payloads.get
 
     def slow(version: int) -> object:
         started.set()
         assert go_on.wait(20)
         return real(version)
 
-    rig.publisher._payloads.get = slow  # type: ignore[method-assign,assignment]
+    rig.publisher.payloads.get = slow  # type: ignore[method-assign,assignment]
     promoting = threading.Thread(target=rig.publisher.promote, args=(1, False))
     promoting.start()
     assert started.wait(20)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_trainer.releases import publisher as healing
+from draft_trainer.releases import reconcile as healing
 from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.fleet_rig import Rig
@@ -24,11 +24,11 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 def test_server_that_restarts_gets_the_release_of_the_fleet(rig: Rig) -> None:
     rig.publisher.promote(2, pin=False)
     rig.doubles[1].stop()
-    rig.publisher.heal()
+    rig.heal()
     rig.doubles[1] = RolloutDouble(rig.doubles[1].port)
     rig.reachable(1)
     assert rig.served == [2, 0, 2]
-    rig.publisher.heal()
+    rig.heal()
     assert rig.served == [2, 2, 2]
     rig.assert_live(2)
     assert rig.events() == [("committed", 2), ("healed", 2)]
@@ -44,11 +44,11 @@ def test_same_number_with_other_bytes_is_committed_again(rig: Rig, what: str) ->
     else:
         double.state.not_ready = "draft read back from memory: worker 0: differs"
     commits = len(double.commits())
-    rig.publisher.heal()
+    rig.heal()
     assert len(double.commits()) == commits + 1
     assert double.state.not_ready == ""
     rig.assert_live(1)
-    rig.publisher.heal()
+    rig.heal()
     assert len(double.commits()) == commits + 1
     assert [len(d.commits()) for d in rig.doubles[:2]] == [1, 1]
 
@@ -65,7 +65,7 @@ def test_server_that_cannot_be_healed_is_tried_less_and_less(
     tries = []
     for _ in range(36):
         before = len(rig.doubles[0].calls)
-        rig.publisher.heal()
+        rig.heal()
         if len(rig.doubles[0].calls) > before:
             tries.append(now[0])
         now[0] += 0.5
@@ -73,7 +73,7 @@ def test_server_that_cannot_be_healed_is_tried_less_and_less(
     assert rig.counters.fleet_events()["not_healed"] == len(tries)
     rig.doubles[0].faults.stage = False
     now[0] += 60
-    rig.publisher.heal()
+    rig.heal()
     assert rig.served == [1, 1, 1]
 
 
@@ -86,12 +86,11 @@ def test_trainer_that_dies_between_commits_undoes_them_when_it_is_back(
     rig.promotions.intends(2)
     for double in rig.doubles[:committed]:
         client = rig.fleet.client(double.address)
-        client.stage(rig.publisher._payloads.get(2))
+        client.stage(rig.publisher.payloads.get(2))
         client.commit(["draft-2"])
-    rig.reopen()
     assert rig.promotions.now.intent == 2
-    rig.publisher = rig.new_publisher()
-    rig.publisher.heal()
+    rig.restart()
+    rig.heal()
     assert rig.served == [1, 1, 1]
     rig.assert_live(1)
     assert rig.promotions.now.intent is None
@@ -115,7 +114,7 @@ def test_server_that_is_cut_off_at_its_commit_ends_where_the_others_are(
     back = RolloutDouble(cut.port, like=cut)
     rig.doubles[index] = back
     rig.reachable(index)
-    rig.publisher.heal()
+    rig.heal()
     assert rig.served == [1, 1, 1]
     rig.assert_live(1)
     assert rig.publisher.promote(2, pin=False).draft_version == 2
@@ -159,12 +158,12 @@ def test_stages_that_a_dead_trainer_left_are_forgotten_and_those_in_use_are_kept
 ) -> None:
     for stage_id in ("draft-3", "draft-1-healed-7", "mine"):
         for double in rig.doubles:
-            rig.fleet.client(double.address).stage(rig.publisher._payloads.get(3), stage_id)
-    rig.publisher.heal()
+            rig.fleet.client(double.address).stage(rig.publisher.payloads.get(3), stage_id)
+    rig.heal()
     assert [list(d._state().staged) for d in rig.doubles] == [["mine"]] * 3
     rig.promotions.offer(2)
     rig.publisher.prepare()
-    rig.publisher.heal()
+    rig.heal()
     assert [list(d._state().staged) for d in rig.doubles] == [["draft-2", "mine"]] * 3
     assert rig.publisher.complete(0, "").draft_version == 2
 
@@ -178,7 +177,7 @@ def test_servers_join_and_leave(rig: Rig) -> None:
     rig.publisher.promote(1, pin=False)
     left = rig.doubles.pop()
     rig.doubles.append(RolloutDouble())
-    rig.publisher.heal()
+    rig.heal()
     assert rig.served == [1, 1, 1]
     rig.publisher.promote(2, pin=False)
     assert rig.served == [2, 2, 2]
@@ -190,5 +189,5 @@ def test_servers_join_and_leave(rig: Rig) -> None:
 def test_heal_leaves_a_publish_alone(rig: Rig) -> None:
     rig.doubles[0].state.draft_version = 9
     with rig.publisher._staged_alone():
-        rig.publisher.heal()
+        rig.heal()
     assert rig.served == [9, 0, 0]

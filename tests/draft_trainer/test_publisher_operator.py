@@ -91,7 +91,7 @@ def test_pointer_survives_a_restart(rig: Rig) -> None:
     rig.publisher.promote(1, pin=False)
     rig.publisher.promote(2, pin=True)
     before = rig.promotions.now
-    rig.reopen()
+    rig.restart()
     again = rig.promotions.now
     assert again == before
     assert (again.promoted, again.pinned, again.served) == (2, True, (0, 1, 2))

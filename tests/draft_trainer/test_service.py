@@ -11,9 +11,9 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
 from draft_trainer.server.app import TrainerServer
-from draft_trainer.state import Promotions
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.tensors import decode

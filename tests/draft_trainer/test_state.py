@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from draft_trainer import state as state_module
+from draft_trainer.releases.promotions import Promotion, Promotions
 from draft_trainer.state import (
     EVENTS_KEPT,
     FIRST_DESIGN_FILES,
@@ -22,8 +23,6 @@ from draft_trainer.state import (
     RECENT_SNAPSHOTS,
     STATE_FILE,
     THINNED_SNAPSHOTS,
-    Promotion,
-    Promotions,
     State,
     Trial,
 )

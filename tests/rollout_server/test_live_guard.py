@@ -10,13 +10,13 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from draft_trainer.config import CanaryConfig
+from draft_trainer.config import CanaryConfig, PublishConfig
 from draft_trainer.counters import Counters
 from draft_trainer.drafters.eagle3.checkpoint import load_head
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
-from draft_trainer.releases.fleet import Fleet, Timeouts
+from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
-from draft_trainer.releases.reconciler import Reconciler
+from draft_trainer.releases.reconcile import Reconciler
 from draft_trainer.releases.registry import Registry, open_promotions
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from slipstream.client import open_channel
@@ -45,13 +45,21 @@ class Guarded:
             head, release_pb2.ReleaseManifest(parent_version=0, run_id="ruined", ttt_steps=3)
         )
         self.address = server.control
-        self.fleet = Fleet([server.control], Timeouts(10.0, 60.0, 60.0))
+        self.fleet = Fleet(
+            PublishConfig(
+                rollout_servers=(server.control,),
+                state_timeout_s=10.0,
+                stage_timeout_s=60.0,
+                commit_timeout_s=60.0,
+                reconcile_s=0.5,
+            )
+        )
         self.promotions = open_promotions(registry)
         self.watch = AcceptanceWatch(self.fleet)
-        canary = Canary(CanaryConfig(), 3, self.watch)
+        canary = Canary(CanaryConfig(), 3, self.watch, self.promotions.state)
         self.counters = Counters()
         self.publisher = Publisher(self.fleet, registry, self.promotions, self.counters, canary)
-        self.reconciler = Reconciler(self.publisher, canary, self.watch, 0.5, lambda: None)
+        self.reconciler = Reconciler(self.publisher, canary, self.watch, lambda: None)
         self.reconciler.start()
 
     def seen(self, version: int) -> int:
@@ -100,14 +108,14 @@ def test_read_back_finds_the_draft_that_was_committed(
     guarded.publisher.promote(1, pin=False)
     state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
     assert state.not_ready == ""
-    assert state.draft_sha256 == guarded.publisher._payloads.get(1).sha256
+    assert state.draft_sha256 == guarded.publisher.payloads.get(1).sha256
     with open_channel(server.control) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(
             health_pb2.HealthCheckRequest(service="slipstream.v1.RolloutServer/ready"), timeout=10
         )
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
     # Somebody else puts release 0's draft there; within a round or two it is release 1 again.
-    live.stage("draft", "foreign", 77, dict(guarded.publisher._payloads.get(0).tensors))
+    live.stage("draft", "foreign", 77, dict(guarded.publisher.payloads.get(0).tensors))
     live.commit("foreign")
     until(lambda: live.state().draft_version == 1, 60)
     guarded.publisher.promote(0, pin=False)

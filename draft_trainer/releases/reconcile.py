@@ -1,0 +1,246 @@
+"""Keeps the fleet as it should be: ends trials, and puts diverged servers back on their release.
+
+A server may have restarted with the draft on its command line, slept at level 2 and lost its draft,
+been away during a publish, or been written to by another client. What it reports of itself
+(version, checksum, what its workers read back) is compared with what is wanted. A server that does
+not come right is tried again with exponential backoff and reports itself not ready meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from draft_trainer.releases.canary import AcceptanceWatch, Canary
+from draft_trainer.releases.fleet import Failure, RolloutClient
+from draft_trainer.releases.publisher import Publisher, put_on, stage_on
+from slipstream.errors import RefusedError
+from slipstream.v1 import rollout_server_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0
+"""Between two looks at who belongs to the fleet, where nothing is reconciled."""
+
+READ_BACK_SECONDS = 10.0
+"""Between two looks into the workers' memory: they cost an engine step a little time."""
+
+FIRST_WAIT = 1.0
+LONGEST_WAIT = 60.0
+
+
+@dataclass
+class Divergence:
+    """What is wrong with a server, and when it may be tried again.
+
+    Attributes:
+        reason: other_version, other_content or not_ready, for the metrics.
+        text: for people.
+        attempts: in a row that changed nothing.
+        not_before: monotonic seconds.
+    """
+
+    reason: str = ""
+    text: str = ""
+    attempts: int = 0
+    not_before: float = 0.0
+
+
+class Reconciler:
+    """Owns one thread and the watch's.
+
+    Args:
+        publisher: owner of what the fleet serves.
+        canary: asked whether a trial is under way.
+        watch: live acceptance; follows the fleet's membership from here.
+        on_settled: called when a trial ended.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        canary: Canary,
+        watch: AcceptanceWatch,
+        on_settled: Callable[[], None],
+    ) -> None:
+        self._publisher = publisher
+        self._canary = canary
+        self._watch = watch
+        self._on_settled = on_settled
+        self._seconds = publisher.fleet.config.reconcile_s
+        self._diverged: dict[str, Divergence] = {}
+        self._stages = 0
+        self._read_back_at = 0.0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
+
+    def start(self) -> None:
+        """Begin. Once only."""
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """End after the step under way; True when the thread ended within ``timeout`` seconds.
+
+        The watch's threads end with their streams, for which the fleet is closed after this.
+        """
+        self._stopping.set()
+        self._canary.begun.set()
+        self._watch.wake()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def round(self) -> None:
+        """Look at every server once and put right what diverged.
+
+        Does nothing while a publish is under way; that one sees to the fleet itself.
+        """
+        with self._publisher.at_rest() as waiting:
+            if waiting is not None:
+                self._reconcile(waiting)
+
+    def _reconcile(self, waiting: frozenset[str]) -> None:
+        publisher, fleet = self._publisher, self._publisher.fleet
+        fleet.refresh()
+        read_back = time.monotonic() >= self._read_back_at
+        if read_back:
+            self._read_back_at = time.monotonic() + READ_BACK_SECONDS
+        states = fleet.states(read_back)
+        fleet.abort_strays(states, waiting)
+        # A server that cannot be reached keeps its backoff: nothing is known of it.
+        for address in list(self._diverged):
+            if address not in states:
+                del self._diverged[address]
+        for address, state in states.items():
+            if not isinstance(state, Failure):
+                self._compare(address, state)
+        now = time.monotonic()
+        due = [
+            address
+            for address, found in self._diverged.items()
+            if found.not_before <= now and not isinstance(states[address], Failure)
+        ]
+        for address, answer in fleet.each(self._put_right, due).items():
+            self._tried(address, answer)
+            if not isinstance(answer, Failure):
+                states[address] = answer
+        publisher.looked(states)
+        publisher.lag.apply(fleet, states)
+
+    def _compare(self, address: str, state: pb.ServerState) -> None:
+        """Note in what a server differs from what is wanted on it."""
+        wanted = self._publisher.promotions.now.wanted_on(address)
+        if not self._publisher.payloads.is_served(state, wanted):
+            same = state.draft_version == wanted
+            reason = "other_content" if same else "other_version"
+            text = f"serves {'another ' if same else ''}draft {state.draft_version}, not {wanted}"
+        elif state.not_ready:
+            reason, text = "not_ready", state.not_ready
+        else:
+            self._diverged.pop(address, None)
+            return
+        found = self._diverged.setdefault(address, Divergence())
+        found.reason, found.text = reason, text
+
+    def _put_right(self, client: RolloutClient) -> pb.ServerState | Failure:
+        publisher = self._publisher
+        wanted = publisher.promotions.now.wanted_on(client.address)
+        # An id of its own: what is live under the usual one would be answered, not applied.
+        self._stages += 1
+        stage_id = f"draft-{wanted}-healed-{self._stages}"
+        staged = stage_on(client, wanted, publisher.payloads, stage_id)
+        if isinstance(staged, Failure):
+            return staged
+        with publisher.committed_alone():
+            now = publisher.promotions.now.wanted_on(client.address)
+            if now == wanted:
+                answer = client.commit([stage_id])
+            else:
+                client.abort([stage_id])
+                answer = put_on(client, now, publisher.payloads)
+        if isinstance(answer, Failure):
+            client.abort([stage_id])
+        return answer
+
+    def _tried(self, address: str, answer: pb.ServerState | Failure) -> None:
+        found, publisher = self._diverged[address], self._publisher
+        wait = min(LONGEST_WAIT, FIRST_WAIT * 2**found.attempts)
+        found.attempts += 1
+        found.not_before = time.monotonic() + wait
+        publisher.counters.healed(found.reason, not isinstance(answer, Failure))
+        if isinstance(answer, Failure):
+            logger.warning("%s %s; next try in %.0f s: %s", address, found.text, wait, answer.text)
+            return
+        wanted = publisher.promotions.now.wanted_on(address)
+        publisher.promotions.state.events.published("healed", wanted, f"{address} {found.text}")
+        logger.warning("%s was put on draft %d: it %s", address, wanted, found.text)
+
+    def _run(self) -> None:
+        revision, due = 0, time.monotonic()
+        while not self._stopping.is_set():
+            try:
+                if time.monotonic() >= due:
+                    self._watch.follow(self._publisher.addresses)
+                    if self._seconds:
+                        self.round()
+                    else:
+                        self._watch.look()
+                    due = time.monotonic() + (self._seconds or LOOK_SECONDS)
+                if self._publisher.settle():
+                    self._on_settled()
+            except RefusedError as error:
+                logger.warning("%s", error)
+                self._stopping.wait(self._seconds or LOOK_SECONDS)
+            # Reports wake this thread only while there is a trial to judge.
+            if self._canary.begun.wait(max(0.0, due - time.monotonic())):
+                revision = self._watch.wait_beyond(revision, max(0.0, due - time.monotonic()))
+
+
+class AutoPublisher:
+    """Owns one thread that publishes when it is told of a release; many at once become one.
+
+    For fleets whose policy is not synced through Slipstream (``publish.on = "promotion"``).
+
+    Args:
+        publisher: does the work, every part of it with a deadline.
+    """
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self._due = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="auto-publish", daemon=True)
+
+    def start(self) -> None:
+        """Begin. Once only."""
+        self._thread.start()
+
+    def released(self, version: int) -> None:
+        """A release was written and may have been promoted. Returns at once."""
+        self._due.set()
+
+    def stop(self, timeout: float) -> bool:
+        """End after the publish under way; True when it ended within ``timeout`` seconds."""
+        self._stopping.set()
+        self._due.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            self._due.wait()
+            if self._stopping.is_set():
+                return
+            self._due.clear()
+            try:
+                published = self._publisher.publish_promoted()
+            except RefusedError as error:
+                logger.warning("the promoted release was not published: %s", error)
+                continue
+            for address, outcome in published.outcomes.items():
+                if outcome.error:
+                    logger.warning("%s: %s", address, outcome.error)
