@@ -62,7 +62,7 @@ class AcceptanceTracker:
         self._boundaries: list[tuple[int, int]] = []
         self._version: int | None = None
         self._counters: OrderedDict[int, Counters] = OrderedDict()
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._changed = asyncio.Event()
 
     def start(self, version: int) -> None:
         """The version that drafts from the first step on."""
@@ -120,21 +120,15 @@ class AcceptanceTracker:
 
     def wake(self) -> None:
         """A state or counter changed that watchers report."""
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def changed(self, timeout: float) -> bool:
         """Wait for ``wake``; False when ``timeout`` seconds passed without."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
         try:
-            await asyncio.wait_for(waiter, timeout)
+            await asyncio.wait_for(self._changed.wait(), timeout)
         except TimeoutError:
             return False
-        finally:
-            self._waiters.discard(waiter)
         return True
 
 
@@ -145,7 +139,6 @@ class AcceptanceGuard:
     nothing: no drafts yet is no number.
 
     Args:
-        tracker: vLLM's counters by draft version.
         min_drafts: length of a window in verification steps.
     """
 

@@ -7,7 +7,6 @@ and shapes goes through the same weight loaders, sharded or not.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 from google.protobuf import json_format
+from safetensors import SafetensorError, safe_open
 
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import dtype_from_wire
@@ -28,7 +28,6 @@ _SAFETENSORS_DTYPES = {
     "I32": "int32",
     "BOOL": "bool",
 }
-_HEADER_LIMIT = 100 << 20  # safetensors' own bound on its header
 _FLOATS = ("float32", "bfloat16", "float16")
 VOCABULARY_MAPS = ("d2t", "t2d")
 
@@ -116,34 +115,22 @@ def read_layout(directory: Path, option: str) -> dict[str, TensorLayout]:
         )
     layout: dict[str, TensorLayout] = {}
     for path in files:
-        for name, entry in _read_header(path).items():
-            if name == "__metadata__":
-                continue
-            if entry["dtype"] not in _SAFETENSORS_DTYPES:
+        try:
+            with safe_open(path, framework="pt") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise _damaged(path, f"unreadable ({error})", "a safetensors file") from error
+        for name, tensor in slices.items():
+            if tensor.get_dtype() not in _SAFETENSORS_DTYPES:
                 raise RefusedError(
                     f"{path}: {name}",
-                    entry["dtype"],
+                    tensor.get_dtype(),
                     f"one of {sorted(_SAFETENSORS_DTYPES)}",
                     "quantized checkpoints cannot be swapped live; serve the unquantized one",
                 )
-            shape = tuple(int(n) for n in entry["shape"])
-            layout[name] = TensorLayout(_SAFETENSORS_DTYPES[entry["dtype"]], shape)
+            dtype = _SAFETENSORS_DTYPES[tensor.get_dtype()]
+            layout[name] = TensorLayout(dtype, tuple(tensor.get_shape()))
     return layout
-
-
-def _read_header(path: Path) -> dict[str, Any]:
-    """The JSON header: 8 bytes length, then the header (safetensors format)."""
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > _HEADER_LIMIT:
-                raise ValueError(f"header of {length} bytes")
-            header = json.loads(file.read(length))
-    except (OSError, struct.error, ValueError) as error:
-        raise _damaged(path, f"unreadable ({error})", "a safetensors file") from error
-    if not isinstance(header, dict):
-        raise _damaged(path, "no header", "a safetensors file")
-    return header
 
 
 def read_manifest(directory: Path) -> release_pb2.ReleaseManifest | None:

@@ -91,11 +91,7 @@ class RolloutControl:
     """See the module.
 
     Args:
-        engine: running.
-        store: holds what ``draft`` names.
-        tracker: told which draft is live.
-        observer: told of commits.
-        draft: what the server was started with.
+        draft: what the server was started with; its content is in the store.
         policy: what the server was started with.
         constants: the fields of ``ServerState`` that never change.
     """

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
@@ -102,6 +103,7 @@ def build_parser() -> Any:
     group = parser.add_argument_group("slipstream", "The draft and the control plane.")
     group.add_argument(
         "--draft",
+        dest="draft_dir",
         type=Path,
         required=True,
         metavar="DIR",
@@ -156,7 +158,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if args.model_tag is None:
         raise RefusedError("MODEL", "nothing", "a checkpoint directory", "name it after serve")
     access = access_of(args)
-    check_draft_fits(Path(args.model_tag), args.draft)
+    check_draft_fits(Path(args.model_tag), args.draft_dir)
     args.host = args.host or _LOOPBACK
     check_port_free("--port", args.host, args.port)
     check_port_free("--control-port", args.control_host, args.control_port)
@@ -167,22 +169,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
     args.api_server_count = None
     args.speculative_config = {
         "method": "eagle3",
-        "model": str(args.draft),
+        "model": str(args.draft_dir),
         "num_speculative_tokens": args.draft_length,
         "draft_sample_method": args.draft_sample_method,
     }
-    return Settings(
-        model_dir=Path(args.model),
-        draft_dir=args.draft,
-        access=access,
-        control_host=args.control_host,
-        control_port=args.control_port,
-        draft_length=args.draft_length,
-        draft_sample_method=args.draft_sample_method,
-        stage_bytes=args.stage_bytes,
-        guard_drafts=args.guard_drafts,
-        time_plain_steps=args.time_plain_steps,
-    )
+    given = {
+        field.name: getattr(args, field.name) for field in fields(Settings) if field.name in args
+    }
+    return Settings(model_dir=Path(args.model), access=access, **given)
 
 
 def _check_supported(args: argparse.Namespace) -> None:

@@ -82,13 +82,7 @@ class StepCosts:
         return self._looks[-1].sums if self._looks else {}
 
     def look(self, at: float, sums: StepSums, live: Accepted) -> None:
-        """What the engine and the tracker say at a moment.
-
-        Args:
-            at: monotonic seconds.
-            sums: since the start.
-            live: the live draft's counts.
-        """
+        """What engine and tracker say ``at`` (monotonic seconds) a moment."""
         if not self._looks:
             self._looks.append(_Look(at, {}, None))
         self._looks.append(_Look(at, sums, live))
@@ -164,9 +158,6 @@ class CostWatch:
     """Owns one task, which asks the engine every few seconds while it generates.
 
     Args:
-        engine: running.
-        tracker: what was generated, and what of it was accepted.
-        costs: is told.
         without_speculation: turns drafting off while it is entered, to measure what a plain step of
             as many requests costs where that is not known; None: never.
     """

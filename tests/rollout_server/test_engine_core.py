@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import rollout_server.engine_core
-from rollout_server.engine_core import PrefixCacheSalt, StepClock, rounded_up
+from rollout_server.engine_core import EngineHooks, PrefixCacheSalt, StepClock, rounded_up
+from rollout_server.reload import Change, Result
+from rollout_server.store import WeightSource
 
 
 def request(tokens: list[int], salt: str | None = None) -> types.SimpleNamespace:
@@ -162,3 +165,86 @@ def test_sizes_are_few_and_close() -> None:
     sizes = {rounded_up(requests) for requests in range(1, 257)}
     assert sorted(sizes) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     assert all(n <= rounded_up(n) < 1.5 * n + 1 for n in range(1, 257))
+
+
+class Workers:
+    """``collective_rpc`` of an engine core with two workers."""
+
+    def __init__(self) -> None:
+        self.errors = ["", ""]
+        self.applied: list[list[str]] = []
+
+    def __call__(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
+    ) -> Any:
+        if method != "slipstream_apply":
+            return ["same", "same"]
+        [messages] = args
+        self.applied.append([message["new"]["directory"] for message in messages])
+        errors, self.errors = self.errors, ["", ""]
+        return [asdict(Result(0.01 * n, error)) for n, error in enumerate(errors)]
+
+
+@pytest.fixture
+def hooks() -> EngineHooks:
+    drafting = SimpleNamespace(spec_token_ids=[1, 2, 3])
+    core = SimpleNamespace(
+        collective_rpc=Workers(),
+        request_block_hasher=lambda request: request.cache_salt,
+        batch_queue=[
+            ("future", SimpleNamespace(scheduled_spec_decode_tokens={"a": [1], "b": [2]}))
+        ],
+        scheduler=SimpleNamespace(
+            make_spec_decoding_stats=lambda *_: object(),
+            dynamic_sd_lookup="as configured",
+            max_num_running_reqs=2,
+            schedule=None,
+            update_from_output=None,
+            running=[drafting, SimpleNamespace(spec_token_ids=[])],
+        ),
+    )
+    hooks = EngineHooks(core)
+    hooks.core = core  # type: ignore[attr-defined]
+    return hooks
+
+
+def change(kind: str) -> dict[str, Any]:
+    return Change(kind, WeightSource("new"), WeightSource("old")).to_message()
+
+
+def salt_of(hooks: EngineHooks) -> str | None:
+    return hooks.core.request_block_hasher(SimpleNamespace(cache_salt=None))  # type: ignore
+
+
+def test_a_commit_answers_the_steps_before_it_and_salts_policies_only(hooks: EngineHooks) -> None:
+    hooks.core.scheduler.make_spec_decoding_stats()  # type: ignore[attr-defined]
+    answer = hooks.apply([change("draft")], 1.0)
+    # One verified, two scheduled, one proposed.
+    assert answer == asdict(Result(0.01, steps_before=4))
+    assert salt_of(hooks) is None
+    hooks.apply([change("draft"), change("policy")], 1.0)
+    assert salt_of(hooks) == "slipstream-1:"
+
+
+def test_workers_that_disagree_get_the_old_weights_back(hooks: EngineHooks) -> None:
+    workers = hooks.core.collective_rpc  # type: ignore[attr-defined]
+    workers.errors = ["", "no memory"]
+    answer = hooks.apply([change("policy")], 1.0)
+    assert (answer["error"], answer["restored"]) == ("no memory", True)
+    assert workers.applied == [["new"], ["old"]]
+    assert salt_of(hooks) is None, "the old policy's blocks are still right"
+    workers.errors = ["no memory", "no memory"]
+    hooks.apply([change("policy")], 1.0)
+    assert workers.applied[2:] == [["new"]], "each has put its own back"
+
+
+def test_drafting_off_plans_no_drafts_and_on_again_salts(hooks: EngineHooks) -> None:
+    core = hooks.core  # type: ignore[attr-defined]
+    core.collective_rpc = None
+    hooks._rpc = lambda *_: [0.25, 0.5]
+    assert hooks.set_speculation(False, 1.0) == 0.5
+    assert core.scheduler.dynamic_sd_lookup == [0, 0, 0] and not core.check_for_draft_tokens
+    assert salt_of(hooks) is None
+    hooks.set_speculation(True, 1.0)
+    assert core.scheduler.dynamic_sd_lookup == "as configured" and core.check_for_draft_tokens
+    assert salt_of(hooks) == "slipstream-1:"

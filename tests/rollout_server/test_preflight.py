@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout_server.preflight import check_draft_fits, check_port_free
+from rollout_server.preflight import check_draft_fits, check_paths, check_port_free
 from slipstream.errors import RefusedError
 from tests.rollout_server.checkpoints import load, write_draft
 
@@ -110,6 +111,33 @@ def test_a_port_in_use() -> None:
         with pytest.raises(RefusedError, match=f"--control-port: found 127.0.0.1:{port}"):
             check_port_free("--control-port", "127.0.0.1", port)
     check_port_free("--control-port", "127.0.0.1", 0)
+
+
+def test_an_environment_at_a_path_with_a_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request for log-probs would end the engine; a link without a space will do."""
+    check_paths()
+    packages = tmp_path / "a b"
+    (packages / "torch").mkdir(parents=True)
+    (packages / "torch" / "__init__.py").touch()
+    (tmp_path / "link").symlink_to(packages)
+    monkeypatch.delitem(sys.modules, "torch")
+    for path, refused in ((packages, True), (tmp_path / "link", False)):
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(path))
+            if refused:
+                with pytest.raises(RefusedError, match=r"path of torch: found .*a b/torch"):
+                    check_paths()
+            else:
+                check_paths()
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TMPDIR"):
+        with monkeypatch.context() as patch:
+            patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+            patch.setenv(variable, str(packages))
+            patch.setattr(tempfile, "tempdir", None)
+            with pytest.raises(RefusedError, match=f"{variable}: found .*a b"):
+                check_paths()
 
 
 def rollout_server(*arguments: str) -> subprocess.CompletedProcess[str]:
