@@ -52,6 +52,7 @@ _PIECE = 16 << 20
 
 _LOG = logging.getLogger(__name__)
 Pair = tuple[torch.Tensor, torch.Tensor]
+GetModel = Callable[[], nn.Module]
 
 
 class NotSwappableError(Exception):
@@ -77,11 +78,10 @@ class ReadBack:
     changes, and those that a CPU build packs away at load (they are empty).
 
     Args:
-        policy: answers the live policy's module.
-        draft: answers the live draft's.
+        policy: answers the live policy's module, and draft the live draft's.
     """
 
-    def __init__(self, policy: Callable[[], nn.Module], draft: Callable[[], nn.Module]) -> None:
+    def __init__(self, policy: GetModel, draft: GetModel) -> None:
         self._policy, self._draft = policy, draft
         self.asleep = False
         self.lost = False
@@ -183,10 +183,7 @@ class StandbyCopy:
 
     def read(self) -> dict[str, int]:
         """Hashes of the parameters that packing leaves, by the draft's names; one pass."""
-        parameters = self._root.named_parameters()
-        return {
-            name: element_hash(parameter) for name, parameter in parameters if parameter.numel()
-        }
+        return {n: element_hash(p) for n, p in self._root.named_parameters() if p.numel()}
 
     def _copy(self, live: nn.Module) -> nn.Module | None:
         """A copy of the module tree; None for a module without anything to load."""
@@ -197,8 +194,10 @@ class StandbyCopy:
         return self._copies[id(live)]
 
     def _copy_once(self, live: nn.Module) -> nn.Module | None:
-        named = {name: self._copy(child) for name, child in live._modules.items() if child}
-        children = {name: child for name, child in named.items() if child is not None}
+        named = [
+            (name, self._copy(child)) for name, child in live._modules.items() if child is not None
+        ]
+        children = {name: copy for name, copy in named if copy is not None}
         own = [parameter for parameter in live._parameters.values() if parameter is not None]
         if not own and not children:
             return None
@@ -297,10 +296,7 @@ def _drop_unloaded(copy: nn.Module) -> None:
 
 
 def pairs_of(modules: Iterable[tuple[nn.Module, nn.Module]]) -> list[Pair]:
-    """(live, standby) of every tensor that a kernel reads.
-
-    Args:
-        modules: (live, copy) modules.
+    """(live, standby) tensors of (live, copy) modules: all that kernels read.
 
     Raises:
         NotSwappableError: they do not correspond.
@@ -417,17 +413,11 @@ class Standby:
     Called between two engine steps only. Copies are made in one thread, one after the other.
 
     Args:
-        policy: answers the live policy's module.
-        draft: answers the live draft's.
+        policy: answers the live policy's module, and draft the live draft's.
         read_back: told what is in memory after a swap.
     """
 
-    def __init__(
-        self,
-        policy: Callable[[], nn.Module],
-        draft: Callable[[], nn.Module],
-        read_back: ReadBack,
-    ) -> None:
+    def __init__(self, policy: GetModel, draft: GetModel, read_back: ReadBack) -> None:
         self._policy, self._draft, self.read_back = policy, draft, read_back
         self._entries: dict[WeightSource, _Entry] = {}
 
