@@ -36,25 +36,24 @@ class Weights:
         version: draft version, or policy version; None for the policy that the server was started
             with, whose version is unknown.
         source: where a worker reads it.
-        keys: its content in the store; empty for a checkpoint on disk.
         stage_id: the id it was staged under; empty for a checkpoint on disk.
         trained_against: for a draft: the policy version it was trained against.
-        digests: (name, SHA-256 hex) pairs, to recognise the same stage again.
     """
 
     kind: str
     version: int | None
     source: WeightSource
-    keys: tuple[Key, ...] = ()
     stage_id: str = ""
     trained_against: int | None = None
-    digests: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """Its content in the store; empty for a checkpoint on disk."""
+        return tuple(tensor.key for tensor in self.source.tensors)
 
     def same_content(self, other: Weights) -> bool:
         """Whether both would be indistinguishable once live."""
-        return (self.kind, self.version, self.trained_against, self.digests) == (
-            *(other.kind, other.version, other.trained_against, other.digests),
-        )
+        return replace(self, stage_id="") == replace(other, stage_id="")
 
 
 class Readiness:
@@ -137,7 +136,7 @@ class RolloutControl:
             speculation_enabled=self.speculation_enabled,
             draft_commits=self.commits[DRAFT],
             policy_commits=self.commits[POLICY],
-            draft_sha256=release_digest(draft.digests),
+            draft_sha256=release_digest((t.name, t.key.sha256) for t in draft.source.tensors),
             not_ready=self.readiness.reason,
         )
         state.MergeFrom(self._constants)

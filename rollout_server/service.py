@@ -107,20 +107,12 @@ def weights_of(
 ) -> Weights:
     """The weights that ``specs`` name, as they will be in the store."""
     keys = [key_of(spec) for spec in specs]
-    return Weights(
-        kind=kind,
-        version=version,
-        source=WeightSource(
-            tensors=tuple(
-                StagedTensor(spec.name, key.dtype, tuple(spec.shape), str(store.path(key)))
-                for spec, key in zip(specs, keys, strict=True)
-            )
-        ),
-        keys=tuple(keys),
-        stage_id=stage_id,
-        trained_against=trained_against,
-        digests=tuple(sorted((spec.name, spec.sha256.hex()) for spec in specs)),
+    tensors = (
+        StagedTensor(spec.name, key, tuple(spec.shape), str(store.path(key)))
+        for spec, key in zip(specs, keys, strict=True)
     )
+    source = WeightSource(tensors=tuple(sorted(tensors, key=lambda tensor: tensor.name)))
+    return Weights(kind, version, source, stage_id, trained_against)
 
 
 class Upload:

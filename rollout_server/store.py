@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import os
 import shutil
 import tempfile
@@ -177,13 +176,13 @@ class StagedTensor:
 
     Attributes:
         name: parameter name in the checkpoint.
-        dtype: for example "bfloat16".
-        shape: sizes, outermost first.
-        path: file of exactly product(shape) * itemsize raw bytes.
+        key: its content.
+        shape: sizes, outermost first; their product times the dtype's size is ``key.size``.
+        path: file of exactly ``key.size`` raw bytes.
     """
 
     name: str
-    dtype: str
+    key: Key
     shape: tuple[int, ...]
     path: str
 
@@ -193,8 +192,7 @@ class StagedTensor:
         Raises:
             OSError: the file is missing, or not of the size that the shape needs.
         """
-        dtype = getattr(torch, self.dtype)
-        size = math.prod(self.shape) * dtype.itemsize
+        dtype, size = getattr(torch, self.key.dtype), self.key.size
         found = Path(self.path).stat().st_size
         if found != size:
             raise OSError(f"{self.path}: {found} bytes, {size} needed for {self.name}")
@@ -223,8 +221,11 @@ class WeightSource:
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> WeightSource:
         """The inverse of ``to_message``."""
-        tensors = [{**t, "shape": tuple(t["shape"])} for t in message["tensors"]]
-        return cls(message["directory"], tuple(StagedTensor(**t) for t in tensors))
+        tensors = (
+            StagedTensor(t["name"], Key(**t["key"]), tuple(t["shape"]), t["path"])
+            for t in message["tensors"]
+        )
+        return cls(message["directory"], tuple(tensors))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every (name, tensor), CPU, memory-mapped.

@@ -14,7 +14,7 @@ from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.control import DRAFT, MAX_STAGED, POLICY, Readiness, RolloutControl, Weights
 from rollout_server.engine import Description, UntrustedEngineError
 from rollout_server.reload import Change, Result
-from rollout_server.store import ContentStore, Key, WeightSource
+from rollout_server.store import ContentStore, Key, StagedTensor, WeightSource
 from slipstream.errors import RefusedError
 
 
@@ -27,7 +27,7 @@ class FakeEngine:
         self.gate: asyncio.Event | None = None
 
     async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
-        self.prepared.append((source.directory, "" if keep is None else keep.directory))
+        self.prepared.append((name_of(source), name_of(keep)))
         return ""
 
     async def apply(self, changes: Sequence[Change]) -> Result:
@@ -36,8 +36,8 @@ class FakeEngine:
         if self.failure is not None:
             raise self.failure
         for change in changes:
-            assert change.old.directory == self.live[change.kind]
-            self.live[change.kind] = change.new.directory
+            assert name_of(change.old) == self.live[change.kind]
+            self.live[change.kind] = name_of(change.new)
         return Result(0.01)
 
     async def describe(self) -> Description:
@@ -63,8 +63,12 @@ class Outcomes:
 
 def weights(kind: str, version: int, stage_id: str = "") -> Weights:
     name = f"{kind}-{version}"
-    key = Key(f"{name}", "float32", 10)
-    return Weights(kind, version, WeightSource(name), (key,), stage_id, digests=((name, name),))
+    tensor = StagedTensor("w", Key(f"{name}", "float32", 10), (2,), name)
+    return Weights(kind, version, WeightSource(tensors=(tensor,)), stage_id)
+
+
+def name_of(source: WeightSource | None) -> str:
+    return "" if source is None else source.tensors[0].path
 
 
 class Plane:

@@ -57,8 +57,8 @@ def test_workers_read_what_was_written(tmp_path: Path) -> None:
             store.add(k, reservation)
     source = WeightSource(
         tensors=(
-            StagedTensor("w", "bfloat16", (5, 7), str(store.path(key))),
-            StagedTensor("e", "int64", (0,), str(store.path(empty))),
+            StagedTensor("w", key, (5, 7), str(store.path(key))),
+            StagedTensor("e", empty, (0,), str(store.path(empty))),
         )
     )
     read = dict(WeightSource.from_message(source.to_message()).weights())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rollout_server.reload import Change, LiveModel, apply_all, load
-from rollout_server.store import StagedTensor, WeightSource
+from rollout_server.store import Key, StagedTensor, WeightSource
 from rollout_server.swap import (
     ASLEEP,
     DIFFERS,
@@ -134,7 +134,8 @@ def torn_weights(drafts: Drafts) -> WeightSource:
     """One of whose tensors is gone."""
     [fc] = [t for n, t in drafts.sources[0].weights() if n == "fc.weight"]
     gone = drafts.sources[0].directory + "/gone"
-    return WeightSource(tensors=(StagedTensor("fc.weight", "float32", tuple(fc.shape), gone),))
+    key = Key("0" * 64, "float32", 4 * fc.numel())
+    return WeightSource(tensors=(StagedTensor("fc.weight", key, tuple(fc.shape), gone),))
 
 
 def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
