@@ -1,252 +1,367 @@
-"""The one place where an HTTP request enters, as a WSGI application: GET and HEAD, nothing else.
+"""The trainer's HTTP port: ``/metrics``, the page, and the page's facts as JSON.
 
-What is asked for is looked up in a table; no part of a request is ever put into an answer.
-
-The trainer's certificate and the role observe, for any HTTP server and any WSGI application.
-
-The trainer's HTTP server, put together: what is found under which path.
-
-What a GET answers: bytes with their type and their ETag, made at most once a second.
-
-Serves a WSGI application over HTTP with a bound on everything a client can hold.
+GET and HEAD alone. A route is looked up in a table; no part of a request is put into an answer but
+a host name that is refused. Everything that a client can hold is bounded: connections, their time,
+the size of a request.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
+import ipaddress
+import logging
+import re
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
+import uvicorn
 from google.protobuf import json_format
 from google.protobuf.message import Message
-
-from slipstream.errors import StatusCode
-from slipstream.security import Access, Role, TlsFiles
-
-if TYPE_CHECKING:
-    from _typeshed.wsgi import StartResponse as WsgiStart
-    from _typeshed.wsgi import WSGIApplication, WSGIEnvironment
-import contextlib
-import logging
-import sys
-from socketserver import ThreadingMixIn
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
-
-from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draft_trainer.server.status import Status
-from slipstream.errors import RefusedError
+from slipstream.errors import RefusedError, StatusCode
+from slipstream.security import Access, Role
 from slipstream.v1 import console_pb2
 
-JSON = "application/json"
+logger = logging.getLogger(__name__)
 
+MAX_CONNECTIONS = 32
+"""At a time; further ones are closed at once."""
 
-@dataclass(frozen=True)
-class Document:
-    """One answer.
+CONNECTION_SECONDS = 20.0
+"""From the handshake to the last byte. A client that sends or reads a byte at a time is cut off."""
 
-    Args:
-        content_type: with the charset.
-        body: whole.
-        etag: changes with the body.
-    """
+HANDSHAKE_SECONDS = 5.0
+FACTS_SECONDS = 1.0
+"""Facts are put together at most once in this time, for any number of viewers."""
 
-    content_type: str
-    body: bytes
-    etag: str
-
-    @classmethod
-    def of(cls, content_type: str, body: bytes) -> Document:
-        """With the ETag that belongs to it."""
-        return cls(content_type, body, f'"{hashlib.sha256(body).hexdigest()[:20]}"')
-
-
-class Asset:
-    """A file of this package: read once."""
-
-    def __init__(self, name: str, content_type: str) -> None:
-        file = resources.files("draft_trainer.server") / "assets" / name
-        self._document = Document.of(f"{content_type}; charset=utf-8", file.read_bytes())
-
-    def read(self) -> Document:
-        """The file."""
-        return self._document
-
-
-class Facts:
-    """A message as JSON, made anew at most once in ``SECONDS``, however many ask. Thread-safe.
-
-    Args:
-        message: makes it.
-    """
-
-    SECONDS = 1.0
-
-    def __init__(self, message: Callable[[], Message]) -> None:
-        self._message = message
-        self._lock = threading.Lock()
-        self._made = float("-inf")
-        self._document = Document.of(JSON, b"")
-
-    def read(self) -> Document:
-        """The newest, up to ``SECONDS`` old."""
-        with self._lock:
-            if time.monotonic() - self._made >= self.SECONDS:
-                text = json_format.MessageToJson(
-                    self._message(),
-                    preserving_proto_field_name=True,
-                    always_print_fields_with_no_presence=True,
-                    indent=None,
-                )
-                self._document = Document.of(JSON, text.encode())
-                self._made = time.monotonic()
-            return self._document
-
-
-StartResponse = Callable[..., Any]
-Environ = dict[str, Any]
-Wsgi = Callable[[Environ, StartResponse], Iterable[bytes]]
-
-HEADERS = (
-    ("Cache-Control", "no-cache"),
-    (
-        "Content-Security-Policy",
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    ),
-    ("X-Content-Type-Options", "nosniff"),
-    ("Referrer-Policy", "no-referrer"),
-    ("Cross-Origin-Resource-Policy", "same-origin"),
-)
-
-
-class Route(Protocol):
-    """What answers a path."""
-
-    def read(self) -> Document:
-        """The answer now."""
-        ...
-
-
-class WebApp:
-    """See the module. Thread-safe as far as its routes are.
-
-    Args:
-        routes: by exact path.
-        metrics: a WSGI application of its own for ``/metrics``: it negotiates the format.
-    """
-
-    def __init__(self, routes: Mapping[str, Route], metrics: Wsgi) -> None:
-        self._routes = dict(routes)
-        self._metrics = metrics
-
-    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        """WSGI."""
-        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        if method not in ("GET", "HEAD"):
-            return _text(start_response, "405 Method Not Allowed", ("Allow", "GET, HEAD"))
-        if path == "/metrics":
-            body = self._metrics({**environ, "REQUEST_METHOD": "GET"}, start_response)
-            return body if method == "GET" else ()
-        route = self._routes.get(path)
-        if route is None:
-            return _text(start_response, "404 Not Found")
-        document = route.read()
-        headers = [*HEADERS, ("ETag", document.etag)]
-        if environ.get("HTTP_IF_NONE_MATCH") == document.etag:
-            start_response("304 Not Modified", headers)
-            return ()
-        length = ("Content-Length", str(len(document.body)))
-        start_response("200 OK", [*headers, ("Content-Type", document.content_type), length])
-        return (document.body,) if method == "GET" else ()
-
-
-def _text(start_response: StartResponse, status: str, *more: tuple[str, str]) -> Iterable[bytes]:
-    body = f"{status}\n".encode()
-    kind = ("Content-Type", "text/plain; charset=utf-8")
-    start_response(status, [*HEADERS, kind, ("Content-Length", str(len(body))), *more])
-    return (body,)
-
-
+EVENTS_SHOWN = 200
+_REQUEST_BYTES = 16 << 10
 _NAMES = "slipstream.certificate_names"
-_UNAUTHORIZED, _FORBIDDEN = "401 Unauthorized", "403 Forbidden"
+_PRIVATE = (".localhost", ".local", ".internal", ".svc")
+"""Top-level names that public DNS does not have."""
 
 
-def observed(app: WSGIApplication, access: Access) -> WSGIApplication:
-    """``app`` for those alone who have the role observe.
+def serve_web(
+    status: Status, metrics: CollectorRegistry, access: Access, host: str, port: int
+) -> WebServer:
+    """``/metrics``, the page, and ``/api/status``, ``/api/history``, ``/api/events``.
 
-    By ``Authorization: Bearer TOKEN``, as Prometheus sends it; by HTTP's Basic with the token as
-    password, for which browsers ask; or by a client certificate.
+    Args:
+        status: the facts.
+        metrics: what is scraped, to which ``process_*`` is added.
+        access: who may look.
+        host: address to listen on.
+        port: 0 for a free one.
+
+    Raises:
+        RefusedError: the port cannot be had.
+    """
+    ProcessCollector(registry=metrics)
+
+    def scraped(request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept"))
+        return Response(encode(metrics), headers={"Content-Type": content_type})
+
+    def events() -> console_pb2.Events:
+        return console_pb2.Events(events=status.events.since(0, EVENTS_SHOWN))
+
+    page = _asset("index.html")
+    routes = {
+        "/": _file(page, "text/html; charset=utf-8"),
+        "/icon.svg": _file(_asset("icon.svg"), "image/svg+xml"),
+        "/uplot.js": _file(_asset("uPlot.iife.min.js"), "text/javascript; charset=utf-8"),
+        "/uplot.css": _file(_asset("uPlot.min.css"), "text/css; charset=utf-8"),
+        "/api/status": _facts(status.read),
+        "/api/history": _facts(status.history),
+        "/api/events": _facts(events),
+        "/metrics": scraped,
+    }
+    app = Starlette(routes=[Route(path, endpoint) for path, endpoint in routes.items()])
+    return WebServer(Guarded(app, access, page), access, host, port)
+
+
+class Guarded:
+    """ASGI middleware: the host's name, the role observe, GET and HEAD, security headers.
+
+    The role comes by ``Authorization: Bearer TOKEN``, as Prometheus sends it; by HTTP's Basic with
+    the token as password, for which browsers ask; or by a client certificate.
 
     Args:
         app: what is guarded.
         access: decides.
+        page: HTML whose inline script and style the browser may run.
     """
 
-    def guarded(environ: WSGIEnvironment, start: WsgiStart) -> Iterable[bytes]:
-        shown = _as_bearer(environ.get("HTTP_AUTHORIZATION"))
-        refused = access.judge(Role.OBSERVE, shown, environ.get(_NAMES, frozenset()))
-        if refused is None:
-            return app(environ, start)
-        peer = f"{environ.get('REMOTE_ADDR', '')}:{environ.get('REMOTE_PORT', '')}"
-        access.refusals.add(refused.reason, peer, str(refused.error))
-        body = f"{refused.error}\n".encode()
-        unknown = refused.error.code is StatusCode.UNAUTHENTICATED
-        headers = [
-            ("Content-Type", "text/plain; charset=utf-8"),
-            ("Content-Length", str(len(body))),
-            ("WWW-Authenticate", 'Basic realm="slipstream", charset="UTF-8"'),
-            ("WWW-Authenticate", 'Bearer realm="slipstream"'),
+    def __init__(self, app: ASGIApp, access: Access, page: bytes = b"") -> None:
+        self._app = app
+        self._access = access
+        script, style = (_hashes(page, tag) for tag in ("script", "style"))
+        policy = (
+            f"default-src 'none'; script-src 'self'{script}; style-src 'self'{style}; "
+            "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; "
+            "frame-ancestors 'none'"
+        )
+        self._headers = [
+            (b"cache-control", b"no-cache"),
+            (b"content-security-policy", policy.encode()),
+            (b"x-content-type-options", b"nosniff"),
+            (b"referrer-policy", b"no-referrer"),
+            (b"cross-origin-resource-policy", b"same-origin"),
         ]
-        start(_UNAUTHORIZED if unknown else _FORBIDDEN, headers)
-        return [body]
 
-    return guarded
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *self._headers]
+            await send(message)
+
+        app = self._refusal(Request(scope)) or self._app
+        await app(scope, receive, with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        host = request.headers.get("host", "")
+        if self._access.anonymous and not is_private(host):
+            # A page of another site whose name resolves to this address may not read the facts.
+            shown = host if re.fullmatch(r"[\w.:\[\]-]{1,255}", host, re.ASCII) else "another name"
+            error = RefusedError(
+                "Host",
+                shown,
+                "localhost, an address or a name of this network",
+                "ask by one of these, or give the trainer tokens (access.observe_tokens)",
+            )
+            return PlainTextResponse(f"{error}\n", 421)
+        shown_token = _as_bearer(request.headers.get("authorization"))
+        names = request.scope.get(_NAMES, frozenset())
+        refused = self._access.judge(Role.OBSERVE, shown_token, names)
+        if refused is None:
+            if request.method in ("GET", "HEAD"):
+                return None
+            return PlainTextResponse("405 Method Not Allowed\n", 405, {"Allow": "GET, HEAD"})
+        client = request.client
+        peer = "" if client is None else f"{client.host}:{client.port}"
+        self._access.refusals.add(refused.reason, peer, str(refused.error))
+        unknown = refused.error.code is StatusCode.UNAUTHENTICATED
+        answer = PlainTextResponse(f"{refused.error}\n", 401 if unknown else 403)
+        for scheme in ('Basic realm="slipstream", charset="UTF-8"', 'Bearer realm="slipstream"'):
+            answer.headers.append("WWW-Authenticate", scheme)
+        return answer
 
 
-def secured(request: socket.socket, tls: TlsFiles) -> ssl.SSLSocket:
-    """A connection behind the certificate of this instant, before its handshake.
+def is_private(host: str) -> bool:
+    """Whether a Host header names an address, this machine, or a name that public DNS cannot have.
 
     Args:
-        request: accepted; taken over.
-        tls: the certificate.
+        host: with or without a port; empty where there is none.
     """
-    return tls.context().wrap_socket(request, server_side=True, do_handshake_on_connect=False)
-
-
-def shaken(connection: ssl.SSLSocket, client_address: Any, access: Access) -> bool:
-    """Whether there was a handshake. In the connection's own thread: it waits for the client.
-
-    Args:
-        connection: with a timeout.
-        client_address: of ``accept``.
-        access: where a handshake that fails is counted.
-    """
+    name = re.sub(r":\d*$", "", host).strip("[]").rstrip(".").lower()
     try:
-        connection.do_handshake()
-    except OSError as error:
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        peer = f"{client_address[0]}:{client_address[1]}"
-        access.refusals.add("tls", peer, f"no TLS with it ({reason})")
-        return False
-    return True
+        ipaddress.ip_address(name)
+        return True
+    except ValueError:
+        own = socket.gethostname().lower()
+        return "." not in name or name.endswith(_PRIVATE) or name == own
 
 
-def connection_environ(connection: Any, client_address: Any) -> dict[str, Any]:
-    """What ``observed`` needs in the WSGI environment beside the usual."""
-    environ: dict[str, Any] = {"REMOTE_PORT": str(client_address[1])}
-    if isinstance(connection, ssl.SSLSocket):
-        environ["wsgi.url_scheme"] = "https"
-        environ[_NAMES] = _names_of(connection.getpeercert() or {})
-    return environ
+class WebServer:
+    """Owns the port and the thread that serves it.
+
+    Args:
+        app: answers.
+        access: the certificate.
+        host: address to listen on.
+        port: 0 for a free one.
+
+    Raises:
+        RefusedError: the port cannot be had.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access, host: str, port: int) -> None:
+        self._listener = _Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._listener.bind((host, port))
+            self._listener.listen(MAX_CONNECTIONS)
+        except OSError as error:
+            self._listener.close()
+            raise RefusedError(
+                "server.metrics_port",
+                f"{host}:{port} ({error.strerror or error})",
+                "a free port of this machine, or 0",
+                "stop what listens there, or set another server.metrics_port",
+            ) from error
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            # Requests that cannot be parsed are the client's error.
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=_REQUEST_BYTES,
+            timeout_graceful_shutdown=1,
+        )
+        config.load()
+        config.ssl = None if access.tls is None else _tls(access)
+        self._server = uvicorn.Server(config)
+        name = f"[{host}]" if ":" in host else host
+        scheme = "http" if access.tls is None else "https"
+        self.url = f"{scheme}://{name}:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._run, name="web", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout: float) -> None:
+        """Stop serving and free the port."""
+        self._server.should_exit = True
+        self._thread.join(timeout)
+        self._listener.close()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=_Loop) as runner:
+            runner.run(self._server.serve(sockets=[self._listener]))
+
+
+class _Listener(socket.socket):
+    """Closes what it accepts beyond ``MAX_CONNECTIONS``, before any handshake."""
+
+    def __init__(self, family: int) -> None:
+        super().__init__(family, socket.SOCK_STREAM)
+        self._open: list[socket.socket] = []
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """As asyncio calls it."""
+        connection, address = super().accept()
+        self._open = [each for each in self._open if each.fileno() >= 0]
+        if len(self._open) >= MAX_CONNECTIONS:
+            connection.close()
+            raise ConnectionAbortedError("too many connections")
+        self._open.append(connection)
+        return connection, address
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    async def create_server(self, *args: Any, **options: Any) -> asyncio.Server:
+        """With a bound on a TLS handshake, which uvicorn has no option for."""
+        if options.get("ssl"):
+            options["ssl_handshake_timeout"] = HANDSHAKE_SECONDS
+        return await super().create_server(*args, **options)
+
+
+class _Protocol(H11Protocol):
+    def connection_made(self, transport: Any) -> None:
+        """Bounds the connection's time, and notes the names in the client's certificate."""
+        super().connection_made(transport)
+        names = _names_of(transport.get_extra_info("peercert") or {})
+        app = self.app
+
+        async def named(scope: Any, receive: Any, send: Any) -> None:
+            await app({**scope, _NAMES: names}, receive, send)
+
+        self.app = named
+        self._deadline = self.loop.call_later(CONNECTION_SECONDS, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection ended."""
+        self._deadline.cancel()
+        super().connection_lost(exc)
+
+
+def _tls(access: Access) -> ssl.SSLContext:
+    """A context that takes the certificate of each connection's instant, and counts handshakes that
+    fail."""
+    tls = access.tls
+    assert tls is not None
+
+    class Counted(ssl.SSLObject):
+        def do_handshake(self) -> None:
+            """One flight of it."""
+            try:
+                super().do_handshake()
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                raise
+            except ssl.SSLError as error:
+                access.refusals.add("tls", "a client of the web port", f"no TLS ({error.reason})")
+                raise
+
+    def current(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = tls.context()
+
+    context = tls.context()
+    context.sslobject_class = Counted
+    context.sni_callback = current  # type: ignore[assignment]
+    return context
+
+
+def _asset(name: str) -> bytes:
+    return (resources.files("draft_trainer.server") / "assets" / name).read_bytes()
+
+
+Endpoint = Callable[[Request], Response]
+
+
+def _file(body: bytes, content_type: str) -> Endpoint:
+    etag = _etag(body)
+    return lambda request: _tagged(request, body, content_type, etag)
+
+
+def _facts(message: Callable[[], Message]) -> Endpoint:
+    lock = threading.Lock()
+    made, body = float("-inf"), b""
+
+    def answer(request: Request) -> Response:
+        nonlocal made, body
+        with lock:
+            if time.monotonic() - made >= FACTS_SECONDS:
+                body = json_format.MessageToJson(
+                    message(),
+                    preserving_proto_field_name=True,
+                    always_print_fields_with_no_presence=True,
+                    indent=None,
+                ).encode()
+                made = time.monotonic()
+            now = body
+        return _tagged(request, now, "application/json", _etag(now))
+
+    return answer
+
+
+def _etag(body: bytes) -> str:
+    return f'"{hashlib.sha256(body).hexdigest()[:20]}"'
+
+
+def _tagged(request: Request, body: bytes, content_type: str, etag: str) -> Response:
+    headers = {"ETag": etag, "Content-Type": content_type}
+    if request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers=headers)
+    return Response(body, headers=headers)
+
+
+def _hashes(page: bytes, tag: str) -> str:
+    """Sources for a content security policy: the inline elements ``tag`` of a page."""
+    found = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), page, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(text).digest()).decode() for text in found)
+    return "".join(f" 'sha256-{digest}'" for digest in digests)
 
 
 def _as_bearer(authorization: str | None) -> str | None:
@@ -261,187 +376,7 @@ def _as_bearer(authorization: str | None) -> str | None:
 
 
 def _names_of(certificate: Any) -> Collection[str]:
-    """As ``interceptors.certificate_names``."""
+    """As ``slipstream.security`` reads them of a gRPC client's certificate."""
     others = frozenset(value for _, value in certificate.get("subjectAltName", ()))
     common = (pair for entry in certificate.get("subject", ()) for pair in entry)
     return others or frozenset(value for key, value in common if key == "commonName")
-
-
-logger = logging.getLogger(__name__)
-
-MAX_CONNECTIONS = 32
-"""At a time; further ones are closed at once."""
-
-CONNECTION_SECONDS = 20.0
-"""From accept to the last byte. A client that sends or reads a byte at a time is cut off."""
-
-SILENCE_SECONDS = 5.0
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = SILENCE_SECONDS
-    server_version = "draft-trainer"
-    sys_version = ""
-
-    def get_environ(self) -> dict[str, Any]:
-        """With what the connection says of its client."""
-        return super().get_environ() | connection_environ(self.connection, self.client_address)
-
-    def address_string(self) -> str:
-        """Without a name service: a look-up could take seconds."""
-        return str(self.client_address[0])
-
-    def log_message(self, format: str, *values: Any) -> None:
-        """Scrapes every few seconds are nobody's news."""
-        logger.debug("%s " + format, self.address_string(), *values)
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = MAX_CONNECTIONS
-
-    def __init__(self, access: Access, host: str, port: int) -> None:
-        self._access = access
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._lock = threading.Lock()
-        self._open: dict[socket.socket, float] = {}
-        super().__init__((host, port), _Handler)
-
-    def server_bind(self) -> None:
-        """As WSGIServer's, without asking a name service who this host is."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-        self.setup_environ()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """On a thread of its own, where there is a place left."""
-        with self._lock:
-            full = len(self._open) >= MAX_CONNECTIONS
-            if not full:
-                self._open[request] = time.monotonic() + CONNECTION_SECONDS
-        if full:
-            self.shutdown_request(request)
-        else:
-            super().process_request(request, client_address)
-
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        """Answer, behind the certificate of this instant if there is one."""
-        tls = self._access.tls
-        if tls is None:
-            super().finish_request(request, client_address)
-            return
-        request.settimeout(SILENCE_SECONDS)
-        with secured(request, tls) as connection:
-            with self._lock:
-                # It took the socket over; the bound on its time goes with it.
-                self._open[connection] = self._open.pop(request, time.monotonic())
-            try:
-                if shaken(connection, client_address, self._access):
-                    super().finish_request(connection, client_address)
-            finally:
-                with self._lock:
-                    self._open.pop(connection, None)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Ends every connection, however it went."""
-        with self._lock:
-            self._open.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Between two requests, and every half second."""
-        now = time.monotonic()
-        with self._lock:
-            late = [request for request, until in self._open.items() if until < now]
-        for request in late:
-            _cut(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away or is too slow is nobody's error; the rest is ours."""
-        ours = not isinstance(sys.exc_info()[1], OSError)
-        level = logging.ERROR if ours else logging.DEBUG
-        logger.log(level, "a request of %s ended early", client_address[0], exc_info=True)
-
-
-class WebServer:
-    """Owns the port, one thread, and one more for each connection.
-
-    Args:
-        app: answers.
-        access: the certificate.
-        host: address to listen on.
-        port: 0 for a free one.
-
-    Raises:
-        RefusedError: the port cannot be had.
-    """
-
-    def __init__(self, app: Wsgi, access: Access, host: str, port: int) -> None:
-        try:
-            self._server = _Server(access, host, port)
-        except OSError as error:
-            raise RefusedError(
-                "server.metrics_port",
-                f"{host}:{port} ({error.strerror or error})",
-                "a free port of this machine, or 0",
-                "stop what listens there, or set another server.metrics_port",
-            ) from error
-        self._server.set_app(app)
-        name = f"[{host}]" if ":" in host else host
-        scheme = "http" if access.tls is None else "https"
-        self.url = f"{scheme}://{name}:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="web", daemon=True)
-        self._thread.start()
-
-    def close(self, timeout: float) -> None:
-        """Stop serving and free the port."""
-        stopper = threading.Thread(target=self._server.shutdown, daemon=True)
-        stopper.start()
-        stopper.join(timeout)
-        self._server.server_close()
-        self._thread.join(timeout)
-
-
-def _cut(request: Any) -> None:
-    # It may have ended meanwhile.
-    with contextlib.suppress(OSError):
-        # Not TLS's own: its thread is in the middle of it.
-        socket.socket.shutdown(request, socket.SHUT_RDWR)
-
-
-EVENTS_SHOWN = 200
-
-
-def serve_console(
-    status: Status, metrics: CollectorRegistry, access: Access, host: str, port: int
-) -> WebServer:
-    """``/metrics``, the page, and ``/api/status``, ``/api/history``, ``/api/events``.
-
-    Args:
-        status: the facts.
-        metrics: what is scraped.
-        access: who may look.
-        host: address to listen on.
-        port: 0 for a free one.
-
-    Raises:
-        RefusedError: the port cannot be had.
-    """
-    ProcessCollector(registry=metrics)
-    routes: dict[str, Route] = {
-        "/": Asset("index.html", "text/html"),
-        "/console.js": Asset("console.js", "text/javascript"),
-        "/plots.js": Asset("plots.js", "text/javascript"),
-        "/console.css": Asset("console.css", "text/css"),
-        "/icon.svg": Asset("icon.svg", "image/svg+xml"),
-        "/api/status": Facts(status.read),
-        "/api/history": Facts(status.history),
-        "/api/events": Facts(
-            lambda: console_pb2.Events(events=status.events.since(0, EVENTS_SHOWN))
-        ),
-    }
-    app = observed(WebApp(routes, make_wsgi_app(metrics)), access)
-    return WebServer(app, access, host, port)
