@@ -58,16 +58,18 @@ class Counters:
         idle: whether there is nothing to train on.
         training_error: why the training thread ended; empty while it runs.
         servers: the fleet when it was last asked; None before that.
+        newest_release: draft version of the newest release, and the newest policy version that it
+            was trained on, if any.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.loss: float | None = None
-        self.loss_total = 0.0
         self.step_acceptance: tuple[float, ...] = ()
         self.idle = True
         self.training_error = ""
         self.servers: Servers | None = None
+        self.newest_release: tuple[int, int | None] = (0, None)
 
         self.access_refused = self._counter(
             "access_refused", "Calls without the right to make them.", "reason", REASONS
@@ -212,7 +214,6 @@ class Counters:
         self.train_steps.inc()
         self.tokens_trained.inc(tokens)
         self.loss, self.step_acceptance = loss, tuple(step_acceptance)
-        self.loss_total += loss or 0.0
 
     def published(self, event: str) -> None:
         """Something was done to the fleet: a publish event, policy_only or
@@ -231,6 +232,10 @@ class Counters:
             done: whether it is.
         """
         (self.heals if done else self.heals_failed).labels(reason).inc()
+
+    def released(self, version: int, trained_against: int | None) -> None:
+        """A release was written, trained on policy versions up to ``trained_against``."""
+        self.newest_release = (version, trained_against)
 
     def looked(self, servers: Servers) -> None:
         """Every server was asked what it serves."""

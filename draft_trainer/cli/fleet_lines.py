@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from draft_trainer.cli.past import DASH, number, per_position, share, slot_lengths
-from draft_trainer.cli.sparkline import sparkline
+from draft_trainer.cli.past import DASH, number, per_position, share
 from draft_trainer.cli.trainer import plain
 from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 FEWEST = 2
-SPARK = 24
 
 
 def heading(name: str, note: str, width: int) -> Text:
@@ -25,19 +23,15 @@ def heading(name: str, note: str, width: int) -> Text:
 
 def fleet_lines(
     status: pb.TrainerStatus,
-    history: console_pb2.History,
     width: int,
     height: int | None,
-    now: float,
 ) -> list[Text]:
     """Heading, column heads, servers; in ``height`` lines (at least four) those that fit.
 
     Args:
         status: with the servers.
-        history: with their recent past.
         width: columns.
         height: lines; None for as many as there are servers.
-        now: seconds since the epoch.
     """
     servers = sorted(status.servers, key=lambda s: (state_of(s) == "ready", s.address))
     ready = sum(state_of(server) == "ready" for server in servers)
@@ -52,11 +46,7 @@ def fleet_lines(
     name = min(30, max(len("server"), *(len(s.address) for s in shown)))
     head = f" {'server':{name}}  {'state':11} {'draft':>5} {'policy':>6} {'length':>7}  by position"
     lines.append(Text(head, style="dim"))
-    pasts = {past.address: past for past in history.servers}
-    for server in shown:
-        past = pasts.get(server.address)
-        values = slot_lengths(past, history.slot_s, now, SPARK) if past else []
-        lines.append(_server(server, values, name, width))
+    lines += [_server(server, name) for server in shown]
     if len(servers) > len(shown):
         lines.append(Text(f" and {len(servers) - len(shown)} more, all shown by --once"))
     return lines
@@ -71,9 +61,7 @@ def state_of(server: console_pb2.ServerView) -> str:
     return "ready" if server.state.speculation_enabled else "not drafting"
 
 
-def _server(
-    server: console_pb2.ServerView, values: list[float | None], name: int, width: int
-) -> Text:
+def _server(server: console_pb2.ServerView, name: int) -> Text:
     state, drafted = server.state, server.last_minute
     known = server.HasField("state")
     what = state_of(server)
@@ -90,7 +78,4 @@ def _server(
     trouble = server.error or state.not_ready
     if trouble:
         line.append(f"  {plain(trouble)}", style="red")
-    elif width - line.cell_len > SPARK // 2:
-        spark = min(SPARK, width - line.cell_len - 2)
-        line.append("  " + sparkline(values, spark), style="green")
     return line

@@ -27,6 +27,7 @@ from slipstream.v1 import console_pb2, release_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 SPARK, NARROW_SPARK, NARROW = 24, 14, 96
+SNAPSHOT_SECONDS = 10.0
 FEWEST_EVENTS = 3
 _BAD = (
     *("stage_failed", "training_failed", "rolled_back", "not_committed", "unreachable"),
@@ -49,7 +50,7 @@ class Seen:
 
     address: str
     status: pb.TrainerStatus
-    history: console_pb2.History
+    history: pb.History
     events: Sequence[console_pb2.Event] = ()
     error: str = ""
     asked_at: float = field(default_factory=time.time)
@@ -78,7 +79,7 @@ def frame(seen: Seen, width: int, height: int | None, now: float) -> list[Text]:
         heading("events", "", width),
     ]
     fixed = len(top) + len(middle) + FEWEST_EVENTS
-    fleet = fleet_lines(status, history, width, None if height is None else height - fixed, now)
+    fleet = fleet_lines(status, width, None if height is None else height - fixed)
     room = None if height is None else max(0, height - len(top) - len(middle) - len(fleet))
     events = [_event(event) for event in list(seen.events)[-(room or 0) :]] if room != 0 else []
     lines = [*top, *fleet, *middle, *(events or [Text(" none yet", style="dim")])]
@@ -126,7 +127,7 @@ def _versions(status: pb.TrainerStatus) -> Text:
     return line
 
 
-def _acceptance(status: pb.TrainerStatus, history: console_pb2.History, spark: int) -> list[Text]:
+def _acceptance(status: pb.TrainerStatus, history: pb.History, spark: int) -> list[Text]:
     found = status.last_minute
     drafts = sum(d.drafts for d in found)
     k = max((len(d.accepted_per_position) for d in found), default=0)
@@ -138,8 +139,8 @@ def _acceptance(status: pb.TrainerStatus, history: console_pb2.History, spark: i
     first = _labelled("length")
     first.append(f"{number(now):>6}", style="bold green" if now is not None else "dim")
     first.append("  last minute   ", style="dim")
-    first.append(sparkline(lengths(history.recent), spark), style="green")
-    first.append(f"  last {duration(history.moment_s * spark)}", style="dim")
+    first.append(sparkline(lengths(history.snapshots), spark), style="green")
+    first.append(f"  last {duration(SNAPSHOT_SECONDS * spark)}", style="dim")
     first.append(f"   {drafts / 60:.0f} drafts/s" if drafts else "   no drafts", style="dim")
     second = _labelled("by position")
     for share_ in per_position(drafts, accepted):
@@ -151,11 +152,11 @@ def _acceptance(status: pb.TrainerStatus, history: console_pb2.History, spark: i
     return [first, second]
 
 
-def _ingest(status: pb.TrainerStatus, history: console_pb2.History, spark: int) -> list[Text]:
+def _ingest(status: pb.TrainerStatus, history: pb.History, spark: int) -> list[Text]:
     first = _labelled("samples")
     first.append(f"{status.samples_accepted:,} accepted  ")
-    first.append(sparkline(rates(history.recent, _samples), spark), style="blue")
-    first.append(f"  {number(rate(history.recent, _samples), '.1f')}/s", style="bold")
+    first.append(sparkline(rates(history.snapshots, _samples), spark), style="blue")
+    first.append(f"  {number(rate(history.snapshots, _samples), '.1f')}/s", style="bold")
     refused = f"   {status.samples_refused:,} refused"
     first.append(refused, style="bold yellow" if status.samples_refused else "dim")
     evicted = f"   {status.samples_evicted:,} given up"
@@ -169,20 +170,18 @@ def _ingest(status: pb.TrainerStatus, history: console_pb2.History, spark: int) 
     return [first, second]
 
 
-def _training(
-    status: pb.TrainerStatus, history: console_pb2.History, spark: int, now: float
-) -> list[Text]:
+def _training(status: pb.TrainerStatus, history: pb.History, spark: int, now: float) -> list[Text]:
     first = _labelled("training")
     if status.training_error:
         first.append(plain(status.training_error), style="bold red")
         return [first]
     first.append("idle   " if status.idle else "busy   ", style="dim" if status.idle else "bold")
     first.append(f"loss {number(status.loss if status.HasField('loss') else None)}  ")
-    first.append(sparkline(losses(history.recent), spark), style="magenta")
+    first.append(sparkline(losses(history.snapshots), spark), style="magenta")
     first.append(f"  {status.train_steps:,} steps", style="bold")
     if status.train_steps_skipped:
         first.append(f"   {status.train_steps_skipped:,} skipped", style="bold yellow")
-    tokens = rate(history.recent, lambda m: m.tokens_trained)
+    tokens = rate(history.snapshots, lambda m: m.tokens_trained)
     first.append(f"   {number(tokens, ',.0f')} tokens/s", style="dim")
     second = _labelled("expected")
     expected = " ".join(share(value) for value in status.step_acceptance)
@@ -211,7 +210,7 @@ def _event(event: console_pb2.Event) -> Text:
     return Text.assemble((clock, "dim"), (f"{name:20}", style), f" {described(event)}")
 
 
-def _samples(moment: console_pb2.Moment) -> int:
+def _samples(moment: pb.TrainerStatus) -> int:
     return moment.samples_accepted
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from slipstream.v1 import console_pb2 as pb
+from slipstream.v1 import draft_trainer_pb2 as pb
 
 DASH = "\N{EN DASH}"
 """Where there is no number: no drafts is not an acceptance length of 1."""
@@ -16,42 +16,42 @@ def length(drafts: int, accepted: int) -> float | None:
     return 1 + accepted / drafts if drafts else None
 
 
-def lengths(moments: Sequence[pb.Moment]) -> list[float | None]:
-    """Acceptance length of the fleet between one moment and the next."""
+def lengths(snapshots: Sequence[pb.TrainerStatus]) -> list[float | None]:
+    """Acceptance length of the fleet in the minute before each snapshot."""
     return [
-        length(b.drafts - a.drafts, sum(b.accepted_per_position) - sum(a.accepted_per_position))
-        for a, b in pairwise(moments)
+        length(
+            sum(d.drafts for d in s.last_minute),
+            sum(sum(d.accepted_per_position) for d in s.last_minute),
+        )
+        for s in snapshots
     ]
 
 
-def losses(moments: Sequence[pb.Moment]) -> list[float | None]:
-    """Mean training loss of the steps between one moment and the next."""
-    return [
-        (b.loss_total - a.loss_total) / steps if (steps := b.train_steps - a.train_steps) else None
-        for a, b in pairwise(moments)
-    ]
+def losses(snapshots: Sequence[pb.TrainerStatus]) -> list[float | None]:
+    """Training loss of the last step before each snapshot."""
+    return [s.loss if s.HasField("loss") else None for s in snapshots]
 
 
-def rates(moments: Sequence[pb.Moment], count: Callable[[pb.Moment], int]) -> list[float | None]:
-    """Growth of a counter per second between one moment and the next."""
+def rates(
+    snapshots: Sequence[pb.TrainerStatus], count: Callable[[pb.TrainerStatus], int]
+) -> list[float | None]:
+    """Growth of a counter per second between one snapshot and the next."""
     return [
         (count(b) - count(a)) / (b.time - a.time) if b.time > a.time else None
-        for a, b in pairwise(moments)
+        for a, b in pairwise(snapshots)
     ]
 
 
-def rate(moments: Sequence[pb.Moment], count: Callable[[pb.Moment], int]) -> float | None:
+def rate(
+    snapshots: Sequence[pb.TrainerStatus], count: Callable[[pb.TrainerStatus], int]
+) -> float | None:
     """Growth of a counter per second over the last minute: training and ingest come in bursts."""
-    recent = [m for m in moments if m.time >= moments[-1].time - 60.0]
+    recent = [
+        m
+        for m in snapshots
+        if m.time >= snapshots[-1].time - 60.0 and m.started_at == snapshots[-1].started_at
+    ]
     return rates([recent[0], recent[-1]], count)[0] if len(recent) > 1 else None
-
-
-def slot_lengths(past: pb.ServerPast, slot_s: float, now: float, count: int) -> list[float | None]:
-    """Acceptance length of one server in its newest ``count`` whole slots, gaps included."""
-    newest = int(now // slot_s)
-    by_slot = {round(slot.time / slot_s): slot for slot in past.slots}
-    found = [by_slot.get(number) for number in range(newest - count, newest)]
-    return [length(s.drafts, sum(s.accepted_per_position)) if s else None for s in found]
 
 
 def number(value: float | None, form: str = ".3f") -> str:

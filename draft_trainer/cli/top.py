@@ -56,7 +56,7 @@ class Top(Connection):
             raise RefusedError("stdout", "no terminal", "a terminal", "use --once for scripts")
         with self.trainer() as stub:
             status = stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout)
-            seen = Seen(self.address, status, console_pb2.History())
+            seen = Seen(self.address, status, pb.History())
             _ask_past(stub, seen, self.timeout)
             if self.once:
                 for line in frame(seen, console.width, None, time.time()):

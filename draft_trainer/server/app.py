@@ -40,8 +40,8 @@ from draft_trainer.releases.registry import (
 from draft_trainer.server.calls import SERVICE, Health, admission
 from draft_trainer.server.metrics import trainer_registry
 from draft_trainer.server.service import DraftTrainerService, ReleaseRooms, add_draft_trainer
-from draft_trainer.server.status import AcceptanceHistory, FleetView, Live, Status
-from draft_trainer.server.web import serve_console
+from draft_trainer.server.status import FleetView, RecentAcceptance, Status
+from draft_trainer.server.web import serve_web
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.loop import Candidates, TrainingLoop
@@ -122,13 +122,15 @@ class TrainerServer:
         )
         publish = config.publish
         fleet_view = FleetView(events)
-        acceptance = AcceptanceHistory(self._policy_version)
+        acceptance = RecentAcceptance()
         self._fleet = Fleet(publish, fleet_view.looked, self._credentials)
         self._watch = AcceptanceWatch(self._fleet, acceptance.grew)
         self._canary = canary = Canary(
             config.canary, publish.num_speculative_tokens, self._watch, state
         )
         known = newest.HasField("trained_against_policy_version")
+        against = newest.trained_against_policy_version if known else None
+        self._counters.newest_release = (newest.draft_version, against)
         server = config.server
         self._rings = Rings(
             Path(server.shared_memory) if server.shared_memory else None,
@@ -139,12 +141,14 @@ class TrainerServer:
         self._status = Status(
             self._counters,
             self.runs,
-            self._promotions,
-            newest.draft_version,
-            newest.trained_against_policy_version if known else None,
             self._store,
             self._rings,
-            Live(events, fleet_view, acceptance, registry, verdicts, lambda: canary.trial),
+            registry,
+            self._promotions,
+            state,
+            fleet_view,
+            acceptance,
+            lambda: canary.trial,
         )
         self.publisher = Publisher(
             self._fleet,
@@ -157,14 +161,14 @@ class TrainerServer:
         self._reconciler = Reconciler(self.publisher, canary, self._watch, self._publish_again)
         on_release = self._auto.released if self._auto else lambda version: None
         judge = Judge(config, registry, self._promotions, verdicts, self._counters)
-        retention = Retention(registry, config.draft, lambda: self._status.newest_release)
+        retention = Retention(registry, config.draft, lambda: self._counters.newest_release[0])
         self.loop = TrainingLoop(
             learner,
             Followers(ranks),
             states,
             resumed,
             self.runs,
-            Candidates(config, registry, judge, self._promotions, retention, self._status.released),
+            Candidates(config, registry, judge, self._promotions, retention, self._counters.released),
             self._counters,
             arrived,
             on_release=on_release,
@@ -218,7 +222,7 @@ class TrainerServer:
         self.loop.start()
         if self._auto:
             self._auto.start()
-        self._status.moments.start()
+        self._status.snapshots.start()
         self._reconciler.start()
         # What the last process could not finish.
         self._publish_again()
@@ -246,7 +250,7 @@ class TrainerServer:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._fleet.close()
         clean = self._watch.stop(_left(deadline)) and clean
-        clean = self._status.moments.stop(_left(deadline)) and clean
+        clean = self._status.snapshots.stop(_left(deadline)) and clean
         self._web.close(_left(deadline))
         self._close_samples()
         self._registry.close()
@@ -325,9 +329,7 @@ class TrainerServer:
                 ) from error
             self.address = f"{host}:{port}"
             metrics = trainer_registry(self._counters, self._status.read, self.refused_calls)
-            self._web = serve_console(
-                self._status, metrics, access, server.host, server.metrics_port
-            )
+            self._web = serve_web(self._status, metrics, access, server.host, server.metrics_port)
         except RefusedError:
             self._grpc.stop(grace=None)
             self._pool.shutdown(wait=False)

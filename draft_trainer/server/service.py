@@ -31,7 +31,7 @@ from draft_trainer.releases.imports import MAX_ORIGIN_CHARACTERS, Imports
 from draft_trainer.releases.publisher import Publisher, PublishResult, ServerOutcome
 from draft_trainer.releases.registry import Registry, Retention
 from draft_trainer.server.calls import MAX_IMPORT_SECONDS, check_text, chunks_after, first, refusals
-from draft_trainer.server.status import Status
+from draft_trainer.server.status import Status, without_clock
 from draft_trainer.server.stream import StateStream
 from draft_trainer.state import GateResults
 from slipstream.checksum import KINDS
@@ -316,7 +316,7 @@ class DraftTrainerService(ReleaseCalls):
 
     def GetHistory(
         self, request: console_pb2.GetHistoryRequest, context: grpc.ServicerContext
-    ) -> console_pb2.History:
+    ) -> pb.History:
         """See the .proto."""
         return self._status.history()
 
@@ -354,9 +354,9 @@ class DraftTrainerService(ReleaseCalls):
         shown = None
         while context.is_active() and not self._draining.is_set():
             status = self._status.read()
-            if status != shown:
+            if without_clock(status) != shown:
+                shown = without_clock(status)
                 yield status
-                shown = status
             # In ticks: a client that leaves during a long interval frees its place.
             end = time.monotonic() + interval
             while context.is_active() and (left := end - time.monotonic()) > 0:

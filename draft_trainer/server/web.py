@@ -76,7 +76,7 @@ def serve_web(
     ProcessCollector(registry=metrics)
 
     def scraped(request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept"))
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(metrics), headers={"Content-Type": content_type})
 
     def events() -> console_pb2.Events:

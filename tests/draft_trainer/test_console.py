@@ -61,9 +61,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         double.draft(1000, [900, 700, 500])
         client.wait_for(lambda s: s.last_minute and len(s.servers) == 2)
         # "The last minute" is that of the drafts, however long the tests take.
-        now = time.time()
-        server._status._live.acceptance._clock = lambda: now
-        server._status.moments.take()
+        drafted = server._status.acceptance.last_minute()
+        server._status.acceptance.last_minute = lambda: drafted  # type: ignore[method-assign]
+        server._status.snapshots.take()
         port = int(server._web.url.rpartition(":")[2])
         yield Live(server.address, port, client, double)
     double.stop()
@@ -172,6 +172,11 @@ def test_web_answers_reads_only_and_reflects_nothing(live: Live) -> None:
     absent, body = get(live, "/<script>alert(1)</script>?<b>")
     assert absent.status == 404 and b"<" not in body
     assert get(live, "/../server.py")[0].status == 404
+    for host in ("localhost", "127.0.0.1:9464", "[::1]:9464", "trainer", "trainer.slipstream.svc"):
+        assert get(live, "/", Host=host)[0].status == 200, host
+    for host in ("evil.example", "127.0.0.1.evil.example:9464", "<b>.example"):
+        foreign, body = get(live, "/api/status", Host=host)
+        assert foreign.status == 421 and b"Host: found" in body and b"<" not in body, host
     assert get(live, "/metrics")[1].startswith(b"# HELP slipstream_trainer_")
     assert get(live, "/metrics", "HEAD")[1] == b""
 
@@ -179,10 +184,12 @@ def test_web_answers_reads_only_and_reflects_nothing(live: Live) -> None:
 def test_web_facts_are_those_of_the_trainer_and_cost_nothing_when_unchanged(live: Live) -> None:
     status = json.loads(get(live, "/api/status")[1])
     assert status["last_minute"][0]["acceptance_length"] == pytest.approx(3.1)
+    assert status["served_release"] == "0" and status["served_staleness"] == "5"
     answer, body = get(live, "/api/history")
-    (cell,) = json.loads(body)["acceptance"]
-    assert (cell["draft_version"], cell["first_policy_version"]) == ("0", "5")
-    assert cell["drafts"] == "1000" and cell["accepted_per_position"] == ["900", "700", "500"]
+    newest = json.loads(body)["snapshots"][-1]
+    (drafted,) = newest["last_minute"]
+    assert (drafted["draft_version"], newest["policy_version"]) == ("0", "5")
+    assert drafted["drafts"] == "1000" and drafted["accepted_per_position"] == ["900", "700", "500"]
     same, nothing = get(live, "/", If_None_Match=get(live, "/")[0].headers["ETag"])
     assert same.status == 304 and nothing == b""
     events = json.loads(get(live, "/api/events")[1])["events"]
@@ -255,7 +262,7 @@ def test_the_page_shows_them_in_a_browser(live: Live, tmp_path: Path) -> None:
     assert fleet["127.0.0.1:9"][0] == "unreachable"
     kinds = [row[1] for row in page.rows if len(row) == 6]
     assert kinds[-1] == "trainer started" and "policy announced" in kinds
-    assert "circle" in page.tags
+    assert page.tags.count("canvas") == 3
     assert "Refused to" not in done.stderr
 
 
@@ -313,8 +320,9 @@ def test_events_of_the_past(live: Live, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_history_over_the_wire(live: Live) -> None:
     history = live.client.stub.GetHistory(console_pb2.GetHistoryRequest(), timeout=DEADLINE)
-    assert history.recent[-1].drafts == 1000 and history.recent[-1].samples_accepted == 7
-    assert [past.address for past in history.servers] == [live.double.address]
+    newest = history.snapshots[-1]
+    assert newest.last_minute[0].drafts == 1000 and newest.samples_accepted == 7
+    assert not newest.servers and newest.time > newest.started_at
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

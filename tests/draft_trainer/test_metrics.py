@@ -11,7 +11,6 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from draft_trainer.counters import Counters, Servers, by_label
 from draft_trainer.ingest.rings import Rings
 from draft_trainer.server.metrics import facts, trainer_registry
-from draft_trainer.server.status import PolicyClock
 from slipstream.errors import StatusCode
 from slipstream.serving import RefusedCalls
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -138,30 +137,6 @@ def test_everything_has_a_series_once_it_is_known() -> None:
     assert value(samples, T + "trial_running") == 1
     assert value(samples, T + "draft_served_timestamp_seconds") == 777
     assert value(samples, T + "replay_directory", directory="/samples") == 1
-
-
-def test_staleness_counts_from_when_the_policy_moved_past_the_draft() -> None:
-    now = 1000.0
-    clock = PolicyClock(now=lambda: now)
-    assert clock.announced(11) and clock.newest_at == 1000.0
-    now += 30
-    assert clock.behind_seconds(11) == 0
-    for version in (12, 13, 13):
-        clock.announced(version)
-        now += 10
-    assert clock.behind_seconds(11) == 30
-    assert clock.behind_seconds(0) == 60, "release 0 was trained on nothing"
-    # Another run counts from its own versions.
-    clock.announced(1)
-    now += 5
-    assert clock.behind_seconds(0) == 5
-
-
-def test_a_restarted_trainer_counts_from_its_start() -> None:
-    clock = PolicyClock(known=8, now=lambda: 50.0)
-    assert clock.newest_at is None
-    assert not clock.announced(8), "the bridge announces it again"
-    assert clock.behind_seconds(3) == 0.0
 
 
 def test_ten_thousand_releases_leave_a_bounded_number_of_series() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from http.client import HTTPConnection
-from typing import Any
 
 import pytest
+from starlette.responses import PlainTextResponse
 
 from draft_trainer.server import web as server
 from draft_trainer.server.web import WebServer
@@ -17,9 +17,7 @@ from slipstream.security import open_to_all
 DEADLINE = 60.0
 
 
-def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-    start_response("200 OK", [("Content-Length", "2")])
-    return (b"ok",)
+answer = PlainTextResponse("ok")
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ def ask(web: WebServer) -> bytes:
 def test_a_client_that_sends_bit_by_bit_is_cut_off(
     web: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "CONNECTION_SECONDS", 0.0)
+    monkeypatch.setattr(server, "CONNECTION_SECONDS", 0.2)
     with connected(web) as slow:
         slow.sendall(b"GET / HT")
         assert slow.recv(1) == b""
