@@ -168,7 +168,9 @@ class TrainerServer:
             states,
             resumed,
             self.runs,
-            Candidates(config, registry, judge, self._promotions, retention, self._counters.released),
+            Candidates(
+                config, registry, judge, self._promotions, retention, self._counters.released
+            ),
             self._counters,
             arrived,
             on_release=on_release,
