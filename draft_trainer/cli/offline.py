@@ -52,13 +52,13 @@ class Init:
     def run(self) -> int:
         """Writes the draft and prints what was made."""
         import torch
+        from rich.console import Console
 
         from draft_trainer.checkpoints.policy import read_policy, size_of
         from draft_trainer.drafters.eagle3.checkpoint import save_draft
         from draft_trainer.drafters.eagle3.initial import choose_draft_vocabulary, init_draft
         from draft_trainer.files import check_free, folder_written_whole
-        from draft_trainer.offline.fit import Progress
-        from draft_trainer.recordings.recording import Recording
+        from draft_trainer.offline.report import open_recording
 
         at_least("--draft-vocab", self.draft_vocab, 1)
         at_least("--intermediate-size", self.intermediate_size, 1)
@@ -68,13 +68,7 @@ class Init:
         vocab = size_of(policy.config, "vocab_size")
         ids, chosen = torch.arange(vocab), ""
         if self.states is not None:
-            progress = Progress()
-            recording = Recording(
-                self.states,
-                lambda done, total: progress.update(
-                    f"verifying recorded states {done / total:4.0%}"
-                ),
-            )
+            recording = open_recording(self.states, Console(stderr=True))
             recording.check_policy(policy.config)
             layers = layers or recording.facts.aux_layer_ids
             recording.select_layers(layers)
@@ -176,8 +170,9 @@ class Fit:
         import torch
 
         from draft_trainer.kernels.library import use_kernels
+        from draft_trainer.offline.data import fit_config
         from draft_trainer.offline.fit import Fit as Training
-        from draft_trainer.offline.fit import FitFolders, Progress, fit_config
+        from draft_trainer.offline.fit import FitFolders
         from draft_trainer.training.ranks import RankLostError, Ranks
 
         options = {
@@ -205,9 +200,8 @@ class Fit:
         }
         try:
             ranks = Ranks.join(training.rank_timeout_s, training.device)
-            progress = Progress(sys.stderr if ranks.rank == 0 else None)
             folders = FitFolders(self.states, self.draft, self.out, self.policy)
-            done = Training(folders, config, ranks, progress).run(stopping, self.resume)
+            done = Training(folders, config, ranks).run(stopping, self.resume)
             ranks.leave()
         except RankLostError as error:
             print(f"draft-trainer: {error}; start all ranks again with --resume", file=sys.stderr)

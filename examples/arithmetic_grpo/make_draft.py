@@ -14,10 +14,11 @@ import tempfile
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from draft_trainer.cli.main import main as draft_trainer
-from draft_trainer.offline.fit import Progress
+from draft_trainer.offline.report import progress_of
 from examples.arithmetic_grpo.record import Recorder, solutions
 
 AUX_LAYERS = (2, 5, 7)
@@ -27,12 +28,15 @@ DRAFT_LENGTH = 3
 def record(policy: Path, states: Path, count: int, seed: int) -> None:
     """Solve ``count`` problems at temperature 1 and record the policy's states for each."""
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
-    progress, done = Progress(), 0
-    with Recorder(model, states, aux_layer_ids=AUX_LAYERS) as recorder:
+    console, done = Console(stderr=True), 0
+    with (
+        Recorder(model, states, aux_layer_ids=AUX_LAYERS) as recorder,
+        progress_of(console, "recording rollouts") as (bar, task),
+    ):
         for rollouts in solutions(model, count, seed):
             recorder.add(rollouts)
             done += len(rollouts)
-            progress.update(f"recording {done}/{count} rollouts")
+            bar.update(task, completed=done, total=count)
 
 
 def run(*arguments: object) -> None:

@@ -21,9 +21,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draft_trainer.offline.fit import Progress
+from draft_trainer.offline.report import progress_of, say
 from draft_trainer.recordings.recording import RecordingFacts, RecordingWriter
 from examples.arithmetic_grpo.sampling import prompt_ids, sample
 from examples.arithmetic_grpo.task import sample_problem
@@ -218,19 +219,22 @@ def main() -> None:
     else:
         total = options.count
         parts = solutions(model, total, options.seed)
-    progress, done = Progress(), 0
-    with Recorder(
-        model,
-        options.out,
-        aux_layer_ids=layers or None,
-        temperature=options.temperature,
-        states_dtype=getattr(torch, options.states_dtype),
-    ) as recorder:
+    console, done = Console(stderr=True), 0
+    with (
+        Recorder(
+            model,
+            options.out,
+            aux_layer_ids=layers or None,
+            temperature=options.temperature,
+            states_dtype=getattr(torch, options.states_dtype),
+        ) as recorder,
+        progress_of(console, "recording rollouts") as (bar, task),
+    ):
         for part in parts:
             recorder.add(part)
             done += len(part)
-            progress.update(f"{done}/{total} rollouts, {recorder.nbytes >> 20} MiB")
-    progress.say(f"{options.out}: {done} rollouts, {recorder.nbytes >> 20} MiB")
+            bar.update(task, completed=done, total=total)
+    say(console, f"{options.out}: {done} rollouts, {recorder.nbytes >> 20} MiB")
 
 
 if __name__ == "__main__":

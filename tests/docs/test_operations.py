@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.config import TrainerConfig
-from draft_trainer.offline.fit import FitConfig
+from draft_trainer.offline.data import FitConfig
 from slipstream.v1 import console_pb2
 
 ROOT = Path(__file__).resolve().parents[2]

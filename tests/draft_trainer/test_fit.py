@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -20,9 +19,9 @@ import torch
 from draft_trainer.cli.main import main
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.checkpoint import load_head
-from draft_trainer.offline.fit import Progress, _ticks, duration, read_log
+from draft_trainer.offline.report import read_log
 from draft_trainer.recordings.recording import Recording
-from draft_trainer.sample import is_held_out
+from slipstream.sample import is_held_out
 from tests.draft_trainer.recordings import record_synthetic
 from tests.draft_trainer.rig import write_draft
 from tests.draft_trainer.synthetic import Policy
@@ -286,7 +285,10 @@ def test_refusals_by_name(
         (work.arguments("new", config=work.folder / "bad.toml"), "rename it to learning_rate"),
         (work.arguments("new", config=work.folder / "no.toml"), "No such file"),
         (work.arguments("new", draft_length=4), "training.ttt_steps: found 3, expected at least"),
-        (work.arguments("new", batch_tokens=10_000), "decay_steps: found 3"),
+        (
+            work.arguments("new", batch_tokens=10_000),
+            "training.warmup_steps: found 5, expected fewer than",
+        ),
     ):
         assert main(arguments) == 2, arguments
         (line,) = [x for x in capsys.readouterr().err.splitlines() if "verifying" not in x]
@@ -299,32 +301,6 @@ def test_too_few_prompts_are_refused(work: Work, capsys: pytest.CaptureFixture[s
     record_synthetic(folder, Policy(0, 4.0).samples(2), {1: Policy(0, 4.0)})
     assert main(work.arguments("new", states=folder)) == 2
     assert "fit.held_out_fraction: found 0.2: 2 samples to train on" in capsys.readouterr().err
-
-
-class Terminal(io.StringIO):
-    """A stream that a person looks at."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_one_live_line_in_a_terminal_and_plain_lines_elsewhere() -> None:
-    terminal, file = Terminal(), io.StringIO()
-    for stream in (terminal, file):
-        progress = Progress(stream)
-        progress.update("step 1 of 10")
-        progress.update("step 2 of 10")  # too soon
-        progress.say("done")
-    assert terminal.getvalue() == "\rstep 1 of 10\rdone        \n"
-    assert file.getvalue() == "step 1 of 10\ndone\n"
-    Progress(None).say("nothing")
-    assert [duration(s) for s in (45.4, 200, 7500)] == ["45 s", "3 min 20 s", "2 h 05 min"]
-
-
-def test_ticks_enclose_and_are_round() -> None:
-    assert _ticks(1.03, 1.76) == [1.0, 1.2, 1.4, 1.6, 1.8]
-    assert _ticks(0.0, 115_250.0) == [0, 50_000, 100_000, 150_000]
-    assert len(_ticks(2.0, 2.0)) >= 2
 
 
 def test_the_log_is_json_without_nan(work: Work) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.loss import step_weights
-from draft_trainer.offline.fit import DataOrder, Position
+from draft_trainer.offline.data import DataOrder, Position
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.optimizer import Schedule, orthogonal
 from slipstream.errors import RefusedError

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from draft_trainer.config import TrainingConfig
-from draft_trainer.offline.fit import DataOrder, Position
+from draft_trainer.offline.data import DataOrder, Position
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.optimizer import Schedule
 from draft_trainer.training.ranks import RankLostError, Ranks, shares

@@ -1,0 +1,200 @@
+"""What a fit reads: its configuration, and one recording split by prompt, in an order by seed.
+
+Nothing here has a state of its own: a ``Position``, two integers, is all that a resumed fit needs
+to take the samples that the uninterrupted one would have taken.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from draft_trainer.config import Section, TrainingConfig, read_toml, validated
+from draft_trainer.drafters.policy import PolicyHeads
+from draft_trainer.recordings.recording import Recording
+from slipstream.errors import RefusedError
+from slipstream.sample import Sample, is_held_out
+
+
+class FitSection(Section):
+    """[fit]: the mechanism, how long, and what the result is judged by."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    epochs: Annotated[int, Field(ge=1)] = 3
+    evaluations: Annotated[int, Field(ge=1)] = 10
+    held_out_fraction: Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)] = 0.05
+    held_out_tokens: Annotated[int, Field(ge=1)] = 65536
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=16)] = 3
+    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
+    decay_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    decay_floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+
+
+class FitConfig(Section):
+    """The whole file. Of [training], what only a running service needs has no effect."""
+
+    fit: FitSection = FitSection()
+    training: TrainingConfig = TrainingConfig()
+
+    @model_validator(mode="after")
+    def _depth_covers_the_served_drafts(self) -> FitConfig:
+        k, depth = self.fit.num_speculative_tokens, self.training.ttt_steps
+        if depth < k:
+            raise RefusedError(
+                "training.ttt_steps",
+                depth,
+                f"at least fit.num_speculative_tokens = {k}",
+                "raise training.ttt_steps, or serve a shorter draft",
+            )
+        return self
+
+
+def fit_config(path: Path | None, options: Mapping[str, object]) -> FitConfig:
+    """The file, where one is given, with the command line's options over it.
+
+    Args:
+        path: TOML; None for the defaults.
+        options: dotted keys ("training.seed") and values.
+
+    Raises:
+        RefusedError: as ``draft_trainer.config.load_config``.
+    """
+    raw = {} if path is None else read_toml(path)
+    for key, value in options.items():
+        section, _, name = key.partition(".")
+        held = raw.setdefault(section, {})
+        if isinstance(held, dict):
+            held[name] = value
+    return validated(FitConfig, raw)
+
+
+@dataclass(frozen=True, eq=False)
+class FitData:
+    """A recording, split by prompt.
+
+    Attributes:
+        recording: narrowed to the draft's layers.
+        heads: every recorded policy version's matrices.
+        training: numbers of the samples that are trained on.
+        lengths: tokens of each of them.
+        held_out: samples that are not; at most ``fit.held_out_tokens``.
+    """
+
+    recording: Recording
+    heads: PolicyHeads
+    training: list[int]
+    lengths: list[int]
+    held_out: list[Sample]
+
+    def batch(self, chosen: Sequence[int]) -> list[Sample]:
+        """Samples by their place in ``training``."""
+        return [self.recording[self.training[i]] for i in chosen]
+
+
+def split(recording: Recording, heads: PolicyHeads, config: FitConfig) -> FitData:
+    """Hold out a share of the prompts.
+
+    Raises:
+        RefusedError: one of the two parts is empty.
+    """
+    fit, lengths = config.fit, recording.lengths()
+    kept: list[int] = []
+    training: list[int] = []
+    groups = recording.groups()
+    for number, group in enumerate(groups):
+        (kept if is_held_out(group, fit.held_out_fraction) else training).append(number)
+    # Any of them: the first would be the oldest policy version's.
+    random.Random(config.training.seed).shuffle(kept)
+    held_out: list[Sample] = []
+    tokens = 0
+    for number in kept:
+        tokens += lengths[number]
+        if held_out and tokens > fit.held_out_tokens:
+            break
+        held_out.append(recording[number])
+    if not training or not held_out:
+        raise RefusedError(
+            "fit.held_out_fraction",
+            f"{fit.held_out_fraction}: {len(training)} samples to train on, {len(kept)} held out, "
+            f"of {len(set(groups))} prompts",
+            "some of each",
+            "record more prompts, or change fit.held_out_fraction",
+        )
+    return FitData(recording, heads, training, [lengths[i] for i in training], held_out)
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a fit is in the data.
+
+    Attributes:
+        epoch: completed passes over the data.
+        index: completed samples of the current pass.
+    """
+
+    epoch: int = 0
+    index: int = 0
+
+
+class DataOrder:
+    """Every sample once per epoch, in an order of that epoch's own.
+
+    Args:
+        lengths: tokens of every sample.
+        batch_tokens: bound on the tokens of one step; a sample that is longer has a step to itself.
+        seed: of the orders.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_tokens: int, seed: int) -> None:
+        if not lengths:
+            raise RefusedError("samples", "none", "at least one", "record some states first")
+        if batch_tokens < 1:
+            raise RefusedError("batch_tokens", batch_tokens, "at least 1", "raise it")
+        self._lengths = tuple(lengths)
+        self._batch_tokens = batch_tokens
+        self._seed = seed
+        self._epoch, self._order = -1, [0]
+
+    def next_step(self, position: Position) -> tuple[list[int], Position]:
+        """The samples of the step that begins at ``position``, and where the next one begins.
+
+        A step never spans two epochs; the last one of an epoch may be short.
+        """
+        order = self.order(position.epoch)
+        chosen: list[int] = []
+        tokens = 0
+        for sample in order[position.index :]:
+            tokens += self._lengths[sample]
+            if chosen and tokens > self._batch_tokens:
+                break
+            chosen.append(sample)
+        index = position.index + len(chosen)
+        if index == len(order):
+            return chosen, Position(position.epoch + 1, 0)
+        return chosen, Position(position.epoch, index)
+
+    def steps(self, epochs: int, start: Position = Position()) -> Iterator[list[int]]:
+        """The samples of every step from ``start`` to the end of the last epoch."""
+        position = start
+        while position.epoch < epochs:
+            chosen, position = self.next_step(position)
+            yield chosen
+
+    def order(self, epoch: int) -> list[int]:
+        """Sample indices of one epoch.
+
+        Sorted by the numbers of ``random.Random``, whose sequence Python promises to keep for a
+        seed; that of its shuffle, or of torch.randperm, may change between versions and would
+        give a run that was resumed after an upgrade some samples twice and others never.
+        """
+        if epoch != self._epoch:
+            draw = random.Random(f"{self._seed}:{epoch}").random
+            keys = [draw() for _ in self._lengths]
+            self._order = sorted(range(len(keys)), key=keys.__getitem__)
+            self._epoch = epoch
+        return self._order
