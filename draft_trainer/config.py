@@ -1,11 +1,7 @@
-"""What ``draft-trainer serve --config FILE`` reads: TOML, every key checked before anything starts.
+"""The TOML file of ``draft-trainer serve --config FILE``, every key checked before anything starts.
 
-Paths are relative to the folder of the configuration file, so that a run does
-not depend on where it was started.
-
-What every section of a configuration file has in common.
-
-[access] and [credentials]: whom the trainer lets in, and what it shows to rollout servers.
+One class per [section]; the rest of the trainer takes sections as they are. Relative paths are
+relative to the file's folder. docs/operations.md describes every key.
 """
 
 from __future__ import annotations
@@ -16,7 +12,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from slipstream.client import MAX_MESSAGE_BYTES
@@ -34,8 +39,6 @@ from slipstream.security import (
     check_exposure,
 )
 
-ConfigPath = Annotated[Path, Field(strict=False)]
-
 DNS, FILE = "dns:", "file:"
 """Prefixes of entries in ``publish.rollout_servers`` that stand for several addresses."""
 
@@ -48,20 +51,32 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def _below_the_file(path: Path, info: ValidationInfo) -> Path:
+    folder: Path | None = info.context
+    return path if folder is None else folder / path
+
+
+ConfigPath = Annotated[Path, Field(strict=False), AfterValidator(_below_the_file)]
+Files = Annotated[tuple[ConfigPath, ...], Field(strict=False)]
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0.0, le=3600.0, allow_inf_nan=False)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
 class Section(BaseModel):
     """Keys of one [section], each with its type and range."""
 
-    # strict: "5" is not 5. A config that is coerced hides the typo that made it.
+    # strict: "5" is not 5. A coerced value hides a typo.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-S = TypeVar("S", bound=Section)
-Files = Annotated[tuple[ConfigPath, ...], Field(strict=False)]
-Names = Annotated[tuple[str, ...], Field(strict=False)]
+M = TypeVar("M", bound=Section)
 
 
 class AccessConfig(Section):
-    """[access]: the server's certificate, and who may call what. Only paths, never secrets."""
+    """[access]: the server's certificate, and which callers have which role. Paths, no secrets."""
 
     certificate: ConfigPath | None = None
     key: ConfigPath | None = None
@@ -75,7 +90,7 @@ class AccessConfig(Section):
 
 
 class CredentialsConfig(Section):
-    """[credentials]: what is shown to the rollout servers. Only paths, never secrets."""
+    """[credentials]: for the rollout servers. Paths, no secrets."""
 
     ca: ConfigPath | None = None
     certificate: ConfigPath | None = None
@@ -83,18 +98,6 @@ class CredentialsConfig(Section):
     token_file: ConfigPath | None = None
     server_name: str = ""
     allow_plaintext: bool = False
-
-
-def beneath(base: Path, section: S) -> S:
-    """A section with its relative paths below ``base``."""
-    changed: dict[str, object] = {}
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, Path):
-            changed[name] = base / value
-        elif isinstance(value, tuple) and value and isinstance(value[0], Path):
-            changed[name] = tuple(base / path for path in value)
-    return section.model_copy(update=changed)
 
 
 def access_of(config: TrainerConfig, count: Callable[[str], None]) -> Access:
@@ -149,38 +152,22 @@ def access_of(config: TrainerConfig, count: Callable[[str], None]) -> Access:
 
 
 def credentials_of(config: TrainerConfig) -> ClientCredentials:
-    """What is shown to the rollout servers, its files checked.
+    """The credentials for the rollout servers, their files checked.
 
     Raises:
         RefusedError: a file cannot be used, or a token would cross the network readable.
     """
-    section = config.credentials
-    shown = ClientCredentials(
-        section.ca,
-        section.certificate,
-        section.key,
-        section.token_file,
-        section.server_name,
-        section.allow_plaintext,
-    )
+    shown = ClientCredentials(**dict(config.credentials))
     shown.check("credentials.")
     for address in config.publish.rollout_servers:
-        # A file's addresses are looked at one by one, when a channel to them is opened.
-        if address.startswith("file:"):
-            continue
-        shown.check_address(address, "publish.rollout_servers")
+        # The addresses in a file are checked when a channel to them is opened.
+        if not address.startswith(FILE):
+            shown.check_address(address, "publish.rollout_servers")
     return shown
 
 
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(gt=0.0, le=3600.0, allow_inf_nan=False)]
-Port = Annotated[int, Field(ge=0, le=65535)]
-S_CONFIG = TypeVar("S_CONFIG", bound=BaseModel)
-
-
 class ServerConfig(Section):
-    """[server]: where it listens and what one client may hold."""
+    """[server]: where it listens, and what one client may use."""
 
     host: str = "127.0.0.1"
     port: Port = 50051
@@ -316,22 +303,27 @@ class PublishConfig(Section):
 
     @field_validator("rollout_servers")
     @classmethod
-    def _addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        for entry in addresses:
+    def _addresses(cls, entries: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        checked = []
+        for entry in entries:
             try:
                 if entry == FILE:
                     raise ValueError("file: without a path")
-                if not entry.startswith(FILE):
+                if entry.startswith(FILE):
+                    path = _below_the_file(Path(entry.removeprefix(FILE)), info)
+                    entry = f"{FILE}{path}"
+                else:
                     split_address(entry.removeprefix(DNS))
             except ValueError as error:
                 raise ValueError(f"host:port, dns:name:port or file:path ({error})") from None
-        if len(set(addresses)) != len(addresses):
+            checked.append(entry)
+        if len(set(checked)) != len(checked):
             raise ValueError("every address once")
-        return addresses
+        return tuple(checked)
 
 
 class CanaryConfig(Section):
-    """[canary]: who gets a release first, and what live acceptance must show."""
+    """[canary]: which servers get a release first, and what live acceptance must show."""
 
     share: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 1.0
     min_drafts: Annotated[int, Field(ge=1)] = 300
@@ -380,24 +372,13 @@ class TrainerConfig(Section):
 
 
 def load_config(path: Path) -> TrainerConfig:
-    """Read, check and resolve a configuration file.
+    """Read and check a configuration file; its paths become absolute.
 
     Raises:
-        RefusedError: no such file, not TOML, or a key that is unknown, missing,
-            of the wrong type or out of range; ``field`` is the dotted key.
+        RefusedError: no such file, not TOML, or a key that is unknown, missing, of the wrong type
+            or out of range; ``field`` is the dotted key.
     """
-    config = parse_config(read_toml(path))
-    base = path.resolve().parent
-    servers = tuple(
-        f"{FILE}{base / entry.removeprefix(FILE)}" if entry.startswith(FILE) else entry
-        for entry in config.publish.rollout_servers
-    )
-    publish = config.publish.model_copy(update={"rollout_servers": servers})
-    sections = ("access", "credentials", "draft", "recording", "replay")
-    return config.model_copy(
-        update={name: beneath(base, getattr(config, name)) for name in sections}
-        | {"publish": publish}
-    )
+    return validated(TrainerConfig, read_toml(path), path.resolve().parent)
 
 
 def read_toml(path: Path) -> dict[str, object]:
@@ -419,37 +400,43 @@ def parse_config(raw: Mapping[str, object]) -> TrainerConfig:
     return validated(TrainerConfig, raw)
 
 
-def validated(model: type[S_CONFIG], raw: Mapping[str, object]) -> S_CONFIG:
-    """``raw`` as a ``model``. Raises RefusedError naming the first wrong key and all others."""
+def validated(model: type[M], raw: Mapping[str, object], folder: Path | None = None) -> M:
+    """``raw`` as a ``model``, relative paths below ``folder`` if one is given.
+
+    Raises:
+        RefusedError: naming the first wrong key, and the others in its next step.
+    """
     try:
-        return model.model_validate(raw)
+        return model.model_validate(raw, context=folder)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_context=True)
-        refusal = _refusal_of(model, details[0])
-        if len(details) > 1:
-            others = ", ".join(_key(detail) for detail in details[1:])
-            refusal.next_step += f" (also wrong: {others})"
-        raise RefusedError(
-            refusal.field, refusal.found, refusal.expected, refusal.next_step
-        ) from None
+        first, *others = error.errors(include_url=False, include_context=True)
+        key, found, expected, next_step = _problem(model, first)
+        if others:
+            next_step += f" (also wrong: {', '.join(map(_key, others))})"
+        raise RefusedError(key, found, expected, next_step) from None
 
 
 def _key(detail: ErrorDetails) -> str:
     return ".".join(str(part) for part in detail["loc"])
 
 
-def _refusal_of(model: type[BaseModel], detail: ErrorDetails) -> RefusedError:
+def _problem(model: type[BaseModel], detail: ErrorDetails) -> tuple[str, str, str, str]:
+    """Field, found, expected and next step."""
     key = _key(detail)
     if detail["type"] == "missing":
         kind = "a [section]" if len(detail["loc"]) == 1 else "a value"
-        return RefusedError(key, "nothing", f"{kind} for this required key", f"add {key}")
+        return key, "nothing", f"{kind} for this required key", f"add {key}"
     if detail["type"] == "extra_forbidden":
         known = _known_keys(model, detail)
         near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
-        hint = f"rename it to {near[0]}" if near else "remove it"
-        return RefusedError(key, "an unknown key", f"one of {known}", hint)
+        return (
+            key,
+            "an unknown key",
+            f"one of {known}",
+            (f"rename it to {near[0]}" if near else "remove it"),
+        )
     expected = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return RefusedError(key, repr(detail["input"]), expected, f"fix {key}")
+    return key, repr(detail["input"]), expected, f"fix {key}"
 
 
 def _known_keys(model: type[BaseModel], detail: ErrorDetails) -> list[str]:

@@ -25,7 +25,7 @@ _BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ELSEWHERE = {
     "torchrun": "tests/adapters/test_ranks.py",
     "grpcurl": "tests/deploy/test_prometheus.py",
-    "grpc_health_probe": "tests/rollout_server/test_readiness.py",
+    "grpc_health_probe": "tests/deploy/test_health.py",
     "docker": "tests/deploy/test_documentation.py",
     "kubectl": "tests/deploy/test_documentation.py",
     "ray": "tests/deploy/test_documentation.py",
