@@ -1,7 +1,7 @@
 """The control plane's state: what is staged, what is live, and how that changes.
 
 One event loop owns it. Commits are serialised and, once begun, run to their end even if the caller
-goes away: a commit that is abandoned half-way would leave the server not knowing what it serves.
+disconnects: after half a commit the server would not know what it serves.
 Knows nothing of gRPC services or Prometheus.
 """
 
@@ -59,8 +59,8 @@ class Weights:
 class Readiness:
     """Reasons against sending requests to this server, at most one from each source.
 
-    Serving goes on either way: a bad draft costs speed, never a wrong token. But a balancer or an
-    operator should see it, and the trainer replaces the draft.
+    A server that is not ready still serves: a bad draft costs speed, never a wrong token. Balancers
+    and operators see it, and the trainer replaces the draft.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Readiness:
 
 
 class CommitObserver(Protocol):
-    """Told of every change that was tried, for metrics."""
+    """Receives the result of every change, for metrics."""
 
     def committed(self, kind: str, outcome: str, result: Result | None) -> None:
         """A change of ``kind`` ended as "ok", "failed" or "untrusted"."""
@@ -220,7 +220,7 @@ class RolloutControl:
 
     @asynccontextmanager
     async def without_speculation(self) -> AsyncIterator[None]:
-        """Off inside; afterwards as the last ``set_speculation`` says, also one made meanwhile.
+        """Drafting off inside; afterwards as the last ``set_speculation`` says.
 
         Raises:
             RefusedError: the engine did not answer.
@@ -232,7 +232,7 @@ class RolloutControl:
             await self._to_the_end(lambda _: self._set_speculation(self._speculation_wanted))
 
     async def read_back(self) -> None:
-        """Have the workers look at the draft in their memory; the finding goes to ``readiness``.
+        """Have the workers hash the draft in their memory; the finding goes to ``readiness``.
 
         Raises:
             RefusedError: the engine did not answer.
@@ -246,7 +246,7 @@ class RolloutControl:
             await asyncio.wait(self._tasks, timeout=5.0)
 
     def _to_the_end(self, change: Callable[[float], Awaitable[Result]]) -> Awaitable[Result]:
-        """Run a change, one at a time, to its end; it is told when it arrived."""
+        """Run a change, one at a time, to its end. Its argument is when it arrived."""
         arrival = time.perf_counter()
 
         async def run() -> Result:
@@ -285,7 +285,7 @@ class RolloutControl:
                 "stage and commit the release that you want",
                 StatusCode.FAILED_PRECONDITION,
             )
-        # Usually ready; if not, it is prepared before the engine stands still.
+        # Usually ready; if not, it is prepared while the engine generates.
         await self._engine.prepare(previous.source, None)
         result = await self._apply([previous], "rollback", arrival)
         self._store.release(self.live[DRAFT].keys)

@@ -76,7 +76,7 @@ class Engine(Protocol):
         ...
 
     async def set_speculation(self, enabled: bool) -> float:
-        """Propose drafts, or none; answers the seconds that the engine stood still."""
+        """Propose drafts, or none; answers the seconds that the engine was paused."""
         ...
 
     async def read_back(self) -> str:

@@ -114,8 +114,8 @@ class StepClock:
     """Sums engine steps and their seconds by kind and number of requests.
 
     A step lasts from one step's output to the next while the engine is busy throughout: that is
-    what it costs whoever waits for tokens, with and without asynchronous scheduling. A worker call
-    in between (a commit) spoils one interval, which is not counted.
+    what a waiting request sees, with and without asynchronous scheduling. The interval around a
+    worker call (a commit) is not counted.
 
     Args:
         engine_core: vLLM's ``EngineCore``.
@@ -246,13 +246,13 @@ class EngineHooks:
         seconds = self._rpc("slipstream_set_speculation", timeout, (enabled,))
         self._switch.set(enabled)
         if enabled:
-            # Blocks that were filled meanwhile have no keys and values of the draft.
+            # Blocks that were filled while it was off have no keys and values of the draft.
             self._salt.advance()
         self._clock.interrupted()
         return float(max(seconds))
 
     def step_sums(self, measure: bool) -> list[list[Any]]:
-        """``StepClock.sums``; goes on to measure, or stops."""
+        """``StepClock.sums``; measured from now on, or not."""
         self._clock.measure(measure)
         return self._clock.sums()
 

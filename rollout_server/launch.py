@@ -230,7 +230,7 @@ def handle_early_signals(closers: Iterable[Callable[[], None]]) -> None:
     """End the process on SIGTERM and SIGINT until vLLM's running API server replaces the handler.
 
     vLLM raises KeyboardInterrupt from its own handler during start-up, which gets lost under uvloop
-    and pyzmq: the process comes up all the same, or waits for ever for an engine that was stopped.
+    and pyzmq: the process starts all the same, or waits for an engine that was stopped.
 
     Args:
         closers: called before leaving, for what outlives a process (shared memory).

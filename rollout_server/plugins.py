@@ -25,7 +25,7 @@ MARK = "SLIPSTREAM_ROLLOUT_SERVER"
 
 @dataclass(frozen=True)
 class Settings:
-    """What the launcher was told and has checked.
+    """The launcher's options, checked.
 
     Attributes:
         model_dir: the policy's checkpoint.

@@ -5,8 +5,8 @@ trainer knows nothing of Ray. Three processes for each server:
 
 - the **actor** (``Replica``) starts the server, watches it and ends itself when the server has
   ended or hangs; Ray then starts the actor again, on this node or another, with the same arguments.
-  On the same node it gets the same ports: the policy's process pushes weights to the addresses that
-  it was told when its run began.
+  On the same node it gets the same ports: the policy's process keeps the addresses that it read at
+  its start.
 - the **supervisor** (``python -m rollout_server.ray_fleet COMMAND ...``) ends the server when the
   actor dies, however it dies. A killed Ray worker leaves its children behind otherwise: a server on
   a port that the next replica needs, with a GPU's memory.
@@ -38,9 +38,9 @@ from slipstream.security import NONE, ClientCredentials
 from slipstream.serving import serving
 
 REFUSED = 2
-"""Exit status of a server that was asked for what it cannot do."""
+"""Exit status of a server that refuses its options."""
 
-LOOK_SECONDS = 2.0
+HEALTH_SECONDS = 2.0
 SILENT_SECONDS = 60.0
 """Without any answer to a health check after which a server hangs."""
 
@@ -50,7 +50,7 @@ PORTS_SECONDS = 30.0
 AGAIN_SECONDS = 30.0
 """Before a replica that served once and is refused now tries again."""
 
-FLEET_LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 """Of an actor that runs; one that does not answer is being started again."""
 
@@ -75,7 +75,7 @@ class FleetPlan:
         ready_seconds: longest that a start may take until health says SERVING.
         stop_seconds: that a server has to end.
         host: that all listen on; empty: each its node's address.
-        credentials: to ask for their health with.
+        credentials: for health checks.
     """
 
     command: tuple[str, ...]
@@ -99,7 +99,7 @@ class Report:
         pid: the actor's process.
         control: its control plane's address; empty until it serves.
         http: its OpenAI API; empty until it serves.
-        refused: the server refused what it was asked for, at its first start.
+        refused: the server refused its options at its first start.
     """
 
     pid: int
@@ -175,7 +175,7 @@ class Replica:
         """Until the server ended or hangs; which of the two."""
         deadline = time.monotonic() + self._plan.ready_seconds
         with open_channel(self._control, credentials=self._plan.credentials) as channel:
-            while not _ended(server, LOOK_SECONDS):
+            while not _ended(server, HEALTH_SECONDS):
                 try:
                     if serving(channel) and not self._report.control:
                         http = f"http://{self._host}:{self._port}"
@@ -219,7 +219,7 @@ class RayFleet:
 
     Args:
         plan: what is placed.
-        on_change: told the reports of all replicas that answer, by index, when one changed.
+        on_change: receives the reports of all replicas that answer, by index, when one changed.
     """
 
     def __init__(
@@ -245,12 +245,12 @@ class RayFleet:
         """Keep the file up to date until ``stop`` is set.
 
         Raises:
-            RefusedError: a server refuses what it was asked for at its first start, or Ray cannot
+            RefusedError: a server refuses its options at its first start, or Ray cannot
                 start its actor.
         """
         while not stop.is_set():
-            self._look()
-            stop.wait(FLEET_LOOK_SECONDS)
+            self._poll()
+            stop.wait(POLL_SECONDS)
 
     def close(self) -> None:
         """Empty the file; end every server and its actor."""
@@ -262,7 +262,7 @@ class RayFleet:
         for replica in self._replicas:
             ray.kill(replica)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         import ray
         from ray.exceptions import ActorDiedError, ActorUnavailableError
 

@@ -57,7 +57,7 @@ class Result:
     """What became of a change.
 
     Attributes:
-        worker_seconds: that the engine stood still, the slowest worker's.
+        worker_seconds: that the engine was paused, in the slowest worker.
         error: empty when everything was applied; else why nothing was.
         restored: False when even the old weights could not be put back, so that the models are not
             to be trusted.

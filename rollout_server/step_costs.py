@@ -28,7 +28,7 @@ LEAST_STEPS = 16
 LEAST_DRAFTS = 100
 """Verification steps below which an acceptance length says nothing."""
 
-LOOK_SECONDS = 2.0
+READ_SECONDS = 2.0
 PROBE_SECONDS = 1.0
 """Longest that drafting is off for a measurement."""
 
@@ -58,14 +58,14 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class _Look:
+class _Reading:
     at: float
     sums: StepSums
     live: Accepted | None
 
 
 class StepCosts:
-    """Keeps the last minute of looks. Owned by the API server's event loop.
+    """Keeps the last minute of readings. Owned by the API server's event loop.
 
     Attributes:
         break_even: acceptance length above which speculation pays; None while unknown. The last
@@ -74,20 +74,20 @@ class StepCosts:
 
     def __init__(self) -> None:
         self.break_even: float | None = None
-        self._looks: deque[_Look] = deque()
+        self._readings: deque[_Reading] = deque()
 
     @property
     def sums(self) -> StepSums:
         """Since the start."""
-        return self._looks[-1].sums if self._looks else {}
+        return self._readings[-1].sums if self._readings else {}
 
-    def look(self, at: float, sums: StepSums, live: Accepted) -> None:
-        """What engine and tracker say ``at`` (monotonic seconds) a moment."""
-        if not self._looks:
-            self._looks.append(_Look(at, {}, None))
-        self._looks.append(_Look(at, sums, live))
-        while at - self._looks[1].at >= WINDOW_SECONDS:
-            self._looks.popleft()
+    def add(self, at: float, sums: StepSums, live: Accepted) -> None:
+        """Add what engine and tracker say at ``at`` (monotonic seconds)."""
+        if not self._readings:
+            self._readings.append(_Reading(at, {}, None))
+        self._readings.append(_Reading(at, sums, live))
+        while at - self._readings[1].at >= WINDOW_SECONDS:
+            self._readings.popleft()
         self.break_even = self._cost() or self.break_even
 
     @property
@@ -115,7 +115,7 @@ class StepCosts:
 
     def _recent(self) -> dict[tuple[str, int], StepSum]:
         """Speculative steps of the last minute."""
-        before = self._looks[0].sums if self._looks else {}
+        before = self._readings[0].sums if self._readings else {}
         recent = {}
         for key, total in self.sums.items():
             if key[0] == SPECULATIVE:
@@ -124,15 +124,15 @@ class StepCosts:
         return recent
 
     def _length(self, now: float) -> float | None:
-        last = self._looks[-1] if self._looks else None
+        last = self._readings[-1] if self._readings else None
         if last is None or last.live is None or now - last.at > WINDOW_SECONDS:
             return None
         drafts = tokens = 0
-        for look in reversed(self._looks):
-            if look.live is None or look.live.version != last.live.version:
+        for reading in reversed(self._readings):
+            if reading.live is None or reading.live.version != last.live.version:
                 break
-            drafts = last.live.drafts - look.live.drafts
-            tokens = last.live.tokens - look.live.tokens
+            drafts = last.live.drafts - reading.live.drafts
+            tokens = last.live.tokens - reading.live.tokens
         return 1 + tokens / drafts if drafts >= LEAST_DRAFTS else None
 
     def _cost(self) -> float | None:
@@ -187,7 +187,7 @@ class CostWatch:
             self._task.cancel()
             await asyncio.wait({self._task})
 
-    async def look(self) -> None:
+    async def read(self) -> None:
         """Once, if anything was generated since the last time."""
         tracker = self._tracker
         if tracker.live is None or tracker.all.generated_tokens == self._seen:
@@ -196,7 +196,7 @@ class CostWatch:
         sums = await self._engine.step_sums(True)
         live = tracker.exposed().get(tracker.live, Counters())
         accepted = Accepted(tracker.live, live.drafts, live.accepted_tokens)
-        self._costs.look(time.monotonic(), sums, accepted)
+        self._costs.add(time.monotonic(), sums, accepted)
 
     async def probe(self) -> None:
         """Take plain steps for a moment, if the cost of one is needed and not known."""
@@ -209,13 +209,13 @@ class CostWatch:
         async with self._without_speculation():
             while self._costs.unknown_size == size and time.monotonic() < now + PROBE_SECONDS:
                 await asyncio.sleep(PROBE_SECONDS / 20)
-                await self.look()
+                await self.read()
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(READ_SECONDS)
             try:
-                await self.look()
+                await self.read()
                 await self.probe()
             except RefusedError as error:
                 # An engine that died ends the server; one that is slow is asked again.

@@ -92,7 +92,7 @@ class ReadBack:
 
         Args:
             hashes: of the parameters that were swapped in, taken before, so that no pass over the
-                draft holds up the engine now; None: read the memory.
+                draft delays the engine now; None: read the memory.
         """
         self.committed = self._now() if hashes is None else {**self.committed, **hashes}
         self.lost = False
@@ -316,7 +316,7 @@ def _pairs(live: nn.Module, copy: nn.Module) -> Iterator[Pair]:
             raise NotSwappableError(f"{kind} has no {name}")
         if mine.numel() or standby.numel():
             yield _same_form(mine, standby, f"{kind}.{name}")
-    # What a CPU's linear layer keeps of its matrix.
+    # The packed matrix of a CPU's linear layer.
     packed, standby_packed = live.__dict__.get("cpu_linear"), copy.__dict__.get("cpu_linear")
     if getattr(packed, "__code__", packed) is not getattr(
         standby_packed, "__code__", standby_packed
@@ -414,7 +414,7 @@ class Standby:
 
     Args:
         policy: answers the live policy's module, and draft the live draft's.
-        read_back: told what is in memory after a swap.
+        read_back: learns what is in memory after a swap.
     """
 
     def __init__(self, policy: GetModel, draft: GetModel, read_back: ReadBack) -> None:

@@ -26,8 +26,8 @@ class DraftingSwitch:
     """Skips the draft's forward pass of one V1 model runner while drafting is off.
 
     vLLM would run it at length zero, to keep the draft's KV cache filled. Skipping it costs
-    acceptance for requests that are decoded meanwhile, never correctness: whatever a draft proposes
-    from holes in its cache is verified.
+    acceptance for requests that are decoded while it is off, never correctness: every proposed
+    token is verified.
 
     Args:
         runner: vLLM's ``GPUModelRunner`` (V1) or a subclass of it; hooked from now on.

@@ -159,11 +159,11 @@ def test_versions_staleness_and_commits(server: Server) -> None:
 def test_break_even_is_the_cost_of_like_steps(server: Server) -> None:
     costs = server.costs
     speculative = {(SPECULATIVE, 8): StepSum(100, 1.8), (SPECULATIVE, 64): StepSum(50, 2.0)}
-    costs.look(0.0, speculative, Accepted(0, 500, 400))
+    costs.add(0.0, speculative, Accepted(0, 500, 400))
     assert value(scrape(server.collector), R + "break_even_acceptance_length") is None
     # 20 plain steps of as many requests as the 100: 10 ms each. The 50 have no like.
     sums = speculative | {(PLAIN, 8): StepSum(20, 0.2), (PLAIN, 32): StepSum(20, 9.0)}
-    costs.look(2.0, sums | {(MIXED, 8): StepSum(5, 9.0)}, Accepted(0, 1000, 900))
+    costs.add(2.0, sums | {(MIXED, 8): StepSum(5, 9.0)}, Accepted(0, 1000, 900))
     samples = scrape(server.collector)
     assert value(samples, R + "break_even_acceptance_length") == pytest.approx(1.8)
     assert value(samples, R + "engine_steps_total", kind="plain", requests="8") == 20
@@ -172,7 +172,7 @@ def test_break_even_is_the_cost_of_like_steps(server: Server) -> None:
     ) == pytest.approx(2.0)
     # 500 drafts since the first look, 500 accepted: 2.0 is more than 1.8.
     assert costs.pays(2.0) is True
-    costs.look(4.0, sums, Accepted(0, 2000, 1500))
+    costs.add(4.0, sums, Accepted(0, 2000, 1500))
     assert costs.pays(4.0) is False, "1 + 1100 / 1500"
     assert costs.pays(70.0) is None, "nothing was drafted in the last minute"
 
@@ -180,15 +180,15 @@ def test_break_even_is_the_cost_of_like_steps(server: Server) -> None:
 def test_only_the_last_minute_of_speculative_steps_counts() -> None:
     costs = StepCosts()
     plain = {(PLAIN, 1): StepSum(100, 1.0)}
-    costs.look(0.0, plain | {(SPECULATIVE, 1): StepSum(1000, 15.0)}, Accepted(1, 0, 0))
+    costs.add(0.0, plain | {(SPECULATIVE, 1): StepSum(1000, 15.0)}, Accepted(1, 0, 0))
     assert costs.break_even == pytest.approx(1.5)
     for second in range(2, 122, 2):
         done = StepSum(1000 + second, 15.0 + 0.03 * second)
-        costs.look(float(second), plain | {(SPECULATIVE, 1): done}, Accepted(1, second, 0))
+        costs.add(float(second), plain | {(SPECULATIVE, 1): done}, Accepted(1, second, 0))
     assert costs.break_even == pytest.approx(3.0)
     assert len(costs._looks) <= 32
     assert costs.pays(120.0) is None, "60 drafts are too few"
-    costs.look(122.0, plain | {(SPECULATIVE, 1): done}, Accepted(2, 5000, 9000))
+    costs.add(122.0, plain | {(SPECULATIVE, 1): done}, Accepted(2, 5000, 9000))
     assert costs.pays(122.0) is None, "another draft begins anew"
     assert costs.break_even == pytest.approx(3.0)
 
@@ -220,8 +220,8 @@ def test_everything_in_the_catalogue_is_exposed(server: Server) -> None:
     server.commit(draft, weights(POLICY, 12, "policy-12"))
     server.refused.note("/slipstream.v1.RolloutServer/Stage", StatusCode.INVALID_ARGUMENT, "x")
     sums = {(SPECULATIVE, 1): StepSum(50, 1.0), (PLAIN, 1): StepSum(50, 1.0)}
-    server.costs.look(0.0, sums, Accepted(3, 0, 0))
-    server.costs.look(1.0, sums, Accepted(3, 1000, 500))
+    server.costs.add(0.0, sums, Accepted(3, 0, 0))
+    server.costs.add(1.0, sums, Accepted(3, 1000, 500))
     samples = scrape(server.collector)
     name = R + "calls_refused_total"
     assert value(samples, name, method="Stage", code="INVALID_ARGUMENT") == 1

@@ -33,12 +33,12 @@ def test_an_engine_that_generates_nothing_is_not_asked() -> None:
     watch = CostWatch(source, tracker, costs)
 
     async def look() -> None:
-        await watch.look()
+        await watch.read()
         tracker.start(0)
-        await watch.look()
+        await watch.read()
         tracker.generated(5)
-        await watch.look()
-        await watch.look()
+        await watch.read()
+        await watch.read()
 
     asyncio.run(look())
     assert source.asked == 1
@@ -46,7 +46,7 @@ def test_an_engine_that_generates_nothing_is_not_asked() -> None:
 
 
 def test_a_slow_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_server.step_costs.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("rollout_server.step_costs.READ_SECONDS", 0.0)
     source, tracker = Source(), AcceptanceTracker()
     tracker.start(0)
     source.broken = True
@@ -96,7 +96,7 @@ def probed(monkeypatch: pytest.MonkeyPatch, plain: bool) -> tuple[Drafting, Step
 
     async def look_twice() -> None:
         for _ in range(2):
-            await watch.look()
+            await watch.read()
             await watch.probe()
 
     asyncio.run(look_twice())
