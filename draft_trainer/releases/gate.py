@@ -1,6 +1,7 @@
-"""Lets a candidate release through only when its gain over the incumbent is real.
+"""The gate: a candidate passes when its gain over the promoted release is real.
 
-The interval of a paired difference over clusters: completions of one prompt are one observation.
+Both are replayed on the same held-out samples, so that the samples' own difficulty cancels. The
+interval of the paired difference is over prompts: completions of one prompt are one observation.
 
 The standard error is the jackknife over clusters ("CV3": leave one prompt out, each in turn). The
 sandwich estimator (Liang and Zeger 1986), which it equals where all clusters are of one size, is
@@ -9,10 +10,8 @@ a guide to empirical practice", 2023, section 5.
 
 The quantile is the greater of Student's and of the bootstrap's of the same statistic over resampled
 prompts ("bootstrap-t", Efron 1981). Differences of acceptance between two heads are skewed, more so
-the nearer the heads are: with Student's alone a head without any gain passed up to 5.5 % of the
-time where 2.5 % was stated, on 4 to 32 prompts alike; with the greater of both, about 3 %.
-
-Judges heads against the promoted release on the run's held-out states, and keeps record.
+the nearer the heads are: Student's alone lets a head without any gain pass up to 5.5 % of the time
+where 2.5 % is stated, on 4 to 32 prompts alike; the greater of both, about 3 %.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
-from draft_trainer.config import TrainerConfig
+from draft_trainer.config import GateSection, TrainerConfig
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import Draft
 from draft_trainer.drafters.acceptance import AcceptanceEstimate, Method, expected_acceptance
@@ -38,9 +36,10 @@ from draft_trainer.ingest.run import Run
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
 from draft_trainer.sample import Sample
-from draft_trainer.state import GateResults
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
+
+logger = logging.getLogger(__name__)
 
 MIN_CLUSTERS = 4
 RESAMPLES = 999
@@ -103,150 +102,78 @@ def student(confidence: float, freedom: int) -> float:
     )
 
 
-@dataclass(frozen=True)
-class GateConfig:
-    """What counts as a gain.
+def compare(
+    config: GateSection,
+    candidate: Draft,
+    incumbent: Draft,
+    samples: Sequence[Sample],
+    policy_heads: PolicyHeads,
+    k: int,
+    method: Method,
+) -> release_pb2.Verdict:
+    """Gate ``candidate``, both drafts with the weights that are (or would be) served.
 
-    Attributes:
-        min_gain: the gain in acceptance length (tokens per verification step) that a candidate
-            must surely exceed; at least 0.
-        confidence: of the two-sided interval of the paired difference, in (0, 1). A candidate
-            whose true gain is ``min_gain`` or less passes with probability (1 - confidence) / 2.
-        min_anchors: expected verification steps that the held-out samples must hold.
-    """
-
-    min_gain: float = 0.0
-    confidence: float = 0.95
-    min_anchors: int = 200
-
-    def __post_init__(self) -> None:
-        if not self.min_gain >= 0.0:
-            raise RefusedError("min_gain", self.min_gain, "at least 0", "raise it")
-        if not 0.0 < self.confidence < 1.0:
-            raise RefusedError("confidence", self.confidence, "in (0, 1)", "0.95 is usual")
-
-
-@dataclass(frozen=True)
-class GateVerdict:
-    """Outcome of one comparison.
-
-    Attributes:
-        passed: the interval of the gain lies above ``min_gain``.
-        candidate: expected acceptance length of the candidate; NaN if it could not be measured.
-        incumbent: that of the incumbent.
-        difference: candidate minus incumbent.
-        half_width: how far below ``difference`` its interval begins.
-        anchors: expected verification steps of the incumbent on the held-out samples.
-        prompts: different prompts of the held-out samples, the independent observations.
-        reason: one line for people.
-    """
-
-    passed: bool
-    candidate: float
-    incumbent: float
-    difference: float
-    half_width: float
-    anchors: int
-    prompts: int
-    reason: str
-
-    @property
-    def measured(self) -> bool:
-        """Whether there are figures. False where there was too little, and for a ruined head."""
-        return not math.isnan(self.difference)
-
-
-class Gate:
-    """Compares two heads on held-out samples. Stateless.
+    A candidate whose true gain is ``min_gain`` or less passes with probability
+    (1 - confidence) / 2. What cannot be measured does not pass, and has no figures.
 
     Args:
-        config: what counts as a gain.
+        config: the least gain in acceptance length (tokens per verification step), the confidence
+            of the two-sided interval, and the least number of expected verification steps.
+        candidate: would be released.
+        incumbent: is released.
+        samples: held-out, recent.
+        policy_heads: must hold their policy versions.
+        k: served draft length.
+        method: how vLLM drafts.
     """
-
-    def __init__(self, config: GateConfig) -> None:
-        self._config = config
-
-    def figures(self, verdict: GateVerdict, k: int, method: Method) -> release_pb2.GateFigures:
-        """A measured verdict at draft length ``k`` as a message."""
-        return release_pb2.GateFigures(
-            candidate_acceptance_length=verdict.candidate,
-            incumbent_acceptance_length=verdict.incumbent,
-            difference=verdict.difference,
-            difference_half_width=verdict.half_width,
-            confidence=self._config.confidence,
-            min_gain=self._config.min_gain,
-            anchors=verdict.anchors,
-            prompts=verdict.prompts,
-            num_speculative_tokens=k,
-            draft_sample_method=method,
-            passed=verdict.passed,
+    theirs = _estimate(incumbent, samples, policy_heads, k, method)
+    if theirs is None:
+        return unmeasured("no held-out sample has an anchor")
+    anchors, prompts = math.floor(theirs.drafts), len(set(theirs.groups))
+    if anchors < config.min_anchors or prompts < MIN_CLUSTERS:
+        return unmeasured(
+            f"too few held-out states: {anchors} anchors in {prompts} prompts, "
+            f"need {config.min_anchors} in {MIN_CLUSTERS}"
         )
+    # Greedily, a head of NaNs still proposes something, and is measured like any other.
+    for name, weight in candidate.named_parameters():
+        if not bool(torch.isfinite(weight).all()):
+            return unmeasured(f"ruined: {name} is not finite")
+    ours = _estimate(candidate, samples, policy_heads, k, method)
+    # A sequence on which a head's probabilities are not finite is left out of its estimate.
+    if ours is None or ours.groups != theirs.groups:
+        return unmeasured("ruined: its probabilities are not finite")
+    paired = ours.per_sequence - theirs.per_sequence
+    difference, half_width = paired_interval(paired, theirs.groups, config.confidence)
+    lengths = f"{ours.acceptance_length:.3f} against {theirs.acceptance_length:.3f}"
+    gain = f"{difference:+.3f} ± {half_width:.3f}"
+    passed = difference - half_width > config.min_gain
+    if passed:
+        reason = f"passed: {lengths}, gain {gain}"
+    elif difference - half_width > 0.0:
+        reason = f"gain {gain} is not surely above {config.min_gain} ({lengths})"
+    else:
+        reason = f"no real gain: {lengths}, difference {gain}"
+    figures = release_pb2.GateFigures(
+        candidate_acceptance_length=ours.acceptance_length,
+        incumbent_acceptance_length=theirs.acceptance_length,
+        difference=difference,
+        difference_half_width=half_width,
+        confidence=config.confidence,
+        min_gain=config.min_gain,
+        anchors=anchors,
+        prompts=prompts,
+        num_speculative_tokens=k,
+        draft_sample_method=method,
+        passed=passed,
+    )
+    outcome = "passed" if passed else "failed"
+    return release_pb2.Verdict(outcome=outcome, reason=reason, gate=figures)
 
-    def compare(
-        self,
-        candidate: Draft,
-        incumbent: Draft,
-        samples: Sequence[Sample],
-        policy_heads: PolicyHeads,
-        k: int,
-        method: Method,
-    ) -> GateVerdict:
-        """Judge ``candidate``, both heads with the weights that are (or would be) served.
 
-        The difference is paired: both heads replay the same recordings, so that the sequences'
-        own difficulty cancels. Its interval is over prompts (``paired_interval``): what a head
-        gains on one completion of a prompt it gains on all.
-
-        Args:
-            candidate: the head that wants to be released.
-            incumbent: the head that is released.
-            samples: held-out, recent.
-            policy_heads: must hold their policy versions.
-            k: served draft length.
-            method: how vLLM drafts.
-        """
-        theirs = _estimate(incumbent, samples, policy_heads, k, method)
-        if theirs is None:
-            return unmeasured("no held-out sample has an anchor")
-        anchors, prompts = math.floor(theirs.drafts), len(set(theirs.groups))
-        if anchors < self._config.min_anchors or prompts < MIN_CLUSTERS:
-            return unmeasured(
-                f"too few held-out states: {anchors} anchors in {prompts} prompts, "
-                f"need {self._config.min_anchors} in {MIN_CLUSTERS}",
-                anchors,
-                prompts,
-            )
-        # Greedily, a head of NaNs still proposes something, and is measured like any other.
-        for name, weight in candidate.named_parameters():
-            if not bool(torch.isfinite(weight).all()):
-                return unmeasured(f"ruined: {name} is not finite", anchors, prompts)
-        ours = _estimate(candidate, samples, policy_heads, k, method)
-        # A sequence on which a head's probabilities are not finite is left out of its estimate.
-        if ours is None or ours.groups != theirs.groups:
-            return unmeasured("ruined: its probabilities are not finite", anchors, prompts)
-        paired = ours.per_sequence - theirs.per_sequence
-        difference, half_width = paired_interval(paired, theirs.groups, self._config.confidence)
-        figures = f"{ours.acceptance_length:.3f} against {theirs.acceptance_length:.3f}"
-        passed = difference - half_width > self._config.min_gain
-        if passed:
-            reason = f"passed: {figures}, gain {difference:+.3f} ± {half_width:.3f}"
-        elif difference - half_width > 0.0:
-            reason = (
-                f"gain {difference:+.3f} ± {half_width:.3f} is not surely above "
-                f"{self._config.min_gain} ({figures})"
-            )
-        else:
-            reason = f"no real gain: {figures}, difference {difference:+.3f} ± {half_width:.3f}"
-        return GateVerdict(
-            passed,
-            ours.acceptance_length,
-            theirs.acceptance_length,
-            difference,
-            half_width,
-            anchors,
-            prompts,
-            reason,
-        )
+def unmeasured(reason: str) -> release_pb2.Verdict:
+    """The result where nothing could be measured."""
+    return release_pb2.Verdict(outcome="not_measured", reason=reason)
 
 
 def _estimate(
@@ -261,49 +188,16 @@ def _estimate(
         return None
 
 
-def unmeasured(reason: str, anchors: int = 0, prompts: int = 0) -> GateVerdict:
-    """A verdict where nothing could be measured. Nothing passes unmeasured."""
-    return GateVerdict(False, math.nan, math.nan, math.nan, math.nan, anchors, prompts, reason)
+class Gate:
+    """Compares drafts with the promoted release on a run's held-out states, and keeps the results.
 
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """A verdict and what it was made of.
-
-    Attributes:
-        verdict: the gate's.
-        figures: the same as a message; None where nothing could be measured.
-        incumbent: draft version that was compared with.
-        run_id: whose held-out states.
-        trained_against: newest policy version that the candidate was trained on, if known.
-    """
-
-    verdict: GateVerdict
-    figures: release_pb2.GateFigures | None
-    incumbent: int
-    run_id: str
-    trained_against: int | None
-
-    @property
-    def outcome(self) -> str:
-        """The verdict in a word."""
-        if self.verdict.passed:
-            return "passed"
-        return "failed" if self.verdict.measured else "not_measured"
-
-
-class Judge:
-    """The gate with its states, its incumbent and its log. Thread-safe; one judgement at a time.
+    Thread-safe; one comparison at a time.
 
     Args:
         config: the trainer's.
         registry: where the incumbent is.
         promotions: which one it is.
-        verdicts: every judgement is added to it.
-        counters: counts them.
+        counters: count the results.
     """
 
     def __init__(
@@ -311,73 +205,70 @@ class Judge:
         config: TrainerConfig,
         registry: Registry,
         promotions: Promotions,
-        verdicts: GateResults,
         counters: Counters,
     ) -> None:
-        gate = config.gate
         self._config = config
-        self._gate = Gate(GateConfig(gate.min_gain, gate.confidence, gate.min_anchors))
         self._registry = registry
         self._promotions = promotions
-        self._verdicts = verdicts
         self._counters = counters
         self._lock = threading.Lock()
         self._incumbent: tuple[int, Draft] | None = None
 
-    def judge(self, candidate: Draft, run: Run, trained_against: int | None) -> Judgement:
-        """Compare a head, with the weights that would be served, with the promoted release."""
-        k = self._config.publish.num_speculative_tokens
-        method = self._config.publish.draft_sample_method
+    def judge(self, candidate: Draft, run: Run, trained_against: int | None) -> release_pb2.Verdict:
+        """Compare a draft, with the weights that would be served, with the promoted release.
+
+        Args:
+            candidate: on any device.
+            run: whose held-out states.
+            trained_against: newest policy version that it was trained on, if known.
+        """
+        publish = self._config.publish
         with self._lock:
-            version, incumbent = self._promoted_head()
+            version, incumbent = self._promoted()
             try:
-                verdict = self._gate.compare(
+                result = compare(
+                    self._config.gate,
                     candidate,
                     incumbent.to(candidate.lm_head.weight.device),
                     self._held_out(run),
                     run.heads,
-                    k,
-                    method,
+                    publish.num_speculative_tokens,
+                    publish.draft_sample_method,
                 )
             except RefusedError as error:
                 if error.field != "policy_version":
                     raise
-                # A newer policy version pushed one out while the gate was measuring.
-                verdict = unmeasured("the policy moved on meanwhile")
-        figures = self._gate.figures(verdict, k, method) if verdict.measured else None
-        return Judgement(verdict, figures, version, run.run_id, trained_against)
+                # A newer policy version evicted one while the gate was measuring.
+                result = unmeasured("the policy moved on meanwhile")
+        result.judged_at = time.time()
+        result.incumbent_version = version
+        result.run_id = run.run_id
+        if trained_against is not None:
+            result.trained_against_policy_version = trained_against
+        return result
 
     def record(
-        self, judgement: Judgement, release: int | None = None, not_written: str = ""
-    ) -> release_pb2.Verdict:
-        """Put a judgement on record, here, in the log and in the status.
+        self, result: release_pb2.Verdict, release: int | None = None, not_written: str = ""
+    ) -> None:
+        """Count a result and write it to state.db.
 
         Args:
-            judgement: from ``judge``.
+            result: from ``judge``; completed here.
             release: the release that the candidate became, if it did.
             not_written: why it did not, though it was to.
         """
-        outcome = "write_failed" if not_written else judgement.outcome
-        text = f"not written: {not_written}" if not_written else judgement.verdict.reason
-        record = release_pb2.Verdict(
-            judged_at=time.time(),
-            outcome=outcome,
-            reason=text,
-            draft_version=release,
-            incumbent_version=judgement.incumbent,
-            gate=judgement.figures,
-            run_id=judgement.run_id,
-            trained_against_policy_version=judgement.trained_against,
-        )
-        self._counters.verdicts.labels(outcome).inc()
+        if release is not None:
+            result.draft_version = release
+        if not_written:
+            result.outcome, result.reason = "write_failed", f"not written: {not_written}"
+        self._counters.verdicts.labels(result.outcome).inc()
         try:
-            self._verdicts.add(record)
+            self._promotions.state.gate_results.add(result)
         except RefusedError as error:
             # A full disk must not end training.
-            logger.error("the verdict was not written: %s (%s)", error, text)
-        return record
+            logger.error("the gate's result was not written: %s (%s)", error, result.reason)
 
-    def _promoted_head(self) -> tuple[int, Draft]:
+    def _promoted(self) -> tuple[int, Draft]:
         version = self._promotions.now.promoted
         if self._incumbent is None or self._incumbent[0] != version:
             with self._registry.using(version):

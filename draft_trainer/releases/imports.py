@@ -1,9 +1,8 @@
-"""Takes somebody else's checkpoint off the wire and makes it a release.
+"""Makes a checkpoint that was trained elsewhere a release.
 
 Nothing of the client is trusted: no path of it is opened, what arrives is bounded before it is
-kept, and the checkpoint is read and checked here as if it had come from anywhere.
-
-A checkpoint that somebody else trained, held to what this registry's drafts are.
+kept, and the checkpoint is read and checked here like any other. It has to be of the shape and
+vocabulary of this registry's drafts.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE, pickles
 from draft_trainer.drafters import Draft, DraftCheckpoint, Drafter
 from draft_trainer.ingest.run import Run, Runs
-from draft_trainer.releases.gate import Judge
+from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry, Retention
 from slipstream.errors import RefusedError, StatusCode
@@ -57,9 +57,7 @@ def release_foreign(
     checkpoint: DraftCheckpoint,
     head: Draft,
     origin: str,
-    *,
-    run_id: str = "",
-    gate: release_pb2.GateFigures | None = None,
+    result: release_pb2.Verdict | None = None,
 ) -> release_pb2.ReleaseManifest:
     """Write an imported draft as a release, which is not promoted by that.
 
@@ -68,25 +66,22 @@ def release_foreign(
         checkpoint: from ``read_foreign``.
         head: from ``DraftCheckpoint.draft_like``.
         origin: the folder it was in, for people.
-        run_id: of the run whose states it was gated on; empty where it was not gated.
-        gate: its figures, if it was.
+        result: of the gate, if it was asked.
 
     Raises:
         RefusedError: another process writes the registry.
         OSError: the disk is full, or the folder cannot be written.
     """
-    return registry.create(
-        head,
-        release_pb2.ReleaseManifest(
-            run_id=run_id,
-            gate=gate,
-            source=release_pb2.RELEASE_SOURCE_IMPORTED,
-            draft_sample_method="" if gate is None else gate.draft_sample_method,
-            num_speculative_tokens=0 if gate is None else gate.num_speculative_tokens,
-            origin=origin,
-        ),
-        next(iter(checkpoint.tensors.values())).dtype,
+    manifest = release_pb2.ReleaseManifest(
+        source=release_pb2.RELEASE_SOURCE_IMPORTED, origin=origin
     )
+    if result is not None:
+        manifest.run_id = result.run_id
+    if result is not None and result.HasField("gate"):
+        manifest.gate.CopyFrom(result.gate)
+        manifest.draft_sample_method = result.gate.draft_sample_method
+        manifest.num_speculative_tokens = result.gate.num_speculative_tokens
+    return registry.create(head, manifest, next(iter(checkpoint.tensors.values())).dtype)
 
 
 logger = logging.getLogger(__name__)
@@ -99,34 +94,26 @@ _BYTES_PER_ELEMENT = 8  # of the widest type that may cross
 _NAME = re.compile(r"[A-Za-z][\w.]{0,255}", re.ASCII)
 
 
+@dataclass(frozen=True, eq=False)
 class Imports:
     """Imports one checkpoint at a time. Thread-safe.
 
-    Args:
+    Attributes:
         registry: where it goes.
         runs: on whose held-out states the gate judges.
-        judge: the gate.
+        gate: compares it with the promoted release, if asked.
         promotions: what passed is offered to it.
         retention: applied afterwards.
         on_promoted: told the version where an import was promoted.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        runs: Runs,
-        judge: Judge,
-        promotions: Promotions,
-        retention: Retention,
-        on_promoted: Callable[[int], None],
-    ) -> None:
-        self._registry = registry
-        self._runs = runs
-        self._judge = judge
-        self._promotions = promotions
-        self._retention = retention
-        self._on_promoted = on_promoted
-        self._one = threading.Semaphore(1)
+    registry: Registry
+    runs: Runs
+    gate: Gate
+    promotions: Promotions
+    retention: Retention
+    on_promoted: Callable[[int], None]
+    _one: threading.Lock = field(default_factory=threading.Lock)
 
     def take(
         self, header: pb.ImportHeader, chunks: Iterable[tensor_pb2.TensorChunk]
@@ -149,7 +136,7 @@ class Imports:
         try:
             run = self._run() if header.gate else None
             self._check(header)
-            with TemporaryDirectory(prefix=".staging-", dir=self._registry.root) as folder:
+            with TemporaryDirectory(prefix=".staging-", dir=self.registry.root) as folder:
                 self._receive(header, chunks, Path(folder))
                 return self._release(Path(folder), header.origin, run)
         except (OSError, SafetensorError) as error:
@@ -164,7 +151,7 @@ class Imports:
             self._one.release()
 
     def _run(self) -> Run:
-        run = self._runs.current
+        run = self.runs.current
         if run is None:
             raise RefusedError(
                 "gate",
@@ -205,7 +192,7 @@ class Imports:
     def _receive(
         self, header: pb.ImportHeader, chunks: Iterable[tensor_pb2.TensorChunk], folder: Path
     ) -> None:
-        oldest = self._registry.get(self._registry.versions()[0])
+        oldest = self.registry.get(self.registry.versions()[0])
         elements = sum(math.prod(spec.shape) for spec in oldest.tensors)
         assembler = ChunkAssembler(header.tensors, elements * _BYTES_PER_ELEMENT)
         for chunk in chunks:
@@ -214,24 +201,19 @@ class Imports:
         save_file(assembler.finish(), folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
     def _release(self, folder: Path, origin: str, run: Run | None) -> pb.ImportReleaseResponse:
-        registry = self._registry
+        registry = self.registry
         checkpoint = read_foreign(registry.drafter, folder)
         oldest = registry.drafter.read(registry.path(registry.versions()[0]))
         head = checkpoint.draft_like(oldest)
-        if run is None:
-            manifest = release_foreign(self._registry, checkpoint, head, origin)
-            logger.info("draft %d imported from %r, not gated", manifest.draft_version, origin)
-            self._retention.apply()
-            return pb.ImportReleaseResponse(manifest=manifest)
-        judgement = self._judge.judge(head, run, None)
-        manifest = release_foreign(
-            self._registry, checkpoint, head, origin, run_id=run.run_id, gate=judgement.figures
-        )
-        version = manifest.draft_version
-        promoted = judgement.verdict.passed and self._promotions.offer(version)
-        verdict = self._judge.record(judgement, version)
-        logger.info("draft %d imported from %r: %s", version, origin, judgement.verdict.reason)
+        result = self.gate.judge(head, run, None) if run is not None else None
+        manifest = release_foreign(registry, checkpoint, head, origin, result)
+        version, promoted = manifest.draft_version, False
+        if result is not None:
+            promoted = result.outcome == "passed" and self.promotions.offer(version)
+            self.gate.record(result, version)
+        reason = "not gated" if result is None else result.reason
+        logger.info("draft %d imported from %r: %s", version, origin, reason)
         if promoted:
-            self._on_promoted(version)
-        self._retention.apply()
-        return pb.ImportReleaseResponse(manifest=manifest, verdict=verdict, promoted=promoted)
+            self.on_promoted(version)
+        self.retention.apply()
+        return pb.ImportReleaseResponse(manifest=manifest, verdict=result, promoted=promoted)

@@ -26,7 +26,7 @@ from draft_trainer.ingest.store import SampleStore
 from draft_trainer.recordings.recorder import Recorder
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import Fleet
-from draft_trainer.releases.gate import Judge
+from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.imports import Imports
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import AutoPublisher, Reconciler
@@ -160,7 +160,7 @@ class TrainerServer:
         self._auto = AutoPublisher(self.publisher) if publish.on == "promotion" else None
         self._reconciler = Reconciler(self.publisher, canary, self._watch, self._publish_again)
         on_release = self._auto.released if self._auto else lambda version: None
-        judge = Judge(config, registry, self._promotions, verdicts, self._counters)
+        gate = Gate(config, registry, self._promotions, self._counters)
         retention = Retention(registry, config.draft, lambda: self._counters.newest_release[0])
         self.loop = TrainingLoop(
             learner,
@@ -169,7 +169,7 @@ class TrainerServer:
             resumed,
             self.runs,
             Candidates(
-                config, registry, judge, self._promotions, retention, self._counters.released
+                config, registry, gate, self._promotions, retention, self._counters.released
             ),
             self._counters,
             arrived,
@@ -193,7 +193,7 @@ class TrainerServer:
                 retention,
                 verdicts,
                 Imports(
-                    *(registry, self.runs, judge, self._promotions, retention),
+                    *(registry, self.runs, gate, self._promotions, retention),
                     on_promoted=on_release,
                 ),
             ),

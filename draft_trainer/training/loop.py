@@ -19,7 +19,7 @@ import torch
 from draft_trainer.config import TrainerConfig
 from draft_trainer.counters import Counters
 from draft_trainer.ingest.run import Run, Runs
-from draft_trainer.releases.gate import Judge
+from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry, Retention
 from draft_trainer.training.followers import Followers
@@ -38,7 +38,7 @@ class Candidates:
     Attributes:
         config: the trainer's.
         registry: where releases are written.
-        judge: the gate.
+        gate: compares them with the promoted release.
         promotions: which release is wanted.
         retention: applied after every release.
         on_written: told the draft version and the policy version of every new release.
@@ -46,7 +46,7 @@ class Candidates:
 
     config: TrainerConfig
     registry: Registry
-    judge: Judge
+    gate: Gate
     promotions: Promotions
     retention: Retention
     on_written: Callable[[int, int], None]
@@ -64,9 +64,9 @@ class Candidates:
             The new release, if the candidate passed and was written.
         """
         candidate = learner.snapshot()
-        judgement = self.judge.judge(candidate, run, trained_against)
-        if not judgement.verdict.passed:
-            self.judge.record(judgement)
+        result = self.gate.judge(candidate, run, trained_against)
+        if result.outcome != "passed":
+            self.gate.record(result)
             return None
         publish = self.config.publish
         try:
@@ -77,7 +77,7 @@ class Candidates:
                     trained_against_policy_version=trained_against,
                     run_id=run.run_id,
                     ttt_steps=self.config.training.ttt_steps,
-                    gate=judgement.figures,
+                    gate=result.gate,
                     draft_sample_method=publish.draft_sample_method,
                     num_speculative_tokens=publish.num_speculative_tokens,
                 ),
@@ -85,14 +85,14 @@ class Candidates:
         except (OSError, RefusedError) as error:
             # A full disk must not end training: the weights stay, the next release may fit.
             logger.error("the release was not written: %s", error)
-            self.judge.record(judgement, not_written=str(error))
+            self.gate.record(result, not_written=str(error))
             return None
         version = manifest.draft_version
         promoted = self.promotions.offer(version)
-        self.judge.record(judgement, version)
+        self.gate.record(result, version)
         self.on_written(version, trained_against)
-        reason = judgement.verdict.reason
-        logger.info("draft %d %s: %s", version, "promoted" if promoted else "kept (pinned)", reason)
+        how = "promoted" if promoted else "kept (pinned)"
+        logger.info("draft %d %s: %s", version, how, result.reason)
         self.retention.apply()
         return version
 

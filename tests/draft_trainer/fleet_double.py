@@ -40,6 +40,7 @@ class Faults:
         lose_answer: commit, then fail the call as if the connection had gone.
         roll_back: refuse to roll back.
         die: cut every connection at the next commit, before or after it is done.
+        evil: refuse to stage with this text.
     """
 
     stage: bool = False
@@ -47,6 +48,7 @@ class Faults:
     lose_answer: bool = False
     roll_back: bool = False
     die: str = ""
+    evil: str = ""
 
 
 class RolloutDouble(pb_grpc.RolloutServerServicer):
@@ -113,6 +115,8 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
         started = time.monotonic()
         header = next(request_iterator).header
         self._note("Stage", [header.stage_id])
+        if self.faults.evil:
+            abort_with(RefusedError(*[self.faults.evil] * 4), context)
         if self.faults.stage:
             abort_with(
                 RefusedError("tensors", "a wrong shape", "the model's", "fix the draft"), context

@@ -172,3 +172,45 @@ def test_no_draft_is_served_further_behind_than_configured(tmp_path: Path) -> No
         assert speculating() == [False, False]
     finally:
         rig.close()
+
+
+@pytest.mark.parametrize("servers", [3, 1], ids=["shared", "alone"])
+def test_a_trial_survives_a_restart_of_the_trainer(tmp_path: Path, servers: int) -> None:
+    """A ruined draft on trial is still found and rolled back by the next trainer."""
+    rig = Rig(tmp_path, servers, CanaryConfig(share=0.34, max_seconds=20.0))
+    try:
+        first = Running(rig)
+        first.history()
+        rig.publisher.promote(2, pin=False)
+        trial = rig.canary.trial
+        assert trial is not None and trial.shared == (servers > 1)
+        assert first.reconciler.stop(10)
+        rig.restart()
+        assert rig.canary.trial == trial
+        second = Running(rig)
+        assert rig.served.count(2) == 1
+        second.draft_until(second.settled.is_set, ruined=2)
+        assert rig.served == [0] * servers
+        assert rig.canary.trial is None and rig.promotions.state.trial is None
+        assert ("canary_rolled_back", 2) in rig.events()
+        assert "interrupted" not in [name for name, _ in rig.events()]
+        assert second.reconciler.stop(10)
+    finally:
+        rig.close()
+
+
+def test_a_trial_that_no_disk_knows_of_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path, 2, CanaryConfig(share=0.5))
+    try:
+
+        def full(trial: object) -> None:
+            raise RefusedError("draft.registry", "No space left", "space", "make some")
+
+        monkeypatch.setattr(rig.promotions.state, "set_trial", full)
+        result = rig.publisher.promote(1, pin=False)
+        assert not result.changes and rig.served == [0, 0]
+        assert rig.canary.trial is None and rig.promotions.now.intent is None
+    finally:
+        rig.close()

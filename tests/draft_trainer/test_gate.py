@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
 
-from draft_trainer.config import TrainingConfig
+from draft_trainer.config import GateSection, TrainingConfig
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.releases.gate import Gate, GateConfig, paired_interval, student
+from draft_trainer.releases import gate
+from draft_trainer.releases.gate import paired_interval, student
 from draft_trainer.sample import Sample
 from draft_trainer.training.learner import Learner
 from tests.draft_trainer.synthetic import VOCAB, Policy, head
@@ -50,11 +49,14 @@ def test_a_better_head_passes_and_an_equal_one_does_not(
     held_out = policy.samples(80, seed=9)
 
     def compare(a: Eagle3Head, b: Eagle3Head, min_gain: float = 0.05) -> tuple[bool, float]:
-        gate = Gate(GateConfig(min_gain=min_gain, min_anchors=100))
-        verdict = gate.compare(a, b, held_out, policy.heads(), 3, "probabilistic")
-        assert verdict.difference == pytest.approx(verdict.candidate - verdict.incumbent, abs=1e-9)
-        assert verdict.prompts == 80
-        return verdict.passed, verdict.difference
+        config = GateSection(min_gain=min_gain, min_anchors=100)
+        result = gate.compare(config, a, b, held_out, policy.heads(), 3, "probabilistic")
+        figures = result.gate
+        lengths = figures.candidate_acceptance_length, figures.incumbent_acceptance_length
+        assert figures.difference == pytest.approx(lengths[0] - lengths[1], abs=1e-9)
+        assert figures.prompts == 80
+        assert result.outcome == ("passed" if figures.passed else "failed")
+        return figures.passed, figures.difference
 
     passed, gain = compare(candidate, incumbent)
     assert passed and gain > 0.05
@@ -67,11 +69,10 @@ def test_a_better_head_passes_and_an_equal_one_does_not(
 
 def test_figures_say_what_was_measured(trained: tuple[Policy, Eagle3Head, Eagle3Head]) -> None:
     policy, incumbent, candidate = trained
-    gate = Gate(GateConfig(min_gain=0.01, confidence=0.9, min_anchors=100))
-    verdict = gate.compare(
-        candidate, incumbent, completions(policy, 12, 5), policy.heads(), 2, "greedy"
-    )
-    figures = gate.figures(verdict, 2, "greedy")
+    config = GateSection(min_gain=0.01, confidence=0.9, min_anchors=100)
+    samples = completions(policy, 12, 5)
+    result = gate.compare(config, candidate, incumbent, samples, policy.heads(), 2, "greedy")
+    figures = result.gate
     assert (figures.prompts, figures.num_speculative_tokens) == (12, 2)
     assert (figures.confidence, figures.min_gain) == (0.9, 0.01)
     assert figures.draft_sample_method == "greedy" and figures.passed
@@ -81,19 +82,12 @@ def test_figures_say_what_was_measured(trained: tuple[Policy, Eagle3Head, Eagle3
 def test_too_little_and_ruins_are_not_judged() -> None:
     policy = Policy()
     few, many = policy.samples(2), policy.samples(60)
-    gate = Gate(GateConfig(min_anchors=100))
+    config = GateSection(min_anchors=100)
 
     def reason(candidate: Eagle3Head, samples: list[Sample], method: str = "greedy") -> str:
-        verdict = gate.compare(
-            candidate,
-            head(1),
-            samples,
-            policy.heads(),
-            3,
-            method,  # type: ignore[arg-type]
-        )
-        assert not verdict.passed and not verdict.measured
-        return verdict.reason
+        result = gate.compare(config, candidate, head(1), samples, policy.heads(), 3, method)  # type: ignore[arg-type]
+        assert result.outcome == "not_measured" and not result.HasField("gate")
+        return result.reason
 
     assert "too few" in reason(head(0), few)
     assert "no held-out sample" in reason(head(0), [])
@@ -191,4 +185,3 @@ def test_interval_of_a_known_case() -> None:
     assert half == pytest.approx(float(wide.std()) / 20 * student(0.95, 399), rel=0.15)
     for freedom, quantile in ((3, 3.1824), (6, 2.4469), (10, 2.2281), (30, 2.0423)):
         assert student(0.95, freedom) == pytest.approx(quantile, rel=0.015)
-    assert dataclasses.replace(GateConfig()).confidence == 0.95

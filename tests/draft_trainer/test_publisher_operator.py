@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,3 +96,28 @@ def test_pointer_survives_a_restart(rig: Rig) -> None:
     again = rig.promotions.now
     assert again == before
     assert (again.promoted, again.pinned, again.served) == (2, True, (0, 1, 2))
+
+
+def test_retention_spares_every_release_that_a_roll_back_can_land_on(rig: Rig) -> None:
+    for version in (1, 2, 3):
+        rig.publisher.promote(version, pin=False)
+    assert rig.registry.prune(1, tuple, keep_bytes=1) == ()
+    for version in (2, 1, 0):
+        assert rig.publisher.roll_back("test").draft_version == version
+    # What was rolled back from is not needed any more; the newest number stays taken.
+    assert rig.registry.prune(1, tuple, keep_bytes=1) == (1, 2)
+
+
+def test_a_release_cannot_be_removed_while_it_is_being_promoted(rig: Rig) -> None:
+    """Retention asks what is in use, and removes, while the pointer cannot move."""
+    promoting = threading.Thread(target=rig.publisher.promote, args=(1, False))
+
+    def in_use() -> set[int]:
+        promoting.start()
+        promoting.join(0.5)
+        return set()
+
+    removed = rig.registry.prune(1, in_use, keep_bytes=1)
+    promoting.join(20)
+    assert 1 not in removed or rig.promotions.now.promoted == 0
+    rig.registry.get(rig.promotions.now.promoted)

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from draft_trainer.releases import publisher
+from draft_trainer.releases.fleet import Failure
 from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_rig import Rig
 from tests.draft_trainer.registry_rig import flip
@@ -102,3 +103,25 @@ def test_a_promote_during_a_promote_is_refused(rig: Rig, monkeypatch: pytest.Mon
             assert caught.value.code is grpc.StatusCode.ABORTED
     assert rig.promotions.now == before and rig.served == [1, 1, 1]
     assert rig.publisher.promote(2, pin=False).changes
+
+
+def test_texts_of_a_rollout_server_are_bounded_and_on_one_line(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They reach outcomes, events, the log and the status page."""
+    evil = "x\n\x1b[2J2026 ERROR forged" + "y" * 100_000
+    rig.doubles[0].state.not_ready = evil
+    rig.doubles[0].state.model = evil
+    (state, *_) = rig.fleet.states().values()
+    assert not isinstance(state, Failure)
+    for text in (state.not_ready, state.model):
+        assert text.startswith("x  [2J2026") and len(text) <= 448 and text.isprintable()
+    rig.heal()
+    assert ("healed", 1) in rig.events()
+    rig.doubles[0].faults.evil = evil[:4000]
+    result = rig.publisher.promote(2, pin=False)
+    errors = [outcome.error for outcome in result.outcomes.values()]
+    reasons = [event.reason for event in rig.promotions.state.events.since(0)]
+    for text in (*errors, *reasons, *caplog.messages):
+        assert text.isprintable() and len(text) < 4096, text
+    assert "forged" in errors[0]
