@@ -21,12 +21,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
-from draft_trainer.cli.events import Events
 from draft_trainer.cli.offline import Fit, Init
 from draft_trainer.cli.release_actions import Export, Import, Pin, Promote, Rollback, Unpin
 from draft_trainer.cli.releases import Diff, List, Show, Verdicts, Verify
-from draft_trainer.cli.status import Status
-from draft_trainer.cli.top import Top
+from draft_trainer.cli.top import Events, Status, Top
 from slipstream.errors import RefusedError
 
 if TYPE_CHECKING:

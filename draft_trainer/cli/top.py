@@ -1,31 +1,110 @@
-"""``draft-trainer top``: a running trainer in a terminal, live."""
+"""``draft-trainer status``, ``top`` and ``events``: a running trainer in a terminal."""
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 import grpc
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
 from tyro.conf import arg
 
-from draft_trainer.cli.trainer import Connection, explained
+from draft_trainer.cli.trainer import (
+    Connection,
+    as_dict,
+    at_least,
+    explained,
+    mebibytes,
+    plain,
+    print_json,
+    print_table,
+    when,
+)
 from slipstream.errors import RefusedError
-from slipstream.v1 import console_pb2
+from slipstream.v1 import console_pb2 as console
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
-EVENTS = 50
-LIVE_TIMEOUT = 2.0
-KEY_SECONDS = 0.25
-HISTORY_SECONDS = 5.0
+DASH = "\N{EN DASH}"
+"""Where there is no number: no drafts is not an acceptance length of 1."""
+
+SERVERS_SHOWN, EVENTS_SHOWN = 16, 50
+RATE_SECONDS = 60.0
+LIVE_TIMEOUT, KEY_SECONDS = 2.0, 0.25
+FOLLOW_SECONDS, RETRY_SECONDS = 3600.0, 1.0
+_SERVER_COLUMNS = ("server", "state", "draft", "policy", "length", "by position", "why")
+_BAD = (
+    *("stage_failed", "training_failed", "rolled_back", "not_committed", "unreachable"),
+    *("not_ready", "not_written"),
+)
+_GOOD = ("committed", "passed", "promoted", "healed", "ready", "back")
+_GONE = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status(Connection):
+    """Where a running trainer stands."""
+
+    json: bool = False
+    """The whole status as JSON."""
+
+    def run(self) -> int:
+        """Prints it."""
+        with self.trainer() as stub:
+            status = stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout)
+        if self.json:
+            print_json(as_dict(status))
+            return 0
+        tables = ("servers", "last_minute", "trial", "last_verdict", "last_gate")
+        for each in status.DESCRIPTOR.fields:
+            if each.name not in tables:
+                print(f"{each.name.replace('_', ' '):32}{_text(status, each)}")
+        gate = f"{when(status.last_verdict.judged_at)} {plain(status.last_gate)}"
+        print(f"{'gate':32}{gate if status.HasField('last_verdict') else 'none yet'}")
+        if status.HasField("trial"):
+            trial = status.trial
+            text = f"draft {trial.draft_version} against {trial.incumbent_version}"
+            print(f"{'trial':32}{text} on {', '.join(map(plain, trial.servers))}")
+        print()
+        if status.servers:
+            head = [f"{name} " if name[0] not in "dpl" else name for name in _SERVER_COLUMNS]
+            print_table([head, *map(_server_cells, status.servers)])
+        else:
+            print("no rollout servers (publish.rollout_servers)")
+        return 0
+
+
+def _text(status: pb.TrainerStatus, each: Any) -> str:
+    if each.has_presence and not status.HasField(each.name):
+        return "none yet"
+    value = getattr(status, each.name)
+    if each.name in ("time", "started_at", "served_at", "policy_registered_at"):
+        return when(value)
+    if each.name == "step_acceptance":
+        return " ".join(f"{v:.3f}" for v in value) or DASH
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {value[name]}" for name in sorted(value)) or DASH
+    text = f"{value:.4g}" if isinstance(value, float) else plain(str(value))
+    return text or DASH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,81 +124,352 @@ class Top(Connection):
 
     def run(self) -> int:
         """Draws until q is pressed."""
-        from rich.console import Console
-
-        from draft_trainer.cli.frame import Seen, frame
-
         if not 0.2 <= self.interval <= 60.0:
             raise RefusedError("--interval", self.interval, "0.2 to 60", "choose from that range")
-        console = Console(highlight=False, soft_wrap=True)
-        if not self.once and not console.is_terminal:
+        screen = Console(highlight=False)
+        if not self.once and not screen.is_terminal:
             raise RefusedError("stdout", "no terminal", "a terminal", "use --once for scripts")
         with self.trainer() as stub:
-            status = stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout)
-            seen = Seen(self.address, status, pb.History())
-            _ask_past(stub, seen, self.timeout)
+            seen = Seen(self.address, stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout))
+            history = stub.GetHistory(console.GetHistoryRequest(), timeout=self.timeout)
+            seen.past.extend(history.snapshots)
+            seen.ask_events(stub, self.timeout)
             if self.once:
-                for line in frame(seen, console.width, None, time.time()):
-                    console.print(line)
+                screen.print(picture(seen, len(seen.status.servers)))
             else:
-                _live(console, stub, seen, self.interval)
+                self._live(screen, stub, seen)
         return 0
 
+    def _live(self, screen: Console, stub: pb_grpc.DraftTrainerStub, seen: Seen) -> None:
+        asked, size = time.monotonic(), screen.size
+        live = Live(picture(seen), console=screen, screen=True, auto_refresh=False)
+        with _keys() as pressed, live:
+            try:
+                while not pressed(KEY_SECONDS):
+                    due = time.monotonic() - asked >= self.interval
+                    if due:
+                        asked = time.monotonic()
+                        seen.ask(stub)
+                    if due or screen.size != size:
+                        size = screen.size
+                        live.update(picture(seen), refresh=True)
+            except KeyboardInterrupt:
+                return
 
-def _live(console: Any, stub: pb_grpc.DraftTrainerStub, seen: Any, interval: float) -> None:
-    from rich.console import Group
 
-    from draft_trainer.cli.frame import frame
+@dataclass(frozen=True, kw_only=True)
+class Events(Connection):
+    """What happened, and with --follow what happens.
 
-    def picture() -> Group:
-        return Group(*frame(seen, console.width, console.height, time.time()))
+    Prints the newest events, oldest first. With --follow it goes on until it is interrupted, over
+    restarts of the trainer, without a gap or a repetition.
+    """
 
-    asked = past = time.monotonic()
-    size = console.size
-    with _keys() as pressed, _drawing(console, picture()) as live:
+    follow: Annotated[bool, arg(aliases=["-f"])] = False
+    """Go on with what happens."""
+    newest: Annotated[int, arg(metavar="N")] = 20
+    """Of those that are kept, so many; 0: all that are kept."""
+    after: Annotated[int, arg(metavar="NUMBER")] = 0
+    """Only events with a higher number."""
+    json: bool = False
+    """One JSON object a line."""
+
+    def run(self) -> int:
+        """Prints them."""
+        at_least("--newest", self.newest, 0)
+        at_least("--after", self.after, 0)
+        for event in self._wanted():
+            if self.json:
+                text = json.dumps({**as_dict(event), "kind": kind_name(event)}, ensure_ascii=False)
+            else:
+                text = f"{when(event.time)}  {kind_name(event):22}{described(event)}".rstrip()
+            print(text, flush=True)
+        return 0
+
+    def _wanted(self) -> Iterator[console.Event]:
+        request = console.WatchEventsRequest(
+            after=self.after, newest=self.newest, follow=self.follow
+        )
+        timeout = FOLLOW_SECONDS if self.follow else self.timeout
+        connected = absent = False
+        with self.trainer() as stub:
+            while True:
+                try:
+                    for event in stub.WatchEvents(request, timeout=timeout):
+                        connected, absent = True, False
+                        request.after, request.newest = event.number, 0
+                        yield event
+                except grpc.RpcError as error:
+                    code = error.code() if isinstance(error, grpc.Call) else None
+                    if not (self.follow and connected and code in _GONE):
+                        raise
+                    if code is not grpc.StatusCode.DEADLINE_EXCEEDED and not absent:
+                        absent = True
+                        text = explained(error, self.address)
+                        print(f"draft-trainer: {text}; trying again", file=sys.stderr, flush=True)
+                if not self.follow:
+                    return
+                time.sleep(RETRY_SECONDS)
+
+
+@dataclass
+class Seen:
+    """What a trainer answered.
+
+    Attributes:
+        address: of the trainer.
+        status: newest.
+        past: snapshots of the last minutes, oldest first.
+        events: newest last.
+        error: why the last question was not answered; empty when it was.
+    """
+
+    address: str
+    status: pb.TrainerStatus
+    past: deque[pb.TrainerStatus] = field(default_factory=lambda: deque(maxlen=600))
+    events: Sequence[console.Event] = ()
+    error: str = ""
+
+    def ask(self, stub: pb_grpc.DraftTrainerStub) -> None:
+        """The newest; without an answer the last one stays, and ``error`` says so."""
         try:
-            while not pressed(KEY_SECONDS):
-                now = time.monotonic()
-                due = now - asked >= interval
-                if not due and console.size == size:
-                    continue
-                if due:
-                    asked = now
-                    _ask(stub, seen, with_past=now - past >= HISTORY_SECONDS)
-                    past = now if now - past >= HISTORY_SECONDS else past
-                size = console.size
-                live.update(picture(), refresh=True)
-        except KeyboardInterrupt:
-            return
+            self.past.append(self.status)
+            self.status = stub.GetStatus(pb.GetStatusRequest(), timeout=LIVE_TIMEOUT)
+            self.ask_events(stub, LIVE_TIMEOUT)
+            self.error = ""
+        except grpc.RpcError as error:
+            age = time.time() - self.status.time
+            self.error = (
+                f"no answer for {age:.0f} s, trying again. {explained(error, self.address)}"
+            )
+
+    def ask_events(self, stub: pb_grpc.DraftTrainerStub, timeout: float) -> None:
+        """The newest events."""
+        request = console.WatchEventsRequest(newest=EVENTS_SHOWN)
+        self.events = list(stub.WatchEvents(request, timeout=timeout))
+
+    def rate(self, name: str) -> float | None:
+        """Growth of a counter per second over the last minute."""
+        now = self.status
+        for then in self.past:
+            same = then.started_at == now.started_at
+            if same and now.time - RATE_SECONDS <= then.time < now.time:
+                return float((getattr(now, name) - getattr(then, name)) / (now.time - then.time))
+        return None
 
 
-def _drawing(console: Any, first: Any) -> Any:
-    from rich.live import Live
+def picture(seen: Seen, servers: int = SERVERS_SHOWN) -> Group:
+    """Everything on one screen, the newest event first.
 
-    return Live(first, console=console, screen=True, auto_refresh=False)
+    Args:
+        seen: what is drawn.
+        servers: how many are shown at most, those with a problem first.
+    """
+    status = seen.status
+    ready = sum(_state_of(server) == "ready" for server in status.servers)
+    parts: list[RenderableType] = [_title(seen), _versions(status)]
+    if seen.error:
+        parts.append(Text(f" {plain(seen.error)}", style="bold red"))
+    parts += [_rule(f"fleet, {ready} of {len(status.servers)} ready"), _fleet(status, servers)]
+    parts += [_rule("now"), _figures(seen), _rule("events")]
+    events = Table.grid(padding=(0, 1), pad_edge=True)
+    for event in reversed(seen.events):
+        name = kind_name(event)
+        style = "red" if _names(_BAD, name) else "green" if _names(_GOOD, name) else ""
+        clock = time.strftime("%H:%M:%S", time.localtime(event.time))
+        cells = (Text(clock, "dim"), Text(name, f"bold {style}"), Text(described(event)))
+        events.add_row(*cells)
+    parts.append(events if seen.events else Text(" none yet", "dim"))
+    return Group(*parts)
 
 
-def _ask(stub: pb_grpc.DraftTrainerStub, seen: Any, with_past: bool) -> None:
-    """The newest; where there is no answer, what was known stays and says so."""
-    try:
-        seen.status = stub.GetStatus(pb.GetStatusRequest(), timeout=LIVE_TIMEOUT)
-        if with_past or seen.error:
-            _ask_past(stub, seen, LIVE_TIMEOUT)
-        seen.error, seen.asked_at = "", time.time()
-    except grpc.RpcError as error:
-        age = time.time() - seen.asked_at
-        seen.error = f"no answer for {age:.0f} s, trying again. {explained(error, seen.address)}"
+def _title(seen: Seen) -> Text:
+    status = seen.status
+    return _line(
+        (" draft-trainer ", "bold black on cyan"),
+        f" {plain(seen.address)}",
+        ("  run ", "dim"),
+        plain(status.run_id) or DASH,
+        ("  up ", "dim"),
+        duration(status.time - status.started_at),
+        ("  version ", "dim"),
+        plain(status.code_version),
+    )
 
 
-def _ask_past(stub: pb_grpc.DraftTrainerStub, seen: Any, timeout: float) -> None:
-    seen.history = stub.GetHistory(console_pb2.GetHistoryRequest(), timeout=timeout)
-    request = console_pb2.WatchEventsRequest(newest=EVENTS)
-    seen.events = list(stub.WatchEvents(request, timeout=timeout))
+def _versions(status: pb.TrainerStatus) -> Text:
+    def known(name: str) -> str:
+        return str(getattr(status, name)) if status.HasField(name) else DASH
+
+    stale, plural = status.staleness, "" if status.staleness == 1 else "s"
+    behind = f"{stale} policy version{plural}" if status.HasField("staleness") else DASH
+    return _line(
+        (" policy ", "dim"),
+        (known("policy_version"), "bold"),
+        ("   draft promoted ", "dim"),
+        (known("promoted_release"), "bold"),
+        ("   newest ", "dim"),
+        known("newest_release"),
+        ("   staleness ", "dim"),
+        (behind, "bold yellow" if stale >= 4 else ""),
+        ("   pinned by hand" if status.pinned else "", "bold yellow"),
+        (
+            f"   draft {status.trial.draft_version} on trial" if status.HasField("trial") else "",
+            "bold cyan",
+        ),
+    )
+
+
+def _fleet(status: pb.TrainerStatus, most: int) -> RenderableType:
+    if not status.servers:
+        return Text(" no rollout servers (publish.rollout_servers)", "dim")
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    for name in _SERVER_COLUMNS:
+        side: Literal["left", "right"] = "right" if name[0] in "dpl" else "left"
+        # Where there is no room for all, the last column gives up its own.
+        table.add_column(name, no_wrap=name != "why", justify=side)
+    servers = sorted(status.servers, key=lambda s: (_state_of(s) == "ready", s.address))
+    for server in servers[:most]:
+        state = _state_of(server)
+        style = {"ready": "green", "not drafting": "yellow"}.get(state, "bold red")
+        address, _, *cells, why = map(str, _server_cells(server))
+        table.add_row(address, Text(state, style), *cells, Text(why[:120], "red"))
+    if len(servers) > most:
+        return Group(table, Text(f" and {len(servers) - most} more, all shown by --once", "dim"))
+    return table
+
+
+def _figures(seen: Seen) -> Table:
+    status = seen.status
+    drafts = sum(d.drafts for d in status.last_minute)
+    accepted = [0] * max((len(d.accepted_per_position) for d in status.last_minute), default=0)
+    for drafted in status.last_minute:
+        for place, count in enumerate(drafted.accepted_per_position):
+            accepted[place] += count
+    length = number(1 + sum(accepted) / drafts) if drafts else DASH
+    by_position = shares(count / drafts for count in accepted) if drafts else DASH
+    full = 100 * status.replay_bytes / max(1, status.replay_capacity_bytes)
+    table = Table.grid(padding=(0, 1), pad_edge=True)
+    table.add_column(style="dim")
+    table.add_column(no_wrap=True)
+    table.add_row(
+        "length",
+        _line(
+            (length, "bold green" if drafts else "dim"),
+            f"  by position {by_position}",
+            (f"  {drafts / 60:.0f} drafts/s in the last minute", "dim"),
+        ),
+    )
+    table.add_row(
+        "samples",
+        _line(
+            f"{status.samples_accepted:,} accepted  ",
+            (f"{number(seen.rate('samples_accepted'), '.1f')}/s", "bold"),
+            (f"  {status.samples_refused:,} refused", "yellow" if status.samples_refused else ""),
+            (f"  {status.samples_evicted:,} evicted", "yellow" if status.samples_evicted else ""),
+        ),
+    )
+    replay = f"{mebibytes(status.replay_bytes)} of {mebibytes(status.replay_capacity_bytes)} MiB"
+    table.add_row("replay", f"{replay} ({full:.0f} %)  {status.samples_pending:,} pending")
+    if status.training_error:
+        table.add_row("training", Text(plain(status.training_error), "bold red"))
+    else:
+        loss = number(status.loss if status.HasField("loss") else None)
+        tokens = number(seen.rate("tokens_trained"), ",.0f")
+        skipped = f"  {status.train_steps_skipped:,} skipped" if status.train_steps_skipped else ""
+        table.add_row(
+            "training",
+            f"{'idle' if status.idle else 'busy'}  loss {loss}  {status.train_steps:,} steps"
+            f"{skipped}  {tokens} tokens/s  expected {shares(status.step_acceptance) or DASH}",
+        )
+    counts = "  ".join(f"{status.verdicts[name]} {name}" for name in ("passed", "failed"))
+    verdict = status.last_verdict
+    last = f"  {duration(status.time - verdict.judged_at)} ago: {plain(verdict.reason)}"
+    table.add_row("gate", counts + (last if status.HasField("last_verdict") else ""))
+    return table
+
+
+def _server_cells(server: console.ServerView) -> list[object]:
+    state, drafted = server.state, server.last_minute
+    length = drafted.acceptance_length if drafted.HasField("acceptance_length") else None
+    accepted = drafted.accepted_per_position
+    return [
+        plain(server.address),
+        _state_of(server),
+        state.draft_version if server.HasField("state") else DASH,
+        state.policy_version if state.HasField("policy_version") else DASH,
+        number(length),
+        shares(count / drafted.drafts for count in accepted) if drafted.drafts else DASH,
+        plain(server.error or state.not_ready),
+    ]
+
+
+def _state_of(server: console.ServerView) -> str:
+    if not server.reachable:
+        return "unreachable"
+    if server.state.not_ready:
+        return "not ready"
+    return "ready" if server.state.speculation_enabled else "not drafting"
+
+
+def kind_name(event: console.Event) -> str:
+    """``committed``, ``server_unreachable`` and so on; a number for a kind of a newer trainer."""
+    if event.kind not in console.EventKind.values():
+        return f"kind_{event.kind}"
+    return console.EventKind.Name(event.kind).removeprefix("EVENT_KIND_").lower()
+
+
+def described(event: console.Event) -> str:
+    """What it is about, in one line for people."""
+    parts = []
+    if event.HasField("draft_version"):
+        parts.append(f"draft {event.draft_version}")
+    if event.HasField("policy_version"):
+        parts.append(f"policy {event.policy_version}")
+    if event.server:
+        parts.append(plain(event.server))
+    text, reason = ", ".join(parts), plain(event.reason)
+    return f"{text}: {reason}" if text and reason else text or reason
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    """As text, or a dash."""
+    return DASH if value is None else format(value, form)
+
+
+def shares(values: Iterable[float]) -> str:
+    """Shares in [0, 1], each in three characters: .92 1.0."""
+    texts = (f"{value:.2f}" for value in values)
+    return " ".join(text[1:] if text.startswith("0") else "1.0" for text in texts)
+
+
+def duration(seconds: float) -> str:
+    """45 s, 12:03, 3:12:03, 2 d 3 h."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02}"
+    if whole < 86400:
+        return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+    return f"{whole // 86400} d {whole // 3600 % 24} h"
+
+
+def _names(words: Sequence[str], name: str) -> bool:
+    return any(word in name for word in words)
+
+
+def _rule(name: str) -> Rule:
+    return Rule(Text(name, "bold cyan"), align="left", style="dim")
+
+
+def _line(*parts: str | tuple[str, str]) -> Text:
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
 @contextmanager
-def _keys() -> Iterator[Any]:
-    """``pressed(seconds)``: wait so long for q; True when it came. The terminal is put back."""
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """``pressed(seconds)``: wait so long for q; True when it came. Restores the terminal's mode."""
     if not sys.stdin.isatty():
 
         def wait(seconds: float) -> bool:

@@ -7,15 +7,14 @@ from pathlib import Path
 import grpc
 import pytest
 
-from draft_trainer.cli.events import described
-from draft_trainer.cli.past import DASH, length, number
-from draft_trainer.cli.sparkline import bar, sparkline
+from draft_trainer.cli.top import DASH, Seen, described, number, shares
 from draft_trainer.releases.fleet import Failure
 from draft_trainer.server import status
 from draft_trainer.server.status import FleetView, PolicyClock
 from draft_trainer.state import State
 from slipstream.v1 import console_pb2 as pb
 from slipstream.v1 import rollout_server_pb2
+from slipstream.v1.draft_trainer_pb2 import TrainerStatus
 
 
 class Clock:
@@ -109,16 +108,20 @@ def test_the_fleets_changes_are_events_once(tmp_path: Path) -> None:
 
 
 def test_no_drafts_are_a_dash() -> None:
-    assert length(0, 0) is None and number(length(0, 0)) == DASH
-    assert number(length(10, 0)) == "1.000"
+    assert number(None) == DASH and number(1.0) == "1.000"
+    assert shares([0.9, 1.0, 0.0]) == ".90 1.0 .00"
+
+
+def test_rates_are_those_of_the_last_minute_of_this_process() -> None:
+    now = TrainerStatus(time=1000.0, started_at=900.0, samples_accepted=70)
+    seen = Seen("", now)
+    assert seen.rate("samples_accepted") is None
+    seen.past.append(TrainerStatus(time=970.0, started_at=1.0, samples_accepted=1000))
+    seen.past.append(TrainerStatus(time=930.0, started_at=900.0, samples_accepted=0))
+    seen.past.append(TrainerStatus(time=980.0, started_at=900.0, samples_accepted=10))
+    assert seen.rate("samples_accepted") == 3.0
 
 
 def test_what_others_wrote_steers_no_terminal() -> None:
     event = pb.Event(kind=pb.EVENT_KIND_HEALED, server="a:1", reason="x\x1b[2J\ny\u202e")
     assert described(event) == "a:1: x [2J y "
-
-
-def test_sparkline_and_bar() -> None:
-    assert sparkline([1.0, None, 2.0, 3.0], 6) == "  ▁ ▅█"
-    assert sparkline([], 3) == "   " and sparkline([None, 2.0], 2) == " ▄"
-    assert bar(0.5, 4) == "██  " and bar(0.0, 2) == "  " and bar(2.0, 2) == "██"
