@@ -26,18 +26,7 @@ from pydantic_core import ErrorDetails
 
 from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import RefusedError
-from slipstream.security import (
-    Access,
-    AccessRefusals,
-    Allowed,
-    ClientCredentials,
-    FieldNames,
-    Role,
-    TlsFiles,
-    TlsPaths,
-    TokenFiles,
-    check_exposure,
-)
+from slipstream.security import Access, AccessOptions, AccessRefusals, ClientCredentials, Role
 
 DNS, FILE = "dns:", "file:"
 """Prefixes of entries in ``publish.rollout_servers`` that stand for several addresses."""
@@ -112,43 +101,23 @@ def access_of(config: TrainerConfig, count: Callable[[str], None]) -> Access:
             would listen on the network without TLS or without asking who calls.
     """
     section, server = config.access, config.server
-    names = {role: getattr(section, f"{role}_names") for role in Role}
-    for key, given, needed in (
-        ("certificate", section.certificate, "key"),
-        ("key", section.key, "certificate"),
-        ("client_ca", section.client_ca, "certificate"),
-        ("names", any(names.values()) or None, "client_ca"),
-    ):
-        if given is not None and getattr(section, needed) is None:
-            key = next(f"{r}_names" for r in Role if names[r]) if key == "names" else key
-            raise RefusedError(
-                f"access.{key}",
-                f"a value, and access.{needed} without one",
-                "both",
-                f"set access.{needed}",
-            )
-    tls = None
-    if section.certificate is not None and section.key is not None:
-        tls = TlsFiles(
-            TlsPaths(section.certificate, section.key, section.client_ca),
-            FieldNames("access.certificate", "access.key", "access.client_ca"),
-        )
-    files = {role: getattr(section, f"{role}_tokens") for role in Role}
-    access = Access(tls, TokenFiles(files, "access.{role}_tokens"), names, AccessRefusals(count))
-    check_exposure(
+    options = AccessOptions(
         server.host,
-        access,
-        Allowed(
-            server.allow_plaintext,
-            server.allow_anonymous,
-            host_key="server.host",
-            certificate_key="access.certificate and access.key",
-            tokens_key="access.feed_tokens, access.observe_tokens and access.operate_tokens",
-            plaintext_key="server.allow_plaintext = true",
-            anonymous_key="server.allow_anonymous = true",
-        ),
+        section.certificate,
+        section.key,
+        section.client_ca,
+        {role: getattr(section, f"{role}_tokens") for role in Role},
+        {role: getattr(section, f"{role}_names") for role in Role},
+        server.allow_plaintext,
+        server.allow_anonymous,
     )
-    return access
+    return options.open(_access_key, AccessRefusals(count))
+
+
+def _access_key(name: str) -> str:
+    if name.startswith("allow_"):
+        return f"server.{name} = true"
+    return f"server.{name}" if name == "host" else f"access.{name}"
 
 
 def credentials_of(config: TrainerConfig) -> ClientCredentials:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from slipstream.errors import RefusedError, StatusCode, plain_text
+from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.v1 import console_pb2, draft_trainer_pb2, release_pb2
 
 logger = logging.getLogger(__name__)
@@ -352,7 +352,7 @@ class Events:
             draft_version=draft_version,
             policy_version=policy_version,
             server=server,
-            reason=plain_text(reason, REASON_CHARACTERS),
+            reason=clean(reason, REASON_CHARACTERS),
         )
         with self._state.lock:
             alone = not self._state.in_transaction

@@ -393,6 +393,9 @@ class StateStream:
         except grpc.RpcError as error:
             if not self._closing:
                 self.error = error
+        except ValueError:
+            # gRPC's answer to a call on a closed channel: the bridge is stopping.
+            pass
         finally:
             with self._changed:
                 self._open = False

@@ -24,7 +24,7 @@ from policy_bridge.model import full_tensor, plain_name, unwrapped
 from policy_bridge.session import Session
 from policy_bridge.stats import SyncResult
 from slipstream.client import open_channel, stage
-from slipstream.errors import RefusedError, refused_from
+from slipstream.errors import RefusedError, failure_text
 from slipstream.tensors import spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
@@ -37,11 +37,7 @@ T = TypeVar("T")
 def describe(error: BaseException) -> str:
     """An error of a peer in one line: its refusal, gRPC's status, or the error's own text."""
     if isinstance(error, grpc.RpcError):
-        refusal = refused_from(error)
-        if refusal is not None:
-            return str(refusal)
-        if isinstance(error, grpc.Call):
-            return f"{error.code().name}: {error.details()}"
+        return failure_text(error)
     return str(error) or type(error).__name__
 
 

@@ -20,17 +20,7 @@ from typing import Any
 from rollout_server.plugins import API, Settings
 from rollout_server.preflight import check_draft_fits, check_paths, check_port_free
 from slipstream.errors import RefusedError
-from slipstream.security import (
-    Access,
-    AccessRefusals,
-    Allowed,
-    FieldNames,
-    Role,
-    TlsFiles,
-    TlsPaths,
-    TokenFiles,
-    check_exposure,
-)
+from slipstream.security import Access, AccessOptions, Role
 
 PLUGIN = "slipstream"
 _LOOPBACK = "127.0.0.1"
@@ -299,42 +289,25 @@ def access_of(args: argparse.Namespace) -> Access:
         RefusedError: a file cannot be used, an option is given without what it needs, or the
             control plane would listen on the network without TLS or without asking who calls.
     """
-    certificate, key, ca = args.control_certificate, args.control_key, args.control_client_ca
-    for option, given, needed, other in (
-        ("--control-certificate", certificate, "--control-key", key),
-        ("--control-key", key, "--control-certificate", certificate),
-        ("--control-client-ca", ca, "--control-certificate", certificate),
-        ("--control-name", args.control_name or None, "--control-client-ca", ca),
-    ):
-        if given is not None and other is None:
-            raise RefusedError(option, f"given without {needed}", "both", f"give {needed} too")
-    tls = None
-    if certificate is not None:
-        names = FieldNames("--control-certificate", "--control-key", "--control-client-ca")
-        tls = TlsFiles(TlsPaths(certificate, key, ca), names)
-    files = _by_role("--control-token", args.control_token)
-    access = Access(
-        tls,
-        TokenFiles(
-            {role: [Path(p) for p in some] for role, some in files.items()}, "--control-token"
-        ),
-        _by_role("--control-name", args.control_name),
-        AccessRefusals(),
-    )
-    check_exposure(
+    tokens = _by_role("--control-token", args.control_token)
+    options = AccessOptions(
         args.control_host,
-        access,
-        Allowed(
-            args.control_allow_plaintext,
-            args.control_allow_anonymous,
-            host_key="--control-host",
-            certificate_key="--control-certificate and --control-key",
-            tokens_key="--control-token operate=FILE",
-            plaintext_key="--control-allow-plaintext",
-            anonymous_key="--control-allow-anonymous",
-        ),
+        args.control_certificate,
+        args.control_key,
+        args.control_client_ca,
+        {role: [Path(path) for path in paths] for role, paths in tokens.items()},
+        _by_role("--control-name", args.control_name),
+        args.control_allow_plaintext,
+        args.control_allow_anonymous,
     )
-    return access
+    return options.open(_access_option)
+
+
+def _access_option(name: str) -> str:
+    for suffix in ("token", "name"):
+        if name.endswith(f"_{suffix}s"):
+            return f"--control-{suffix}"
+    return f"--control-{name.replace('_', '-')}"
 
 
 def _by_role(option: str, given: list[str]) -> dict[Role, list[str]]:
@@ -342,7 +315,7 @@ def _by_role(option: str, given: list[str]) -> dict[Role, list[str]]:
     for text in given:
         role, _, value = text.partition("=")
         if role not in found or not value:
-            # Not the text: who mistakes this for the token itself must not find it in a log.
+            # Without the text, which may be a token given in place of its file.
             raise RefusedError(
                 option,
                 "something else",

@@ -1,35 +1,22 @@
-"""The gRPC face of the control plane (``RolloutServer`` of rollout_server.proto).
+"""The rollout server's gRPC service: stages, commits, state and acceptance.
 
-Takes one stage: what is missing, its chunks, its verification.
-
-Memory is bounded: room in the store is set aside before the first byte, and a
-tensor leaves the heap as soon as it is complete and verified.
-
-Owns the control plane's gRPC server inside the API server's event loop.
-
-What stands before every call of the control plane: size, rate, number, and patience.
-
-Every method is registered as one that takes a stream: only so does its handler get to say how long
-its one request may take, and that a request could not be read.
+Runs inside the event loop of vLLM's API server, on ``slipstream.serving``. A stage's memory is
+bounded: capacity in the content store is reserved before the first byte, and a tensor leaves the
+heap as soon as it is complete and verified.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
 
 import grpc
 import torch
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
 from rollout_server.checkpoint import Expected, TensorLayout, check_finite
@@ -37,27 +24,49 @@ from rollout_server.control import ACCEPTANCE, DRAFT, POLICY, RolloutControl, We
 from rollout_server.engine import Engine
 from rollout_server.reload import Result
 from rollout_server.store import ContentStore, Key, Reservation, StagedTensor, WeightSource
-from slipstream.client import SERVER_OPTIONS
-from slipstream.errors import RefusedError, trailing_metadata_of
-from slipstream.security import Access, AioAccessInterceptor
-from slipstream.serving import (
-    CHUNK_MESSAGE_BYTES,
-    CallRate,
-    Limit,
-    Places,
-    RefusedCalls,
-    Unreadable,
-    not_implemented,
-    reader,
-    silent,
-)
+from slipstream.errors import RefusedError, clean
+from slipstream.security import Access
+from slipstream.serving import CHUNK_MESSAGE_BYTES, GrpcServer, Guard, Limit, RefusedCalls, Workers
 from slipstream.tensors import ChunkAssembler, dtype_from_wire
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from slipstream.v1 import tensor_pb2
 
+logger = logging.getLogger(__name__)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["RolloutServer"].full_name
+
+READY_SERVICE = f"{SERVICE}/ready"
+"""Health of this name says whether requests should be sent here (``Readiness``)."""
+
 MAX_ID_CHARACTERS = 256
 
+MESSAGE_SECONDS = 30.0
+"""Longest wait for a request; a stage's chunks have their own."""
+
+CALLS_PER_SECOND = 500.0
+"""Of one connection."""
+
+CHUNK_SECONDS = 60.0
+"""Longest wait for a client's next message while it stages."""
+
+STAGE_BYTES_PER_SECOND = 8 << 20
+"""A stage takes at most ``CHUNK_SECONDS`` and what its bytes take at this rate: it reserves
+capacity of the store at its start, and a byte a minute would hold it for ever."""
+
+LIMITS: Mapping[str, Limit] = {
+    f"/{SERVICE}/Stage": Limit(32, CHUNK_MESSAGE_BYTES),
+    f"/{SERVICE}/Commit": Limit(8),
+    f"/{SERVICE}/RollBack": Limit(8),
+    f"/{SERVICE}/SetSpeculation": Limit(8),
+    f"/{SERVICE}/WatchAcceptance": Limit(64),
+}
+_OTHER_CALLS = Limit(64)
+_WORKERS = 4
+_IDLE_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+_HEALTH_SECONDS = 0.5
+_GRACE_SECONDS = 2.0
 _KINDS = {pb.STAGE_KIND_DRAFT: DRAFT, pb.STAGE_KIND_POLICY: POLICY}
 
 
@@ -69,12 +78,12 @@ def kind_of(header: pb.StageHeader) -> str:
         )
     if not header.stage_id:
         raise RefusedError("stage_id", "empty", "a name such as draft-7", "choose one")
-    if len(header.stage_id) > MAX_ID_CHARACTERS:
-        # It is in every ServerState: sixteen long ones made that too large for anybody to read.
+    if len(header.stage_id) > MAX_ID_CHARACTERS or not header.stage_id.isprintable():
+        # It is in every ServerState and in the log.
         raise RefusedError(
             "stage_id",
-            f"{len(header.stage_id)} characters",
-            f"at most {MAX_ID_CHARACTERS}",
+            f"{len(header.stage_id)} characters: {clean(header.stage_id, 64)}",
+            f"at most {MAX_ID_CHARACTERS} printable ones",
             "choose a name such as draft-7",
         )
     return _KINDS[header.kind]
@@ -124,16 +133,22 @@ class Upload:
         specs: every tensor of the stage.
         expected: what they must look like.
         store: where they go.
+        workers: hash and write them.
 
     Raises:
         RefusedError: they do not fit the model or the store.
     """
 
     def __init__(
-        self, specs: Sequence[tensor_pb2.TensorSpec], expected: Expected, store: ContentStore
+        self,
+        specs: Sequence[tensor_pb2.TensorSpec],
+        expected: Expected,
+        store: ContentStore,
+        workers: Workers,
     ) -> None:
         expected.check(specs)
         self._store = store
+        self._workers = workers
         self._keys = {spec.name: key_of(spec) for spec in specs}
         self._missing: dict[str, tensor_pb2.TensorSpec] = {}
         contents: set[Key] = set()
@@ -151,7 +166,7 @@ class Upload:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Holds the room and the content while the upload lasts."""
+        """Reserve capacity and retain the content while the upload lasts."""
         keys = list(self._keys.values())
         self._store.retain(keys)
         try:
@@ -178,7 +193,7 @@ class Upload:
         if chunk.name not in self._missing:
             raise RefusedError(
                 "chunk.name",
-                chunk.name,
+                clean(chunk.name),
                 f"one of the names in StageNeeded that is not complete ({len(self._missing)})",
                 "send only what is needed, once",
             )
@@ -204,7 +219,7 @@ class Upload:
     async def _store_one(self, spec: tensor_pb2.TensorSpec, assembler: ChunkAssembler) -> None:
         key = self._keys[spec.name]
         # Hashing and writing would hold up the API server's event loop.
-        await asyncio.to_thread(_verify_and_write, spec, assembler, self._store, key)
+        await self._workers.run(_verify_and_write, spec, assembler, self._store, key)
         self._store.add(key, self._reservation)
         self._arrived.append(key)
         del self._missing[spec.name]
@@ -239,7 +254,7 @@ def ingest(
 
 
 def refuse_shared(shared: Sequence[str]) -> None:
-    """Refuse to stage while draft and verifier share memory (see ``aliasing``)."""
+    """Refuse to stage while draft and verifier share memory (see ``vllm_patches``)."""
     if shared:
         raise RefusedError(
             "draft parameters in the verifier's memory",
@@ -250,19 +265,8 @@ def refuse_shared(shared: Sequence[str]) -> None:
         )
 
 
-CHUNK_SECONDS = 60.0
-"""Longest wait for a client's next message while it stages."""
-
-STAGE_BYTES_PER_SECOND = 8 << 20
-"""A stage takes ``CHUNK_SECONDS`` and what its bytes take at this rate, at most: it has room in the
-store from its start on, and a byte a minute would keep it there for ever."""
-
-_IDLE_SECONDS = 5.0
-_T = TypeVar("_T")
-
-
 class RolloutService(pb_grpc.RolloutServerServicer):
-    """Translates between messages and ``RolloutControl``; refusals become statuses.
+    """Translates between messages and ``RolloutControl``; ``Guard`` makes refusals statuses.
 
     Args:
         control: the state.
@@ -285,47 +289,45 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         self._store = store
         self._tracker = tracker
         self._expected = expected
+        self.workers = Workers(_WORKERS, "stage")
 
     async def Stage(  # noqa: N802 (gRPC's name)
         self, request_iterator: AsyncIterator[pb.StageRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StageResponse]:
+        """See the .proto."""
         start = time.perf_counter()
-        try:
-            header = await _header(request_iterator)
-            kind = kind_of(header)
-            weights = weights_of(
-                kind,
-                header.version,
-                header.tensors,
-                self._store,
-                stage_id=header.stage_id,
-                trained_against=header.trained_against_policy_version
-                if kind == DRAFT and header.HasField("trained_against_policy_version")
-                else None,
-            )
-            held = self._control.already_staged(weights)
-            upload = Upload(header.tensors, self._expected[kind], self._store)
-            if not held:
-                refuse_shared((await self._engine.describe()).shared)
-            end = start + CHUNK_SECONDS + upload.needed_bytes / STAGE_BYTES_PER_SECOND
-            with upload.opened():
-                yield pb.StageResponse(needed=pb.StageNeeded(names=upload.needed))
-                while not upload.complete:
-                    request = await _next(request_iterator, end - time.perf_counter())
-                    if request is None:
-                        await upload.finish()
-                    elif request.WhichOneof("kind") != "chunk":
-                        raise RefusedError(
-                            "kind", "another header", "a chunk", "open a stream per stage"
-                        )
-                    else:
-                        await upload.feed(request.chunk)
-                self._control.add_stage(weights)
-                upload.keep()
-            staged = time.perf_counter()
-            not_prepared = await self._control.prepare(weights)
-        except RefusedError as error:
-            await _abort(context, error)
+        header = await _header(request_iterator)
+        kind = kind_of(header)
+        against = header.HasField("trained_against_policy_version") and kind == DRAFT
+        weights = weights_of(
+            kind,
+            header.version,
+            header.tensors,
+            self._store,
+            stage_id=header.stage_id,
+            trained_against=header.trained_against_policy_version if against else None,
+        )
+        held = self._control.already_staged(weights)
+        upload = Upload(header.tensors, self._expected[kind], self._store, self.workers)
+        if not held:
+            refuse_shared((await self._engine.describe()).shared)
+        end = start + CHUNK_SECONDS + upload.needed_bytes / STAGE_BYTES_PER_SECOND
+        with upload.opened():
+            yield pb.StageResponse(needed=pb.StageNeeded(names=upload.needed))
+            while not upload.complete:
+                request = await _next(request_iterator, end - time.perf_counter())
+                if request is None:
+                    await upload.finish()
+                elif request.WhichOneof("kind") != "chunk":
+                    raise RefusedError(
+                        "kind", "another header", "a chunk", "open a stream per stage"
+                    )
+                else:
+                    await upload.feed(request.chunk)
+            self._control.add_stage(weights)
+            upload.keep()
+        staged = time.perf_counter()
+        not_prepared = await self._control.prepare(weights)
         end = time.perf_counter()
         yield pb.StageResponse(
             staged=pb.StageResult(
@@ -340,37 +342,40 @@ class RolloutService(pb_grpc.RolloutServerServicer):
     async def Commit(  # noqa: N802
         self, request: pb.CommitRequest, context: grpc.aio.ServicerContext
     ) -> pb.CommitResponse:
-        return await self._answer(self._control.commit(request.stage_ids), context)
+        """See the .proto."""
+        return await self._committed(self._control.commit(request.stage_ids))
 
     async def RollBack(  # noqa: N802
         self, request: pb.RollBackRequest, context: grpc.aio.ServicerContext
     ) -> pb.CommitResponse:
-        return await self._answer(self._control.roll_back(), context)
+        """See the .proto."""
+        return await self._committed(self._control.roll_back())
 
     async def SetSpeculation(  # noqa: N802
         self, request: pb.SetSpeculationRequest, context: grpc.aio.ServicerContext
     ) -> pb.CommitResponse:
-        return await self._answer(self._control.set_speculation(request.enabled), context)
+        """See the .proto."""
+        return await self._committed(self._control.set_speculation(request.enabled))
 
     async def Abort(  # noqa: N802
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext
     ) -> pb.AbortResponse:
+        """See the .proto."""
         self._control.abort(request.stage_ids)
         return pb.AbortResponse()
 
     async def GetState(  # noqa: N802
         self, request: pb.GetStateRequest, context: grpc.aio.ServicerContext
     ) -> pb.ServerState:
+        """See the .proto."""
         if request.read_back:
-            try:
-                await self._control.read_back()
-            except RefusedError as error:
-                await _abort(context, error)
+            await self._control.read_back()
         return self._control.state()
 
     async def WatchAcceptance(  # noqa: N802
         self, request: pb.WatchAcceptanceRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.AcceptanceReport]:
+        """See the .proto."""
         interval = (request.min_interval_ms or 1000) / 1000
         while True:
             yield self._report()
@@ -394,13 +399,8 @@ class RolloutService(pb_grpc.RolloutServerServicer):
             ],
         )
 
-    async def _answer(
-        self, change: Awaitable[Result], context: grpc.aio.ServicerContext
-    ) -> pb.CommitResponse:
-        try:
-            took = await change
-        except RefusedError as error:
-            await _abort(context, error)
+    async def _committed(self, change: Awaitable[Result]) -> pb.CommitResponse:
+        took = await change
         return pb.CommitResponse(
             state=self._control.state(), seconds=took.seconds, worker_seconds=took.worker_seconds
         )
@@ -418,7 +418,9 @@ async def _header(requests: AsyncIterator[pb.StageRequest]) -> pb.StageHeader:
     return first.header
 
 
-async def _next(requests: AsyncIterator[_T], left: float = CHUNK_SECONDS) -> _T | None:
+async def _next(
+    requests: AsyncIterator[pb.StageRequest], left: float = CHUNK_SECONDS
+) -> pb.StageRequest | None:
     """The client's next message; None at its end.
 
     Args:
@@ -442,163 +444,12 @@ async def _next(requests: AsyncIterator[_T], left: float = CHUNK_SECONDS) -> _T 
         ) from error
 
 
-async def _abort(context: Any, error: RefusedError) -> NoReturn:
-    await context.abort(error.code, error.for_wire(), trailing_metadata_of(error))
-    raise AssertionError("abort returned")
-
-
-SERVICE = pb.DESCRIPTOR.services_by_name["RolloutServer"].full_name
-
-MESSAGE_SECONDS = 30.0
-"""Longest wait for a request; a stage's chunks have their own."""
-
-CALLS_PER_SECOND = 500.0
-"""Of one connection."""
-
-_STAGES, _CHANGES, _WATCHERS, _OTHERS = 32, 8, 64, 64
-
-LIMITS: Mapping[str, Limit] = {
-    f"/{SERVICE}/Stage": Limit(_STAGES, CHUNK_MESSAGE_BYTES),
-    f"/{SERVICE}/Commit": Limit(_CHANGES),
-    f"/{SERVICE}/RollBack": Limit(_CHANGES),
-    f"/{SERVICE}/SetSpeculation": Limit(_CHANGES),
-    f"/{SERVICE}/WatchAcceptance": Limit(_WATCHERS),
-}
-
-
-class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """The next interceptor after access: who may not call waits for nothing and takes no place.
-
-    Args:
-        refused: is told of every call that ended with an error.
-        limits: by method, ``/package.Service/Method``.
-        seconds: longest wait for a request.
-    """
-
-    def __init__(
-        self,
-        refused: RefusedCalls,
-        limits: Mapping[str, Limit] = LIMITS,
-        seconds: float | None = None,
-    ) -> None:
-        self._refused = refused
-        self._limits = limits
-        self._seconds = seconds or MESSAGE_SECONDS
-        self._places = Places()
-        self._rate = CallRate(CALLS_PER_SECOND)
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler | None:
-        """gRPC's: the handler of one call."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
-        limit = self._limits.get(method, Limit(_OTHERS))
-        behavior = (
-            handler.unary_unary
-            or handler.unary_stream
-            or handler.stream_unary
-            or handler.stream_stream
-        )
-
-        async def argument(requests: AsyncIterator[Any], context: Any) -> Any:
-            self._rate.spend(context.peer())
-            try:
-                first = await asyncio.wait_for(anext(requests, None), self._seconds)
-            except TimeoutError as error:
-                raise silent(self._seconds) from error
-            if handler.request_streaming:
-                return _readable(first, requests)
-            if first is None:
-                raise RefusedError(
-                    "request", "none", "one", "send the request before ending the call"
-                )
-            if isinstance(first, Unreadable):
-                raise first.refusal
-            return first
-
-        async def answer(requests: AsyncIterator[Any], context: Any) -> Any:
-            with self._noted(method, context):
-                try:
-                    given = await argument(requests, context)
-                    with self._places.taken(method, limit.calls):
-                        return await behavior(given, context)
-                except NotImplementedError:
-                    await _abort(context, not_implemented(method))
-                except RefusedError as error:
-                    await _abort(context, error)
-
-        async def answers(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-            with self._noted(method, context):
-                try:
-                    given = await argument(requests, context)
-                    with self._places.taken(method, limit.calls):
-                        async for each in behavior(given, context):
-                            yield each
-                except RefusedError as error:
-                    await _abort(context, error)
-
-        read = reader(handler.request_deserializer or bytes, method, limit.message_bytes)
-        if handler.response_streaming:
-            # Some write their answers themselves instead.
-            yields = inspect.isasyncgenfunction(behavior)
-            return grpc.stream_stream_rpc_method_handler(
-                answers if yields else answer, read, handler.response_serializer
-            )
-        return grpc.stream_unary_rpc_method_handler(answer, read, handler.response_serializer)
-
-    @contextmanager
-    def _noted(self, method: str, context: Any) -> Any:
-        try:
-            yield
-        finally:
-            code = _code_of(context)
-            if code is not None:
-                self._refused.note(method, code, context.details() or "")
-
-
-async def _readable(first: Any, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    item = first
-    while item is not None:
-        if isinstance(item, Unreadable):
-            raise item.refusal
-        yield item
-        item = await anext(requests, None)
-
-
-def _code_of(context: Any) -> grpc.StatusCode | None:
-    """The error that the call ended with; None where it did not."""
-    code = context.code()
-    if not isinstance(code, grpc.StatusCode):
-        # gRPC's own number.
-        code = next((each for each in grpc.StatusCode if each.value[0] == code), None)
-    return None if code is grpc.StatusCode.OK else code
-
-
-READY_SERVICE = "slipstream.v1.RolloutServer/ready"
-"""Health of this name says whether requests should be sent here (``readiness``)."""
-
-
-MAX_CALLS = 4096
-"""Calls in progress at a time, those included that sent nothing yet."""
-
-_POLL_SECONDS = 0.05
-_HEALTH_SECONDS = 0.5
-_GRACE_SECONDS = 2.0
-
-logger = logging.getLogger(__name__)
-
-
 class ControlServer:
-    """Starts, watches over and stops the gRPC server.
+    """Starts, watches and stops the gRPC server of the control plane.
 
-    Health is SERVING from the moment the OpenAI API answers until the engine dies,
-    is not to be trusted, or the server stops. Of ``READY_SERVICE`` only while, beside
-    that, nothing speaks against sending requests here.
+    Health is SERVING from the moment the OpenAI API answers until the engine dies, cannot be
+    trusted any more, or the server stops; ``READY_SERVICE`` only while ``Readiness`` has no reason
+    against it, too.
 
     Args:
         service: the servicer.
@@ -612,7 +463,7 @@ class ControlServer:
 
     def __init__(
         self,
-        service: pb_grpc.RolloutServerServicer,
+        service: RolloutService,
         control: RolloutControl,
         engine: Engine,
         guard: AcceptanceGuard,
@@ -620,42 +471,31 @@ class ControlServer:
         announce: Callable[[], None],
         access: Access,
     ) -> None:
+        self._service = service
         self._control = control
         self._engine = engine
         self._guard = guard
         self._http_started = http_started
         self._announce = announce
-        self._health = health.aio.HealthServicer()
-        self._access = access
         self.refused_calls = RefusedCalls()
-        guards = [] if access.anonymous else [AioAccessInterceptor(access)]
-        self._server = grpc.aio.server(
-            interceptors=(*guards, Admission(self.refused_calls)),
-            options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=MAX_CALLS,
+        before = Guard(
+            access,
+            LIMITS,
+            _OTHER_CALLS,
+            message_seconds=MESSAGE_SECONDS,
+            calls_per_second=CALLS_PER_SECOND,
+            refused=self.refused_calls,
         )
-        pb_grpc.add_RolloutServerServicer_to_server(service, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        self._server = GrpcServer(before, access, SERVICE, (READY_SERVICE,))
+        pb_grpc.add_RolloutServerServicer_to_server(service, self._server.grpc)
         self._watch: asyncio.Task[None] | None = None
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
         """Listen. Raises RefusedError: the port was taken meanwhile."""
-        await self._set_health(serving=False)
-        try:
-            at, tls = f"{host}:{port}", self._access.tls
-            self.port = (
-                self._server.add_insecure_port(at)
-                if tls is None
-                else self._server.add_secure_port(at, tls.grpc_credentials())
-            )
-        except RuntimeError as error:
-            raise RefusedError(
-                "--control-port", f"{host}:{port} in use", "a free port", "choose another port"
-            ) from error
-        await self._server.start()
+        address = self._server.bind(host, port, "--control-port")
+        self.port = int(address.rpartition(":")[2])
+        await self._server.grpc.start()
         self._watch = asyncio.get_running_loop().create_task(self._watch_over())
 
     async def stop(self) -> None:
@@ -663,20 +503,20 @@ class ControlServer:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait({self._watch})
-        await self._set_health(serving=False)
+        self._set_health(serving=False)
         await self._control.close()
         await self._server.stop(_GRACE_SECONDS)
 
     async def _watch_over(self) -> None:
         while not self._http_started():
             await asyncio.sleep(_POLL_SECONDS)
-        await self._set_health(serving=True)
+        self._set_health(serving=True)
         self._announce()
         while self._engine.is_alive() and not self._control.untrusted.is_set():
             self._look_at_acceptance()
-            await self._set_ready(not self._control.readiness.reason)
+            self._server.health.set(READY_SERVICE, not self._control.readiness.reason)
             await asyncio.sleep(_HEALTH_SECONDS)
-        await self._set_health(serving=False)
+        self._set_health(serving=False)
         if self._control.untrusted.is_set():
             logger.critical("the weights in memory are unknown; stopping rather than serving them")
             os.kill(os.getpid(), signal.SIGTERM)
@@ -688,13 +528,6 @@ class ControlServer:
         if control.readiness.reason != before:
             logger.warning("not ready: %s", control.readiness.reason or "no longer so")
 
-    async def _set_ready(self, ready: bool) -> None:
-        status = health_pb2.HealthCheckResponse.ServingStatus
-        await self._health.set(READY_SERVICE, status.SERVING if ready else status.NOT_SERVING)
-
-    async def _set_health(self, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse.ServingStatus
-        value = status.SERVING if serving else status.NOT_SERVING
-        for name in ("", SERVICE):
-            await self._health.set(name, value)
-        await self._set_ready(serving and not self._control.readiness.reason)
+    def _set_health(self, serving: bool) -> None:
+        self._server.set_serving(serving)
+        self._server.health.set(READY_SERVICE, serving and not self._control.readiness.reason)

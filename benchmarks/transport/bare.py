@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from slipstream.client import SERVER_OPTIONS
+from slipstream.serving import SERVER_OPTIONS
 
 
 def bare_server() -> tuple[grpc.Server, int]:

@@ -20,7 +20,7 @@ import torch
 
 from draft_trainer.config import DNS, FILE, PublishConfig, split_address
 from slipstream.client import open_channel, stage
-from slipstream.errors import RefusedError, plain_text, refused_from
+from slipstream.errors import RefusedError, clean, failure_text
 from slipstream.security import NONE, ClientCredentials
 from slipstream.tensors import digest_of_specs
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -203,14 +203,9 @@ class RolloutClient:
         try:
             return call()
         except grpc.RpcError as error:
-            refusal = refused_from(error)
             # A call object carries its status; a bare RpcError (channel closed) does not.
             code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNAVAILABLE
-            details = error.details() if isinstance(error, grpc.Call) else str(error)
-            text = (
-                str(refusal) if refusal is not None else f"{code.name}: {plain_text(details or '')}"
-            )
-            return Failure(f"{self.address}: {text}", code)
+            return Failure(f"{self.address}: {failure_text(error)}", code)
         except (RefusedError, ConnectionError, ValueError) as error:
             # ValueError: grpc's answer to a call on a closed channel.
             return Failure(f"{self.address}: {error}", grpc.StatusCode.UNAVAILABLE)
@@ -218,10 +213,10 @@ class RolloutClient:
 
 def cleaned(state: pb.ServerState) -> pb.ServerState:
     """A server's state with its texts bounded and on one line each, in place."""
-    state.not_ready = plain_text(state.not_ready)
-    state.model = plain_text(state.model)
-    state.draft_sample_method = plain_text(state.draft_sample_method)
-    staged = [plain_text(stage_id) for stage_id in state.staged[:MAX_STAGED]]
+    state.not_ready = clean(state.not_ready)
+    state.model = clean(state.model)
+    state.draft_sample_method = clean(state.draft_sample_method)
+    staged = [clean(stage_id) for stage_id in state.staged[:MAX_STAGED]]
     del state.staged[:]
     state.staged.extend(staged)
     return state

@@ -7,13 +7,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
-import grpc
 import torch
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from draft_trainer.config import TrainerConfig, access_of, credentials_of
 from draft_trainer.counters import Counters
@@ -37,9 +34,14 @@ from draft_trainer.releases.registry import (
     open_promotions,
     open_registry,
 )
-from draft_trainer.server.calls import SERVICE, Health, admission
 from draft_trainer.server.metrics import trainer_registry
-from draft_trainer.server.service import DraftTrainerService, ReleaseRooms, add_draft_trainer
+from draft_trainer.server.service import (
+    SERVICE,
+    DraftTrainerService,
+    Releases,
+    limits_of,
+    workers_for,
+)
 from draft_trainer.server.status import FleetView, RecentAcceptance, Status
 from draft_trainer.server.web import serve_web
 from draft_trainer.training.followers import Followers
@@ -47,19 +49,16 @@ from draft_trainer.training.learner import Learner
 from draft_trainer.training.loop import Candidates, TrainingLoop
 from draft_trainer.training.ranks import Ranks
 from draft_trainer.training.state import LearnerStates, head_facts
-from slipstream.client import server_options
 from slipstream.errors import RefusedError
 from slipstream.metrics import code_version
-from slipstream.security import AccessInterceptor
-from slipstream.serving import RefusedCalls
+from slipstream.serving import GrpcServer, Guard, Limit, LoopThread, RefusedCalls, Workers
 from slipstream.v1 import console_pb2
+from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)
 
-MAX_CALLS = 2048
-"""Calls that wait for a thread at a time; gRPC refuses the others itself."""
-
 _MESSAGE_OVERHEAD = 64 << 10
+_STOP_SECONDS = 5.0
 
 
 class TrainerServer:
@@ -78,6 +77,7 @@ class TrainerServer:
         ranks = ranks or Ranks()
         self.died = threading.Event()
         """Set when the training thread ended by itself."""
+        self._stopped_cleanly: bool | None = None
         self._counters = Counters()
         self._access = access_of(
             config, lambda reason: self._counters.access_refused.labels(reason).inc()
@@ -181,13 +181,14 @@ class TrainerServer:
         self._recorder = (
             Recorder(folder, config.recording, draft, ids, self._counters) if folder else None
         )
+        self._workers = Workers(workers_for(server), "server")
         self._service = DraftTrainerService(
             config,
             draft,
             ids.to(torch.int32),
             self.runs,
             Ingest(expected, self._store, self._counters, arrived, self._recorder),
-            ReleaseRooms(
+            Releases(
                 registry,
                 self.publisher,
                 retention,
@@ -199,6 +200,7 @@ class TrainerServer:
             ),
             self._status,
             self._rings,
+            self._workers,
         )
         self._listen()
 
@@ -216,9 +218,7 @@ class TrainerServer:
             policy_version=self._policy_version(),
             reason=f"version {code_version()}",
         )
-        self._grpc.start()
-        for name in ("", SERVICE):
-            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._event_loop.run(self._serve())
         if self._recorder:
             self._recorder.start()
         self.loop.start()
@@ -230,26 +230,30 @@ class TrainerServer:
         self._publish_again()
 
     def stop(self) -> bool:
-        """Drain, stop training, close everything.
+        """Drain, stop training, close everything. A second call changes nothing.
 
         Returns:
             True when every part ended within ``server.shutdown_timeout_s``.
         """
+        if self._stopped_cleanly is None:
+            self._stopped_cleanly = self._stop()
+        return self._stopped_cleanly
+
+    def _stop(self) -> bool:
         deadline = time.monotonic() + self._config.server.shutdown_timeout_s
         self._status.events.note(console_pb2.EVENT_KIND_TRAINER_STOPPED)
-        self._health.enter_graceful_shutdown()
-        self._service.drain()
         # Calls in progress get half of the time; then they are cancelled.
-        stopped = self._grpc.stop(grace=(deadline - time.monotonic()) / 2)
+        stopped = self._event_loop.submit(self._stop_serving(_left(deadline) / 2))
         clean = self.loop.stop(_left(deadline))
         if self._auto:
             clean = self._auto.stop(_left(deadline)) and clean
         clean = self._reconciler.stop(_left(deadline)) and clean
-        clean = stopped.wait(_left(deadline)) and clean
+        clean = _ended(stopped, _left(deadline)) and clean
+        clean = self._event_loop.close(_left(deadline)) and clean
         self._rings.close()
         if self._recorder:
             clean = self._recorder.stop(_left(deadline)) and clean
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
         self._fleet.close()
         clean = self._watch.stop(_left(deadline)) and clean
         clean = self._status.snapshots.stop(_left(deadline)) and clean
@@ -295,48 +299,48 @@ class TrainerServer:
             self._auto.released(now.promoted)
 
     def _listen(self) -> None:
-        server = self._config.server
+        server, access = self._config.server, self._access
         self.refused_calls = RefusedCalls()
-        admitting, threads = admission(server, self.refused_calls)
-        access = self._access
-        guards = [] if access.anonymous else [AccessInterceptor(access)]
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
-        self._grpc = grpc.server(
-            self._pool,
-            interceptors=(*guards, admitting),
-            options=server_options(server.max_message_bytes, server.keepalive_s),
-            maximum_concurrent_rpcs=MAX_CALLS,
-        )
-        self._health = Health(("", SERVICE))
-        add_draft_trainer(self._service, self._grpc)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        reflection.enable_server_reflection(
-            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
-        )
+        self._event_loop = LoopThread("grpc")
         try:
-            host = f"[{server.host}]" if ":" in server.host else server.host
-            try:
-                at = f"{host}:{server.port}"
-                port = (
-                    self._grpc.add_insecure_port(at)
-                    if access.tls is None
-                    else self._grpc.add_secure_port(at, access.tls.grpc_credentials())
-                )
-            except RuntimeError as error:
-                raise RefusedError(
-                    "server.port",
-                    f"{host}:{server.port} ({error})",
-                    "a free port of this machine, or 0",
-                    "stop what listens there, or set another server.port",
-                ) from error
-            self.address = f"{host}:{port}"
+            self.address = self._event_loop.run(self._bind())
             metrics = trainer_registry(self._counters, self._status.read, self.refused_calls)
             self._web = serve_web(self._status, metrics, access, server.host, server.metrics_port)
         except RefusedError:
-            self._grpc.stop(grace=None)
-            self._pool.shutdown(wait=False)
+            self._event_loop.run(self._grpc.stop(0.0))
+            self._event_loop.close(_STOP_SECONDS)
+            self._workers.close()
             self._fleet.close()
             raise
+
+    async def _bind(self) -> str:
+        server = self._config.server
+        guard = Guard(
+            self._access,
+            limits_of(server),
+            Limit(server.max_calls),
+            message_seconds=server.message_timeout_s,
+            calls_per_second=server.calls_per_s,
+            refused=self.refused_calls,
+        )
+        self._grpc = GrpcServer(
+            guard,
+            self._access,
+            SERVICE,
+            max_message_bytes=server.max_message_bytes,
+            keepalive_s=server.keepalive_s,
+        )
+        pb_grpc.add_DraftTrainerServicer_to_server(self._service, self._grpc.grpc)
+        return self._grpc.bind(server.host, server.port, "server.port")
+
+    async def _serve(self) -> None:
+        await self._grpc.grpc.start()
+        self._grpc.set_serving(True)
+
+    async def _stop_serving(self, grace: float) -> None:
+        self._grpc.set_serving(False)
+        self._service.drain()
+        await self._grpc.stop(grace)
 
 
 def states_belong_to(registry: Registry, draft: DraftShape) -> dict[str, object]:
@@ -355,6 +359,14 @@ def _max_tokens(config: TrainerConfig, head: Draft) -> int:
     if head.config.max_row_tokens is not None:
         longest = min(longest, head.config.max_row_tokens - config.training.ttt_steps + 1)
     return max(3, longest)
+
+
+def _ended(future: Future[None], timeout: float) -> bool:
+    try:
+        future.result(timeout)
+    except TimeoutError:
+        return False
+    return True
 
 
 def _left(deadline: float) -> float:

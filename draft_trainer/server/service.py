@@ -1,28 +1,21 @@
-"""The gRPC service: messages in, calls to the rooms behind it, messages out.
+"""The trainer's gRPC service: messages in, calls to what does the work, messages out.
 
-Synchronous gRPC on a thread pool, not asyncio: what a request does here is
-checksums, tensor checks and locks shared with the training thread, all of which
-would block an event loop; gRPC's C core still multiplexes the connections, and
-the number of calls in progress is bounded by the pool.
-
-The calls of the gRPC service that concern releases.
-
-Registers the service so that StreamStates requests keep their payload out of protobuf.
+Every method is a coroutine on the server's event loop; what blocks (checks, SQLite, files, calls to
+rollout servers) runs on the app's workers. ``Guard`` turns a RefusedError into a status.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Generator, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
 import torch
+from grpc.aio import ServicerContext
 
-from draft_trainer.config import TrainerConfig
+from draft_trainer.config import ServerConfig, TrainerConfig
 from draft_trainer.drafters import DraftShape
 from draft_trainer.ingest.ingest import CreditWindow, Ingest
 from draft_trainer.ingest.rings import Rings
@@ -30,28 +23,70 @@ from draft_trainer.ingest.run import Runs
 from draft_trainer.releases.imports import MAX_ORIGIN_CHARACTERS, Imports
 from draft_trainer.releases.publisher import Publisher, PublishResult, ServerOutcome
 from draft_trainer.releases.registry import Registry, Retention
-from draft_trainer.server.calls import MAX_IMPORT_SECONDS, check_text, chunks_after, first, refusals
 from draft_trainer.server.status import Status, without_clock
 from draft_trainer.server.stream import StateStream
 from draft_trainer.state import GateResults
 from slipstream.checksum import KINDS
-from slipstream.errors import RefusedError
+from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.layers import encode_layers
+from slipstream.serving import CHUNK_MESSAGE_BYTES, Limit, Workers, blocking
 from slipstream.tensors import SCHEMA_VERSION, Framed, check_schema, chunks_of, encode, unframe
-from slipstream.v1 import console_pb2, release_pb2
+from slipstream.v1 import console_pb2, draft_trainer_pb2, release_pb2, tensor_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
 # gRPC finds the handlers by the names in the .proto.
 # ruff: noqa: N802
 
+logger = logging.getLogger(__name__)
 
+SERVICE = draft_trainer_pb2.DESCRIPTOR.services_by_name["DraftTrainer"].full_name
+
+MAX_NAME_CHARACTERS = 256
 MAX_REASON_CHARACTERS = 1024
+MAX_WATCHERS = 16
+ANNOUNCE_SECONDS = 600.0
+IMPORT_SECONDS = 3600.0
+FETCH_SECONDS = 3600.0
+
+# A stream beyond server.max_streams is refused by that name.
+_STREAMS_BEYOND = 8
+_SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.1, 3600.0
+_EVENT_SECONDS = 0.25
+_QUICK_WORKERS = 8
+
+
+def limits_of(config: ServerConfig) -> dict[str, Limit]:
+    """What each method may cost, by ``/package.Service/Method``."""
+    chunks, fleet = CHUNK_MESSAGE_BYTES, Limit(4)
+    streams = config.max_streams + _STREAMS_BEYOND
+    named = {
+        # Parsed by hand: the payload stays out of protobuf.
+        "StreamStates": Limit(streams, config.max_message_bytes, parse=unframe),
+        # Each holds the two matrices of its version until they are whole.
+        "AnnouncePolicy": Limit(4, chunks, ANNOUNCE_SECONDS),
+        "ImportRelease": Limit(2, chunks, IMPORT_SECONDS),
+        "FetchRelease": Limit(8, call_seconds=FETCH_SECONDS),
+        "WatchStatus": Limit(MAX_WATCHERS),
+        "WatchEvents": Limit(MAX_WATCHERS),
+        "PrepareSync": fleet,
+        "CompleteSync": fleet,
+        "PromoteRelease": fleet,
+        "RollBackRelease": fleet,
+    }
+    return {f"/{SERVICE}/{method}": limit for method, limit in named.items()}
+
+
+def workers_for(config: ServerConfig) -> int:
+    """Threads for every admitted call that may take long, and some for those that do not."""
+    limits = limits_of(config).items()
+    slow = sum(limit.calls for method, limit in limits if "/Watch" not in method)
+    return slow + _QUICK_WORKERS
 
 
 @dataclass(frozen=True)
-class ReleaseRooms:
-    """Who knows what about releases."""
+class Releases:
+    """What the calls about releases need."""
 
     registry: Registry
     publisher: Publisher
@@ -60,85 +95,313 @@ class ReleaseRooms:
     imports: Imports
 
 
-class ReleaseCalls(pb_grpc.DraftTrainerServicer):
-    """The part of ``DraftTrainerService`` that looks at releases and moves them.
+@dataclass(eq=False)
+class DraftTrainerService(pb_grpc.DraftTrainerServicer):
+    """See ``draft_trainer.proto``. Used on one event loop.
 
-    Args:
-        rooms: those who do it.
+    Attributes:
+        config: the trainer's.
+        draft: configuration of the head that is trained.
+        draft_vocab_ids: int32 [draft_vocab], ascending.
+        runs: the current run and its sessions.
+        ingest: checks and stores samples.
+        releases: the registry and what changes it.
+        status: what the trainer reports.
+        rings: of shared memory, for the sessions.
+        workers: run what blocks.
     """
 
-    def __init__(self, rooms: ReleaseRooms) -> None:
-        self._rooms = rooms
+    config: TrainerConfig
+    draft: DraftShape
+    draft_vocab_ids: torch.Tensor
+    runs: Runs
+    ingest: Ingest
+    releases: Releases
+    status: Status
+    rings: Rings
+    workers: Workers
+    _draining: asyncio.Event = field(default_factory=asyncio.Event)
+    _streams: set[StateStream] = field(default_factory=set)
 
-    def ListReleases(
-        self, request: pb.ListReleasesRequest, context: grpc.ServicerContext
+    def drain(self) -> None:
+        """End every stream and watch; the server is about to stop.
+
+        A sample stream waits for its client, who may have nothing to send for minutes. What was not
+        acknowledged the client sends again later.
+        """
+        self._draining.set()
+        for stream in self._streams:
+            stream.end()
+
+    async def OpenRun(
+        self, request: pb.OpenRunRequest, context: ServicerContext
+    ) -> pb.OpenRunResponse:
+        """See the .proto."""
+        for name, text in (
+            ("run_id", request.run_id),
+            ("client", request.client),
+            ("policy.model_name", request.policy.model_name),
+        ):
+            check_text(name, text, MAX_NAME_CHARACTERS)
+        check_schema(
+            request.schema_version,
+            "the client's",
+            "install the same release of slipstream in the policy's image and in the trainer's",
+        )
+        return await self.workers.run(self._open_run, request)
+
+    def _open_run(self, request: pb.OpenRunRequest) -> pb.OpenRunResponse:
+        session = self.runs.open(request)
+        self.status.run_opened(session)
+        return pb.OpenRunResponse(
+            session_id=session.session_id,
+            aux_layers=encode_layers(self.draft.aux_layer_ids),
+            draft_vocab_ids=encode(self.draft_vocab_ids),
+            num_speculative_tokens=self.config.publish.num_speculative_tokens,
+            max_tokens_per_sample=self.ingest.expected.max_tokens,
+            latest_policy_version=session.run.latest_policy_version,
+            rollout_servers=self.releases.publisher.addresses,
+            schema_version=SCHEMA_VERSION,
+            checksums=KINDS,
+            shared_memory=self.rings.offer(session.session_id),
+        )
+
+    async def StreamStates(
+        self, request_iterator: AsyncIterator[Framed], context: ServicerContext
+    ) -> AsyncIterator[pb.StreamStatesResponse]:
+        """See the .proto."""
+        limits = self.config.server
+        header = (await _first(request_iterator, "header", lambda framed: framed.request)).header
+        session = self.runs.enter_stream(header.session_id, limits.max_streams)
+        stream = None
+        try:
+            if self._draining.is_set():
+                raise RefusedError(
+                    "StreamStates",
+                    "a trainer that is shutting down",
+                    "a running trainer",
+                    "keep the unacknowledged samples and open the stream again later",
+                    StatusCode.UNAVAILABLE,
+                )
+            ring = self.rings.claim(session.session_id, header.transport)
+            transport = "gRPC" if ring is None else "shared memory"
+            logger.info("%r streams states by %s", session.client, transport)
+            stream = StateStream(
+                request_iterator,
+                CreditWindow(self.ingest.credit_bytes(limits.receive_window_bytes)),
+                self.ingest,
+                session.run,
+                ring,
+                idle_seconds=limits.stream_idle_s,
+                workers=self.workers,
+            )
+            self._streams.add(stream)
+            async for response in stream.responses():
+                yield response
+        finally:
+            if stream is not None:
+                self._streams.discard(stream)
+            self.rings.release(session.session_id)
+            self.runs.leave_stream(session.session_id)
+
+    async def AnnouncePolicy(
+        self, request_iterator: AsyncIterator[pb.AnnouncePolicyRequest], context: ServicerContext
+    ) -> pb.AnnouncePolicyResponse:
+        """See the .proto."""
+        header = (await _first(request_iterator, "header")).header
+        run = self.runs.session(header.session_id).run
+        chunks = _chunks(self._blocking(request_iterator))
+        await self.workers.run(run.register_policy, self.draft, header, chunks)
+        self.status.policy_announced(run)
+        return pb.AnnouncePolicyResponse(policy_version=header.policy_version)
+
+    async def PrepareSync(
+        self, request: pb.PrepareSyncRequest, context: ServicerContext
+    ) -> pb.PrepareSyncResponse:
+        """See the .proto."""
+        self.runs.session(request.session_id)
+        published = await self.workers.run(self.releases.publisher.prepare)
+        return pb.PrepareSyncResponse(
+            draft_version=published.draft_version if published.changes else None,
+            servers=outcome_messages(published),
+        )
+
+    async def CompleteSync(
+        self, request: pb.CompleteSyncRequest, context: ServicerContext
+    ) -> pb.CompleteSyncResponse:
+        """See the .proto. A session that is not open does not keep the policy from its commit."""
+        check_text("policy_stage_id", request.policy_stage_id, MAX_NAME_CHARACTERS)
+        published = await self.workers.run(
+            self.releases.publisher.complete, request.policy_version, request.policy_stage_id
+        )
+        return pb.CompleteSyncResponse(result=result_message(published))
+
+    async def ListReleases(
+        self, request: pb.ListReleasesRequest, context: ServicerContext
     ) -> pb.ListReleasesResponse:
         """See the .proto."""
-        with refusals(context):
-            uses = self._rooms.retention.uses()
-            sound = [use.draft_version for use in uses if not use.damage]
-            releases = [self._rooms.registry.get(version) for version in sound]
-            return pb.ListReleasesResponse(releases=releases, uses=uses)
+        return await self.workers.run(self._list_releases)
 
-    def FetchRelease(
-        self, request: pb.FetchReleaseRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.FetchReleaseResponse]:
+    def _list_releases(self) -> pb.ListReleasesResponse:
+        uses = self.releases.retention.uses()
+        sound = [use.draft_version for use in uses if not use.damage]
+        releases = [self.releases.registry.get(version) for version in sound]
+        return pb.ListReleasesResponse(releases=releases, uses=uses)
+
+    async def FetchRelease(
+        self, request: pb.FetchReleaseRequest, context: ServicerContext
+    ) -> AsyncIterator[pb.FetchReleaseResponse]:
         """See the .proto."""
-        registry = self._rooms.registry
-        with refusals(context), registry.using(request.draft_version):
-            tensors = registry.tensors(request.draft_version)
-            yield pb.FetchReleaseResponse(manifest=registry.get(request.draft_version))
+        async for part in self.workers.iterate(self._release(request.draft_version)):
+            yield part
+
+    def _release(self, version: int) -> Generator[pb.FetchReleaseResponse, None, None]:
+        registry = self.releases.registry
+        with registry.using(version):
+            tensors = registry.tensors(version)
+            yield pb.FetchReleaseResponse(manifest=registry.get(version))
             for chunk in chunks_of(tensors):
                 yield pb.FetchReleaseResponse(chunk=chunk)
 
-    def PromoteRelease(
-        self, request: pb.PromoteReleaseRequest, context: grpc.ServicerContext
+    async def PromoteRelease(
+        self, request: pb.PromoteReleaseRequest, context: ServicerContext
     ) -> pb.PublishResult:
         """See the .proto."""
-        version = request.draft_version
-        with refusals(context), self._rooms.registry.using(version):
-            return result_message(self._rooms.publisher.promote(version, request.pin))
+        return await self.workers.run(self._promote, request)
 
-    def RollBackRelease(
-        self, request: pb.RollBackReleaseRequest, context: grpc.ServicerContext
+    def _promote(self, request: pb.PromoteReleaseRequest) -> pb.PublishResult:
+        with self.releases.registry.using(request.draft_version):
+            published = self.releases.publisher.promote(request.draft_version, request.pin)
+            return result_message(published)
+
+    async def RollBackRelease(
+        self, request: pb.RollBackReleaseRequest, context: ServicerContext
     ) -> pb.PublishResult:
         """See the .proto."""
-        with refusals(context):
-            check_text("reason", request.reason, MAX_REASON_CHARACTERS)
-            return result_message(self._rooms.publisher.roll_back(request.reason))
+        check_text("reason", request.reason, MAX_REASON_CHARACTERS)
+        roll_back = self.releases.publisher.roll_back
+        return result_message(await self.workers.run(roll_back, request.reason))
 
-    def PinRelease(
-        self, request: pb.PinReleaseRequest, context: grpc.ServicerContext
+    async def PinRelease(
+        self, request: pb.PinReleaseRequest, context: ServicerContext
     ) -> release_pb2.ReleaseUse:
         """See the .proto."""
-        rooms, version = self._rooms, request.draft_version
-        with refusals(context):
-            rooms.registry.pin(version, request.pinned)
-            return next(use for use in rooms.retention.uses() if use.draft_version == version)
+        return await self.workers.run(self._pin, request)
 
-    def ImportRelease(
-        self, request_iterator: Iterator[pb.ImportReleaseRequest], context: grpc.ServicerContext
+    def _pin(self, request: pb.PinReleaseRequest) -> release_pb2.ReleaseUse:
+        version, releases = request.draft_version, self.releases
+        releases.registry.pin(version, request.pinned)
+        return next(use for use in releases.retention.uses() if use.draft_version == version)
+
+    async def ImportRelease(
+        self, request_iterator: AsyncIterator[pb.ImportReleaseRequest], context: ServicerContext
     ) -> pb.ImportReleaseResponse:
         """See the .proto."""
-        with refusals(context):
-            left = context.time_remaining()
-            if left is None or left > MAX_IMPORT_SECONDS:
-                # A client that stops sending would hold the one place for ever.
-                raise RefusedError(
-                    "deadline",
-                    "none" if left is None else f"{left:.0f} s",
-                    f"at most {MAX_IMPORT_SECONDS:.0f} s",
-                    "call with a deadline",
-                )
-            header = first(request_iterator, "header").header
-            check_text("origin", header.origin, MAX_ORIGIN_CHARACTERS)
-            return self._rooms.imports.take(header, chunks_after(request_iterator))
+        header = (await _first(request_iterator, "header")).header
+        check_text("origin", header.origin, MAX_ORIGIN_CHARACTERS)
+        chunks = _chunks(self._blocking(request_iterator))
+        return await self.workers.run(self.releases.imports.take, header, chunks)
 
-    def ListVerdicts(
-        self, request: pb.ListVerdictsRequest, context: grpc.ServicerContext
+    async def ListVerdicts(
+        self, request: pb.ListVerdictsRequest, context: ServicerContext
     ) -> pb.ListVerdictsResponse:
         """See the .proto."""
-        return pb.ListVerdictsResponse(verdicts=self._rooms.verdicts.newest(request.newest))
+        return pb.ListVerdictsResponse(verdicts=self.releases.verdicts.newest(request.newest))
+
+    async def GetHistory(
+        self, request: console_pb2.GetHistoryRequest, context: ServicerContext
+    ) -> pb.History:
+        """See the .proto."""
+        return await self.workers.run(self.status.history)
+
+    async def WatchEvents(
+        self, request: console_pb2.WatchEventsRequest, context: ServicerContext
+    ) -> AsyncIterator[console_pb2.Event]:
+        """See the .proto."""
+        events = self.status.events
+        # Once only: a log that was begun anew numbers from 1 again.
+        seen, newest, last = request.after, request.newest, not request.follow
+        while True:
+            for event in events.since(seen, newest):
+                yield event
+                seen = event.number
+            newest = 0
+            if last:
+                return
+            # Once more after draining began: the trainer's stop is an event.
+            last = await self._drained_within(_EVENT_SECONDS)
+
+    async def GetStatus(
+        self, request: pb.GetStatusRequest, context: ServicerContext
+    ) -> pb.TrainerStatus:
+        """See the .proto."""
+        return await self.workers.run(self.status.read)
+
+    async def WatchStatus(
+        self, request: pb.WatchStatusRequest, context: ServicerContext
+    ) -> AsyncIterator[pb.TrainerStatus]:
+        """See the .proto."""
+        interval = max((request.min_interval_ms or 1000) / 1000.0, _SHORTEST_INTERVAL)
+        shown = None
+        while True:
+            status = await self.workers.run(self.status.read)
+            if without_clock(status) != shown:
+                shown = without_clock(status)
+                yield status
+            if await self._drained_within(min(interval, _LONGEST_INTERVAL)):
+                return
+
+    async def _drained_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._draining.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def _blocking(self, requests: AsyncIterator[Any]) -> Iterator[Any]:
+        return blocking(requests, 2 * self.config.server.message_timeout_s)
+
+
+def check_text(name: str, text: str, most: int) -> None:
+    """Raise RefusedError for a client's text that is longer than ``most`` characters or would forge
+    a line of a log."""
+    if not text.isprintable():
+        raise RefusedError(
+            name,
+            clean(text, 128),
+            "one line of printable characters",
+            "send it without the others",
+        )
+    if len(text) > most:
+        raise RefusedError(
+            name, f"{len(text)} characters", f"at most {most} characters", "send a shorter one"
+        )
+
+
+async def _first(
+    requests: AsyncIterator[Any], kind: str, request_of: Any = lambda item: item
+) -> Any:
+    """The first request of a stream. Raises RefusedError: it is not of ``kind``, or missing."""
+    item = await anext(requests, None)
+    request = None if item is None else request_of(item)
+    found = request.WhichOneof("kind") if request is not None else "the end of the stream"
+    if found != kind:
+        raise _wrong_kind(kind, found)
+    return request
+
+
+def _chunks(requests: Iterator[Any]) -> Iterator[tensor_pb2.TensorChunk]:
+    """The chunks of the other requests. Raises RefusedError where one is something else."""
+    for request in requests:
+        if request.WhichOneof("kind") != "chunk":
+            raise _wrong_kind("chunk", request.WhichOneof("kind"))
+        yield request.chunk
+
+
+def _wrong_kind(expected: str, found: str | None) -> RefusedError:
+    return RefusedError(
+        "kind", found or "nothing", expected, "send the header first, and only once"
+    )
 
 
 def outcome_messages(published: PublishResult) -> list[pb.ServerOutcome]:
@@ -162,247 +425,3 @@ def _outcome(address: str, outcome: ServerOutcome) -> pb.ServerOutcome:
         commit_seconds=outcome.commit_seconds,
         stage_seconds=outcome.stage_seconds,
     )
-
-
-# gRPC finds the handlers by the names in the .proto.
-# ruff: noqa: N802
-
-
-logger = logging.getLogger(__name__)
-
-MAX_NAME_CHARACTERS = 256
-
-_SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.1, 3600.0
-_TICK = 1.0
-
-
-class DraftTrainerService(ReleaseCalls):
-    """See ``draft_trainer.proto``.
-
-    Args:
-        config: the trainer's.
-        draft: configuration of the head that is trained.
-        draft_vocab_ids: int32 [draft_vocab], ascending.
-        runs: the current run and its sessions.
-        ingest: decides the fate of samples.
-        releases: looks at them and moves them.
-        status: where the trainer stands.
-        rings: of shared memory, for the sessions.
-    """
-
-    def __init__(
-        self,
-        config: TrainerConfig,
-        draft: DraftShape,
-        draft_vocab_ids: torch.Tensor,
-        runs: Runs,
-        ingest: Ingest,
-        releases: ReleaseRooms,
-        status: Status,
-        rings: Rings,
-    ) -> None:
-        super().__init__(releases)
-        self._config = config
-        self._draft = draft
-        self._draft_vocab_ids = draft_vocab_ids
-        self._runs = runs
-        self._ingest = ingest
-        self._publisher = releases.publisher
-        self._status = status
-        self._rings = rings
-        self._draining = threading.Event()
-        self._streams: set[grpc.ServicerContext] = set()
-        self._streams_lock = threading.Lock()
-
-    def drain(self) -> None:
-        """End every stream; the server is about to stop.
-
-        A sample stream waits for its client, who may have nothing to send for
-        minutes. What was not acknowledged the client sends again later.
-        """
-        self._draining.set()
-        with self._streams_lock:
-            for context in self._streams:
-                context.cancel()
-
-    def OpenRun(
-        self, request: pb.OpenRunRequest, context: grpc.ServicerContext
-    ) -> pb.OpenRunResponse:
-        """See the .proto."""
-        with refusals(context):
-            for field, text in (
-                ("run_id", request.run_id),
-                ("client", request.client),
-                ("policy.model_name", request.policy.model_name),
-            ):
-                check_text(field, text, MAX_NAME_CHARACTERS)
-            check_schema(
-                request.schema_version,
-                "the client's",
-                "install the same release of slipstream in the policy's image and in the trainer's",
-            )
-            session = self._runs.open(request)
-        self._status.run_opened(session)
-        return pb.OpenRunResponse(
-            session_id=session.session_id,
-            aux_layers=encode_layers(self._draft.aux_layer_ids),
-            draft_vocab_ids=encode(self._draft_vocab_ids),
-            num_speculative_tokens=self._config.publish.num_speculative_tokens,
-            max_tokens_per_sample=self._ingest.expected.max_tokens,
-            latest_policy_version=session.run.latest_policy_version,
-            rollout_servers=self._publisher.addresses,
-            schema_version=SCHEMA_VERSION,
-            checksums=KINDS,
-            shared_memory=self._rings.offer(session.session_id),
-        )
-
-    def StreamStates(
-        self, request_iterator: Iterator[Framed], context: grpc.ServicerContext
-    ) -> Iterator[pb.StreamStatesResponse]:
-        """See the .proto."""
-        limits = self._config.server
-        with refusals(context):
-            header = first((framed.request for framed in request_iterator), "header").header
-            session = self._runs.enter_stream(header.session_id, limits.max_streams)
-            try:
-                self._enter(context)
-                ring = self._rings.claim(session.session_id, header.transport)
-                logger.info(
-                    "%r streams states by %s",
-                    *(session.client, "gRPC" if ring is None else "shared memory"),
-                )
-                window = CreditWindow(self._ingest.credit_bytes(limits.receive_window_bytes))
-                stream = StateStream(
-                    *(request_iterator, window, self._ingest, session.run, ring),
-                    idle_seconds=limits.stream_idle_s,
-                )
-                yield from stream.responses()
-            finally:
-                self._leave(context)
-                self._rings.release(session.session_id)
-                self._runs.leave_stream(session.session_id)
-
-    def AnnouncePolicy(
-        self, request_iterator: Iterator[pb.AnnouncePolicyRequest], context: grpc.ServicerContext
-    ) -> pb.AnnouncePolicyResponse:
-        """See the .proto."""
-        with refusals(context):
-            header = first(request_iterator, "header").header
-            run = self._runs.session(header.session_id).run
-            run.register_policy(self._draft, header, chunks_after(request_iterator))
-            self._status.policy_announced(run)
-        return pb.AnnouncePolicyResponse(policy_version=header.policy_version)
-
-    def PrepareSync(
-        self, request: pb.PrepareSyncRequest, context: grpc.ServicerContext
-    ) -> pb.PrepareSyncResponse:
-        """See the .proto."""
-        with refusals(context):
-            self._runs.session(request.session_id)
-            published = self._publisher.prepare()
-        return pb.PrepareSyncResponse(
-            draft_version=published.draft_version if published.changes else None,
-            servers=outcome_messages(published),
-        )
-
-    def CompleteSync(
-        self, request: pb.CompleteSyncRequest, context: grpc.ServicerContext
-    ) -> pb.CompleteSyncResponse:
-        """See the .proto. A session that is not open does not keep the policy from its commit."""
-        with refusals(context):
-            check_text("policy_stage_id", request.policy_stage_id, MAX_NAME_CHARACTERS)
-            published = self._publisher.complete(request.policy_version, request.policy_stage_id)
-        return pb.CompleteSyncResponse(result=result_message(published))
-
-    def GetHistory(
-        self, request: console_pb2.GetHistoryRequest, context: grpc.ServicerContext
-    ) -> pb.History:
-        """See the .proto."""
-        return self._status.history()
-
-    def WatchEvents(
-        self, request: console_pb2.WatchEventsRequest, context: grpc.ServicerContext
-    ) -> Iterator[console_pb2.Event]:
-        """See the .proto."""
-        events = self._status.events
-        # Once only: a log that was begun anew numbers from 1 again.
-        seen, newest = request.after, request.newest
-        while True:
-            for event in events.since(seen, newest):
-                yield event
-                seen = event.number
-            newest = 0
-            if not request.follow:
-                return
-            # A deadline, so that a client that went away is noticed.
-            while not events.wait_beyond(seen, timeout=1.0):
-                if not context.is_active() or self._draining.is_set():
-                    return
-
-    def GetStatus(
-        self, request: pb.GetStatusRequest, context: grpc.ServicerContext
-    ) -> pb.TrainerStatus:
-        """See the .proto."""
-        return self._status.read()
-
-    def WatchStatus(
-        self, request: pb.WatchStatusRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.TrainerStatus]:
-        """See the .proto."""
-        interval = max((request.min_interval_ms or 1000) / 1000.0, _SHORTEST_INTERVAL)
-        interval = min(interval, _LONGEST_INTERVAL)
-        shown = None
-        while context.is_active() and not self._draining.is_set():
-            status = self._status.read()
-            if without_clock(status) != shown:
-                shown = without_clock(status)
-                yield status
-            # In ticks: a client that leaves during a long interval frees its place.
-            end = time.monotonic() + interval
-            while context.is_active() and (left := end - time.monotonic()) > 0:
-                if self._draining.wait(min(left, _TICK)):
-                    return
-
-    def _enter(self, context: grpc.ServicerContext) -> None:
-        with self._streams_lock:
-            if self._draining.is_set():
-                raise RefusedError(
-                    "StreamStates",
-                    "a trainer that is shutting down",
-                    "a running trainer",
-                    "keep the unacknowledged samples and open the stream again later",
-                    grpc.StatusCode.UNAVAILABLE,
-                )
-            self._streams.add(context)
-
-    def _leave(self, context: grpc.ServicerContext) -> None:
-        with self._streams_lock:
-            self._streams.discard(context)
-
-
-class _Registrar:
-    """Takes the place of the server while the generated code registers its handlers."""
-
-    def __init__(self, server: grpc.Server) -> None:
-        self._server = server
-
-    def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """The generated code registers everything twice; by name is enough."""
-
-    def add_registered_method_handlers(
-        self, service: str, handlers: dict[str, grpc.RpcMethodHandler]
-    ) -> None:
-        raw = grpc.stream_stream_rpc_method_handler(
-            handlers["StreamStates"].stream_stream,
-            request_deserializer=unframe,
-            response_serializer=handlers["StreamStates"].response_serializer,
-        )
-        changed = {**handlers, "StreamStates": raw}
-        generic = grpc.method_handlers_generic_handler(service, changed)
-        self._server.add_generic_rpc_handlers((generic,))
-        self._server.add_registered_method_handlers(service, changed)
-
-
-def add_draft_trainer(servicer: pb_grpc.DraftTrainerServicer, server: grpc.Server) -> None:
-    """As ``add_DraftTrainerServicer_to_server``; StreamStates gets ``framing.Framed`` requests."""
-    pb_grpc.add_DraftTrainerServicer_to_server(servicer, _Registrar(server))

@@ -1,21 +1,21 @@
-"""Options that both ends of every Slipstream connection agree on.
+"""Client side of every connection: open a channel, and stage tensors on a rollout server.
 
-Client side of ``RolloutServer.Stage``: send only the tensors the server lacks.
-
-Lives with the wire because the sidecar stages drafts and the bridge stages
-policies, and neither may import the other.
+Staging is here because the trainer stages drafts and the bridge stages policies, and neither may
+import the other.
 """
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import grpc
 import torch
 
-from slipstream.security import NONE, ClientCredentials, CredentialedChannel, Shown
+from slipstream.security import NONE, ClientCredentials
 from slipstream.tensors import chunks_of, spec_of
+from slipstream.tls import Followed
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from slipstream.v1 import tensor_pb2
@@ -26,46 +26,15 @@ MAX_MESSAGE_BYTES = 64 << 20
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A peer that was SIGSTOPped or unplugged is noticed within half a minute.
+    # A peer that is stopped or unplugged is noticed within half a minute.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # gRPC's own patience with a ping is a minute, whatever the timeout above says.
+    # gRPC waits a minute for a ping without this, whatever the timeout above says.
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     # A restarted peer is found again within about two seconds.
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
-
-SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    *OPTIONS,
-    # Of one connection: the calls of a client that opens them in a loop wait on its own side.
-    ("grpc.max_concurrent_streams", 128),
-    # A connection that never speaks HTTP/2 is closed, and so is one that no call used for long;
-    # its client connects again when it has one.
-    ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_connection_idle_ms", 600_000),
-    # A peer that was starved of its processor answers late and then finds several pings at once.
-    # With the usual two strikes an idle stream was ended with "too many pings".
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
-    ("grpc.http2.max_ping_strikes", 8),
-    # Two processes on one port would share its connections at random.
-    ("grpc.so_reuseport", 0),
-)
-
-
-def server_options(max_message_bytes: int, keepalive_s: float) -> tuple[tuple[str, int], ...]:
-    """``SERVER_OPTIONS`` with another largest message, and another pause between pings.
-
-    A client that is gone without a word is noticed after one and a half such pauses.
-    """
-    return (
-        *SERVER_OPTIONS,
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.keepalive_time_ms", round(1000 * keepalive_s)),
-        ("grpc.keepalive_timeout_ms", round(500 * keepalive_s)),
-        ("grpc.http2.ping_timeout_ms", round(500 * keepalive_s)),
-    )
 
 
 def open_channel(
@@ -85,18 +54,51 @@ def open_channel(
     """
     own = (("grpc.use_local_subchannel_pool", 1),) if own_connection else ()
     options: tuple[tuple[str, int | str], ...] = (*OPTIONS, *own)
-    if credentials.empty:
-        return grpc.insecure_channel(address, options=options)
     credentials.check_address(address, "address")
     if credentials.server_name:
         options = (*options, ("grpc.ssl_target_name_override", credentials.server_name))
+    tls, token = credentials.tls(), credentials.token()
+    if tls is None:
+        channel = grpc.insecure_channel(address, options=options)
+    else:
+        channel = grpc.secure_channel(address, tls, options=options)
+    return channel if token is None else grpc.intercept_channel(channel, _SendToken(token))
 
-    def connect(tls: grpc.ChannelCredentials | None) -> grpc.Channel:
-        if tls is None:
-            return grpc.insecure_channel(address, options=options)
-        return grpc.secure_channel(address, tls, options=options)
 
-    return CredentialedChannel(Shown(credentials), connect)
+class _CallDetails(NamedTuple):
+    """gRPC's ``ClientCallDetails``, which has no public constructor."""
+
+    method: str
+    timeout: float | None
+    metadata: Sequence[tuple[str, str | bytes]]
+    credentials: grpc.CallCredentials | None
+    wait_for_ready: bool | None
+    compression: grpc.Compression | None
+
+
+class _SendToken(
+    grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]
+    grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
+    grpc.StreamUnaryClientInterceptor,  # type: ignore[misc]
+    grpc.StreamStreamClientInterceptor,  # type: ignore[misc]
+):
+    """Sends the token that is in its file when the call begins."""
+
+    def __init__(self, token: Followed[str]) -> None:
+        self._token = token
+
+    def intercept_unary_unary(
+        self, continuation: Callable[[Any, Any], Any], client_call_details: Any, request: Any
+    ) -> Any:
+        """gRPC's hook."""
+        call = client_call_details
+        metadata = (*(call.metadata or ()), ("authorization", f"Bearer {self._token.now()}"))
+        rest = (call.credentials, call.wait_for_ready, call.compression)
+        return continuation(_CallDetails(call.method, call.timeout, metadata, *rest), request)
+
+    intercept_unary_stream = intercept_unary_unary
+    intercept_stream_unary = intercept_unary_unary
+    intercept_stream_stream = intercept_unary_unary
 
 
 def stage(
@@ -151,6 +153,6 @@ def stage(
             else:
                 return response.staged
     finally:
-        # Lets gRPC's request thread end when the call failed before "needed".
+        # Ends gRPC's request thread when the call fails before "needed".
         needed.put(None)
     raise ConnectionError(f"{stage_id}: the server ended the stage without a result")

@@ -1,24 +1,44 @@
-"""One shape for every refusal: what field, what was found, what was expected, what to do.
+"""Refusals, and what is kept of text that came over the wire.
 
-A server raises ``RefusedError``; ``status_of`` turns it into a gRPC status whose
-text is for people and whose trailing metadata is for programs; a client turns
-the failed call back into the same ``RefusedError`` with ``refused_from``.
+A server raises ``RefusedError``; ``abort_with`` turns it into a gRPC status whose text is for
+people and whose trailing metadata is for programs; ``refused_from`` turns the failed call back into
+the same ``RefusedError`` on the client. Text of the other side is bounded and cleaned where it is
+received, so no log, file, terminal or exception needs to.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
+from google.protobuf.message import DecodeError
 
 from slipstream.v1 import release_pb2
 
 METADATA_KEY = "slipstream-refusal-bin"
 
-_MOST_BYTES = 448
-"""Of one text on the wire. gRPC takes 8 KiB of trailers, the texts twice in them and escaped: a
-refusal that quoted a long name of the client's arrived as RESOURCE_EXHAUSTED without a word."""
+MAX_TEXT_BYTES = 448
+"""Of one text on the wire. gRPC takes 8 KiB of trailers, the texts twice in them and escaped; a
+larger refusal arrives as RESOURCE_EXHAUSTED without its text."""
 
 StatusCode = grpc.StatusCode
-"""Re-exported for the rooms' cores, which name a code and know nothing else of gRPC."""
+"""Re-exported for code that names a status and uses nothing else of gRPC."""
+
+
+def clean(text: str, limit: int = MAX_TEXT_BYTES) -> str:
+    """Text of another process as one line of printable characters.
+
+    Args:
+        text: as it was received.
+        limit: bytes of the result in UTF-8, at least 64. A longer text is cut, and its length said.
+    """
+    start = text[:limit]
+    if not start.isprintable():
+        start = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in start)
+    data = start.encode()
+    if len(text) <= limit and len(data) <= limit:
+        return start
+    return data[: limit - 32].decode(errors="ignore") + f"... ({len(text)} characters)"
 
 
 class RefusedError(Exception):
@@ -55,19 +75,16 @@ class RefusedError(Exception):
 
     def to_proto(self) -> release_pb2.Refusal:
         """The four texts as a message."""
-        short = self._short()
         return release_pb2.Refusal(
-            field=short.field, found=short.found, expected=short.expected, next_step=short.next_step
+            field=clean(self.field),
+            found=clean(self.found),
+            expected=clean(self.expected),
+            next_step=clean(self.next_step),
         )
 
     def for_wire(self) -> str:
         """The whole text, short enough for a status."""
-        return str(self._short())
-
-    def _short(self) -> RefusedError:
-        texts = (self.field, self.found, self.expected, self.next_step)
-        field, found, expected, next_step = map(_cut, texts)
-        return RefusedError(field, found, expected, next_step, self.code)
+        return str(self.from_proto(self.to_proto()))
 
     @classmethod
     def from_proto(
@@ -75,35 +92,21 @@ class RefusedError(Exception):
         refusal: release_pb2.Refusal,
         code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT,
     ) -> RefusedError:
-        """The inverse of ``to_proto``."""
+        """The inverse of ``to_proto``; the texts are the other side's and are cleaned."""
         texts = (refusal.field, refusal.found, refusal.expected, refusal.next_step)
-        field, found, expected, next_step = map(plain_text, texts)
+        field, found, expected, next_step = map(clean, texts)
         return cls(field, found, expected, next_step, code)
 
 
-def plain_text(text: str, most: int = _MOST_BYTES) -> str:
-    """One line of at most ``most`` printable characters: what is done to every text of another
-    process where it arrives, so that it forges no log line, steers no terminal, fills no disk."""
-    line = "".join(c if c.isprintable() else " " for c in text[:most])
-    return line if len(text) <= most else line[:-3] + "..."
+def abort_with(error: RefusedError, context: Any) -> Any:
+    """End a server's call with ``error``: gRPC raises here, or where asyncio code awaits this.
 
-
-def _cut(text: str) -> str:
-    data = text.encode(errors="replace")
-    if len(data) <= _MOST_BYTES:
-        return data.decode()
-    return data[: _MOST_BYTES - 32].decode(errors="ignore") + f"... ({len(text)} characters)"
-
-
-def trailing_metadata_of(error: RefusedError) -> tuple[tuple[str, bytes], ...]:
-    """What a servicer passes to ``abort`` as trailing metadata."""
-    return ((METADATA_KEY, error.to_proto().SerializeToString()),)
-
-
-def abort_with(error: RefusedError, context: grpc.ServicerContext) -> None:
-    """End a synchronous server call with ``error``. Never returns (gRPC raises)."""
-    context.set_trailing_metadata(trailing_metadata_of(error))
-    context.abort(error.code, error.for_wire())
+    Args:
+        error: becomes the status and the trailing metadata.
+        context: of ``grpc`` or ``grpc.aio``.
+    """
+    context.set_trailing_metadata(((METADATA_KEY, error.to_proto().SerializeToString()),))
+    return context.abort(error.code, error.for_wire())
 
 
 def refused_from(error: grpc.RpcError) -> RefusedError | None:
@@ -115,5 +118,20 @@ def refused_from(error: grpc.RpcError) -> RefusedError | None:
         return None
     for key, value in error.trailing_metadata() or ():
         if key == METADATA_KEY and isinstance(value, bytes):
-            return RefusedError.from_proto(release_pb2.Refusal.FromString(value), error.code())
+            try:
+                refusal = release_pb2.Refusal.FromString(value)
+            except DecodeError:
+                return None
+            return RefusedError.from_proto(refusal, error.code())
     return None
+
+
+def failure_text(error: grpc.RpcError) -> str:
+    """Why a call failed, as one line: the refusal, or gRPC's status and the other side's text."""
+    refusal = refused_from(error)
+    if refusal is not None:
+        return str(refusal)
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        return clean(str(error))
+    code = error.code()
+    return f"{'UNKNOWN' if code is None else code.name}: {clean(error.details() or '')}"

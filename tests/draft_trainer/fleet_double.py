@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import grpc
 import torch
 
-from slipstream.client import SERVER_OPTIONS
 from slipstream.errors import RefusedError, abort_with
+from slipstream.serving import SERVER_OPTIONS
 from slipstream.tensors import ChunkAssembler, digest_of_specs, spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc

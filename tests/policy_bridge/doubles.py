@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from slipstream.checksum import KINDS, checksum_of
-from slipstream.client import SERVER_OPTIONS
 from slipstream.errors import RefusedError, abort_with
 from slipstream.layers import encode_layers
 from slipstream.sample import layout_of, tensors_in
+from slipstream.serving import SERVER_OPTIONS
 from slipstream.tensors import SCHEMA_VERSION, ChunkAssembler, decode, dtype_from_wire, encode
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc

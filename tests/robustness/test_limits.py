@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import queue
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import pytest
 import torch
 
-from draft_trainer.server.calls import PatientRequests, WaitingRoom
 from rollout_server.checkpoint import check_finite
+from slipstream import serving
 from slipstream.errors import RefusedError
-from slipstream.serving import CallRate, Places, RefusedCalls, Unreadable, reader
+from slipstream.security import open_to_all
+from slipstream.serving import CallRate, Guard, Limit, RefusedCalls, Unreadable, reader
 from slipstream.tensors import _varint, unframe
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -25,6 +25,17 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def guard(message_seconds: float = 60.0) -> Guard:
+    return Guard(
+        open_to_all(),
+        {},
+        Limit(1),
+        message_seconds=message_seconds,
+        calls_per_second=1e6,
+        refused=RefusedCalls(),
+    )
 
 
 def refused(call: Callable[[], object]) -> RefusedError:
@@ -50,12 +61,12 @@ def test_a_connection_has_two_seconds_worth_of_calls_and_others_lose_nothing() -
 
 
 def test_places_come_back() -> None:
-    places = Places()
-    with places.taken("/s/M", 1):
-        assert refused(lambda: places.taken("/s/M", 1).__enter__()).field == "server.max_calls"
-        with places.taken("/s/N", 1):
+    calls = guard()
+    with calls.place("/s/M", 1):
+        assert refused(lambda: calls.place("/s/M", 1).__enter__()).field == "server.max_calls"
+        with calls.place("/s/N", 1):
             pass
-    with places.taken("/s/M", 1):
+    with calls.place("/s/M", 1):
         pass
 
 
@@ -92,55 +103,72 @@ def test_a_frame_of_many_fields_or_a_long_batch_is_refused_before_it_is_parsed()
     assert refused(lambda: unframe(b"\x1a" + _varint(len(batch)) + batch)).field == "batch"
 
 
-def test_the_oldest_silent_call_gives_way_and_a_sound_one_is_heard() -> None:
-    room = WaitingRoom(2)
-    silent: list[queue.SimpleQueue[str]] = [queue.SimpleQueue() for _ in range(3)]
-    calls = [PatientRequests(iter(q.get, ""), 60.0, 60.0) for q in silent]
-    outcomes: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+def test_the_oldest_silent_call_gives_way_and_a_sound_one_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "MAX_SILENT_CALLS", 2)
 
-    def wait(number: int) -> None:
-        try:
-            outcomes.put((number, room.first(calls[number])))
-        except RefusedError as error:
-            outcomes.put((number, error.field))
+    async def main() -> None:
+        calls = guard()
+        silent: list[asyncio.Queue[str]] = [asyncio.Queue() for _ in range(3)]
+        outcomes: asyncio.Queue[tuple[int, str | None]] = asyncio.Queue()
 
-    threads = [threading.Thread(target=wait, args=(number,)) for number in range(3)]
-    for number in (0, 1):
-        threads[number].start()
-        while len(room._waiting) <= number:
-            pass
-    threads[2].start()
-    assert outcomes.get(timeout=10) == (0, "server.max_calls")
-    silent[2].put("sound")
-    assert outcomes.get(timeout=10) == (2, "sound")
-    silent[1].put("late")
-    assert outcomes.get(timeout=10) == (1, "late")
-    for call, each in zip(calls, silent, strict=True):
-        call.close()
-        each.put("")
+        async def requests(number: int) -> AsyncIterator[str]:
+            while True:
+                yield await silent[number].get()
+
+        async def wait(number: int) -> None:
+            try:
+                await outcomes.put((number, await calls.first(requests(number))))
+            except RefusedError as error:
+                await outcomes.put((number, error.field))
+
+        tasks = []
+        for number in range(3):
+            tasks.append(asyncio.create_task(wait(number)))
+            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            assert await outcomes.get() == (0, "server.max_calls")
+            silent[2].put_nowait("sound")
+            assert await outcomes.get() == (2, "sound")
+            silent[1].put_nowait("late")
+            assert await outcomes.get() == (1, "late")
+            await asyncio.gather(*tasks)
+
+    asyncio.run(main())
 
 
 def test_a_client_is_waited_for_so_long_and_no_longer() -> None:
-    hold = threading.Event()
-
-    def requests() -> Iterator[int]:
+    async def requests() -> AsyncIterator[int]:
         yield 1
-        hold.wait(30.0)
+        await asyncio.sleep(30.0)
 
-    waiting = PatientRequests(requests(), 0.05, 60.0)
-    assert next(waiting) == 1
-    error = refused(lambda: next(waiting))
+    async def main() -> RefusedError:
+        waiting = serving._readable(1, requests(), 0.05)
+        assert await anext(waiting) == 1
+        assert await anext(waiting) == 1
+        with pytest.raises(RefusedError) as caught:
+            await anext(waiting)
+        return caught.value
+
+    error = asyncio.run(main())
     assert (error.field, error.code) == (
         "server.message_timeout_s",
         grpc.StatusCode.DEADLINE_EXCEEDED,
     )
-    hold.set()
-    waiting.close()
 
 
 def test_a_call_that_ended_is_not_waited_for() -> None:
-    ended = PatientRequests(iter(()), 600.0, 600.0)
-    assert [next(ended, "over"), next(ended, "over"), *ended] == ["over", "over"]
+    async def requests() -> AsyncIterator[int]:
+        return
+        yield
+
+    async def main() -> list[object]:
+        ended = serving._readable(None, requests(), 600.0)
+        first = await guard(600.0).first(requests())
+        return [first, await anext(ended, "over"), await anext(ended, "over")]
+
+    assert asyncio.run(main()) == [None, "over", "over"]
 
 
 def test_a_long_text_of_the_client_fits_the_trailers() -> None:

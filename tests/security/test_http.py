@@ -17,7 +17,8 @@ from starlette.responses import PlainTextResponse
 
 from draft_trainer.server import web as web_server
 from draft_trainer.server.web import Guarded, WebServer
-from slipstream.security import Access, FieldNames, Role, TlsFiles, TlsPaths, TokenFiles
+from slipstream.security import Access, Role, TokenFiles
+from slipstream.tls import TlsFiles, TlsPaths
 from tests.security.certificates import HOUR, Authority, Pair, write_token
 
 TOKENS = {role: role.value * 8 for role in Role}
@@ -83,7 +84,7 @@ def trusting(authority: Authority, pair: Pair | None = None) -> ssl.SSLContext:
 
 
 def tls_of(pair: Pair, ca: Path | None = None) -> TlsFiles:
-    return TlsFiles(TlsPaths(pair.certificate, pair.key, ca), FieldNames("c", "k", "ca"))
+    return TlsFiles(TlsPaths(pair.certificate, pair.key, ca), lambda name: name)
 
 
 def test_tls_and_its_rotation(tmp_path: Path) -> None:

@@ -1,67 +1,34 @@
-"""Both kinds of gRPC server behind certificates and tokens: who gets in, who does not, and after
-a rotation."""
+"""The gRPC server behind certificates and tokens: who gets in, also after a rotation."""
 
 from __future__ import annotations
 
-import asyncio
+import dataclasses
 import datetime as dt
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from slipstream.client import SERVER_OPTIONS, open_channel
+from slipstream.client import open_channel
 from slipstream.errors import refused_from
-from slipstream.security import (
-    Access,
-    AccessInterceptor,
-    AioAccessInterceptor,
-    ClientCredentials,
-    FieldNames,
-    Role,
-    TlsFiles,
-    TlsPaths,
-    TokenFiles,
-)
+from slipstream.security import Access, ClientCredentials, Role, TokenFiles
+from slipstream.serving import GrpcServer, Guard, Limit, LoopThread, RefusedCalls
+from slipstream.tls import TlsFiles, TlsPaths
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from tests.security.certificates import HOUR, Authority, write_token
 
 FEED, OBSERVE, OPERATE = (role.value * 8 for role in Role)
 DEADLINE = 20.0
-NAMES = FieldNames("certificate", "key", "ca")
+SERVICE = pb.DESCRIPTOR.services_by_name["RolloutServer"].full_name
 
 
 class Service(pb_grpc.RolloutServerServicer):
     """Answers what the tests call; every method of it needs a role."""
-
-    def GetState(self, request: object, context: object) -> pb.ServerState:  # noqa: N802
-        return pb.ServerState(draft_version=7)
-
-    def Commit(self, request: object, context: object) -> pb.CommitResponse:  # noqa: N802
-        return pb.CommitResponse(seconds=1.0)
-
-    def WatchAcceptance(  # noqa: N802
-        self, request: object, context: object
-    ) -> Iterator[pb.AcceptanceReport]:
-        yield pb.AcceptanceReport()
-
-    def Stage(  # noqa: N802
-        self, requests: Iterator[pb.StageRequest], context: object
-    ) -> Iterator[pb.StageResponse]:
-        for request in requests:
-            staged = pb.StageResult(bytes_received=len(request.chunk.data))
-            yield pb.StageResponse(staged=staged)
-
-
-class AioService(pb_grpc.RolloutServerServicer):
-    """The same for asyncio."""
 
     async def GetState(self, request: object, context: object) -> pb.ServerState:  # noqa: N802
         return pb.ServerState(draft_version=7)
@@ -79,55 +46,30 @@ class AioService(pb_grpc.RolloutServerServicer):
 
 
 @contextmanager
-def serving(access: Access) -> Iterator[str]:
-    pool = ThreadPoolExecutor(4)
-    server = grpc.server(pool, options=SERVER_OPTIONS, interceptors=[AccessInterceptor(access)])
-    pb_grpc.add_RolloutServerServicer_to_server(Service(), server)
-    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
-    reflection.enable_server_reflection((reflection.SERVICE_NAME,), server)
-    port = _listen(server, access)
-    server.start()
-    yield f"localhost:{port}"
-    server.stop(None).wait()
-    pool.shutdown()
+def start(access: Access) -> Iterator[str]:
+    """The server of both services, with a servicer that only answers."""
+    loop = LoopThread("test")
 
+    async def listen() -> tuple[GrpcServer, str]:
+        guard = Guard(
+            access,
+            {},
+            Limit(64),
+            message_seconds=DEADLINE,
+            calls_per_second=1e6,
+            refused=RefusedCalls(),
+        )
+        server = GrpcServer(guard, access, SERVICE)
+        pb_grpc.add_RolloutServerServicer_to_server(Service(), server.grpc)
+        address = server.bind("127.0.0.1", 0, "port")
+        await server.grpc.start()
+        server.set_serving(True)
+        return server, address
 
-@contextmanager
-def aio_serving(access: Access) -> Iterator[str]:
-    ready, stop, told = threading.Event(), threading.Event(), []
-
-    async def main() -> None:
-        interceptors = [AioAccessInterceptor(access)]
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
-        pb_grpc.add_RolloutServerServicer_to_server(AioService(), server)
-        health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
-        reflection.enable_server_reflection((reflection.SERVICE_NAME,), server)
-        told.append(_listen(server, access))
-        await server.start()
-        ready.set()
-        await asyncio.get_running_loop().run_in_executor(None, stop.wait)
-        await server.stop(None)
-
-    thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
-    thread.start()
-    assert ready.wait(DEADLINE)
-    yield f"localhost:{told[0]}"
-    stop.set()
-    thread.join(DEADLINE)
-
-
-def _listen(server: grpc.Server, access: Access) -> int:
-    if access.tls is None:
-        return int(server.add_insecure_port("127.0.0.1:0"))
-    return int(server.add_secure_port("127.0.0.1:0", access.tls.grpc_credentials()))
-
-
-Server = Callable[[Access], Iterator[str]]
-
-
-@pytest.fixture(params=[serving, aio_serving], ids=["sync", "aio"])
-def start(request: pytest.FixtureRequest) -> Server:
-    return request.param  # type: ignore[no-any-return]
+    server, address = loop.run(listen())
+    yield address.replace("127.0.0.1", "localhost")
+    loop.run(server.stop(0.0))
+    assert loop.close(DEADLINE)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +78,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 def tls(pair: object, ca: Path | None = None) -> TlsFiles:
-    return TlsFiles(TlsPaths(pair.certificate, pair.key, ca), NAMES)  # type: ignore[attr-defined]
+    return TlsFiles(TlsPaths(pair.certificate, pair.key, ca), lambda name: name)  # type: ignore[attr-defined]
 
 
 def token_files(folder: Path) -> TokenFiles:
@@ -169,7 +111,7 @@ OK, UNKNOWN = grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED
 DENIED, DOWN = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE
 
 
-def test_tokens_over_plain_loopback(start: Server, tmp_path: Path) -> None:
+def test_tokens_over_plain_loopback(tmp_path: Path) -> None:
     access = Access(None, token_files(tmp_path), {})
     with start(access) as address:
 
@@ -210,7 +152,7 @@ def _reflected(channel: grpc.Channel) -> grpc.StatusCode:
 
 
 def test_a_refusal_says_what_to_do_and_not_what_would_have_matched(
-    start: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     access = Access(None, token_files(tmp_path), {})
     wrong = "w" * 40
@@ -233,7 +175,7 @@ def test_a_refusal_says_what_to_do_and_not_what_would_have_matched(
     assert sum("refused ipv" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_tokens_are_followed_when_their_files_change(start: Server, tmp_path: Path) -> None:
+def test_tokens_are_followed_when_their_files_change(tmp_path: Path) -> None:
     access = Access(None, token_files(tmp_path), {})
     shown = ClientCredentials(token_file=tmp_path / "mine")
     write_token(tmp_path / "mine", OPERATE)
@@ -271,7 +213,7 @@ def test_tokens_are_followed_when_their_files_change(start: Server, tmp_path: Pa
 
 @pytest.mark.parametrize("case", ["good", "plaintext", "wrong CA", "wrong name", "expired"])
 def test_the_server_is_known_by_its_certificate(
-    start: Server, tmp_path: Path, authority: Authority, case: str
+    tmp_path: Path, authority: Authority, case: str
 ) -> None:
     hosts = ("elsewhere.example",) if case == "wrong name" else ("localhost",)
     # Long enough to pass the check at the start, over when the client comes.
@@ -279,8 +221,10 @@ def test_the_server_is_known_by_its_certificate(
     files = tls(pair)
     if case == "expired":
         old = authority.sign("server", hosts=hosts, ends=-HOUR / 2, file=f"old-{tmp_path.name}")
-        files._pem = type(files._pem)(
-            old.certificate.read_bytes(), old.key.read_bytes(), files._pem.ca
+        files._pem._value = dataclasses.replace(
+            files._pem.now(),
+            certificate=old.certificate.read_bytes(),
+            key=old.key.read_bytes(),
         )
     ca = Authority(tmp_path / "other").path if case == "wrong CA" else authority.path
     token = write_token(tmp_path / "mine", OBSERVE)
@@ -294,7 +238,7 @@ def test_the_server_is_known_by_its_certificate(
             assert call(address, named) is OK
 
 
-def test_roles_of_client_certificates(start: Server, tmp_path: Path, authority: Authority) -> None:
+def test_roles_of_client_certificates(tmp_path: Path, authority: Authority) -> None:
     server = authority.sign("server", file=f"server-{tmp_path.name}")
     names = {Role.FEED: ["policy.example"], Role.OPERATE: ["spiffe://cluster/operator", "root"]}
     access = Access(tls(server, authority.path), token_files(tmp_path), names)
@@ -324,7 +268,7 @@ def test_roles_of_client_certificates(start: Server, tmp_path: Path, authority: 
 
 
 def test_certificates_are_followed_when_their_files_change(
-    start: Server, tmp_path: Path, authority: Authority
+    tmp_path: Path, authority: Authority
 ) -> None:
     server = authority.sign("server", file=f"server-{tmp_path.name}")
     mine = authority.sign("me", client=True, file=f"me-{tmp_path.name}")
@@ -343,7 +287,9 @@ def test_certificates_are_followed_when_their_files_change(
             pair.certificate.write_bytes(made.certificate.read_bytes())
             pair.key.write_bytes(made.key.read_bytes())
         ca.write_bytes(other.path.read_bytes())
+        # The open connection lasts; a client that starts now comes with the new files.
         assert stub.GetState(pb.GetStateRequest(), timeout=DEADLINE).draft_version == 7
+        assert call(address, shown) is OK
         old = authority.sign("old", client=True, file=f"old-{tmp_path.name}")
         assert call(address, ClientCredentials(ca, old.certificate, old.key)) is DOWN
         # A rotation that went wrong leaves the service up with what it had.

@@ -10,8 +10,9 @@ from concurrent import futures
 import grpc
 import pytest
 
-from slipstream.client import SERVER_OPTIONS, open_channel
+from slipstream.client import open_channel
 from slipstream.errors import RefusedError, abort_with, refused_from
+from slipstream.serving import SERVER_OPTIONS
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 

@@ -1,0 +1,296 @@
+"""Files with certificates, keys and secrets: checked before they are used, read again on change."""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import grpc
+
+from slipstream.errors import RefusedError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_FILE_BYTES = 1 << 20
+"""Of one token or certificate file."""
+
+_OTHERS = 0o007
+
+
+def read_file(path: Path, field: str, *, secret: bool) -> bytes:
+    """A certificate's, key's or token's file.
+
+    Args:
+        path: a regular file; a FIFO, a device or a directory is refused at once.
+        field: the option that names it, for the refusal.
+        secret: only its owner and group may read it.
+
+    Raises:
+        RefusedError: the file cannot be used; never with its content.
+    """
+    try:
+        # Non-blocking: opening a FIFO that no process writes to waits without it.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                kind = "Is a directory" if stat.S_ISDIR(mode) else "not a regular file"
+                raise _unusable(path, field, kind)
+            if secret and mode & _OTHERS:
+                raise RefusedError(
+                    field,
+                    f"{path}, which everybody on this machine may read",
+                    "a secret's file, for its owner and group alone",
+                    f"chmod o= {path} (in Kubernetes: defaultMode: 0440 on the secret's volume), "
+                    "and replace the secret if others use this machine",
+                )
+            data = file.read(MAX_FILE_BYTES + 1)
+    except IsADirectoryError as error:
+        raise _unusable(path, field, "Is a directory") from error
+    except OSError as error:
+        raise _unusable(path, field, error.strerror or str(error)) from error
+    if len(data) > MAX_FILE_BYTES:
+        raise _unusable(path, field, f"more than {MAX_FILE_BYTES} bytes")
+    return data
+
+
+def _unusable(path: Path, field: str, why: str) -> RefusedError:
+    return RefusedError(
+        field,
+        f"{path} ({why})",
+        "a file that this process can read",
+        "check the path, and the file's owner and mode",
+    )
+
+
+class Followed(Generic[T]):
+    """What ``read`` makes of some files, made again when one of them changed. Thread-safe.
+
+    Checked at every use instead of by a thread: a stat takes microseconds. Links are followed, as
+    Kubernetes replaces a secret's.
+
+    Args:
+        paths: of the files.
+        read: reads and checks them.
+        when_bad: replaces the value while the files cannot be used; None keeps the value before.
+
+    Raises:
+        RefusedError: the files cannot be used now.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], read: Callable[[], T], when_bad: T | None = None
+    ) -> None:
+        self._paths = paths
+        self._read = read
+        self._when_bad = when_bad
+        self._lock = threading.Lock()
+        self._stamp = [_stamp(path) for path in paths]
+        self._value = read()
+
+    def now(self) -> T:
+        """The value; the same object until a file changes."""
+        with self._lock:
+            # Before reading: a file that changes meanwhile is seen by the next use.
+            stamp = [_stamp(path) for path in self._paths]
+            if stamp != self._stamp:
+                self._stamp = stamp
+                names = ", ".join(map(str, self._paths))
+                try:
+                    self._value = self._read()
+                    logger.info("read %s again", names)
+                except RefusedError as error:
+                    if self._when_bad is None:
+                        logger.error("%s. What was read before stays in use until then", error)
+                    else:
+                        self._value = self._when_bad
+                        logger.error("%s. Nothing of it is accepted until then", error)
+            return self._value
+
+
+def _stamp(path: Path) -> tuple[int, int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
+
+
+OptionName = Callable[[str], str]
+"""From ``certificate`` to what the user calls it: ``access.certificate``, ``--certificate``."""
+
+
+@dataclass(frozen=True)
+class TlsPaths:
+    """PEM files.
+
+    Attributes:
+        certificate: the certificate, then those between it and its CA, if any.
+        key: its private key, not encrypted.
+        ca: of those who call, or are called; None where their certificates are not asked for.
+    """
+
+    certificate: Path
+    key: Path
+    ca: Path | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Pem:
+    """What was in the files; not for any log."""
+
+    certificate: bytes
+    key: bytes
+    ca: bytes | None
+    context: ssl.SSLContext
+
+
+class TlsFiles:
+    """A server's certificate. Thread-safe.
+
+    New files are used from the next connection on. Where they cannot be used the old ones stay and
+    the log says why: a bad rotation does not take a running service down.
+
+    Args:
+        paths: with ``ca``, every client must have a certificate of it.
+        name: of ``certificate``, ``key`` and ``client_ca`` in refusals.
+
+    Raises:
+        RefusedError: a file is missing, the key is everybody's or another certificate's, or the
+            certificate has expired, is not valid yet or not a server's.
+    """
+
+    def __init__(self, paths: TlsPaths, name: OptionName) -> None:
+        self._asks_clients = paths.ca is not None
+        files = [path for path in (paths.certificate, paths.key, paths.ca) if path is not None]
+        self._pem = Followed(files, lambda: _server_pem(paths, name))
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """For ``add_secure_port``; later changes of the files are followed."""
+        served = self._pem.now()
+
+        def configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
+            pairs = ((pem.key, pem.certificate),)
+            return grpc.ssl_server_certificate_configuration(pairs, root_certificates=pem.ca)
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal served
+            pem = self._pem.now()
+            if pem is served:
+                return None
+            served = pem
+            return configuration(pem)
+
+        return grpc.dynamic_ssl_server_credentials(
+            configuration(served), fetch, require_client_authentication=self._asks_clients
+        )
+
+    def context(self) -> ssl.SSLContext:
+        """For one connection to an HTTP server."""
+        return self._pem.now().context
+
+
+def _server_pem(paths: TlsPaths, name: OptionName) -> Pem:
+    data = read_pem(paths, name, "client_ca", server=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(paths.certificate, paths.key, _no_password)
+    if data[2] is not None:
+        context.load_verify_locations(cadata=data[2].decode("ascii", "replace"))
+        context.verify_mode = ssl.CERT_REQUIRED
+    return Pem(*data, context)
+
+
+def read_pem(
+    paths: TlsPaths, name: OptionName, ca_name: str, *, server: bool
+) -> tuple[bytes, bytes, bytes | None]:
+    """The content of certificate, key and CA, checked. Raises RefusedError."""
+    ca = None if paths.ca is None else read_ca(paths.ca, name(ca_name))
+    certificate = read_file(paths.certificate, name("certificate"), secret=False)
+    key = read_file(paths.key, name("key"), secret=True)
+    _check_pair(paths, name, server=server)
+    return certificate, key, ca
+
+
+def read_ca(path: Path, field: str) -> bytes:
+    """The certificates of a CA. Raises RefusedError: not a file, or no certificates in it."""
+    data = read_file(path, field, secret=False)
+    try:
+        text = data.decode("ascii", "replace")
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text)
+    except (ssl.SSLError, ValueError) as error:
+        raise RefusedError(
+            field, f"{path} ({_reason(error)})", "certificates as PEM", "give the CA's certificate"
+        ) from error
+    return data
+
+
+def _check_pair(paths: TlsPaths, name: OptionName, *, server: bool) -> None:
+    """Whether a certificate can be used now, found by a handshake of it with itself in memory.
+
+    gRPC takes an expired certificate, or one with another's key, and fails at every connection.
+
+    Raises:
+        RefusedError: naming the file and what is wrong.
+    """
+    ends = (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+    ends[0].check_hostname = False
+    ends[0].verify_mode = ssl.CERT_NONE
+    try:
+        for end in ends:
+            end.load_cert_chain(paths.certificate, paths.key, _no_password)
+    except ssl.SSLError as error:
+        raise RefusedError(
+            name("key"),
+            f"{paths.key} with {paths.certificate} ({_reason(error)})",
+            "a certificate and its own private key, as PEM and not encrypted",
+            "give the two files that were made together",
+        ) from error
+    except OSError as error:
+        raise _unusable(paths.certificate, name("certificate"), str(error)) from error
+    verifier = ends[0] if server else ends[1]
+    verifier.verify_mode = ssl.CERT_REQUIRED
+    # It vouches for itself: who signed it is for the other side to check.
+    verifier.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    verifier.load_verify_locations(paths.certificate)
+    try:
+        _shake_hands(*ends)
+    except ssl.SSLCertVerificationError as error:
+        raise RefusedError(
+            name("certificate"),
+            f"{paths.certificate} ({error.verify_message})",
+            f"a certificate for a {'server' if server else 'client'}, valid now",
+            "look at its dates with: openssl x509 -noout -dates -purpose -in FILE; then renew it",
+        ) from error
+
+
+def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        client.wrap_bio(to_client, to_server, server_side=False),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    # Each turn carries a flight across; TLS 1.3 needs two of each side.
+    for _ in range(4):
+        for end in ends:
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+
+
+def _reason(error: Exception) -> str:
+    reason = error.reason if isinstance(error, ssl.SSLError) else None
+    return (reason or str(error)).replace("_", " ").lower()
+
+
+def _no_password() -> str:
+    # Without it OpenSSL asks for an encrypted key's password on the terminal.
+    return ""
