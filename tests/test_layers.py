@@ -44,7 +44,6 @@ LAYERS = (
 # To be cut; nothing may be added.
 UPWARD = {
     "draft_trainer.config imports draft_trainer.releases.fleet",
-    "draft_trainer.ingest.ingest imports draft_trainer.recordings.recorder",
 }
 CORES = {
     "draft_trainer": (

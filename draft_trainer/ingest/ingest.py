@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +32,6 @@ from draft_trainer.ingest.run import Run
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.kernels.checked_copy import fused_copy_checked
 from draft_trainer.kernels.guarded import SourceGoneError
-from draft_trainer.recordings.recorder import Recorder
 from draft_trainer.sample import STATE_DTYPES
 from slipstream.checksum import Bytes, all_finite
 from slipstream.errors import RefusedError, StatusCode
@@ -574,7 +573,8 @@ class Ingest:
         store: keeps them.
         counters: counts samples.
         arrived: set whenever there may be something new to train on.
-        recorder: is offered every sample that was taken.
+        record: called with every sample that was taken, to keep it elsewhere too; never blocks
+            for long.
     """
 
     def __init__(
@@ -583,13 +583,13 @@ class Ingest:
         store: SampleStore,
         counters: Counters,
         arrived: threading.Event,
-        recorder: Recorder | None = None,
+        record: Callable[[Run, Sample], None] | None = None,
     ) -> None:
         self.expected = expected
         self._store = store
         self._counters = counters
         self._arrived = arrived
-        self._recorder = recorder
+        self._record = record
 
     def credit_bytes(self, most: int) -> int:
         """What a stream may have in flight: ``most``, or less where the store is small.
@@ -680,8 +680,8 @@ class Ingest:
                 self._duplicate(ack)
                 continue
             ack.status = pb.ACK_STATUS_ACCEPTED
-            if self._recorder is not None:
-                self._recorder.offer(run, sample)
+            if self._record is not None:
+                self._record(run, sample)
         if accepted := sum(fresh):
             self._counters.samples.labels("accepted").inc(accepted)
             self._arrived.set()

@@ -1,28 +1,19 @@
-"""Reads a recording: any sample by its number, without loading the others.
+"""Recorded states on disk: one folder per run, read sample by sample without loading the others.
 
-What a folder of recorded states holds, in one file: ``index.json``.
-
-A recording is one run's::
-
-    index.json                  this: the run's facts, its policy versions, its shards
-    states-000000.safetensors   shards, immutable once they are named here
+    index.json                  the run's facts, its policy versions, its shards
+    states-000000.safetensors   shards, immutable once the index names them
     matrix-<sha256>.safetensors lm_head rows, their ids and embeddings, once per content
 
-A shard holds the samples' fields one behind the other, N tokens in all (``token_ids`` [N],
-``aux`` [N, A * H], ...), and for its S samples ``offsets`` int64 [S + 1], ``policy_version``
-int64 [S] and ``temperature`` float64 [S]; their ids are JSON in the file's metadata. The file of
-a matrix is named by the SHA-256 over the matrix's bytes.
-
-Writes a recording: samples into shards of bounded size, each there whole or not at all.
+A shard holds S samples in their one form (``slipstream.sample``), one behind the other: ``headers``
+and ``blocks``, uint8, and ``header_ends`` and ``block_ends``, int64 [S]. The file of a matrix is
+named by the SHA-256 over the matrix's bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Callable, Mapping
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Final, Literal
@@ -37,11 +28,15 @@ from draft_trainer.drafters import DraftShape
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.files import written_whole
 from slipstream.errors import RefusedError
-from slipstream.sample import STATE_DTYPES, Sample, group_of
+from slipstream.sample import STATE_DTYPES, Sample
 from slipstream.tensors import digest
+from slipstream.v1 import draft_trainer_pb2 as pb
 
 INDEX_FILE = "index.json"
-FORMAT: Final = "slipstream.recording/1"
+FORMAT: Final = "slipstream.recording/2"
+DEFAULT_SHARD_BYTES = 256 << 20
+_RECORD = "record states with [recording] of draft-trainer serve, or offline"
+_RESTORE = "restore the recording from a copy, or record again"
 _Count = Annotated[int, Field(ge=0)]
 _Size = Annotated[int, Field(ge=1)]
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -93,17 +88,7 @@ class PolicyEntry(_Strict):
 
 
 class ShardEntry(_Strict):
-    """One file of samples.
-
-    Attributes:
-        file: its name.
-        bytes: its size.
-        sha256: over the whole file.
-        samples: how many.
-        tokens: of all of them.
-        policy_versions: that its samples are of, ascending.
-        temperatures: of their rollouts, ascending.
-    """
+    """One file of samples: its name, size and SHA-256, and what its samples amount to."""
 
     file: Annotated[str, Field(pattern=r"^states-\d{6,}\.safetensors$")]
     bytes: _Size
@@ -111,13 +96,12 @@ class ShardEntry(_Strict):
     samples: _Size
     tokens: _Size
     policy_versions: tuple[_Count, ...]
-    temperatures: tuple[float, ...]
 
 
 class RecordingIndex(_Strict):
-    """The whole file."""
+    """The whole of index.json."""
 
-    format: Literal["slipstream.recording/1"]
+    format: Literal["slipstream.recording/2"] = FORMAT
     facts: RecordingFacts
     policies: dict[_Count, PolicyEntry] = {}
     shards: tuple[ShardEntry, ...] = ()
@@ -154,27 +138,6 @@ def read_index(directory: Path) -> RecordingIndex:
         ) from error
 
 
-def write_index(directory: Path, index: RecordingIndex) -> None:
-    """Replace the index whole."""
-    with written_whole(directory / INDEX_FILE) as temporary:
-        temporary.write_text(index.model_dump_json(indent=2) + "\n")
-
-
-def matrix_file(sha256: str) -> str:
-    """The name of the file that holds a matrix."""
-    return f"matrix-{sha256}.safetensors"
-
-
-_RECORD = "record states with [recording] of draft-trainer serve, or offline"
-
-
-_TOKEN_FIELDS = (
-    *("token_ids", "positions", "segment_ids", "loss_mask"),
-    *("aux", "final_hidden", "sampled_logprobs", "sampled_logits"),
-)
-_RESTORE = "restore the recording from a copy, or record again"
-
-
 class Recording:
     """The recorded samples of one run, in the order they were recorded.
 
@@ -194,19 +157,20 @@ class Recording:
     ) -> None:
         self.index = read_index(directory)
         self._directory = directory
-        self._layers: list[int] | None = None
+        self._layers = self.facts.aux_layer_ids
+        self._samples: list[tuple[pb.VerifierStates, Tensor]] = []
         if not self.index.shards:
             raise RefusedError(
                 str(directory), "no samples", "at least one shard", "record states first"
             )
-        self._shards: list[_Shard] = []
         done, total = 0, sum(shard.bytes for shard in self.index.shards)
         for entry in self.index.shards:
-            self._shards.append(_Shard(directory / entry.file, entry, self.facts))
+            path = directory / entry.file
+            self._samples += _read_shard(path, entry)
             unknown = sorted(set(entry.policy_versions) - self.index.policies.keys())
             if unknown:
                 raise RefusedError(
-                    f"{directory / entry.file}: policy_version",
+                    f"{path}: policy_version",
                     f"{unknown}, whose lm_head was not recorded",
                     f"one of {sorted(self.index.policies)}",
                     _RESTORE,
@@ -214,7 +178,6 @@ class Recording:
             done += entry.bytes
             if on_progress:
                 on_progress(done, total)
-        self._starts = list(accumulate((s.samples for s in self.index.shards), initial=0))
 
     @property
     def facts(self) -> RecordingFacts:
@@ -222,28 +185,30 @@ class Recording:
         return self.index.facts
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return len(self._samples)
 
     def __getitem__(self, number: int) -> Sample:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        shard = bisect_right(self._starts, number) - 1
-        return self._shards[shard].sample(number - self._starts[shard], self._layers)
+        """A sample, with the selected layers alone."""
+        sample, recorded = self._recorded(number), self.facts.aux_layer_ids
+        if self._layers == recorded:
+            return sample
+        parts = sample.aux.split(self.facts.hidden_size, dim=1)
+        chosen = torch.cat([parts[recorded.index(layer)] for layer in self._layers], dim=1)
+        return sample.repacked(aux=chosen, aux_layers=self._layers)
 
     def lengths(self) -> list[int]:
         """Tokens of every sample."""
-        return [n for shard in self._shards for n in shard.offsets.diff().tolist()]
+        return [header.packed.tokens for header, _ in self._samples]
 
     def groups(self) -> list[str]:
         """What every sample shares with others of its prompt (``Sample.group``)."""
-        return [group for shard in self._shards for group in shard.groups()]
+        return [self._recorded(number).group for number in range(len(self))]
 
     def completion_token_counts(self) -> Tensor:
         """int64 [vocab]: how often each token was sampled, over all loss masks."""
         counts = torch.zeros(self.facts.vocab_size, dtype=torch.int64)
-        for shard in self._shards:
-            tokens = shard.column("token_ids")[shard.column("loss_mask")]
-            counts += torch.bincount(tokens, minlength=len(counts))
+        for sample in map(self._recorded, range(len(self))):
+            counts += torch.bincount(sample.token_ids[sample.loss_mask], minlength=len(counts))
         return counts
 
     def lm_head_ids(self) -> Tensor:
@@ -268,8 +233,7 @@ class Recording:
                 f"layers among the recorded {list(recorded)}",
                 "choose among them, or record the others",
             )
-        columns = [recorded.index(layer) for layer in aux_layer_ids]
-        self._layers = None if aux_layer_ids == recorded else columns
+        self._layers = aux_layer_ids
 
     def check_policy(self, policy: Mapping[str, object]) -> None:
         """Raise RefusedError unless the recorded states can be a policy's with this config.json."""
@@ -317,8 +281,11 @@ class Recording:
             entry = self.index.policies[version]
             rows = self._rows(version, entry, draft_vocab_ids)
             heads.add(PolicyHead(version, rows, self._matrix(entry.embed_tokens)))
-        for sample in self._one_of_each_version():
-            _check_teacher(sample, heads.get(sample.policy_version), draft_vocab_ids)
+        unchecked = set(heads.versions)
+        for sample in map(self._recorded, range(len(self))):
+            if sample.policy_version in unchecked:
+                unchecked.remove(sample.policy_version)
+                _check_teacher(sample, heads.get(sample.policy_version), draft_vocab_ids)
         return heads
 
     def _rows(self, version: int, entry: PolicyEntry, wanted: Tensor) -> Tensor:
@@ -339,7 +306,7 @@ class Recording:
         return matrix[torch.searchsorted(held, wanted.long().contiguous())]
 
     def _matrix(self, sha256: str) -> Tensor:
-        path = self._directory / matrix_file(sha256)
+        path = self._directory / _matrix_file(sha256)
         try:
             with safe_open(path, "pt") as file:
                 matrix = file.get_tensor("weight")
@@ -352,25 +319,17 @@ class Recording:
             raise RefusedError(str(path), f"SHA-256 {found}", f"SHA-256 {sha256}", _RESTORE)
         return matrix
 
-    def _one_of_each_version(self) -> Iterator[Sample]:
-        seen: set[int] = set()
-        for shard in self._shards:
-            for i, version in enumerate(shard.policy_version.tolist()):
-                if version not in seen:
-                    seen.add(version)
-                    yield shard.sample(i, None)
+    def _recorded(self, number: int) -> Sample:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        return Sample(*self._samples[number])
 
 
-class _Shard:
-    """One verified file of samples."""
-
-    def __init__(self, path: Path, entry: ShardEntry, facts: RecordingFacts) -> None:
-        try:
-            with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
-            self._file = safe_open(path, "pt")
-        except (OSError, SafetensorError) as error:
-            raise RefusedError(str(path), str(error), "a shard of the index", _RESTORE) from error
+def _read_shard(path: Path, entry: ShardEntry) -> list[tuple[pb.VerifierStates, Tensor]]:
+    """Headers and memory-mapped blocks of a verified shard."""
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
         if found != (entry.sha256, entry.bytes):
             raise RefusedError(
                 str(path),
@@ -378,40 +337,18 @@ class _Shard:
                 f"{entry.bytes} bytes with SHA-256 {entry.sha256}",
                 _RESTORE,
             )
-        self._layer_ids = facts.aux_layer_ids
-        width = facts.hidden_size
-        wide = {"aux": [len(facts.aux_layer_ids) * width], "final_hidden": [width]}
-        for name in _TOKEN_FIELDS:
-            shape = self._file.get_slice(name).get_shape()
-            if shape != [entry.tokens, *wide.get(name, [])]:
-                wanted = f"{[entry.tokens, *wide.get(name, [])]}, as the index says"
-                raise RefusedError(f"{path}: {name}", shape, wanted, _RESTORE)
-        self.offsets, self.policy_version = self.column("offsets"), self.column("policy_version")
-        self._temperatures = self.column("temperature").tolist()
-        self._ids: list[str] = json.loads(self._file.metadata()["sample_ids"])
-
-    def column(self, name: str) -> Tensor:
-        """A field of all samples."""
-        return self._file.get_tensor(name)
-
-    def sample(self, i: int, layers: list[int] | None) -> Sample:
-        """Sample ``i``, with these of its auxiliary layers."""
-        start, stop = self.offsets[i : i + 2].tolist()
-        columns = {name: self._file.get_slice(name)[start:stop] for name in _TOKEN_FIELDS}
-        if layers is not None:
-            width = columns["final_hidden"].shape[1]
-            parts = columns["aux"].split(width, dim=1)
-            columns["aux"] = torch.cat([parts[layer] for layer in layers], dim=1)
-        ids = self._layer_ids if layers is None else [self._layer_ids[layer] for layer in layers]
-        version = int(self.policy_version[i])
-        return Sample.pack(self._ids[i], version, self._temperatures[i], ids, **columns)
-
-    def groups(self) -> Iterator[str]:
-        """Of every sample."""
-        lengths = self.offsets.diff().tolist()
-        tokens = self.column("token_ids").split(lengths)
-        masks = self.column("loss_mask").split(lengths)
-        return map(group_of, self._ids, tokens, masks)
+        with safe_open(path, "pt") as shard:
+            headers, blocks = (
+                shard.get_tensor("headers").numpy().tobytes(),
+                shard.get_tensor("blocks"),
+            )
+            ends = [[0, *shard.get_tensor(f"{name}_ends").tolist()] for name in ("header", "block")]
+    except (OSError, SafetensorError) as error:
+        raise RefusedError(str(path), str(error), "a shard of the index", _RESTORE) from error
+    return [
+        (pb.VerifierStates.FromString(headers[a:b]), blocks[c:d])
+        for (a, b), (c, d) in zip(*map(pairwise, ends), strict=True)
+    ]
 
 
 def _check_teacher(sample: Sample, head: PolicyHead, draft_vocab_ids: Tensor) -> None:
@@ -437,12 +374,6 @@ def _check_teacher(sample: Sample, head: PolicyHead, draft_vocab_ids: Tensor) ->
         )
 
 
-DEFAULT_SHARD_BYTES = 256 << 20
-_INTEGERS = ("token_ids", "positions", "segment_ids")
-_FLOATS = ("sampled_logprobs", "sampled_logits")
-_STATES = ("aux", "final_hidden")
-
-
 class RecordingWriter:
     """A new recording. Not thread-safe; a context manager, whose end writes the last shard.
 
@@ -452,6 +383,10 @@ class RecordingWriter:
         directory: made; refused where it holds anything.
         facts: of the run.
         shard_bytes: samples are written when they would exceed this together.
+
+    Attributes:
+        index: what has been written.
+        nbytes: bytes written and waiting to be written, matrices included.
 
     Raises:
         RefusedError: the directory is not empty.
@@ -467,14 +402,13 @@ class RecordingWriter:
             raise RefusedError(
                 str(directory), "files in it", "a new or empty folder", "record into another folder"
             )
+        self.index = RecordingIndex(facts=facts)
+        self.nbytes = 0
         self._directory = directory
         self._shard_bytes = shard_bytes
-        self._index = RecordingIndex(format=FORMAT, facts=facts)
         self._waiting: list[Sample] = []
         self._waiting_bytes = 0
-        self.nbytes = 0
-        """Bytes written and waiting to be written, matrices included."""
-        write_index(directory, self._index)
+        self._replace_index()
 
     def __enter__(self) -> RecordingWriter:
         return self
@@ -489,18 +423,13 @@ class RecordingWriter:
             self.flush()
 
     @property
-    def index(self) -> RecordingIndex:
-        """What has been written."""
-        return self._index
-
-    @property
     def waiting(self) -> int:
         """Samples that are in no shard yet."""
         return len(self._waiting)
 
     def has_policy(self, version: int) -> bool:
         """Whether ``add_policy`` was called for this version."""
-        return version in self._index.policies
+        return version in self.index.policies
 
     def add_policy(
         self, version: int, lm_head: Tensor, lm_head_ids: Tensor | None, embed_tokens: Tensor
@@ -517,7 +446,7 @@ class RecordingWriter:
             RefusedError: added before, or a shape that does not fit the run.
             OSError: the disk is full.
         """
-        facts = self._index.facts
+        facts = self.index.facts
         rows = facts.vocab_size if lm_head_ids is None else len(lm_head_ids)
         for name, matrix, height in (
             ("lm_head", lm_head, rows),
@@ -536,7 +465,7 @@ class RecordingWriter:
             lm_head_ids=None if lm_head_ids is None else self._write_matrix(lm_head_ids.long()),
             embed_tokens=self._write_matrix(embed_tokens),
         )
-        self._replace_index(policies={**self._index.policies, version: entry})
+        self._replace_index(policies={**self.index.policies, version: entry})
 
     def add(self, sample: Sample) -> None:
         """Take a sample; writes a shard when enough wait.
@@ -546,17 +475,15 @@ class RecordingWriter:
                 was not added.
             OSError: the shard could not be written; its samples are lost.
         """
-        check_sample(sample, self._index.facts)
+        check_sample(sample, self.index.facts)
         if not self.has_policy(sample.policy_version):
             raise RefusedError(
                 "policy_version",
                 sample.policy_version,
-                f"one of {sorted(self._index.policies)}",
+                f"one of {sorted(self.index.policies)}",
                 "call add_policy before the first sample of a version",
             )
-        full = self._waiting_bytes + sample.nbytes > self._shard_bytes
-        # One dtype per tensor, so one per shard.
-        if self._waiting and (full or sample.aux.dtype != self._waiting[0].aux.dtype):
+        if self._waiting and self._waiting_bytes + sample.nbytes > self._shard_bytes:
             self.flush()
         self._waiting.append(sample)
         self._waiting_bytes += sample.nbytes
@@ -568,11 +495,16 @@ class RecordingWriter:
         self._waiting_bytes = 0
         if not samples:
             return 0
-        name = f"states-{len(self._index.shards):06d}.safetensors"
-        path = self._directory / name
-        with written_whole(path) as temporary:
-            ids = json.dumps([sample.sample_id for sample in samples])
-            save_file(_columns(samples), temporary, metadata={"sample_ids": ids})
+        name = f"states-{len(self.index.shards):06d}.safetensors"
+        headers = [sample.header.SerializeToString() for sample in samples]
+        tensors = {
+            "headers": torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8),
+            "header_ends": torch.tensor(list(accumulate(map(len, headers)))),
+            "blocks": torch.cat([sample.block[: sample.nbytes] for sample in samples]),
+            "block_ends": torch.tensor(list(accumulate(sample.nbytes for sample in samples))),
+        }
+        with written_whole(self._directory / name) as temporary:
+            save_file(tensors, temporary)
             with temporary.open("rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             size = temporary.stat().st_size
@@ -583,14 +515,13 @@ class RecordingWriter:
             samples=len(samples),
             tokens=sum(sample.tokens for sample in samples),
             policy_versions=tuple(sorted({sample.policy_version for sample in samples})),
-            temperatures=tuple(sorted({sample.temperature for sample in samples})),
         )
-        self._replace_index(shards=(*self._index.shards, entry))
+        self._replace_index(shards=(*self.index.shards, entry))
         return len(samples)
 
     def _write_matrix(self, matrix: Tensor) -> str:
         sha256 = digest(matrix).hex()
-        path = self._directory / matrix_file(sha256)
+        path = self._directory / _matrix_file(sha256)
         if not path.exists():
             with written_whole(path) as temporary:
                 save_file({"weight": matrix.detach().cpu().contiguous()}, temporary)
@@ -598,44 +529,34 @@ class RecordingWriter:
         return sha256
 
     def _replace_index(self, **changes: object) -> None:
-        self._index = self._index.model_copy(update=changes)
-        write_index(self._directory, self._index)
+        self.index = self.index.model_copy(update=changes)
+        with written_whole(self._directory / INDEX_FILE) as temporary:
+            temporary.write_text(self.index.model_dump_json(indent=2) + "\n")
+
+
+def _matrix_file(sha256: str) -> str:
+    return f"matrix-{sha256}.safetensors"
 
 
 def check_sample(sample: Sample, facts: RecordingFacts) -> None:
     """Refuse what would be trained on without an error and mean nothing.
 
     Raises:
-        RefusedError: a wrong shape or dtype, a token outside the vocabulary, or a state that is
-            not finite; ``field`` is the sample's.
+        RefusedError: another shape or dtype than the run's, a token outside the vocabulary, or a
+            state that is not finite; ``field`` is the sample's.
     """
-    tokens, hidden = sample.tokens, facts.hidden_size
-    states = ([tokens, len(facts.aux_layer_ids) * hidden], [tokens, hidden])
-    shapes = {name: [tokens] for name in (*_INTEGERS, *_FLOATS, "loss_mask")}
-    for name, shape in (shapes | dict(zip(_STATES, states, strict=True))).items():
-        if list(getattr(sample, name).shape) != shape:
-            _refuse(sample, name, list(getattr(sample, name).shape), shape)
-    if sample.aux.dtype not in STATE_DTYPES or sample.final_hidden.dtype != sample.aux.dtype:
-        found = f"{sample.aux.dtype} and {sample.final_hidden.dtype}"
-        _refuse(sample, "aux and final_hidden", found, f"one of {STATE_DTYPES}, the same")
+    layout = sample.layout
+    sizes = (layout.aux_layers, layout.hidden_size)
+    wanted = (len(facts.aux_layer_ids), facts.hidden_size)
+    if sizes != wanted:
+        _refuse(sample, "aux", "{} layers of {}".format(*sizes), "{} of {}".format(*wanted))
+    if layout.dtype not in STATE_DTYPES:
+        _refuse(sample, "aux and final_hidden", layout.dtype, f"one of {STATE_DTYPES}")
     if int(sample.token_ids.min()) < 0 or int(sample.token_ids.max()) >= facts.vocab_size:
         _refuse(sample, "token_ids", int(sample.token_ids.max()), f"0 to {facts.vocab_size - 1}")
-    for name in (*_FLOATS, *_STATES):
+    for name in ("sampled_logprobs", "sampled_logits", "aux", "final_hidden"):
         if not bool(getattr(sample, name).isfinite().all()):
             _refuse(sample, name, "values that are not finite", "finite values")
-
-
-def _columns(samples: list[Sample]) -> dict[str, Tensor]:
-    """The fields of all samples one behind the other."""
-    columns = {name: torch.cat([getattr(s, name).int() for s in samples]) for name in _INTEGERS}
-    for name in (*_FLOATS, *_STATES, "loss_mask"):
-        columns[name] = torch.cat([getattr(sample, name) for sample in samples])
-    lengths = torch.tensor([0, *(sample.tokens for sample in samples)])
-    return columns | {
-        "offsets": lengths.cumsum(0),
-        "policy_version": torch.tensor([sample.policy_version for sample in samples]),
-        "temperature": torch.tensor([s.temperature for s in samples], dtype=torch.float64),
-    }
 
 
 def _refuse(sample: Sample, name: str, found: object, expected: object) -> None:

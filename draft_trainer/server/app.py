@@ -187,7 +187,13 @@ class TrainerServer:
             draft,
             ids.to(torch.int32),
             self.runs,
-            Ingest(expected, self._store, self._counters, arrived, self._recorder),
+            Ingest(
+                expected,
+                self._store,
+                self._counters,
+                arrived,
+                self._recorder.offer if self._recorder else None,
+            ),
             Releases(
                 registry,
                 self.publisher,
