@@ -13,8 +13,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from benchmarks.feed_faults.policy_process import ANSWERED, CAPTURED, STEPS
-from draft_trainer.ingest.database import FILE
-from draft_trainer.ingest.store import key_of
+from draft_trainer.ingest.database import FILE, key_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 ACCEPTED, DUPLICATE = str(pb.ACK_STATUS_ACCEPTED), str(pb.ACK_STATUS_DUPLICATE)

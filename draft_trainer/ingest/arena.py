@@ -56,7 +56,7 @@ class Arena:
             raise RefusedError(
                 "replay.directory",
                 f"{path} ({error.strerror})",
-                f"a folder with room for {size} bytes (replay.capacity_bytes)",
+                f"a folder with space for {size} bytes (replay.capacity_bytes)",
                 "free space there, set another replay.directory, or lower replay.capacity_bytes",
                 StatusCode.RESOURCE_EXHAUSTED,
             ) from error
@@ -81,9 +81,9 @@ class Arena:
         return sum(self._sizes.values())
 
     def reserve(self, nbytes: int) -> Bytes | None:
-        """A writable view, uint8 [nbytes], of new room; None if no gap is large enough.
+        """A writable view, uint8 [nbytes], of a new extent; None if no gap is large enough.
 
-        The room is free again when the view ends, unless it was retained by then.
+        The extent is free again when the view ends, unless it was retained by then.
         """
         self._collect()
         size = aligned(nbytes)

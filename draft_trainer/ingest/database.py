@@ -1,4 +1,4 @@
-"""samples.db: the connection, its transactions, and what is done about a damaged file.
+"""samples.db: the connection, what a row says, and what is done about a damaged file.
 
 WAL without fsync: what was committed survives kill -9, because it is in the page cache. After a
 reboot the folder is discarded (``folder``). A damaged file costs the rows that cannot be read any
@@ -7,6 +7,7 @@ more: the others are copied to a new one.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -16,7 +17,12 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_64_intdigest
+
+from slipstream.checksum import KINDS, checksum_of
 from slipstream.errors import RefusedError, StatusCode
+from slipstream.sample import Sample
+from slipstream.v1 import draft_trainer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +35,7 @@ DRAW_ORDER = (
     "times_drawn - policy_version, "
     "(tie * ((times_drawn * 2654435760 + 1) & 1073741823)) & 1073741823, number"
 )
-TIE_BITS = 30
+_TIE_BITS = 30
 
 _TABLES = {
     "meta": "name, value",
@@ -58,7 +64,7 @@ CREATE INDEX draws_by_draw ON draws (draw);
 CREATE TABLE policies (version INTEGER PRIMARY KEY, lm_head TEXT NOT NULL, embed TEXT NOT NULL);
 """
 
-_NO_ROOM = {
+_NO_SPACE = {
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_CANTOPEN,
@@ -114,12 +120,12 @@ class Database:
             raise
         except sqlite3.DatabaseError as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
-            if code & 0xFF not in _NO_ROOM or code in _UNREADABLE:
+            if code & 0xFF not in _NO_SPACE or code in _UNREADABLE:
                 raise DamagedError(str(error)) from None
             raise RefusedError(
                 "replay.directory",
                 f"{self.path}: {error}",
-                "room for the index of samples",
+                "space for the index of samples",
                 "free space there, and check the owner and mode of the folder",
                 StatusCode.RESOURCE_EXHAUSTED,
             ) from error
@@ -171,11 +177,6 @@ class Database:
             "(SELECT max(number) FROM samples) - ?",
             self._remembered,
         )
-
-    def last_recorded_draw(self) -> int:
-        """The highest number of a draw that any row knows of."""
-        last = "SELECT max(last_draw) AS draw FROM samples UNION SELECT max(draw) FROM draws"
-        return int(self.one(f"SELECT coalesce(max(draw), 0) FROM ({last})"))
 
     def repair(self, cause: object) -> int:
         """Copy the rows that can be read to a new file, and go on with that.
@@ -282,3 +283,42 @@ def _unlink(path: Path, but: Path | None = None) -> None:
         file = path.with_name(f"{path.name}{suffix}")
         if file != but:
             file.unlink(missing_ok=True)
+
+
+def key_of(run_id: str, sample_id: str) -> bytes:
+    """By which a sample of a run is recognised: 16 bytes."""
+    # The length keeps ("a", "bc") and ("ab", "c") apart.
+    text = f"{len(run_id)}:{run_id}{sample_id}"
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def tie_of(seed: int, sample_id: str) -> int:
+    """Decides between samples that are equally good to draw, see ``DRAW_ORDER``."""
+    digest = hashlib.blake2b(f"{seed}:{sample_id}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> (32 - _TIE_BITS)
+
+
+def stored_header(sample: Sample) -> bytes:
+    """The header with the checksum of the block, and without where the block came from."""
+    header = pb.VerifierStates()
+    header.CopyFrom(sample.header)
+    packed = header.packed
+    packed.ClearField("span")
+    if packed.checksum_kind == pb.CHECKSUM_KIND_UNSPECIFIED:
+        packed.checksum_kind = KINDS[0]
+        packed.checksum = checksum_of([sample.block[: sample.nbytes].numpy()], KINDS[0])
+    return header.SerializeToString()
+
+
+def seal_of(header: bytes, start: int, size: int) -> int:
+    """A checksum of what a row says of its sample. The block has its own, in the header."""
+    # SQLite's integers have a sign.
+    return xxh3_64_intdigest(header + f"{start}:{size}".encode()) - (1 << 63)
+
+
+def is_intact(sample: Sample) -> bool:
+    """Whether the block of a stored sample is what was accepted."""
+    packed, block = sample.header.packed, sample.block.numpy()
+    if sample.nbytes > len(block):
+        return False
+    return checksum_of([block[: sample.nbytes]], packed.checksum_kind) == packed.checksum

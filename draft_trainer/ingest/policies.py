@@ -146,7 +146,7 @@ class MatrixFiles:
             return self._mapped(path)
         except (OSError, SafetensorError) as error:
             path.with_suffix(".part").unlink(missing_ok=True)
-            expected = f"room for a matrix of {matrix.nbytes} bytes"
+            expected = f"space for a matrix of {matrix.nbytes} bytes"
             raise self._refused(path, error, expected) from error
 
     def read(self, name: str) -> torch.Tensor:

@@ -12,7 +12,6 @@ draw, unless its space is needed before.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import logging
 import threading
@@ -22,12 +21,21 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from xxhash import xxh3_64_intdigest
 
 from draft_trainer.config import ReplayConfig
 from draft_trainer.ingest.arena import ALIGNMENT, Arena, aligned
-from draft_trainer.ingest.database import DRAW_ORDER, FILE, TIE_BITS, DamagedError, Database
-from slipstream.checksum import KINDS, Bytes, checksum_of
+from draft_trainer.ingest.database import (
+    DRAW_ORDER,
+    FILE,
+    DamagedError,
+    Database,
+    is_intact,
+    key_of,
+    seal_of,
+    stored_header,
+    tie_of,
+)
+from slipstream.checksum import Bytes
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.sample import Sample, is_held_out
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -38,6 +46,7 @@ ARENA = "arena"
 
 _RESIDENT = "FROM samples WHERE start IS NOT NULL"
 _UNTRAINED = "times_drawn = 0 AND NOT held_out"
+_AMONG = "number IN (SELECT value FROM json_each(?))"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -171,18 +180,19 @@ class SampleStore:
             # More than this one needs: a transaction for each sample costs more than the sample.
             if not self._evict_worst(max(size, self.capacity_bytes // 64)):
                 break
-        found = f"at most {self.capacity_bytes} bytes"
+        expected = f"at most {self.capacity_bytes} bytes"
         if size <= self.capacity_bytes:
             busy = self._arena.pinned
-            found = f"room in {self.capacity_bytes} bytes, {busy} of them read or received now"
+            expected = f"space in {self.capacity_bytes} bytes, {busy} of them read or received now"
         raise RefusedError(
             "sample",
             f"{nbytes} bytes",
-            f"{found} (replay.capacity_bytes)",
+            f"{expected} (replay.capacity_bytes)",
             "send shorter windows, or raise replay.capacity_bytes",
             StatusCode.RESOURCE_EXHAUSTED,
         )
 
+    @_guarded
     def accept(self, samples: Sequence[Sample]) -> list[bool]:
         """Record samples in one transaction; what is recorded survives kill -9.
 
@@ -196,36 +206,16 @@ class SampleStore:
         Raises:
             RefusedError: the index cannot be written; nothing was accepted.
         """
-        fraction = self._config.held_out_fraction
-        rows = []
-        for sample in samples:
-            header = _stored_header(sample)
-            start = self._arena.start_of(sample.block.data_ptr())
-            size = aligned(sample.block.nbytes)
-            rows.append(
-                (
-                    *(sample.sample_id, header, _seal_of(header, start, size)),
-                    *(sample.policy_version, sample.tokens, is_held_out(sample.group, fraction)),
-                    *(_tie(self._seed, sample.sample_id), start, size),
-                )
-            )
-        return self._insert(rows)
-
-    @_guarded
-    def _insert(self, rows: Sequence[tuple[Any, ...]]) -> list[bool]:
+        query = (
+            "INSERT OR IGNORE INTO samples (key, policy_version, tokens, held_out, tie, header, "
+            "seal, start, size) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+        )
+        rows = [self._row(sample) for sample in samples]
         with self._db.transaction():
-            new = [
-                self._db.execute(
-                    "INSERT OR IGNORE INTO samples (key, header, seal, policy_version, tokens, "
-                    "held_out, tie, start, size) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    *(key_of(self._run_id, sample_id), *row),
-                ).rowcount
-                == 1
-                for sample_id, *row in rows
-            ]
-        for row, fresh in zip(rows, new, strict=True):
+            new = [self._db.execute(query, *row).rowcount == 1 for row in rows]
+        for (*_, start, _), fresh in zip(rows, new, strict=True):
             if fresh:
-                self._arena.retain(row[-2])
+                self._arena.retain(start)
         self._resident += sum(new)
         return new
 
@@ -265,12 +255,12 @@ class SampleStore:
                 if rows and tokens > max_tokens:
                     break
                 rows.append(row)
-            samples = self._read(rows)
             if not rows:
                 break
+            samples = self._read(rows)
             if len(samples) < len(rows):
                 continue
-            draw = self.draws + 1
+            draw = self._last_draw + 1
             numbers = [(draw, row[0]) for row in rows]
             with self._db.transaction():
                 self._db.executemany("INSERT INTO draws VALUES (?, ?)", numbers)
@@ -287,7 +277,7 @@ class SampleStore:
     @_guarded
     def put_back(self, drawn: Drawn) -> None:
         """Undo the last draw: its batch was not trained on."""
-        if drawn.number == self.draws:
+        if drawn.number == self._last_draw:
             with self._db.transaction():
                 self._undo(drawn.number)
 
@@ -330,7 +320,7 @@ class SampleStore:
     @_guarded
     def released(self, version: int) -> None:
         """A release whose weights contain every draw was written; no older state is resumed."""
-        last = self.draws
+        last = self._last_draw
         self._free_exhausted(last)
         with self._db.transaction():
             self._db.set("release", [version, last])
@@ -347,20 +337,19 @@ class SampleStore:
             release: draft version of the newest release.
         """
         with self._db.transaction():
-            last = self.draws
+            last = self._last_draw
             if draw is None:
                 noted, draw = self._db.get("release", [release, 0])
                 # Another release than noted: the process was killed between writing and noting
                 # it, and draws nothing in between.
                 draw = int(draw) if noted == release else last
                 self._db.set("release", [release, draw])
-            undone, gone = self._undo(draw + 1)
+            gone = self._undo(draw + 1)
             # Numbers go on upwards, also where the state knows of more than this index.
             self._db.set("last_draw", max(last, draw))
         self._last_draw = max(last, draw)
         self.saved(draw)
-        text = "%d draws of samples after draw %d are undone; %d of those samples are gone"
-        logger.info(text, undone, draw, gone)
+        logger.info("draws %d to %d are undone; %d of their samples are gone", draw + 1, last, gone)
         self._count("undone", gone)
 
     # Runs and policy versions
@@ -448,6 +437,16 @@ class SampleStore:
     def _run_id(self) -> str:
         return "" if self._run is None else self._run[0]
 
+    def _row(self, sample: Sample) -> tuple[Any, ...]:
+        key = key_of(self._run_id, sample.sample_id)
+        held_out = is_held_out(sample.group, self._config.held_out_fraction)
+        tie = tie_of(self._seed, sample.sample_id)
+        header = stored_header(sample)
+        start = self._arena.start_of(sample.block.data_ptr())
+        size = aligned(sample.block.nbytes)
+        seal = seal_of(header, start, size)
+        return key, sample.policy_version, sample.tokens, held_out, tie, header, seal, start, size
+
     @_guarded
     def _start(self) -> None:
         self._load()
@@ -477,7 +476,7 @@ class SampleStore:
             # What is known here goes on, however much was lost.
             if run is not None:
                 self._db.set("run", run)
-            self._db.set("last_draw", max(self._last_draw, self._db.last_recorded_draw()))
+            self._db.set("last_draw", self._last_draw)
         self._load()
         self._count("damaged", max(resident - self._resident, 0))
 
@@ -486,23 +485,23 @@ class SampleStore:
         found, damaged = [], []
         for number, _, start, size, header, seal in rows:
             sample = None
-            if isinstance(header, bytes) and seal == _seal_of(header, start, size):
+            if isinstance(header, bytes) and seal == seal_of(header, start, size):
                 block = torch.from_numpy(self._arena.view(start, size))
                 sample = Sample(pb.VerifierStates.FromString(header), block)
-            if sample is not None and _is_intact(sample):
+            if sample is not None and is_intact(sample):
                 found.append(sample)
             else:
                 damaged.append(number)
         if damaged:
             self._evict_damaged(damaged)
-            # Not by their rows, which may be what is damaged.
+            # Their rows may be what is damaged: free what no sound row uses.
             self._restart_arena()
         return found
 
     def _evict_damaged(self, numbers: Sequence[int]) -> None:
         if numbers:
             with self._db.transaction():
-                self._evict(*_among(numbers))
+                self._evict(_AMONG, json.dumps(list(numbers)))
             text = "%s: %d samples are damaged and dropped, the first of them are %s"
             logger.error(text, self.folder, len(numbers), list(numbers[:20]))
             self._count("damaged", len(numbers))
@@ -527,7 +526,7 @@ class SampleStore:
                     victims.append(number)
                     freed += size
         with self._db.transaction():
-            gone = self._evict(*_among(victims))
+            gone = self._evict(_AMONG, json.dumps(victims))
         self._free(gone)
         self._count("unsaved", sum(exhausted for *_, exhausted, _ in gone))
         self._count("capacity", sum(untrained for *_, untrained in gone))
@@ -554,14 +553,14 @@ class SampleStore:
         for start, size, *_ in gone:
             self._arena.release(start, size)
 
-    def _undo(self, first: int, last: int = 1 << 62) -> tuple[int, int]:
-        """Undo draws. Returns: how often samples were drawn in them, and how many are gone."""
+    def _undo(self, first: int, last: int = 1 << 62) -> int:
+        """Undo draws. Returns: how many of their samples are gone."""
         span = (first, last)
-        drawn, gone = self._db.execute(
-            "SELECT count(*), count(DISTINCT CASE WHEN start IS NULL THEN draws.number END) "
-            "FROM draws LEFT JOIN samples USING (number) WHERE draw BETWEEN ? AND ?",
+        gone = self._db.one(
+            "SELECT count(DISTINCT number) FROM draws LEFT JOIN samples USING (number) "
+            "WHERE start IS NULL AND draw BETWEEN ? AND ?",
             *span,
-        ).fetchone()
+        )
         self._db.execute(
             "UPDATE samples SET times_drawn = times_drawn - (SELECT count(*) FROM draws "
             "WHERE draws.number = samples.number AND draw BETWEEN ?1 AND ?2) "
@@ -569,49 +568,8 @@ class SampleStore:
             *span,
         )
         self._db.execute("DELETE FROM draws WHERE draw BETWEEN ? AND ?", *span)
-        return drawn, gone
+        return int(gone)
 
     def _count(self, reason: str, samples: int) -> None:
         if samples:
             self._on_evicted(reason, samples)
-
-
-def key_of(run_id: str, sample_id: str) -> bytes:
-    """By which a sample of a run is recognised: 16 bytes."""
-    # The length keeps ("a", "bc") and ("ab", "c") apart.
-    text = f"{len(run_id)}:{run_id}{sample_id}"
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def _tie(seed: int, sample_id: str) -> int:
-    digest = hashlib.blake2b(f"{seed}:{sample_id}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> (32 - TIE_BITS)
-
-
-def _among(numbers: Sequence[int]) -> tuple[str, str]:
-    return "number IN (SELECT value FROM json_each(?))", json.dumps(list(numbers))
-
-
-def _stored_header(sample: Sample) -> bytes:
-    """The header with the checksum of the block, and without where the block came from."""
-    header = pb.VerifierStates()
-    header.CopyFrom(sample.header)
-    packed = header.packed
-    packed.ClearField("span")
-    if packed.checksum_kind == pb.CHECKSUM_KIND_UNSPECIFIED:
-        packed.checksum_kind = KINDS[0]
-        packed.checksum = checksum_of([sample.block[: sample.nbytes].numpy()], KINDS[0])
-    return header.SerializeToString()
-
-
-def _seal_of(header: bytes, start: int, size: int) -> int:
-    """A checksum of what a row says of its sample. The block has its own, in the header."""
-    # SQLite's integers have a sign.
-    return xxh3_64_intdigest(header + f"{start}:{size}".encode()) - (1 << 63)
-
-
-def _is_intact(sample: Sample) -> bool:
-    packed, block = sample.header.packed, sample.block.numpy()
-    if sample.nbytes > len(block):
-        return False
-    return checksum_of([block[: sample.nbytes]], packed.checksum_kind) == packed.checksum

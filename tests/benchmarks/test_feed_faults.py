@@ -11,8 +11,7 @@ from benchmarks.feed_faults.faults import FAULTS, GRPC, SHARED_MEMORY
 from benchmarks.feed_faults.policy_process import ANSWERED, CAPTURED
 from benchmarks.feed_faults.rig import Rig
 from benchmarks.feed_faults.table import run
-from draft_trainer.ingest.database import FILE, Database
-from draft_trainer.ingest.store import key_of
+from draft_trainer.ingest.database import FILE, Database, key_of
 
 PATIENCE = 180.0
 RUN = "run"

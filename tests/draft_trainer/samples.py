@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from draft_trainer.config import ReplayConfig
-from draft_trainer.ingest.store import SampleStore, key_of
+from draft_trainer.ingest.database import key_of
+from draft_trainer.ingest.store import SampleStore
 from slipstream.sample import Sample, header_of, layout_of
 
 WIDTH = 8
