@@ -34,7 +34,7 @@ class Batch:
         lm_head_rows: [draft_vocab, H], the policy's lm_head rows of the draft vocabulary.
         log_z: float32 [B, T]; at j the log of the sum, over the WHOLE vocabulary, of
             exp(y_j / temperature), as the policy's own log-probs say.
-        teacher_known: bool [B, T], where log Z was on the wire: j + 1 lies in the row.
+        teacher_known: bool [B, T], where log Z is known: j + 1 is in the row.
         sampled_logprobs: float32 [B, T], log p(x_j).
         temperature: float32 [B].
         groups: B names; rows of one prompt share one (``Sample.group``).
@@ -158,7 +158,7 @@ def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.devi
     versions = sorted({row.sample.policy_version for row in rows})
     if len(versions) > 1:
         raise RefusedError(
-            "policy_version", versions, "one version a batch", "collate each version by itself"
+            "policy_version", versions, "one version a batch", "collate each version separately"
         )
     head = policy_heads.get(versions[0])
     where = device or head.lm_head_rows.device
@@ -194,7 +194,7 @@ def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.devi
         loss_mask=loss_mask,
         anchors=anchors,
         aux=aux,
-        # Looked up where the table lies: the rows are little, the table is a gigabyte.
+        # Looked up on the table's device: the rows are small, the table is a gigabyte.
         embeds=head.embed_tokens[token_ids.to(head.embed_tokens.device)].to(where),
         final_hidden=final,
         lm_head_rows=head.lm_head_rows.to(where),

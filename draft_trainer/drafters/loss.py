@@ -1,31 +1,27 @@
-"""Loss, metrics and gradient of the head's logits against the policy, chunk by chunk in one pass.
+"""The objective of the training-time test: a draft's K steps against the policy's distribution.
 
-The logits of a training step are its largest tensors by far: [K, tokens, draft vocabulary]. Here
-a chunk of them is made, scored, turned into its own gradient in place, multiplied into the
-gradients of the hidden states and of lm_head, and forgotten. The loss is a sum over rows, so its
-gradient is known up to a factor before the backward pass starts; that pass only applies the
-factor. The teacher's rows are made once per chunk and serve all K steps: at the teacher's
-position j the step s is scored for the anchor j - 1 - s.
-
-Notation of a row: logits z, q = softmax(z), p the policy's probabilities over the draft
-vocabulary (not renormalised), S = sum(p) <= 1, A = sum(min(p, q)), the acceptance rate.
+Every valid row (anchor i, step s) has a loss against the policy's p at j = i + 1 + s. Rows are
+averaged within a step, steps with the weights decay^s, normalised by their sum. In a row, z are
+the logits, q = softmax(z), p the policy's probabilities over the draft vocabulary, S = sum(p) and
+A = sum(min(p, q)), the acceptance rate:
 
     kl  -sum(p log q)   dz = S q - p         forward KL up to the teacher's entropy
     tv  1 - A           dz = q (a - 1[q<p])  a = sum of q where q < p
     lk  -log A          dz = the one of tv / A
 
+p is NOT renormalised: S < 1 where the policy has mass outside the draft vocabulary, which is then
+missing from p, as it is when vLLM verifies. q is taken at the rollout's temperature, because vLLM
+divides the draft's logits by the request's temperature before it samples from them.
+
+The logits of a training step, [K, tokens, draft vocabulary], are its largest tensors by far. Here a
+chunk of them is computed, scored, replaced by its own gradient, multiplied into the gradients of
+the hidden states and of lm_head, and dropped. The loss is a sum over rows, so its gradient is known
+up to a factor in the forward pass; the backward pass only applies that factor. The teacher's rows
+are computed once per chunk for all K steps: at the teacher's position j, step s is scored for the
+anchor j - 1 - s.
+
 Sources: EAGLE-3 (arXiv 2503.01840) for kl; arXiv 2602.23881 ("LK losses") for tv and lk; the
 gradient computed in the forward pass is Liger Kernel's idea (arXiv 2410.10989).
-
-The objective of the training-time test: the head's K steps against the policy.
-
-Every valid row (anchor i, step s) has a loss against the policy's p at j = i + 1 + s
-(``soft_targets``). p is NOT renormalised over the draft vocabulary: the mass outside it is missing
-from p, as it is when vLLM verifies. Rows are averaged within a step, steps with the weights
-decay^s, normalised by their sum.
-
-q is taken at the rollout's temperature, because vLLM divides the draft's logits by the request's
-temperature before it samples from them.
 """
 
 from __future__ import annotations
@@ -130,7 +126,7 @@ class _SoftTargetLoss(torch.autograd.Function):
         grad_lm_head = torch.zeros_like(lm_head, dtype=wide) if learns else None
         for rows in _chunks(count, (steps + 1) * len(lm_head) * hidden.element_size()):
             states = hidden[:, rows].flatten(0, 1)
-            # Holds the logits first, then, block by block, their gradient.
+            # The logits, replaced block by block by their gradient.
             logits = product(states, lm_head.T).unflatten(0, (steps, -1))
             policy = product(final_hidden[rows], lm_head_rows.T)
             scores = _score_blocks(
@@ -154,7 +150,7 @@ class _SoftTargetLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_lm_head = ctx.saved_tensors
         if not grad_loss.is_cuda and grad_loss == 1.0:
-            # The loss was where the backward pass began: a pass over the largest gradient less.
+            # The backward pass begins at the loss: saves a pass over the largest gradient.
             return grad_hidden, grad_lm_head.to(grad_hidden.dtype), *[None] * 7
         for_lm_head = (grad_lm_head * grad_loss).to(grad_hidden.dtype)
         return grad_hidden * grad_loss.to(grad_hidden.dtype), for_lm_head, *[None] * 7
@@ -190,7 +186,7 @@ def _score_blocks(
         size = rows.stop - rows.start
         if size < len(p):
             p, z, q, scratch = p[:size], z[:size], q[:size], scratch[:size]
-        # exp2, because torch's exp is four times slower on a CPU.
+        # exp2, because torch's exp is slower on CPUs.
         p.copy_(policy[rows]).mul_(inverse_t[rows, None] * _LOG2E)
         p.sub_(log_z[rows, None] * _LOG2E).exp2_()
         likeliest = p.argmax(-1, keepdim=True)
@@ -309,7 +305,7 @@ def ttt_objective(
     row, index = at_teacher.any(0).nonzero(as_tuple=True)
     first_anchor = int(valid.flatten(0, 1).any(0).int().argmax())
     anchors_a_row = valid.shape[2] - first_anchor
-    # Of the anchor of step 0; where a row has no anchor for a step, some other one stands in.
+    # Of the anchor of step 0; rows without an anchor for a step take any other, and do not count.
     flat = row * anchors_a_row + index - 1 - first_anchor
     teacher = TeacherRows(
         final_hidden=batch.final_hidden[row, index].to(compute_dtype),
@@ -339,7 +335,7 @@ class _AtTeachers(torch.autograd.Function):
     """Row n of step s is what step s has for the anchor ``flat[n] - s``: [M, H] to [K, N, H].
 
     ``flat`` ascends, so no row of a step is taken twice but for those before the start, which have
-    no gradient. The backward pass may copy rows then, where indexing's own has to add them up.
+    no gradient. So the backward pass may copy rows, where that of indexing has to add them up.
     """
 
     @staticmethod

@@ -123,8 +123,8 @@ def _rotated(x: Tensor, count: int, cos: Tensor, sin: Tensor, sign: float) -> Te
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up: [..., 2 * I] to [..., I].
 
-    Its backward pass writes both halves of the gradient where the product wants them; autograd's
-    makes each by itself and joins them, three passes more over the widest tensor of the layer.
+    Its backward pass writes both halves of the gradient into one tensor; autograd's computes each
+    and concatenates them, three more passes over the widest tensor of the layer.
     """
     return _SwiGLU.apply(gate_up)
 
@@ -160,9 +160,8 @@ T = TypeVar("T")
 def computing_in(module: M, dtype: torch.dtype, work: Callable[[M], T]) -> T:
     """``work(module)`` with every parameter cast to ``dtype``, once, differentiably.
 
-    Unlike autocast there is one rule: what is multiplied is in ``dtype``, and each parameter is
-    cast once however often the work uses it. The parameters themselves stay what they are;
-    their gradients arrive in their own type.
+    Unlike with autocast, every product is in ``dtype`` and each parameter is cast once, however
+    often the work uses it. The parameters keep their type, and so do their gradients.
     """
     if all(parameter.dtype == dtype for parameter in module.parameters()):
         return work(module)
@@ -189,7 +188,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if not _through_onednn(a):
         return a @ b
     if a.stride(0) == 1 and a.stride(1) != 1:
-        # oneDNN is a third slower with a transposed first operand than with a transposed second.
+        # oneDNN is faster with a transposed second operand than with a transposed first.
         return _onednn(b.T, a.T).T
     return _onednn(a, b)
 
@@ -231,6 +230,6 @@ def _through_onednn(x: Tensor) -> bool:
 def _onednn(a: Tensor, b: Tensor) -> Tensor:
     weight = b.T
     if not (weight.is_contiguous() or b.is_contiguous()):
-        # Columns of a larger matrix get oneDNN's reference kernel, a thousand times slower.
+        # For columns of a larger matrix, oneDNN has a far slower reference kernel only.
         weight = weight.contiguous()
     return torch.ops.mkldnn._linear_pointwise(a, weight, None, "none", [], "")

@@ -50,11 +50,11 @@ class PolicyHeads:
         self._digests: dict[int, tuple[bytes, bytes]] = {}
 
     def add(self, head: PolicyHead, digests: tuple[bytes, bytes] | None = None) -> tuple[int, ...]:
-        """Make a version known.
+        """Register a version.
 
         Args:
             head: the version.
-            digests: what ``digests`` will give for it, where that is known already.
+            digests: what ``digests`` returns for it, if they are computed already.
 
         Returns:
             The versions that were forgotten for it, oldest first. Their samples can no longer be
@@ -117,7 +117,7 @@ class PolicyHeads:
                 "policy_version",
                 version,
                 f"higher than {newest}",
-                "announce every policy version once, in ascending order",
+                "register every policy version once, in ascending order",
                 StatusCode.FAILED_PRECONDITION,
             )
 
@@ -127,8 +127,8 @@ class PolicyHeads:
                 "policy_version",
                 version,
                 f"one of {sorted(self._heads)}",
-                "announce the policy version before its first sample, and send its samples "
-                f"before {self.keep} newer versions are announced",
+                "register the policy version before its first sample, and send its samples "
+                f"before {self.keep} newer versions are registered",
                 StatusCode.FAILED_PRECONDITION,
             )
 

@@ -22,7 +22,7 @@ from slipstream.sample import Sample, is_held_out
 
 
 class FitSection(Section):
-    """[fit]: the mechanism, how long, and what the result is judged by."""
+    """[fit]: the mechanism, how long, and what the result is evaluated on."""
 
     kind: Literal["eagle3"] = "eagle3"
     epochs: Annotated[int, Field(ge=1)] = 3

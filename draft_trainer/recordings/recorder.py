@@ -1,7 +1,7 @@
 """Keeps accepted samples on disk beside the service, for ``draft-trainer init`` and ``fit``.
 
-Ingest hands a sample over in O(1) with a deadline; a thread of its own writes. What it cannot keep
-up with is shed and counted: training has the samples either way.
+Ingest offers a sample in O(1) with a deadline; one thread writes. Samples beyond what it can write
+are shed and counted: training has them either way.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _NAME = re.compile(r"run-(\d{6,})")
 class Recorder:
     """Writes a recording for every run that is fed, ``run-000000`` and so on. Thread-safe.
 
-    A trainer that restarts begins another recording, of a run that goes on as well: which versions
-    of the policy mean the same before and after is for its owner to say.
+    A restarted trainer begins another recording even of a run that continues: it cannot know that a
+    policy version still means the same weights.
 
     Args:
         directory: of the recordings.
         config: [recording].
         draft: whose layers are recorded.
-        draft_vocab_ids: int [draft_vocab], the lm_head rows that are announced.
+        draft_vocab_ids: int [draft_vocab], the lm_head rows that the bridge sends.
         counters: counts.
 
     Raises:

@@ -67,7 +67,7 @@ class Learner:
     algorithms is the caller's choice.
 
     Args:
-        head: trained in place, on the device where it lies.
+        head: trained in place, on its device.
         config: [training].
         ranks: with more than one, ``step`` is called by all of them together, each with its share
             of the samples, after ``take_rank_0`` has given all of them the same weights.
@@ -154,7 +154,7 @@ class Learner:
     def snapshot(self, dtype: torch.dtype = torch.bfloat16) -> Draft:
         """A float32 copy of the averaged head, its weights rounded to ``dtype``, as it is served.
 
-        The gate must judge these weights: rounding is part of a release.
+        The gate compares these weights: rounding is part of a release.
         """
         head = copy.deepcopy(self.head).requires_grad_(False)
         for name, parameter in head.named_parameters():

@@ -37,7 +37,7 @@ class Schedule:
         peak: the rate after warm-up.
         warmup_steps: steps of linear warm-up after every (re)start of the optimizer's moments.
         decay_steps: applied steps, warm-up included, after which the floor is reached; 0 for a
-            constant rate, which is what a policy that goes on moving needs.
+            constant rate, as a moving policy needs.
         floor: the last rate as a share of ``peak``, in [0, 1].
         decay_share: the cosine takes this share of ``decay_steps``, the last; before it the rate is
             constant. In (0, 1].
@@ -63,7 +63,7 @@ class Schedule:
 
         Args:
             step: steps applied so far.
-            since_restart: those of them since the moments were last made anew.
+            since_restart: those of them since the moments were last reset.
         """
         warmth = min((since_restart + 1) / (self.warmup_steps + 1), 1.0)
         if not self.decay_steps:
@@ -214,7 +214,7 @@ class DraftOptimizer:
 
         Args:
             rate: learning rate.
-            norm: what ``gradient_norm`` said.
+            norm: what ``gradient_norm`` returned.
         """
         if norm > self._config.grad_clip:
             total = torch.tensor(norm)

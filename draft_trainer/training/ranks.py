@@ -29,12 +29,12 @@ class RankLostError(RuntimeError):
 
 
 class Ranks:
-    """This process among ``size``. Alone, every method is the identity and costs nothing.
+    """This process among ``size``. Alone, every method is the identity.
 
     Args:
         rank: of this process.
         size: how many there are; with more than one, torch.distributed is initialised.
-        device: where this rank's head lies; the CPU if None.
+        device: of this rank's draft; the CPU if None.
         timeout_s: deadline of every exchange, as the process group was initialised with.
     """
 
@@ -171,7 +171,7 @@ def _deadline(rank: int, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # torch.distributed has no error of its own for gloo's timeouts and closed connections.
+        # torch.distributed raises plain RuntimeErrors for gloo's timeouts and closed connections.
         reason = str(error).partition("\n")[0]
         raise RankLostError(f"rank {rank} lost another rank at a {what}: {reason}") from error
 

@@ -112,7 +112,7 @@ class StateStore:
     def load(self) -> TrainingState | None:
         """The newest sound state; None where none was ever saved.
 
-        A damaged file is passed over for the one before it, and said in the log and the result.
+        A damaged file is skipped for the one before it, with an error in the log.
 
         Raises:
             RefusedError: the newest readable state is of another format version or belongs to
@@ -128,7 +128,7 @@ class StateStore:
                 continue
             for text in damaged:
                 logger.error(
-                    "passed over a damaged training state, going on from %s: %s", step, text
+                    "skipped a damaged training state, resuming from step %s: %s", step, text
                 )
             return state
         if damaged:
@@ -183,7 +183,7 @@ def _unfit(name: str, found: object, expected: object, path: Path) -> RefusedErr
         f"training state {name}",
         f"{found} in {path}",
         expected,
-        "resume with what the state was saved with, or remove its folder to begin anew",
+        "resume with what the state was saved with, or remove its folder to start over",
         StatusCode.FAILED_PRECONDITION,
     )
 

@@ -16,8 +16,9 @@ from draft_trainer.drafters.eagle3.checkpoint import (
     read_checkpoint,
     save_draft,
 )
-from draft_trainer.drafters.eagle3.config import HeadConfig, RopeScaling
+from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters.eagle3.rope import RopeScaling
 from slipstream.errors import RefusedError
 from tests.draft_trainer.checkpoint_rig import (
     CONFIG,

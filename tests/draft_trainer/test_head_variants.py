@@ -20,8 +20,9 @@ from torch import Tensor
 
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.eagle3.checkpoint import load_head, save_draft
-from draft_trainer.drafters.eagle3.config import HeadConfig, RopeScaling
+from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters.eagle3.rope import RopeScaling
 from slipstream.errors import RefusedError
 from tests.draft_trainer.dense_head import dense_step
 

@@ -70,7 +70,7 @@ def is_copy_of_the_policys(embeddings: Tensor, policy: Path | None, where: str) 
 
     Args:
         embeddings: [vocab, H], of the draft's checkpoint.
-        policy: its folder; None if it is not at hand.
+        policy: its folder; None if unknown.
         where: the checkpoint, for a refusal.
 
     Raises:
@@ -186,7 +186,7 @@ def read_checkpoint(directory: Path, policy: Path | None = None) -> Checkpoint:
 
     Args:
         directory: with config.json and model.safetensors (or shards and their index).
-        policy: the folder of the policy that it drafts for, if it is at hand.
+        policy: the folder of the policy that it drafts for, if it is known.
 
     Raises:
         RefusedError: a file is missing or unreadable; a field or tensor is missing, unknown,
@@ -278,7 +278,7 @@ def save_draft(
 def _read_config(
     directory: Path, policy: Path | None
 ) -> tuple[HeadConfig, Layout, Document, Document]:
-    """The configuration, the layout, and config.json as it stands and as vLLM must read it."""
+    """The configuration, the layout, and config.json as stored and as vLLM must read it."""
     path = directory / CONFIG_FILE
     try:
         document = json.loads(path.read_text())

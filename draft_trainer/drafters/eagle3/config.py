@@ -1,228 +1,18 @@
-"""Shape of an EAGLE-3 head, from and to the ``config.json`` that vLLM reads.
-
-Rotary frequencies, scaled the ways in which vLLM scales them for a draft.
-
-Source: vLLM 0.32, ``model_executor/layers/rotary_embedding`` (llama3, linear, dynamic, YaRN), in
-float32 and in its order of operations, so that the angles are those of the serving side.
-"""
+"""Shape of an EAGLE-3 head, from and to the ``config.json`` that vLLM reads."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor
-
+from draft_trainer.drafters.eagle3.rope import Rope, RopeScaling
 from slipstream.errors import RefusedError
-
-_REQUIRED = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": (
-        *("factor", "low_freq_factor", "high_freq_factor"),
-        "original_max_position_embeddings",
-    ),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-_OPTIONAL = {
-    "dynamic": ("alpha",),
-    "yarn": (
-        *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-        "truncate",
-    ),
-}
-_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """A scaling of the rotary frequencies, by the names of ``rope_parameters``.
-
-    Attributes:
-        kind: "linear", "dynamic", "llama3" or "yarn".
-        values: its parameters, sorted by name; optional ones only where they were given.
-    """
-
-    kind: str
-    values: tuple[tuple[str, float], ...]
-
-    def __getitem__(self, name: str) -> float:
-        return dict(self.values)[name]
-
-    def get(self, name: str, default: float) -> float:
-        """A parameter, or ``default`` where it was not given."""
-        return dict(self.values).get(name, default)
-
-
-@dataclass(frozen=True)
-class Rope:
-    """What a config.json says about rotary embeddings.
-
-    Attributes:
-        theta: the base.
-        scaling: None for plain frequencies.
-        partial_rotary_factor: share of each head that is rotated.
-    """
-
-    theta: float
-    scaling: RopeScaling | None
-    partial_rotary_factor: float
-
-    @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> Rope:
-        """Read ``rope_scaling``, ``rope_parameters`` and the top-level fields as vLLM does.
-
-        Transformers 5, which parses the file for vLLM, prefers ``rope_scaling`` where both are
-        given, takes a base that it lacks from the top level, and fills in the original length.
-
-        Raises:
-            RefusedError: an unknown kind or parameter, a missing one, or two bases.
-        """
-        field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-        given = dict(config.get(field) or {})
-        kind = given.get("rope_type", given.get("type", "default"))
-        if given.get("type", kind) != kind:
-            _refuse(f"{field}.type", given["type"], f"{kind}, as rope_type says")
-        if kind != "default" and kind not in _REQUIRED:
-            _refuse(f"{field}.rope_type", kind, f"default or one of {sorted(_REQUIRED)}")
-        if kind in ("llama3", "yarn"):
-            name = "original_max_position_embeddings"
-            length = config.get(name, given.get(name, config.get("max_position_embeddings")))
-            given[name] = length
-        known = (*_REQUIRED.get(kind, ()), *_OPTIONAL.get(kind, ()))
-        unknown = sorted(given.keys() - {*known, *_COMMON})
-        if unknown:
-            _refuse(f"{field}.{unknown[0]}", given[unknown[0]], f"none for rope_type {kind}")
-        values = []
-        for name in sorted(known):
-            value = given.get(name)
-            if value is None and name not in _REQUIRED[kind]:
-                continue
-            if not isinstance(value, int | float):
-                _refuse(f"{field}.{name}", value, f"a number, for rope_type {kind}")
-            values.append((name, value))
-        return cls(
-            theta=_theta(config, given, field),
-            scaling=None if kind == "default" else RopeScaling(kind, tuple(values)),
-            partial_rotary_factor=_partial(config, given, field),
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """``rope_parameters`` of transformers 5."""
-        written: dict[str, Any] = {"rope_type": "default", "rope_theta": self.theta}
-        if self.scaling is not None:
-            written |= {"rope_type": self.scaling.kind, **dict(self.scaling.values)}
-            # vLLM takes a whole number for a list of factors, and fails.
-            written["factor"] = float(written["factor"])
-        if self.partial_rotary_factor != 1.0:
-            written["partial_rotary_factor"] = self.partial_rotary_factor
-        return written
-
-    def inverse_frequencies(self, head_dim: int) -> Tensor:
-        """float32 [rotary_dim / 2]: radians per position of every rotated pair."""
-        dim = self.rotary_dim(head_dim)
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        scaling = self.scaling
-        if scaling is None:
-            return 1.0 / self.theta**exponents
-        if scaling.kind == "linear":
-            return 1.0 / self.theta**exponents / scaling["factor"]
-        if scaling.kind == "dynamic":
-            # Without alpha, vLLM's base for the trained length is the plain one.
-            return 1.0 / (self.theta * scaling.get("alpha", 1.0) ** (dim / (dim - 2))) ** exponents
-        if scaling.kind == "llama3":
-            return _llama3(1.0 / self.theta**exponents, scaling)
-        return _yarn(self.theta**exponents, scaling, self.theta)
-
-    def attention_scale(self) -> float:
-        """What cos and sin are multiplied with (YaRN's mscale)."""
-        scaling = self.scaling
-        if scaling is None or scaling.kind != "yarn":
-            return 1.0
-        given = dict(scaling.values)
-        if "attention_factor" in given:
-            return float(given["attention_factor"])
-        if given.get("mscale") and given.get("mscale_all_dim"):
-            return _mscale(given["factor"], given["mscale"]) / _mscale(
-                given["factor"], given["mscale_all_dim"]
-            )
-        return _mscale(given["factor"], 1.0)
-
-    def rotary_dim(self, head_dim: int) -> int:
-        """How many of a head's elements are rotated, the first ones."""
-        return int(head_dim * self.partial_rotary_factor)
-
-
-def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long wavelengths divided by the factor, short ones kept, those between blended."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    length, factor = scaling["original_max_position_embeddings"], scaling["factor"]
-    wavelengths = 2 * math.pi / frequencies
-    smooth = (length / wavelengths - low) / (high - low) if low != high else 0.0
-    blended = (1 - smooth) * frequencies / factor + smooth * frequencies
-    stretched = torch.where(wavelengths > length / low, frequencies / factor, blended)
-    return torch.where(wavelengths < length / high, frequencies, stretched)
-
-
-def _yarn(periods: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
-    """YaRN (arXiv 2309.00071), section 3.2: a ramp from kept to divided frequencies."""
-    length, factor = scaling["original_max_position_embeddings"], scaling["factor"]
-    dim = 2 * len(periods)
-
-    def pair_that_turns(times: float) -> float:
-        return dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
-
-    first = pair_that_turns(scaling.get("beta_fast", 32))
-    last = pair_that_turns(scaling.get("beta_slow", 1))
-    if scaling.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
-    if first == last:
-        last += 0.001
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
-    kept = 1 - ramp
-    return 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def _theta(config: Mapping[str, Any], given: Mapping[str, Any], field: str) -> float:
-    theta = given.get("rope_theta", config.get("rope_theta"))
-    if not isinstance(theta, int | float) or theta <= 0:
-        _refuse("rope_theta", theta, "the rotary base, in rope_parameters or at top level")
-    if config.get("rope_theta") not in (None, theta):
-        _refuse("rope_theta", config["rope_theta"], f"{theta}, as {field}.rope_theta says")
-    return float(theta)
-
-
-def _partial(config: Mapping[str, Any], given: Mapping[str, Any], field: str) -> float:
-    factor = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if factor is None:
-        return 1.0
-    if not isinstance(factor, int | float) or not 0 < factor <= 1:
-        _refuse(f"{field}.partial_rotary_factor", factor, "above 0 and at most 1")
-    return float(factor)
-
-
-def _refuse(name: str, found: object, expected: object) -> NoReturn:
-    raise RefusedError(
-        f"config.json {name}",
-        found,
-        expected,
-        "use a draft whose rotary embedding does not depend on the server's settings; "
-        "longrope, ntk and mrope cannot be trained here",
-    )
-
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 OWN_EMBEDDINGS = "has_own_embed_tokens"
-"""Ours, and vLLM's name for the same thing: the checkpoint's embeddings are not a copy."""
+"""vLLM's field, and ours: the checkpoint has embeddings that are not a copy of the policy's."""
 
 # vLLM 0.32's names (model_executor/models/registry.py) for the two classes it has, by model_type.
 # The first of each is written.
@@ -237,7 +27,7 @@ ARCHITECTURES = {
     "qwen3": ("Eagle3Qwen3ForCausalLM",),
 }
 
-# Fields that change what vLLM computes in a way this head cannot: only these values pass.
+# Fields that change what vLLM computes in a way this head cannot follow, and the values it can.
 _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "num_hidden_layers": (1,),
@@ -292,10 +82,10 @@ class HeadConfig:
         attention_bias: q, k, v and, without ``qk_norm``, o have a bias.
         mlp_bias: gate, up and down have a bias.
         qk_norm: an RMSNorm for each query and key head (vLLM's Qwen3 class; else its Llama one).
-        sliding_window: keys that a query sees, its own included; None for all before it.
+        sliding_window: keys that a query attends to, its own included; None for all before it.
         rope_scaling: of the rotary frequencies.
         partial_rotary_factor: share of a head that is rotated.
-        own_embeddings: the head has embeddings of its own instead of the policy's.
+        own_embeddings: the head has its own embeddings instead of the policy's.
     """
 
     hidden_size: int
@@ -326,36 +116,28 @@ class HeadConfig:
         for name in _SIZES:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _BEYOND:
-                _refuse_head_config(name, value, f"a whole number above 0 and below {_BEYOND}")
+                _refuse(name, value, f"a whole number above 0 and below {_BEYOND}")
         if self.num_attention_heads % self.num_key_value_heads:
-            _refuse_head_config(
-                "num_key_value_heads", self.num_key_value_heads, "a divisor of the query heads"
-            )
+            _refuse("num_key_value_heads", self.num_key_value_heads, "a divisor of the query heads")
         if not self.qk_norm and self.hidden_size % self.num_attention_heads:
             # transformers 5 refuses such a LlamaConfig, and vLLM with it, whatever head_dim is.
-            _refuse_head_config(
-                "num_attention_heads", self.num_attention_heads, "a divisor of hidden_size"
-            )
+            _refuse("num_attention_heads", self.num_attention_heads, "a divisor of hidden_size")
         if self.rope.rotary_dim(self.head_dim) % 2 or not self.rope.rotary_dim(self.head_dim):
-            _refuse_head_config("head_dim", self.head_dim, "an even number of rotated elements")
+            _refuse("head_dim", self.head_dim, "an even number of rotated elements")
         if self.draft_vocab_size > self.vocab_size:
-            _refuse_head_config(
-                "draft_vocab_size", self.draft_vocab_size, f"at most {self.vocab_size}"
-            )
+            _refuse("draft_vocab_size", self.draft_vocab_size, f"at most {self.vocab_size}")
         if self.sliding_window is not None and self.sliding_window < 1:
-            _refuse_head_config("sliding_window", self.sliding_window, "at least 1")
+            _refuse("sliding_window", self.sliding_window, "at least 1")
         if self.target_hidden_size != self.hidden_size and not self.own_embeddings:
-            _refuse_head_config(
-                OWN_EMBEDDINGS, False, "true: the policy's embeddings have another width"
-            )
+            _refuse(OWN_EMBEDDINGS, False, "true: the policy's embeddings have another width")
         ids = self.aux_layer_ids
         if not ids or ids[0] < 0 or any(a >= b for a, b in pairwise(ids)):
             # vLLM sorts them and drops repetitions, whatever the order in fc.
-            _refuse_head_config(LAYER_IDS, list(ids), "at least one layer, ascending, each once")
+            _refuse(LAYER_IDS, list(ids), "at least one layer, ascending, each once")
         if len(ids) > _MOST_LAYERS:
-            _refuse_head_config(LAYER_IDS, f"{len(ids)} layers", f"at most {_MOST_LAYERS}")
+            _refuse(LAYER_IDS, f"{len(ids)} layers", f"at most {_MOST_LAYERS}")
         if self.qk_norm and self.mlp_bias:
-            _refuse_head_config("mlp_bias", True, "false: vLLM's Qwen3 drafts have no MLP bias")
+            _refuse("mlp_bias", True, "false: vLLM's Qwen3 drafts have no MLP bias")
 
     @property
     def num_aux_layers(self) -> int:
@@ -387,24 +169,22 @@ class HeadConfig:
         """
         model_type = config.get("model_type")
         if model_type not in ARCHITECTURES:
-            _refuse_head_config("model_type", model_type, f"one of {list(ARCHITECTURES)}")
+            _refuse("model_type", model_type, f"one of {list(ARCHITECTURES)}")
         known, architectures = ARCHITECTURES[model_type], config.get("architectures")
         if not architectures or any(name not in known for name in architectures):
-            _refuse_head_config("architectures", architectures, f"[{known[0]}]")
+            _refuse("architectures", architectures, f"[{known[0]}]")
         for name, allowed in _FIXED_VALUES.items():
             if name in config and config[name] not in allowed:
-                _refuse_head_config(name, config[name], allowed[0])
+                _refuse(name, config[name], allowed[0])
         eagle = config.get("eagle_config") or {}
         if eagle.get("use_aux_hidden_state", True) is not True:
-            _refuse_head_config(
-                "eagle_config.use_aux_hidden_state", eagle["use_aux_hidden_state"], True
-            )
+            _refuse("eagle_config.use_aux_hidden_state", eagle["use_aux_hidden_state"], True)
         layer_ids = config.get(LAYER_IDS)
         if not layer_ids:
-            _refuse_head_config(LAYER_IDS, layer_ids, "the auxiliary layers' numbers, at top level")
+            _refuse(LAYER_IDS, layer_ids, "the auxiliary layers' numbers, at top level")
         for name in ("num_aux_hidden_states", "num_aux_layers"):
             if config.get(name) not in (None, len(layer_ids)):
-                _refuse_head_config(name, config[name], f"{len(layer_ids)}, as many as layer ids")
+                _refuse(name, config[name], f"{len(layer_ids)}, as many as layer ids")
         rope = Rope.from_dict(config)
         hidden = _required(config, "hidden_size")
         heads = _required(config, "num_attention_heads")
@@ -477,33 +257,29 @@ def _sliding_window(config: Mapping[str, Any]) -> int | None:
     kinds = config.get("layer_types")
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if kinds is not None and kinds not in (["full_attention"], ["sliding_attention"]):
-        _refuse_head_config("layer_types", kinds, "[full_attention] or [sliding_attention]")
+        _refuse("layer_types", kinds, "[full_attention] or [sliding_attention]")
     if kinds is None and window is not None:
-        _refuse_head_config(
-            "sliding_window", window, "null, or layer_types beside it: vLLM ignores it alone"
-        )
+        _refuse("sliding_window", window, "null, or layer_types beside it: vLLM ignores it alone")
     if kinds == ["sliding_attention"] and window is None:
-        _refuse_head_config(
-            "sliding_window", window, "a whole number, for layer_types [sliding_attention]"
-        )
+        _refuse("sliding_window", window, "a whole number, for layer_types [sliding_attention]")
     return window if kinds == ["sliding_attention"] else None
 
 
 def _flag(config: Mapping[str, Any], name: str) -> bool:
     value = config.get(name, False)
     if value not in (True, False, None):
-        _refuse_head_config(name, value, "true or false")
+        _refuse(name, value, "true or false")
     return bool(value)
 
 
 def _required(config: Mapping[str, Any], name: str) -> Any:
     value = config.get(name)
     if value is None:
-        _refuse_head_config(name, "nothing", "a value")
+        _refuse(name, "nothing", "a value")
     return value
 
 
-def _refuse_head_config(name: str, found: object, expected: object) -> NoReturn:
+def _refuse(name: str, found: object, expected: object) -> NoReturn:
     raise RefusedError(
         f"config.json {name}",
         found,

@@ -115,7 +115,7 @@ class Eagle3Head(Draft):
         draft_vocab_ids: see ``Draft``.
 
     Attributes:
-        embed_tokens: the head's own embeddings, frozen as in the trainers that they come from;
+        embed_tokens: the head's own embeddings, frozen, as in the trainers that have them;
             None where the head takes the policy's.
     """
 
@@ -139,7 +139,7 @@ class Eagle3Head(Draft):
         self.embed_tokens = (
             FrozenEmbedding(config.vocab_size, size) if config.own_embeddings else None
         )
-        # Not a buffer: ``head.to(bfloat16)`` must not coarsen the rotary angles.
+        # Not a buffer: ``head.to(bfloat16)`` must not round the rotary angles.
         self._inv_freq = config.rope.inverse_frequencies(config.head_dim)
         self._attention_scale = config.rope.attention_scale()
 

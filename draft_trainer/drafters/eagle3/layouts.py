@@ -1,20 +1,16 @@
-"""What a layout of draft checkpoints is, to those who read and write them.
+"""The layouts in which trainers write EAGLE-3 checkpoints.
 
-The plain layout: what vLLM reads at the top level, as SpecForge's exporter writes it.
+plain        what vLLM reads at the top level of config.json, as SpecForge's exporter writes it
+speculators  0.9.0: the decoder layer's sizes nested, the rest around them. Source: speculators
+             ``models/eagle3/config.py`` writes it; vLLM 0.32
+             ``transformers_utils/configs/speculators/algos.py`` flattens it as ``_flat`` does here
+modelopt     0.47.0, ``export/plugins/hf_spec_export.py``; only read. vLLM takes its layer
+             numbers, which count layer outputs from 0, for "after L layers" (V1 runner) or
+             ignores them (V2), so it would not serve what such a file names
 
-speculators' layout (0.9.0): the decoder layer's sizes nested, the rest around them.
-
-Source: speculators ``models/eagle3/config.py`` writes it; vLLM 0.32
-``transformers_utils/configs/speculators/algos.py`` flattens it as ``_flat`` does here.
-
-ModelOpt's exported layout (0.47.0, ``export/plugins/hf_spec_export.py``). Only read.
-
-It is not written: vLLM's V1 runner takes its layer numbers, which count layer outputs from 0, for
-"after L layers", and the V2 runner does not see them, so what it names is not what is served.
-
-Its Hugging Face trainer also puts hidden states through ``input_layernorm`` before
-``hidden_norm``. vLLM does not, and what vLLM serves is what is read and trained here, so such a
-draft starts a little below what it was trained to.
+ModelOpt's Hugging Face trainer also puts hidden states through ``input_layernorm`` before
+``hidden_norm``. vLLM does not, and training here follows vLLM, so such a draft starts with slightly
+lower acceptance than it was trained to.
 """
 
 from __future__ import annotations
