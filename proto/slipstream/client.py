@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import grpc
 import torch
 
+from slipstream.errors import RefusedError, clean
 from slipstream.security import NONE, ClientCredentials
 from slipstream.tensors import chunks_of, spec_of
 from slipstream.tls import Followed
@@ -126,6 +127,7 @@ def stage(
 
     Raises:
         grpc.RpcError: refused (see ``slipstream.errors``), unreachable or too late.
+        RefusedError: the server asks for a tensor that it was not offered.
     """
     header = pb.StageHeader(
         stage_id=stage_id,
@@ -149,7 +151,16 @@ def stage(
     try:
         for response in stub.Stage(requests(), timeout=timeout):
             if response.WhichOneof("kind") == "needed":
-                needed.put(list(response.needed.names))
+                names = list(response.needed.names)
+                unknown = next((name for name in names if name not in tensors), None)
+                if unknown is not None:
+                    raise RefusedError(
+                        "needed.names",
+                        clean(unknown),
+                        f"names of the {len(tensors)} tensors that were offered",
+                        "look at the rollout server: it asks for what it was not offered",
+                    )
+                needed.put(names)
             else:
                 return response.staged
     finally:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 
 import grpc
 import pytest
 import torch
+from grpc_health.v1 import health_pb2
 
 from rollout_server.checkpoint import check_finite
 from slipstream import serving
@@ -169,6 +171,54 @@ def test_a_call_that_ended_is_not_waited_for() -> None:
         return [first, await anext(ended, "over"), await anext(ended, "over")]
 
     assert asyncio.run(main()) == [None, "over", "over"]
+
+
+def test_health_keeps_nothing_of_names_that_are_not_served_and_tells_every_watcher() -> None:
+    async def main() -> None:
+        health = serving.Health(("", "known"))
+        for number in range(100):
+            watch = health.Watch(health_pb2.HealthCheckRequest(service=f"x{number}"), None)
+            with pytest.raises(RefusedError) as caught:
+                await anext(watch)
+            assert caught.value.code is grpc.StatusCode.NOT_FOUND
+        assert len(health._serving) == 2
+        first, second = (health.Watch(health_pb2.HealthCheckRequest(), None) for _ in range(2))
+        status = health_pb2.HealthCheckResponse
+        assert (await anext(first)).status == (await anext(second)).status == status.NOT_SERVING
+        # The stock servicer forgets all watchers of a name when one of them leaves.
+        await first.aclose()
+        changed = asyncio.ensure_future(anext(second))
+        await asyncio.sleep(0)
+        health.set("", True)
+        assert (await asyncio.wait_for(changed, 10)).status == status.SERVING
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_caller_goes_on_when_its_work_has_ended() -> None:
+    begun, hold = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert hold.wait(30)
+
+    async def main() -> None:
+        workers = serving.Workers(1, "test")
+        call = asyncio.create_task(workers.run(work))
+        await asyncio.to_thread(begun.wait, 30)
+        for _ in range(3):
+            call.cancel()
+            await asyncio.sleep(0.01)
+        assert not call.done(), "what the caller holds is still in use"
+        waiting = asyncio.create_task(workers.run(int))
+        await asyncio.sleep(0.01)
+        hold.set()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await waiting == 0
+        workers.close()
+
+    asyncio.run(main())
 
 
 def test_a_long_text_of_the_client_fits_the_trailers() -> None:

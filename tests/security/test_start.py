@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,39 @@ def test_credentials_of_a_bridge_from_a_file(tmp_path: Path) -> None:
             BridgeConfig.from_dict(values | {"trainer_credentials": given})
         assert caught.value.field == field
         assert TOKEN not in str(caught.value)
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(
+    tmp_path: Path, pki: tuple[Authority, Pair]
+) -> None:
+    """No process writes to it: whoever opens it to read waits for ever."""
+    authority, pair = pki
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    good = {"certificate": str(pair.certificate), "key": str(pair.key)}
+    for access, field in (
+        ({"feed_tokens": [str(pipe)]}, "access.feed_tokens"),
+        (good | {"certificate": str(pipe)}, "access.certificate"),
+        (good | {"key": str(pipe)}, "access.key"),
+        (good | {"client_ca": str(pipe)}, "access.client_ca"),
+    ):
+        refusal = trainer_refuses(tmp_path, access=access)
+        assert refusal.field == field and "not a regular file" in refusal.found
+    for shown, field in (
+        ({"token_file": pipe}, "x.token_file"),
+        ({"ca": pipe}, "x.ca"),
+        ({"ca": authority.path, "certificate": pipe, "key": pair.key}, "x.certificate"),
+    ):
+        with pytest.raises(RefusedError, match="not a regular file") as caught:
+            ClientCredentials(**shown).check("x.")
+        assert caught.value.field == field
+    assert control_refuses("--control-token", f"operate={pipe}").field == "--control-token"
+
+
+def test_a_token_file_that_becomes_a_pipe_opens_nothing(tmp_path: Path) -> None:
+    path = write_token(tmp_path / "token", TOKEN)
+    files = TokenFiles({Role.FEED: [path]}, "{role}")
+    assert files.roles_of(TOKEN.encode()) == {Role.FEED}
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    assert files.roles_of(TOKEN.encode()) == frozenset()

@@ -9,12 +9,23 @@ from concurrent import futures
 
 import grpc
 import pytest
+import torch
 
-from slipstream.client import open_channel
-from slipstream.errors import RefusedError, abort_with, refused_from
+from slipstream.client import open_channel, stage
+from slipstream.errors import (
+    MAX_TEXT_BYTES,
+    METADATA_KEY,
+    RefusedError,
+    abort_with,
+    clean,
+    failure_text,
+    refused_from,
+)
 from slipstream.serving import SERVER_OPTIONS
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+from slipstream.v1 import release_pb2
+from slipstream.v1 import rollout_server_pb2 as rollout_pb
 
 REFUSAL = RefusedError(
     "policy.hidden_size",
@@ -25,10 +36,21 @@ REFUSAL = RefusedError(
 )
 
 
+HOSTILE = "\x1b[2Jwiped\n2026-01-01 INFO all is well\u202e" + "x" * 3000
+
+
 class Refuser(pb_grpc.DraftTrainerServicer):
     def OpenRun(self, request, context):  # type: ignore[no-untyped-def]
         if request.run_id == "crash":
             raise KeyError("not a refusal")
+        if request.run_id == "hostile":
+            texts = dict.fromkeys(("field", "found", "expected", "next_step"), HOSTILE[:800])
+            refusal = release_pb2.Refusal(**texts)
+            context.set_trailing_metadata(((METADATA_KEY, refusal.SerializeToString()),))
+            context.abort(grpc.StatusCode.ABORTED, HOSTILE)
+        if request.run_id == "garbage":
+            context.set_trailing_metadata(((METADATA_KEY, b"\xff\xff\xff"),))
+            context.abort(grpc.StatusCode.ABORTED, HOSTILE)
         abort_with(REFUSAL, context)
 
     def StreamStates(self, requests, context):  # type: ignore[no-untyped-def]
@@ -104,3 +126,37 @@ def test_other_failures_are_not_refusals(stub: pb_grpc.DraftTrainerStub) -> None
 def test_as_a_message_and_across_a_process_boundary() -> None:
     check(RefusedError.from_proto(REFUSAL.to_proto(), REFUSAL.code))
     check(pickle.loads(pickle.dumps(REFUSAL)))  # noqa: S301 (what vLLM's worker RPC does)
+
+
+@pytest.mark.parametrize("text", [HOSTILE, "≠" * 3000, "\ud800", "", "plain"])
+def test_text_of_the_other_side_is_one_bounded_printable_line(text: str) -> None:
+    kept = clean(text)
+    assert kept.isprintable() and len(kept.encode()) <= MAX_TEXT_BYTES
+    assert clean(kept) == kept
+    assert text not in ("", "plain") or kept == text
+    assert len(text) < 3000 or kept.endswith(f"({len(text)} characters)")
+
+
+@pytest.mark.parametrize("run_id", ["hostile", "garbage"])
+def test_a_hostile_server_writes_no_log_line_of_its_own(
+    stub: pb_grpc.DraftTrainerStub, run_id: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as failed:
+        stub.OpenRun(pb.OpenRunRequest(run_id=run_id), timeout=10.0)
+    refusal = refused_from(failed.value)
+    assert (refusal is None) == (run_id == "garbage")
+    told = failure_text(failed.value)
+    assert told.isprintable() and len(told) < 5 * MAX_TEXT_BYTES
+    assert "wiped" in told and "\\x1b" in told
+
+
+def test_a_server_that_asks_for_what_it_was_not_offered_is_refused_by_name() -> None:
+    class Asks:
+        def Stage(self, requests, timeout):  # type: ignore[no-untyped-def]
+            next(requests)
+            yield rollout_pb.StageResponse(needed=rollout_pb.StageNeeded(names=["w", HOSTILE]))
+
+    offered = {"w": torch.zeros(2)}
+    with pytest.raises(RefusedError) as caught:
+        stage(Asks(), stage_id="s", kind=1, version=1, tensors=offered, timeout=10.0)
+    assert caught.value.field == "needed.names" and caught.value.found.isprintable()
