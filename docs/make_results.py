@@ -1,4 +1,4 @@
-"""``python -m docs.make_results``: writes docs/results.md from the benchmarks' committed JSON."""
+"""``python -m docs.make_results``: the committed JSON as docs/results.md and README's table."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 PAGE = Path(__file__).resolve().parent / "results.md"
+README = PAGE.parents[1] / "README.md"
+DEMO = RESULTS / "demo.json"
+_BEGIN, _END = "<!-- make_results: begin -->\n", "<!-- make_results: end -->\n"
 
 _HEAD = """\
 # Results
@@ -45,5 +48,36 @@ def _row(target: dict[str, Any]) -> str:
     )
 
 
+def readme() -> str:
+    """README with the gains and the costs of the committed run of the demo."""
+    before, _, rest = README.read_text(encoding="utf-8").partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not end:
+        raise ValueError(f"{README}: no table between {_BEGIN.strip()} and {_END.strip()}")
+    return before + _BEGIN + _gains(json.loads(DEMO.read_text(encoding="utf-8"))) + _END + after
+
+
+def _gains(demo: dict[str, Any]) -> str:
+    figures, cost, machine = demo["figures"], demo["figures"]["cost"], demo["machine"]
+    lengths, speeds = figures["acceptance_length"], figures["speed_over_no_speculation"]
+    heads = [f"tokens/s, {batch} request{'s' if batch != '1' else ''}" for batch in speeds]
+    rows = [f"| | acceptance length | {' | '.join(heads)} |", "|---|---:|" + "---:|" * len(heads)]
+    rows.append("| no speculation | 1 |" + " 1 |" * len(heads))
+    for arm, name in (("frozen", "frozen draft"), ("adapted", "adapted draft")):
+        medians = " | ".join(f"{speed[arm]['median']:.2f}" for speed in speeds.values())
+        rows.append(f"| {name} | {lengths[arm]['end']:.2f} | {medians} |")
+    swap = figures["live_swap_seconds"]["median"] * 1e3
+    rows.append(
+        f"\nAfter the run, relative to no speculation (median of interleaved rounds), on "
+        f"{machine['cores']} cores of an {machine['cpu']}. The cost: a trainer with "
+        f"{cost['trainer_cpu_seconds']:.0f} CPU seconds and "
+        f"{cost['trainer_peak_bytes'] / 2**30:.1f} GiB at most, "
+        f"{cost['sent_bytes_per_step'] / 2**20:.0f} MiB of states a step, and {swap:.0f} ms "
+        "from the commit call to the answer at each swap.\n"
+    )
+    return "\n".join(rows)
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    README.write_text(readme(), encoding="utf-8")

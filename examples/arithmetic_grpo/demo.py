@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\ninterrupted; everything was stopped, logs are in {directory}", file=sys.stderr)
         return 130
-    targets = write_summary(run, directory / "summary.json")
+    targets = write_summary(run, directory / "summary.json", options.json)
     write_report(run, targets, directory / "report.html")
     _print_targets(targets)
     print(f"\n{directory / 'summary.json'}\n{directory / 'report.html'}")
@@ -115,6 +115,8 @@ def _run(options: argparse.Namespace, directory: Path, began: float) -> RunRecor
         )
         try:
             _train(options, run, rollouts, services, ports["bridge"] if options.watch else None)
+            seconds, peak = trainer.usage()
+            run.cost |= {"trainer_cpu_seconds": seconds, "trainer_peak_bytes": float(peak)}
         finally:
             rollouts.close()
     run.total_seconds = time.perf_counter() - began
@@ -172,7 +174,9 @@ def _train(
             "tokens_trained": status.tokens_trained,
             "last_gate": status.last_gate,
         }
-        run.bridge = {key: str(value) for key, value in vars(bridge.stats()).items()}
+        stats = bridge.stats()
+        run.bridge = {key: str(value) for key, value in vars(stats).items()}
+        run.cost = {"sent_bytes_per_step": stats.sent_bytes / options.steps}
         prompts = [prompt_ids(problem) for problem in held_out_problems(16)]
         if options.speed_rounds:
             run.speed = measure_speed(
@@ -276,6 +280,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--policy", type=Path, default=HERE / "policy", help="checkpoint to train")
     parser.add_argument("--draft", type=Path, default=HERE / "draft", help="release 0")
+    parser.add_argument("--json", type=Path, help="also write the figures here, without the steps")
     parser.add_argument("--out", type=Path, help="run directory (default: runs/<date-time>)")
     options = parser.parse_args(argv)
     for name in ("policy", "draft"):

@@ -71,6 +71,15 @@ class Service:
             raise ServiceError(f"{self.name} was not started")
         return self._process.pid
 
+    def usage(self) -> tuple[float, int]:
+        """CPU seconds of the running process so far, and its peak resident bytes."""
+        folder = Path("/proc") / str(self.pid)
+        # The command's name, in brackets, may have blanks; utime and stime are fields 14 and 15.
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+        return cpu, int(status["VmHWM"].split()[0]) * 1024
+
     def wait_ready(self, timeout: float) -> float:
         """Wait until gRPC health says SERVING; returns the seconds it took.
 

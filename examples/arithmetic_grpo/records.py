@@ -97,3 +97,5 @@ class RunRecord:
     total_seconds: float = 0.0
     bridge: dict[str, object] = field(default_factory=dict)
     trainer: dict[str, object] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)
+    """The trainer's CPU seconds and peak memory, and the bytes of states sent per step."""

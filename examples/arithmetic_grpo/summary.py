@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from examples.arithmetic_grpo.records import (
     ADAPTED,
     ARMS,
@@ -104,8 +106,8 @@ def targets_of(run: RunRecord) -> list[Target]:
     return targets
 
 
-def hardware() -> dict[str, object]:
-    """What the run ran on."""
+def machine() -> dict[str, object]:
+    """The hardware and software of the run."""
     model = "unknown"
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -114,12 +116,20 @@ def hardware() -> dict[str, object]:
     return {
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
+        "gpu": None,
+        "torch": torch.__version__,
         "python": platform.python_version(),
     }
 
 
-def write_summary(run: RunRecord, path: Path) -> list[Target]:
-    """Write ``summary.json``; returns the targets."""
+def write_summary(run: RunRecord, path: Path, results: Path | None = None) -> list[Target]:
+    """Write ``summary.json``; returns the targets.
+
+    Args:
+        run: the record.
+        path: of the file.
+        results: where the same goes without the record of each step, if anywhere.
+    """
     targets = targets_of(run)
     last = run.steps[-END_STEPS:]
     figures = {
@@ -135,6 +145,7 @@ def write_summary(run: RunRecord, path: Path) -> list[Target]:
             batch: {arm: _spread(speed_ratios(run, batch, arm)) for arm in (FROZEN, ADAPTED)}
             for batch in run.speed
         },
+        "cost": run.cost,
         "live_swap_seconds": _spread([s.call_seconds for s in run.swaps if s.requests_in_flight]),
         "live_swap_worker_seconds": _spread(
             [s.worker_seconds for s in run.swaps if s.requests_in_flight]
@@ -150,12 +161,13 @@ def write_summary(run: RunRecord, path: Path) -> list[Target]:
         },
     }
     document = {
-        "hardware": hardware(),
-        "targets": [asdict(target) for target in targets],
+        "machine": machine(),
         "figures": figures,
-        "run": asdict(run),
+        "targets": [asdict(target) for target in targets],
     }
-    path.write_text(json.dumps(document, indent=1))
+    if results is not None:
+        results.write_text(json.dumps(document, indent=1) + "\n")
+    path.write_text(json.dumps(document | {"run": asdict(run)}, indent=1))
     return targets
 
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from docs.make_results import PAGE, page
+import pytest
+
+from docs.make_results import DEMO, PAGE, README, page, readme
 
 
 def test_the_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m docs.make_results"
+
+
+@pytest.mark.skipif(not DEMO.exists(), reason="no committed run of the demo")
+def test_readme_has_the_committed_gains() -> None:
+    assert README.read_text(encoding="utf-8") == readme(), "run python -m docs.make_results"
