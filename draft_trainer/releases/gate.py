@@ -22,6 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import NormalDist
 
 import torch
@@ -188,31 +189,19 @@ def _estimate(
         return None
 
 
+@dataclass(eq=False)
 class Gate:
     """Compares drafts with the promoted release on a run's held-out states, and keeps the results.
 
     Thread-safe; one comparison at a time.
-
-    Args:
-        config: the trainer's.
-        registry: where the incumbent is.
-        promotions: which one it is.
-        counters: count the results.
     """
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        registry: Registry,
-        promotions: Promotions,
-        counters: Counters,
-    ) -> None:
-        self._config = config
-        self._registry = registry
-        self._promotions = promotions
-        self._counters = counters
-        self._lock = threading.Lock()
-        self._incumbent: tuple[int, Draft] | None = None
+    config: TrainerConfig
+    registry: Registry
+    promotions: Promotions
+    counters: Counters
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _incumbent: tuple[int, Draft] | None = None
 
     def judge(self, candidate: Draft, run: Run, trained_against: int | None) -> release_pb2.Verdict:
         """Compare a draft, with the weights that would be served, with the promoted release.
@@ -222,12 +211,12 @@ class Gate:
             run: whose held-out states.
             trained_against: newest policy version that it was trained on, if known.
         """
-        publish = self._config.publish
+        publish = self.config.publish
         with self._lock:
             version, incumbent = self._promoted()
             try:
                 result = compare(
-                    self._config.gate,
+                    self.config.gate,
                     candidate,
                     incumbent.to(candidate.lm_head.weight.device),
                     self._held_out(run),
@@ -261,18 +250,18 @@ class Gate:
             result.draft_version = release
         if not_written:
             result.outcome, result.reason = "write_failed", f"not written: {not_written}"
-        self._counters.verdicts.labels(result.outcome).inc()
+        self.counters.verdicts.labels(result.outcome).inc()
         try:
-            self._promotions.state.gate_results.add(result)
+            self.promotions.state.gate_results.add(result)
         except RefusedError as error:
             # A full disk must not end training.
             logger.error("the gate's result was not written: %s (%s)", error, result.reason)
 
     def _promoted(self) -> tuple[int, Draft]:
-        version = self._promotions.now.promoted
+        version = self.promotions.now.promoted
         if self._incumbent is None or self._incumbent[0] != version:
-            with self._registry.using(version):
-                head = self._registry.drafter.read(self._registry.path(version)).draft()
+            with self.registry.using(version):
+                head = self.registry.drafter.read(self.registry.path(version)).draft()
             self._incumbent = (version, head.requires_grad_(False))
         return self._incumbent
 
@@ -283,7 +272,7 @@ class Gate:
         """
         before: Counter[str] = Counter()
         ranked = []
-        for age, sample in enumerate(reversed(run.held_out(self._config.gate.newest_versions))):
+        for age, sample in enumerate(reversed(run.held_out(self.config.gate.newest_versions))):
             if sample.policy_version in run.heads:
                 ranked.append((before[sample.group], age, sample))
                 before[sample.group] += 1
@@ -291,7 +280,7 @@ class Gate:
         tokens = 0
         for _, _, sample in sorted(ranked, key=lambda entry: entry[:2]):
             tokens += sample.tokens
-            if tokens > self._config.gate.max_tokens:
+            if tokens > self.config.gate.max_tokens:
                 break
             chosen.append(sample)
         return chosen

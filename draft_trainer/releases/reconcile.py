@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import Failure, RolloutClient
-from draft_trainer.releases.publisher import Publisher, put_on, stage_on
+from draft_trainer.releases.one_server import put_on, stage_on
+from draft_trainer.releases.publisher import Publisher
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
 

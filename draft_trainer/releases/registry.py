@@ -60,9 +60,10 @@ class Registry:
         self.drafter = drafter
         root.mkdir(parents=True, exist_ok=True)
         self.root = root.resolve(strict=True)
-        # Taken in this order: _writers, the state's own lock, _lock.
+        # Taken in this order: _writers, the state's own lock, _lock. The last two only for moments:
+        # publishes wait for them.
         self._writers = threading.RLock()
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._state: State | None = None
         self._busy: Counter[int] = Counter()
 
@@ -88,7 +89,7 @@ class Registry:
 
     @contextmanager
     def writing(self) -> Iterator[State]:
-        """The lock for one change: neither files nor pointer change meanwhile.
+        """The right to change files and state, for the length of a ``with`` block.
 
         Raises:
             RefusedError: as ``State``.
@@ -96,8 +97,7 @@ class Registry:
         with self._writers:
             state = self._state or State(self.root)
             try:
-                with state.lock, self._lock:
-                    yield state
+                yield state
             finally:
                 if state is not self._state:
                     state.close()
@@ -198,13 +198,11 @@ class Registry:
 
     def list(self) -> list[release_pb2.ReleaseManifest]:
         """The manifests of all releases, oldest first. Raises RefusedError where one is damaged."""
-        with self._lock:
-            return [self.get(version) for version in self.versions()]
+        return [self.get(version) for version in self.versions()]
 
     def get(self, version: int) -> release_pb2.ReleaseManifest:
         """One manifest. Raises RefusedError: no such release, or it is not what was released."""
-        with self._lock:
-            return read_manifest(self.path(version), version)
+        return read_manifest(self.path(version), version)
 
     def path(self, version: int) -> Path:
         """The directory of a release. Raises RefusedError: none, or a link or pickle is in it."""
@@ -297,20 +295,23 @@ class Registry:
         """
         if keep < 1:
             raise RefusedError("keep", keep, "at least 1", "keep at least the newest release")
+        doomed = []
         with self.writing() as state:
-            sizes = {version: self.nbytes(version) for version in self.versions()}
-            spared = {*protect(), *state.pins(), *self.busy(), max(sizes, default=0)}
-            promotion = read_promotion(state)
-            if promotion is not None:
-                spared |= promotion.in_use
-            # A link is refused wherever it is met, and never followed into a removal.
-            spared |= {v for v in sizes if (self.root / folder_name(v)).is_symlink()}
-            removed = beyond_bounds(sizes, keep, keep_bytes, spared)
-            for version in removed:
-                path = self.root / folder_name(version)
-                doomed = path.with_name(f".removed-{path.name}-{os.getpid()}-{time.time_ns()}")
-                path.rename(doomed)
-                shutil.rmtree(doomed)
+            # Neither the pointer moves nor does a release come into use meanwhile.
+            with state.lock, self._lock:
+                sizes = {version: self.nbytes(version) for version in self.versions()}
+                spared = {*protect(), *state.pins(), *self._busy, max(sizes, default=0)}
+                promotion = read_promotion(state)
+                spared |= frozenset() if promotion is None else promotion.in_use
+                # A link is refused wherever it is met, and never followed into a removal.
+                spared |= {v for v in sizes if (self.root / folder_name(v)).is_symlink()}
+                removed = beyond_bounds(sizes, keep, keep_bytes, spared)
+                for version in removed:
+                    name = folder_name(version)
+                    doomed.append(self.root / f".removed-{name}-{os.getpid()}-{time.time_ns()}")
+                    (self.root / name).rename(doomed[-1])
+            for path in doomed:
+                shutil.rmtree(path)
         return tuple(removed)
 
     def remove_leftovers(self) -> int:

@@ -21,7 +21,8 @@ from draft_trainer.ingest.ingest import CreditWindow, Ingest
 from draft_trainer.ingest.rings import Rings
 from draft_trainer.ingest.run import Runs
 from draft_trainer.releases.imports import MAX_ORIGIN_CHARACTERS, Imports
-from draft_trainer.releases.publisher import Publisher, PublishResult, ServerOutcome
+from draft_trainer.releases.one_server import ServerOutcome
+from draft_trainer.releases.publisher import Publisher, PublishResult
 from draft_trainer.releases.registry import Registry, Retention
 from draft_trainer.server.status import Status, without_clock
 from draft_trainer.server.stream import StateStream
