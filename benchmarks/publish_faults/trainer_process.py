@@ -59,7 +59,7 @@ def run(root: str, addresses: tuple[str, ...], pipe: Connection) -> None:
     watch = AcceptanceWatch(fleet)
     canary = Canary(CanaryConfig(), 3, watch, promotions.state)
     publisher = Publisher(fleet, registry, promotions, Counters(), canary)
-    reconciler = Reconciler(publisher, canary, watch, lambda: None)
+    reconciler = Reconciler(publisher, watch)
     reconciler.start()
     pipe.send({"ready": promotions.now.last_good})
     try:

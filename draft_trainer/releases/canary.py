@@ -1,26 +1,18 @@
-"""A release's trial: a share of the servers serves it, and live acceptance decides.
+"""Canary trials: some servers serve a release first, and live acceptance decides.
 
-With servers on both sides the two drafts are compared over the same minutes. Where
-every server has the new one (one server, or ``canary.share = 1``) it is compared with
-what the incumbent did on the same servers just before.
+Where both drafts are live, each on its own servers, they are compared over the same minutes. Where
+every server has the new one (one server, or ``canary.share = 1``) it is compared with what the
+incumbent did on the same servers just before.
 
-Compares two drafts' live acceptance again and again without spending the error rate.
+Looking after each report must not spend the error rate, so each side has a confidence sequence of
+the mean accepted tokens per verification step: with probability 1 - alpha it covers the true mean
+at *every* time at once (asymptotic confidence sequence with a Gaussian mixture: Waudby-Smith,
+Arbour, Sinha, Kennedy and Ramdas 2021, arXiv 2103.06476, theorem 2.2 and its choice of rho).
 
-Per arm a confidence sequence of the mean accepted tokens per draft: with probability
-1 - alpha it covers the true mean at *every* time at once, so looking after each report
-is allowed (asymptotic confidence sequence with a Gaussian mixture: Waudby-Smith, Arbour,
-Sinha, Kennedy and Ramdas 2021, arXiv 2103.06476, theorem 2.2 and its choice of rho).
-
-Drafts of one sequence, and of one prompt's samples, are alike. The number of drafts is
-therefore divided by a design effect: the larger of a configured floor and of what the
-variance between blocks says (method of batch means; blocks are merged in pairs as they
-grow in number, so that they outgrow the correlation's length).
-
-Follows every rollout server's acceptance counters and keeps the recent past of each.
-
-One thread and one stream per server, opened again when it ends, so that a server may
-come, go and restart. Counters only grow while a process lives; one that fell belongs
-to a new process and counts from nothing.
+Steps of one sequence, and of one prompt's samples, are correlated. Their number is therefore
+divided by a design effect: the larger of a configured floor and of what the variance between blocks
+says (method of batch means; blocks are merged in pairs as they grow in number, so that they outgrow
+the correlation's length).
 """
 
 from __future__ import annotations
@@ -39,7 +31,7 @@ from draft_trainer.state import State, Trial
 from slipstream.v1 import rollout_server_pb2 as pb
 
 TUNED_FOR = 100.0
-"""Effective drafts at which the interval is tightest."""
+"""Effective verification steps at which the interval is tightest."""
 
 MAX_BLOCKS = 32
 MIN_BLOCKS = 8
@@ -47,13 +39,8 @@ MIN_BLOCKS = 8
 
 @dataclass(frozen=True)
 class Batch:
-    """Verification steps of one draft version, between two reports.
-
-    Args:
-        drafts: how many.
-        accepted: tokens accepted in all of them.
-        squares: sum over drafts of the square of what was accepted.
-    """
+    """Verification steps of one draft version between two reports: their number, the tokens
+    accepted in all of them, and the sum over steps of the square of what was accepted."""
 
     drafts: int
     accepted: int
@@ -61,8 +48,8 @@ class Batch:
 
 
 def batch_of(drafts: int, accepted_per_position: Iterable[int]) -> Batch:
-    """From counters per position: a draft of which a tokens were accepted counts at
-    positions 0 .. a-1, and a^2 is the sum of the first a odd numbers."""
+    """From counters per position: a step with a accepted tokens counts at positions 0 .. a-1, and
+    a^2 is the sum of the first a odd numbers."""
     per_position = list(accepted_per_position)
     return Batch(
         drafts,
@@ -73,7 +60,7 @@ def batch_of(drafts: int, accepted_per_position: Iterable[int]) -> Batch:
 
 @dataclass(frozen=True)
 class Interval:
-    """Accepted tokens per draft: the mean, and where it may truly be."""
+    """Accepted tokens per verification step: the mean and its bounds."""
 
     drafts: int
     mean: float
@@ -90,7 +77,7 @@ class Arm:
     """One draft version's side of a comparison.
 
     Args:
-        most: tokens of a draft (k): accepted lies in [0, k].
+        most: tokens of a draft (k).
         design_effect: floor, at least 1.
     """
 
@@ -102,7 +89,7 @@ class Arm:
         self._block_drafts = 1
 
     def add(self, batch: Batch) -> None:
-        """Take in what came since the last."""
+        """Add what came since the last report."""
         if not batch.drafts:
             return
         self.drafts += batch.drafts
@@ -120,14 +107,12 @@ class Arm:
             self._block_drafts = min(drafts for drafts, _ in merged)
 
     def interval(self, alpha: float) -> Interval:
-        """Where the mean lies, but for one time in 1 / ``alpha``. Needs at least one draft."""
+        """Bounds of the mean that fail once in 1 / ``alpha`` trials. Needs at least one step."""
         mean = self._accepted / self.drafts
-        # Two more drafts, of which none and all were accepted: nothing is certain yet.
+        # Two steps more, one with no and one with all tokens accepted: no certainty from few.
         variance = (self._squares + self._most**2) / (self.drafts + 2)
         variance -= ((self._accepted + self._most) / (self.drafts + 2)) ** 2
         n = self.drafts / max(self._floor, self._measured_effect(mean, variance))
-        if not n:
-            return Interval(self.drafts, mean, 0.0, float(self._most))
         log_alpha = -2.0 * math.log(alpha)
         rho2 = (log_alpha + math.log(log_alpha + 1.0)) / TUNED_FOR
         t = n * rho2 + 1.0
@@ -137,19 +122,16 @@ class Arm:
         )
 
     def _measured_effect(self, mean: float, variance: float) -> float:
-        """Variance between blocks over what independent drafts would give; 1 while unknown."""
+        """Variance between blocks over that of independent steps; 1 while unknown."""
         if len(self._blocks) < MIN_BLOCKS:
             return 1.0
         spread = sum(drafts * (accepted / drafts - mean) ** 2 for drafts, accepted in self._blocks)
         return spread / (len(self._blocks) - 1) / variance
 
 
-def verdict(candidate: Interval, incumbent: Interval, max_loss: float) -> bool | None:
-    """Whether the candidate loses no more than a share ``max_loss`` of the acceptance length.
-
-    Returns:
-        True: it does not. False: it loses more. None: not known yet.
-    """
+def decide(candidate: Interval, incumbent: Interval, max_loss: float) -> bool | None:
+    """Whether the candidate keeps the acceptance length but for a share ``max_loss``; None while
+    that is not known."""
     kept = 1.0 - max_loss
     if 1.0 + candidate.high < kept * (1.0 + incumbent.low):
         return False
@@ -176,10 +158,14 @@ class Seen:
 
 
 class AcceptanceWatch:
-    """Owner of the threads. Thread-safe.
+    """Follows every rollout server's acceptance counters and keeps the recent past. Thread-safe.
+
+    One thread and one stream per server, opened again when it ends: a server may come, go and
+    restart. Counters only grow while a process lives; one that fell is of a new process and counts
+    from 0.
 
     Args:
-        fleet: asked for each server's stream.
+        fleet: the servers.
         on_growth: told what each report added: address, the state that came with it, draft
             version, drafts, accepted per position.
     """
@@ -216,10 +202,6 @@ class AcceptanceWatch:
                 self._threads[address] = (thread, over)
                 self._seen[address] = deque(maxlen=KEPT)
                 thread.start()
-
-    def look(self) -> None:
-        """Ask every server what it serves, for the fleet's own ``on_states``; changes nothing."""
-        self._fleet.states()
 
     def since(self, version: int, addresses: Iterable[str], begin: float) -> list[Batch]:
         """What a draft version did on these servers after ``begin``, oldest first."""
@@ -274,7 +256,7 @@ class AcceptanceWatch:
     ) -> dict[int, list[int]]:
         now = {c.draft_version: [c.drafts, *c.accepted_per_position] for c in report.counters}
         if before is None:
-            # How old these counts are nobody knows; they only say where to begin.
+            # The age of these counts is unknown: they only say where to begin.
             return now
         with self._changed:
             for version, counts in now.items():
@@ -301,7 +283,7 @@ HISTORY_BATCHES = 64
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TrialResult:
     """How a trial ended.
 
     Args:
@@ -323,8 +305,8 @@ class Verdict:
 class Canary:
     """Chooses servers, keeps the trial under way on disk, judges it. Thread-safe.
 
-    A trial that a restart interrupts goes on. What its servers did before the restart is counted
-    by nobody: live acceptance is collected anew, and ``max_seconds`` begin again.
+    A trial that a restart interrupts goes on: its live acceptance is collected anew, and
+    ``max_seconds`` begins again.
 
     Args:
         config: shares, bounds and the error rate; ``share`` 0 for no trials.
@@ -343,10 +325,6 @@ class Canary:
         self._lock = threading.Lock()
         self._trial = state.trial if config.share else None
         self._began = time.monotonic()
-        self.begun = threading.Event()
-        """Set while a trial is under way."""
-        if self._trial is not None:
-            self.begun.set()
 
     @property
     def trial(self) -> Trial | None:
@@ -390,13 +368,9 @@ class Canary:
     def _keep(self, trial: Trial | None, began: float) -> None:
         with self._lock:
             self._trial, self._began = trial, began
-        if trial is None:
-            self.begun.clear()
-        else:
-            self.begun.set()
 
-    def judge(self) -> Verdict | None:
-        """The verdict, once there is one. The trial stays until ``end``."""
+    def judge(self) -> TrialResult | None:
+        """The result, once there is one. The trial stays until ``end``."""
         with self._lock:
             trial, began = self._trial, self._began
         if trial is None:
@@ -408,19 +382,19 @@ class Canary:
             theirs = watch.since(trial.incumbent, trial.others, began)
         elif sum(batch.drafts for batch in theirs) < config.min_drafts:
             text = f"draft {trial.incumbent} left nothing to compare with"
-            return Verdict(trial, "canary_undecided", text)
+            return TrialResult(trial, "canary_undecided", text)
         candidate, incumbent = self._interval(mine), self._interval(theirs)
         late = time.monotonic() - began > config.max_seconds
         if candidate is None or incumbent is None:
             text = "too few verification steps in time to tell"
-            return Verdict(trial, "canary_undecided", text) if late else None
+            return TrialResult(trial, "canary_undecided", text) if late else None
         text = f"{_text(trial.version, candidate)}; {_text(trial.incumbent, incumbent)}"
         if not trial.shared:
             text += ", before it"
-        fine = verdict(candidate, incumbent, config.max_loss)
+        fine = decide(candidate, incumbent, config.max_loss)
         if fine is None:
-            return Verdict(trial, "canary_undecided", text) if late else None
-        return Verdict(trial, "canary_promoted" if fine else "canary_rolled_back", text)
+            return TrialResult(trial, "canary_undecided", text) if late else None
+        return TrialResult(trial, "canary_promoted" if fine else "canary_rolled_back", text)
 
     def _interval(self, batches: Sequence[Batch]) -> Interval | None:
         arm = Arm(self._most, self._config.design_effect)

@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 
 from draft_trainer.counters import Counters, Servers
@@ -59,10 +59,10 @@ class Publisher:
     """Owner of what the fleet serves. Safe to call from several threads.
 
     Args:
-        fleet: the rollout servers; closed by its own owner.
+        fleet: closed by its own owner.
         registry: where releases are read from.
-        promotions: which release is wanted, and which were served.
-        counters: counts stages, commits and outcomes.
+        promotions: of that registry.
+        counters: count stages, commits and outcomes.
         canary: tries releases out; None for no trials.
     """
 
@@ -89,14 +89,14 @@ class Publisher:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The rollout servers of now."""
+        """The rollout servers there are now."""
         return self.fleet.refresh()
 
     def prepare(self) -> PublishResult:
         """Stage the promoted release on every reachable server that serves another one.
 
-        Staging that fails anywhere is undone everywhere and told in the outcomes. While
-        a release is on trial on some servers nothing is staged: the trial comes first.
+        Staging that fails anywhere is undone everywhere; the outcomes say why. While a release
+        is on trial on some servers nothing is staged: the trial comes first.
         """
         with self._staged_alone():
             self._drop_staged()
@@ -164,7 +164,7 @@ class Publisher:
             return self._roll_back("rolled_back_by_hand", reason)
 
     def settle(self) -> bool:
-        """End the trial under way if there is a verdict: promote to the rest, or roll back.
+        """End the trial under way if it has a result: promote to the rest, or roll back.
 
         Returns:
             Whether a trial ended.
@@ -172,20 +172,20 @@ class Publisher:
         Raises:
             RefusedError: another publish is under way (ABORTED), or the disk is full.
         """
-        verdict = self._canary.judge() if self._canary is not None else None
-        if self._canary is None or verdict is None:
+        result = self._canary.judge() if self._canary is not None else None
+        if self._canary is None or result is None:
             return False
         with self._staged_alone():
-            trial = verdict.trial
+            trial = result.trial
             if self._canary.trial is not trial:
                 return False
-            if not verdict.keep:
-                self._roll_back(verdict.event, verdict.reason, failed=True)
+            if not result.keep:
+                self._roll_back(result.event, result.reason, failed=True)
                 return True
             with self.promotions.state.transaction():
                 self._canary.end()
-                self.promotions.state.events.published(verdict.event, trial.version, verdict.reason)
-            self.counters.published(verdict.event)
+                self.promotions.state.events.published(result.event, trial.version, result.reason)
+            self.counters.published(result.event)
             if trial.shared:
                 self._publish(trial.version, trial=False)
             return True
@@ -214,22 +214,17 @@ class Publisher:
         finally:
             self._staging.release()
 
-    @contextmanager
-    def _staged_alone(self) -> Iterator[None]:
-        c = self.fleet.config
-        with _held(
-            self._staging, 3 * c.state_timeout_s + c.stage_timeout_s + 2 * c.commit_timeout_s
-        ):
-            yield
+    def _staged_alone(self) -> AbstractContextManager[None]:
+        return self._alone(self._staging, 2)
 
-    @contextmanager
-    def committed_alone(self) -> Iterator[None]:
+    def committed_alone(self) -> AbstractContextManager[None]:
         """Held while something is committed, not while it is staged."""
+        return self._alone(self._committing, 3)
+
+    def _alone(self, lock: threading.Lock, commits: int) -> AbstractContextManager[None]:
         c = self.fleet.config
-        with _held(
-            self._committing, 3 * c.state_timeout_s + c.stage_timeout_s + 3 * c.commit_timeout_s
-        ):
-            yield
+        longest = 3 * c.state_timeout_s + c.stage_timeout_s + commits * c.commit_timeout_s
+        return _held(lock, longest)
 
     def _publish(self, version: int, trial: bool = True) -> PublishResult:
         """Stage and commit.

@@ -1,5 +1,8 @@
 """Keeps the fleet as it should be: ends trials, and puts diverged servers back on their release.
 
+Where the policy is not synced through Slipstream (``publish.on = "promotion"``) it publishes what
+is promoted, too.
+
 A server may have restarted with the draft on its command line, slept at level 2 and lost its draft,
 been away during a publish, or been written to by another client. What it reports of itself
 (version, checksum, what its workers read back) is compared with what is wanted. A server that does
@@ -14,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from draft_trainer.releases.canary import AcceptanceWatch, Canary
+from draft_trainer.releases.canary import AcceptanceWatch
 from draft_trainer.releases.fleet import Failure, RolloutClient
 from draft_trainer.releases.one_server import put_on, stage_on
 from draft_trainer.releases.publisher import Publisher
@@ -22,6 +25,9 @@ from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
 
 logger = logging.getLogger(__name__)
+
+PACE_SECONDS = 0.05
+"""Least time between two looks at a trial: every server reports ten times a second."""
 
 LOOK_SECONDS = 2.0
 """Between two looks at who belongs to the fleet, where nothing is reconciled."""
@@ -55,7 +61,6 @@ class Reconciler:
 
     Args:
         publisher: owner of what the fleet serves.
-        canary: asked whether a trial is under way.
         watch: live acceptance; follows the fleet's membership from here.
         on_settled: called when a trial ended.
     """
@@ -63,12 +68,10 @@ class Reconciler:
     def __init__(
         self,
         publisher: Publisher,
-        canary: Canary,
         watch: AcceptanceWatch,
-        on_settled: Callable[[], None],
+        on_settled: Callable[[], None] = lambda: None,
     ) -> None:
         self._publisher = publisher
-        self._canary = canary
         self._watch = watch
         self._on_settled = on_settled
         self._seconds = publisher.fleet.config.reconcile_s
@@ -76,6 +79,9 @@ class Reconciler:
         self._stages = 0
         self._read_back_at = 0.0
         self._stopping = threading.Event()
+        # What the last process could not finish is published at the start.
+        self._released = threading.Event()
+        self._released.set()
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
 
     def start(self) -> None:
@@ -88,11 +94,15 @@ class Reconciler:
         The watch's threads end with their streams, for which the fleet is closed after this.
         """
         self._stopping.set()
-        self._canary.begun.set()
         self._watch.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def released(self, version: int | None = None) -> None:
+        """A release was written and may have been promoted. Returns at once."""
+        self._released.set()
+        self._watch.wake()
 
     def round(self) -> None:
         """Look at every server once and put right what diverged.
@@ -188,60 +198,24 @@ class Reconciler:
                     if self._seconds:
                         self.round()
                     else:
-                        self._watch.look()
+                        self._publisher.fleet.states()
                     due = time.monotonic() + (self._seconds or LOOK_SECONDS)
+                if self._released.is_set():
+                    self._released.clear()
+                    self._publish()
                 if self._publisher.settle():
+                    self.released()
                     self._on_settled()
             except RefusedError as error:
                 logger.warning("%s", error)
                 self._stopping.wait(self._seconds or LOOK_SECONDS)
-            # Reports wake this thread only while there is a trial to judge.
-            if self._canary.begun.wait(max(0.0, due - time.monotonic())):
-                revision = self._watch.wait_beyond(revision, max(0.0, due - time.monotonic()))
+            revision = self._watch.wait_beyond(revision, max(0.0, due - time.monotonic()))
+            self._stopping.wait(PACE_SECONDS)
 
-
-class AutoPublisher:
-    """Owns one thread that publishes when it is told of a release; many at once become one.
-
-    For fleets whose policy is not synced through Slipstream (``publish.on = "promotion"``).
-
-    Args:
-        publisher: does the work, every part of it with a deadline.
-    """
-
-    def __init__(self, publisher: Publisher) -> None:
-        self._publisher = publisher
-        self._due = threading.Event()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="auto-publish", daemon=True)
-
-    def start(self) -> None:
-        """Begin. Once only."""
-        self._thread.start()
-
-    def released(self, version: int) -> None:
-        """A release was written and may have been promoted. Returns at once."""
-        self._due.set()
-
-    def stop(self, timeout: float) -> bool:
-        """End after the publish under way; True when it ended within ``timeout`` seconds."""
-        self._stopping.set()
-        self._due.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while True:
-            self._due.wait()
-            if self._stopping.is_set():
-                return
-            self._due.clear()
-            try:
-                published = self._publisher.publish_promoted()
-            except RefusedError as error:
-                logger.warning("the promoted release was not published: %s", error)
-                continue
-            for address, outcome in published.outcomes.items():
-                if outcome.error:
-                    logger.warning("%s: %s", address, outcome.error)
+    def _publish(self) -> None:
+        now = self._publisher.promotions.now
+        if self._publisher.fleet.config.on != "promotion" or now.promoted == now.last_good:
+            return
+        for address, outcome in self._publisher.publish_promoted().outcomes.items():
+            if outcome.error:
+                logger.warning("%s: %s", address, outcome.error)

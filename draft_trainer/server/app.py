@@ -26,7 +26,7 @@ from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.imports import Imports
 from draft_trainer.releases.publisher import Publisher
-from draft_trainer.releases.reconcile import AutoPublisher, Reconciler
+from draft_trainer.releases.reconcile import Reconciler
 from draft_trainer.releases.registry import (
     Registry,
     Retention,
@@ -157,9 +157,7 @@ class TrainerServer:
             self._counters,
             canary if config.canary.share else None,
         )
-        self._auto = AutoPublisher(self.publisher) if publish.on == "promotion" else None
-        self._reconciler = Reconciler(self.publisher, canary, self._watch, self._publish_again)
-        on_release = self._auto.released if self._auto else lambda version: None
+        self._reconciler = Reconciler(self.publisher, self._watch)
         gate = Gate(config, registry, self._promotions, self._counters)
         retention = Retention(registry, config.draft, lambda: self._counters.newest_release[0])
         self.loop = TrainingLoop(
@@ -173,7 +171,7 @@ class TrainerServer:
             ),
             self._counters,
             arrived,
-            on_release=on_release,
+            on_release=self._reconciler.released,
             on_death=self._training_died,
         )
         ids = head.target_ids().cpu()
@@ -201,7 +199,7 @@ class TrainerServer:
                 verdicts,
                 Imports(
                     *(registry, self.runs, gate, self._promotions, retention),
-                    on_promoted=on_release,
+                    on_promoted=self._reconciler.released,
                 ),
             ),
             self._status,
@@ -228,12 +226,8 @@ class TrainerServer:
         if self._recorder:
             self._recorder.start()
         self.loop.start()
-        if self._auto:
-            self._auto.start()
         self._status.snapshots.start()
         self._reconciler.start()
-        # What the last process could not finish.
-        self._publish_again()
 
     def stop(self) -> bool:
         """Drain, stop training, close everything. A second call changes nothing.
@@ -251,8 +245,6 @@ class TrainerServer:
         # Calls in progress get half of the time; then they are cancelled.
         stopped = self._event_loop.submit(self._stop_serving(_left(deadline) / 2))
         clean = self.loop.stop(_left(deadline))
-        if self._auto:
-            clean = self._auto.stop(_left(deadline)) and clean
         clean = self._reconciler.stop(_left(deadline)) and clean
         clean = _ended(stopped, _left(deadline)) and clean
         clean = self._event_loop.close(_left(deadline)) and clean
@@ -298,11 +290,6 @@ class TrainerServer:
             self._close_samples = lambda: None
 
         self._close_samples = close
-
-    def _publish_again(self) -> None:
-        now = self._promotions.now
-        if self._auto and now.promoted != now.last_good:
-            self._auto.released(now.promoted)
 
     def _listen(self) -> None:
         server, access = self._config.server, self._access

@@ -73,7 +73,7 @@ class Rig:
             self.fleet, self.registry, self.promotions, self.counters, canary
         )
         self.settled = threading.Event()
-        self.reconciler = Reconciler(self.publisher, self.canary, self.watch, self.settled.set)
+        self.reconciler = Reconciler(self.publisher, self.watch, self.settled.set)
 
     def heal(self) -> None:
         """One round of the reconciler."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from draft_trainer.config import CanaryConfig
-from draft_trainer.releases.canary import Arm, Batch, batch_of, verdict
+from draft_trainer.releases.canary import Arm, Batch, batch_of, decide
 
 K = 3
 IN_FLIGHT = 32
@@ -30,7 +30,7 @@ def reports(
         yield batch_of(6 * IN_FLIGHT, accepted.tolist())
 
 
-def decide(
+def first_decision(
     rng: np.random.Generator,
     config: CanaryConfig,
     candidate: tuple[float, float] = (4.0, 2.0),
@@ -43,7 +43,7 @@ def decide(
         theirs.add(old)
         if mine.drafts < config.min_drafts:
             continue
-        found = verdict(
+        found = decide(
             mine.interval(config.alpha / 2), theirs.interval(config.alpha / 2), config.max_loss
         )
         if found is not None:
@@ -55,27 +55,27 @@ def test_an_equal_draft_is_hardly_ever_rolled_back() -> None:
     """At the worst place of the null, a loss of exactly ``max_loss`` = 0, alpha = 0.05."""
     config = CanaryConfig(max_loss=0.0, alpha=0.05)
     rng = np.random.default_rng(0)
-    false_alarms = sum(decide(rng, config)[0] is False for _ in range(400))
+    false_alarms = sum(first_decision(rng, config)[0] is False for _ in range(400))
     assert false_alarms <= 20
 
 
 def test_without_the_design_effect_it_would_be_rolled_back_too_often() -> None:
     config = CanaryConfig(max_loss=0.0, alpha=0.05, design_effect=1.0, min_drafts=1)
     rng = np.random.default_rng(1)
-    false_alarms = sum(decide(rng, config)[0] is False for _ in range(120))
+    false_alarms = sum(first_decision(rng, config)[0] is False for _ in range(120))
     assert false_alarms > 6
 
 
 def test_a_ruined_draft_is_found_within_2000_drafts() -> None:
     rng = np.random.default_rng(2)
-    found = [decide(rng, CanaryConfig(), (1.0, 60.0)) for _ in range(100)]
+    found = [first_decision(rng, CanaryConfig(), (1.0, 60.0)) for _ in range(100)]
     assert all(kept is False for kept, _ in found)
     assert max(drafts for _, drafts in found) <= 1000
 
 
 def test_a_draft_as_good_is_kept_in_the_end() -> None:
     rng = np.random.default_rng(3)
-    found = [decide(rng, CanaryConfig(), count=160)[0] for _ in range(40)]
+    found = [first_decision(rng, CanaryConfig(), count=160)[0] for _ in range(40)]
     assert found.count(True) >= 36 and False not in found
 
 

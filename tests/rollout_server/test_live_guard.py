@@ -59,7 +59,7 @@ class Guarded:
         canary = Canary(CanaryConfig(), 3, self.watch, self.promotions.state)
         self.counters = Counters()
         self.publisher = Publisher(self.fleet, registry, self.promotions, self.counters, canary)
-        self.reconciler = Reconciler(self.publisher, canary, self.watch, lambda: None)
+        self.reconciler = Reconciler(self.publisher, self.watch)
         self.reconciler.start()
 
     def seen(self, version: int) -> int:
