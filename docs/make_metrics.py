@@ -15,8 +15,8 @@ from draft_trainer.counters import Counters
 from draft_trainer.server import metrics as trainer
 from policy_bridge import metrics as bridge
 from rollout_server import metrics as rollout
+from slipstream.guard import RefusedCalls
 from slipstream.metrics import Fact
-from slipstream.serving import RefusedCalls
 
 PAGE = Path(__file__).with_name("metrics.md")
 NOTES = Path(__file__).with_name("metrics_notes.md")

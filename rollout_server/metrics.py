@@ -23,9 +23,9 @@ from rollout_server.control import DRAFT, POLICY, RolloutControl
 from rollout_server.reload import Result
 from rollout_server.step_costs import StepCosts
 from rollout_server.store import ContentStore
+from slipstream.guard import RefusedCalls
 from slipstream.metrics import Fact, FactCollector, Value, unit_of
 from slipstream.security import REASONS, AccessRefusals
-from slipstream.serving import RefusedCalls
 
 PREFIX = "slipstream_rollout_"
 OPENMETRICS = "application/openmetrics-text"

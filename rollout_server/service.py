@@ -25,8 +25,9 @@ from rollout_server.engine import Engine
 from rollout_server.reload import Result
 from rollout_server.store import ContentStore, Key, Reservation, StagedTensor, WeightSource
 from slipstream.errors import RefusedError, clean
+from slipstream.guard import CHUNK_MESSAGE_BYTES, Guard, Limit, RefusedCalls
 from slipstream.security import Access
-from slipstream.serving import CHUNK_MESSAGE_BYTES, GrpcServer, Guard, Limit, RefusedCalls, Workers
+from slipstream.serving import GrpcServer, Workers
 from slipstream.tensors import ChunkAssembler, dtype_from_wire
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc

@@ -50,8 +50,9 @@ from draft_trainer.training.loop import Candidates, TrainingLoop
 from draft_trainer.training.ranks import Ranks
 from draft_trainer.training.state import LearnerStates, head_facts
 from slipstream.errors import RefusedError
+from slipstream.guard import Guard, Limit, RefusedCalls
 from slipstream.metrics import code_version
-from slipstream.serving import GrpcServer, Guard, Limit, LoopThread, RefusedCalls, Workers
+from slipstream.serving import GrpcServer, LoopThread, Workers
 from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 

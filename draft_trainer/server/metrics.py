@@ -8,8 +8,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from draft_trainer.counters import PREFIX, Counters
+from slipstream.guard import RefusedCalls
 from slipstream.metrics import Fact, FactCollector, Value
-from slipstream.serving import RefusedCalls
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
 
 TRANSPORTS = ("grpc", "shared_memory")

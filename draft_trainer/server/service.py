@@ -29,8 +29,9 @@ from draft_trainer.server.stream import StateStream
 from draft_trainer.state import GateResults
 from slipstream.checksum import KINDS
 from slipstream.errors import RefusedError, StatusCode, clean
+from slipstream.guard import CHUNK_MESSAGE_BYTES, Limit
 from slipstream.layers import encode_layers
-from slipstream.serving import CHUNK_MESSAGE_BYTES, Limit, Workers, blocking
+from slipstream.serving import Workers, blocking
 from slipstream.tensors import SCHEMA_VERSION, Framed, check_schema, chunks_of, encode, unframe
 from slipstream.v1 import console_pb2, draft_trainer_pb2, release_pb2, tensor_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb

@@ -12,7 +12,7 @@ from draft_trainer.counters import Counters, Servers, by_label
 from draft_trainer.ingest.rings import Rings
 from draft_trainer.server.metrics import facts, trainer_registry
 from slipstream.errors import StatusCode
-from slipstream.serving import RefusedCalls
+from slipstream.guard import RefusedCalls
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1.console_pb2 import TrialView
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus

@@ -13,10 +13,11 @@ import torch
 from grpc_health.v1 import health_pb2
 
 from rollout_server.checkpoint import check_finite
+from slipstream import guard as guards
 from slipstream import serving
 from slipstream.errors import RefusedError
+from slipstream.guard import CallRate, Guard, Limit, RefusedCalls, Unreadable, reader
 from slipstream.security import open_to_all
-from slipstream.serving import CallRate, Guard, Limit, RefusedCalls, Unreadable, reader
 from slipstream.tensors import _varint, unframe
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -108,7 +109,7 @@ def test_a_frame_of_many_fields_or_a_long_batch_is_refused_before_it_is_parsed()
 def test_the_oldest_silent_call_gives_way_and_a_sound_one_is_heard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serving, "MAX_SILENT_CALLS", 2)
+    monkeypatch.setattr(guards, "MAX_SILENT_CALLS", 2)
 
     async def main() -> None:
         calls = guard()
@@ -146,7 +147,7 @@ def test_a_client_is_waited_for_so_long_and_no_longer() -> None:
         await asyncio.sleep(30.0)
 
     async def main() -> RefusedError:
-        waiting = serving._readable(1, requests(), 0.05)
+        waiting = guards._readable(1, requests(), 0.05)
         assert await anext(waiting) == 1
         assert await anext(waiting) == 1
         with pytest.raises(RefusedError) as caught:
@@ -166,7 +167,7 @@ def test_a_call_that_ended_is_not_waited_for() -> None:
         yield
 
     async def main() -> list[object]:
-        ended = serving._readable(None, requests(), 600.0)
+        ended = guards._readable(None, requests(), 600.0)
         first = await guard(600.0).first(requests())
         return [first, await anext(ended, "over"), await anext(ended, "over")]
 

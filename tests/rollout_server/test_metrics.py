@@ -17,8 +17,8 @@ from rollout_server.metrics import FACTS, CommitCounts, Observed, RolloutCollect
 from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, Accepted, StepCosts, StepSum
 from rollout_server.store import ContentStore
 from slipstream.errors import StatusCode
+from slipstream.guard import RefusedCalls
 from slipstream.security import AccessRefusals
-from slipstream.serving import RefusedCalls
 from tests.rollout_server.test_control import FakeEngine, weights
 from tests.scraping import of, scrape, value
 

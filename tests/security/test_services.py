@@ -15,8 +15,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from slipstream.client import open_channel
 from slipstream.errors import refused_from
+from slipstream.guard import Guard, Limit, RefusedCalls
 from slipstream.security import Access, ClientCredentials, Role, TokenFiles
-from slipstream.serving import GrpcServer, Guard, Limit, LoopThread, RefusedCalls
+from slipstream.serving import GrpcServer, LoopThread
 from slipstream.tls import TlsFiles, TlsPaths
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
