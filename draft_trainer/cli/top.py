@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
 import grpc
@@ -287,13 +289,8 @@ def _title(seen: Seen) -> Text:
     status = seen.status
     return _line(
         (" draft-trainer ", "bold black on cyan"),
-        f" {plain(seen.address)}",
-        ("  run ", "dim"),
-        plain(status.run_id) or DASH,
-        ("  up ", "dim"),
-        duration(status.time - status.started_at),
-        ("  version ", "dim"),
-        plain(status.code_version),
+        f" {plain(seen.address)}  run {plain(status.run_id) or DASH}"
+        f"  up {duration(status.time - status.started_at)}  version {plain(status.code_version)}",
     )
 
 
@@ -301,22 +298,16 @@ def _versions(status: pb.TrainerStatus) -> Text:
     def known(name: str) -> str:
         return str(getattr(status, name)) if status.HasField(name) else DASH
 
-    stale, plural = status.staleness, "" if status.staleness == 1 else "s"
-    behind = f"{stale} policy version{plural}" if status.HasField("staleness") else DASH
+    stale = known("staleness") + (
+        " policy version" if status.staleness == 1 else " policy versions"
+    )
+    trial = f"   draft {status.trial.draft_version} on trial" if status.HasField("trial") else ""
     return _line(
-        (" policy ", "dim"),
-        (known("policy_version"), "bold"),
-        ("   draft promoted ", "dim"),
-        (known("promoted_release"), "bold"),
-        ("   newest ", "dim"),
-        known("newest_release"),
-        ("   staleness ", "dim"),
-        (behind, "bold yellow" if stale >= 4 else ""),
+        (f" policy {known('policy_version')}   draft {known('promoted_release')} promoted", "bold"),
+        f"   newest {known('newest_release')}   ",
+        (f"staleness {stale}", "bold yellow" if status.staleness >= 4 else ""),
         ("   pinned by hand" if status.pinned else "", "bold yellow"),
-        (
-            f"   draft {status.trial.draft_version} on trial" if status.HasField("trial") else "",
-            "bold cyan",
-        ),
+        (trial, "bold cyan"),
     )
 
 
@@ -342,50 +333,44 @@ def _fleet(status: pb.TrainerStatus, most: int) -> RenderableType:
 def _figures(seen: Seen) -> Table:
     status = seen.status
     drafts = sum(d.drafts for d in status.last_minute)
-    accepted = [0] * max((len(d.accepted_per_position) for d in status.last_minute), default=0)
-    for drafted in status.last_minute:
-        for place, count in enumerate(drafted.accepted_per_position):
-            accepted[place] += count
-    length = number(1 + sum(accepted) / drafts) if drafts else DASH
-    by_position = shares(count / drafts for count in accepted) if drafts else DASH
+    columns = zip_longest(*(d.accepted_per_position for d in status.last_minute), fillvalue=0)
+    by_position = [sum(counts) / drafts for counts in columns] if drafts else []
+    length = number(1 + sum(by_position) if drafts else None)
     full = 100 * status.replay_bytes / max(1, status.replay_capacity_bytes)
+    loss = number(status.loss if status.HasField("loss") else None)
+    gate = "  ".join(f"{status.verdicts[name]} {name}" for name in ("passed", "failed"))
+    if status.HasField("last_verdict"):
+        ago = duration(status.time - status.last_verdict.judged_at)
+        gate += f"  {ago} ago: {plain(status.last_verdict.reason)}"
     table = Table.grid(padding=(0, 1), pad_edge=True)
     table.add_column(style="dim")
-    table.add_column(no_wrap=True)
-    table.add_row(
-        "length",
-        _line(
+    rows: dict[str, Text] = {
+        "length": _line(
             (length, "bold green" if drafts else "dim"),
-            f"  by position {by_position}",
+            f"  by position {shares(by_position) or DASH}",
             (f"  {drafts / 60:.0f} drafts/s in the last minute", "dim"),
         ),
-    )
-    table.add_row(
-        "samples",
-        _line(
+        "samples": _line(
             f"{status.samples_accepted:,} accepted  ",
-            (f"{number(seen.rate('samples_accepted'), '.1f')}/s", "bold"),
+            f"{number(seen.rate('samples_accepted'), '.1f')}/s",
             (f"  {status.samples_refused:,} refused", "yellow" if status.samples_refused else ""),
             (f"  {status.samples_evicted:,} evicted", "yellow" if status.samples_evicted else ""),
         ),
-    )
-    replay = f"{mebibytes(status.replay_bytes)} of {mebibytes(status.replay_capacity_bytes)} MiB"
-    table.add_row("replay", f"{replay} ({full:.0f} %)  {status.samples_pending:,} pending")
-    if status.training_error:
-        table.add_row("training", Text(plain(status.training_error), "bold red"))
-    else:
-        loss = number(status.loss if status.HasField("loss") else None)
-        tokens = number(seen.rate("tokens_trained"), ",.0f")
-        skipped = f"  {status.train_steps_skipped:,} skipped" if status.train_steps_skipped else ""
-        table.add_row(
-            "training",
-            f"{'idle' if status.idle else 'busy'}  loss {loss}  {status.train_steps:,} steps"
-            f"{skipped}  {tokens} tokens/s  expected {shares(status.step_acceptance) or DASH}",
-        )
-    counts = "  ".join(f"{status.verdicts[name]} {name}" for name in ("passed", "failed"))
-    verdict = status.last_verdict
-    last = f"  {duration(status.time - verdict.judged_at)} ago: {plain(verdict.reason)}"
-    table.add_row("gate", counts + (last if status.HasField("last_verdict") else ""))
+        "replay": _line(
+            f"{mebibytes(status.replay_bytes)} of {mebibytes(status.replay_capacity_bytes)} MiB "
+            f"({full:.0f} %)  {status.samples_pending:,} pending"
+        ),
+        "training": _line(
+            f"{'idle' if status.idle else 'busy'}  loss {loss}  {status.train_steps:,} steps  "
+            f"{status.train_steps_skipped:,} skipped  "
+            f"{number(seen.rate('tokens_trained'), ',.0f')} tokens/s  "
+            f"expected {shares(status.step_acceptance) or DASH}",
+            (f"  {plain(status.training_error)}", "bold red"),
+        ),
+        "gate": _line(gate),
+    }
+    for name, text in rows.items():
+        table.add_row(name, text)
     return table
 
 
@@ -444,15 +429,8 @@ def shares(values: Iterable[float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """45 s, 12:03, 3:12:03, 2 d 3 h."""
-    whole = max(0, int(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02}"
-    if whole < 86400:
-        return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
-    return f"{whole // 86400} d {whole // 3600 % 24} h"
+    """0:00:45, 3:12:03, 2 days, 3:12:03."""
+    return str(timedelta(seconds=max(0, int(seconds))))
 
 
 def _names(words: Sequence[str], name: str) -> bool:
