@@ -65,17 +65,16 @@ class FleetPlan:
     """What is placed.
 
     Attributes:
-        command: of every server, but for the addresses, which its replica appends: ``--host``,
-            ``--port``, ``--control-host``, ``--control-port``.
+        command: of every server; its replica appends ``--host``, ``--port`` and the same two of the
+            control plane.
         replicas: how many.
         members: the file that lists the control planes that serve.
         cpus: that Ray reserves for each, and gpus.
-        first_port: of the OpenAI API of replica 0; replica i has i more.
-        first_control_port: likewise.
+        first_port: of the OpenAI API of replica 0; replica i has i more, likewise its control port.
         ready_seconds: longest that a start may take until health says SERVING.
-        stop_seconds: that a server has to end.
         host: that all listen on; empty: each its node's address.
         credentials: for health checks.
+        stop_seconds: that a server has to end.
     """
 
     command: tuple[str, ...]
@@ -86,9 +85,9 @@ class FleetPlan:
     first_port: int = 8000
     first_control_port: int = 50061
     ready_seconds: float = 600.0
-    stop_seconds: float = 20.0
     host: str = ""
     credentials: ClientCredentials = NONE
+    stop_seconds: float = 20.0
 
 
 @dataclass(frozen=True)
@@ -368,15 +367,9 @@ def fleet(arguments: Sequence[str]) -> int:
 
     plan = FleetPlan(
         (sys.executable, "-m", "rollout_server.cli", "serve", *serve),
-        args.replicas,
-        args.members,
-        args.cpus,
-        args.gpus,
-        args.first_port,
-        args.first_control_port,
-        args.ready_timeout_s,
-        host=args.host,
-        credentials=credentials,
+        *(args.replicas, args.members, args.cpus, args.gpus),
+        *(args.first_port, args.first_control_port, args.ready_timeout_s, args.host),
+        credentials,
     )
 
     def show(reports: dict[int, Report]) -> None:
