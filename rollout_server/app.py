@@ -12,6 +12,9 @@ from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
 from rollout_server.checkpoint import (
     VOCABULARY_MAPS,
     Expected,
+    Layout,
+    TensorLayout,
+    check_finite,
     read_layout,
     read_manifest,
     weight_files,
@@ -20,20 +23,12 @@ from rollout_server.control import DRAFT, POLICY, CommitObserver, RolloutControl
 from rollout_server.engine import Description, Engine, VllmEngine
 from rollout_server.metrics import CommitCounts, Observed, RolloutCollector, negotiate
 from rollout_server.plugins import API, Settings, is_active
-from rollout_server.service import (
-    ControlServer,
-    RolloutService,
-    ingest,
-    layout_of,
-    refuse_shared,
-    weights_of,
-)
+from rollout_server.service import ControlServer, RolloutService, refuse_shared
 from rollout_server.step_costs import CostWatch, StepCosts
 from rollout_server.store import ContentStore, WeightSource, make_directory
 from rollout_server.vllm_patches import EMBEDDING
 from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
-from slipstream.v1 import tensor_pb2
 
 
 class ControlPlaneEndpoint:
@@ -60,7 +55,13 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
     API.closers.append(store.close)
     commits, costs = CommitCounts(), StepCosts()
     control, service = await control_plane(
-        engine, store, settings, API.tracker, commits, str(args.model), int(args.port)
+        engine,
+        store,
+        settings,
+        read_layout(settings.model_dir, "model"),
+        API.tracker,
+        commits,
+        pb.ServerState(model=str(args.model), http_port=int(args.port)),
     )
 
     def http_started() -> bool:
@@ -75,7 +76,7 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
         os.write(1, line.encode())
 
     guard = AcceptanceGuard(API.tracker, settings.guard_drafts)
-    server = ControlServer(service, control, engine, guard, http_started, announce, settings.access)
+    server = ControlServer(service, control, guard, http_started, announce, settings.access)
     REGISTRY.register(
         RolloutCollector(
             Observed(
@@ -97,59 +98,68 @@ async def control_plane(
     engine: Engine,
     store: ContentStore,
     settings: Settings,
+    policy_layout: Layout,
     tracker: AcceptanceTracker,
     observer: CommitObserver,
-    model: str = "policy",
-    http_port: int = 1,
+    shown: pb.ServerState,
 ) -> tuple[RolloutControl, RolloutService]:
     """State and gRPC service over a running engine, with the first draft in the store.
+
+    Args:
+        policy_layout: what a pushed policy must look like.
+        shown: ``model`` and ``http_port`` of the state.
 
     Raises:
         RefusedError: draft and verifier share memory, or a checkpoint cannot be used.
     """
     description = await engine.describe()
     refuse_shared(description.shared)
-    draft, specs = _stage_first_draft(settings, store)
+    draft = _stage_first_draft(settings, store)
     tracker.start(draft.version or 0)
     policy = Weights(POLICY, None, WeightSource(directory=str(settings.model_dir)))
-    constants = pb.ServerState(
-        num_speculative_tokens=settings.draft_length,
-        draft_sample_method=settings.draft_sample_method,
-        model=model,
-        http_port=http_port,
-    )
-    control = RolloutControl(engine, store, tracker, observer, draft, policy, constants)
-    layout = read_layout(settings.model_dir, "model")
+    shown.num_speculative_tokens = settings.draft_length
+    shown.draft_sample_method = settings.draft_sample_method
+    control = RolloutControl(engine, store, tracker, observer, draft, policy, shown)
     expected = {
-        DRAFT: _expected_draft(specs, description),
-        POLICY: Expected(POLICY, layout, description.served_dtype),
+        DRAFT: _expected_draft(draft, description),
+        POLICY: Expected(POLICY, policy_layout, description.served_dtype),
     }
-    return control, RolloutService(control, engine, store, tracker, expected)
+    return control, RolloutService(control, expected)
 
 
-def _stage_first_draft(
-    settings: Settings, store: ContentStore
-) -> tuple[Weights, list[tensor_pb2.TensorSpec]]:
+def _stage_first_draft(settings: Settings, store: ContentStore) -> Weights:
     """The draft the server was started with, as if it had been staged: going back to it later needs
-    neither the network nor its directory."""
+    neither the network nor its directory.
+
+    Raises:
+        RefusedError: it does not fit into the store, or has values that are not finite.
+    """
     manifest = read_manifest(settings.draft_dir)
     tensors = {
         name: tensor
         for path in weight_files(settings.draft_dir)
         for name, tensor in load_file(path).items()
     }
-    specs = [spec_of(name, tensor) for name, tensor in sorted(tensors.items())]
-    ingest(tensors, specs, store)
     version, against = 0, None
     if manifest is not None:
         version = manifest.draft_version
         if manifest.HasField("trained_against_policy_version"):
             against = manifest.trained_against_policy_version
-    return weights_of(DRAFT, version, specs, store, trained_against=against), specs
+    specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+    weights = Weights.of(DRAFT, version, specs, store, trained_against=against)
+    for staged in weights.source.tensors:
+        if staged.key not in store:
+            check_finite(staged.name, tensors[staged.name])
+            with store.reserve(staged.key.size) as reservation:
+                store.write(staged.key, tensors[staged.name])
+                store.add(staged.key, reservation)
+            store.retain([staged.key])
+    return weights
 
 
-def _expected_draft(specs: list[tensor_pb2.TensorSpec], description: Description) -> Expected:
-    layout = {spec.name: layout_of(spec) for spec in specs}
+def _expected_draft(draft: Weights, description: Description) -> Expected:
+    tensors = draft.source.tensors
+    layout = {tensor.name: TensorLayout(tensor.key.dtype, tensor.shape) for tensor in tensors}
     embedding = f"{EMBEDDING}.weight"
     forbidden = {}
     if description.shares_embedding:
@@ -160,7 +170,7 @@ def _expected_draft(specs: list[tensor_pb2.TensorSpec], description: Description
         )
     # Only d2t is loaded; t2d is its inverse, for trainers.
     optional = {name: layout.pop(name) for name in ("t2d",) if name in layout}
-    fixed = {spec.name: spec.sha256 for spec in specs if spec.name in VOCABULARY_MAPS}
+    fixed = {t.name: bytes.fromhex(t.key.sha256) for t in tensors if t.name in VOCABULARY_MAPS}
     return Expected(DRAFT, layout, description.served_dtype, optional, fixed, forbidden)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -17,10 +17,11 @@ from typing import Any, Protocol
 from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.engine import Engine, UntrustedEngineError
 from rollout_server.reload import Change, Result
-from rollout_server.store import ContentStore, Key, WeightSource
+from rollout_server.store import ContentStore, Key, StagedTensor, WeightSource
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import release_digest
 from slipstream.v1 import rollout_server_pb2 as pb
+from slipstream.v1 import tensor_pb2
 
 DRAFT, POLICY = "draft", "policy"
 READ_BACK, ACCEPTANCE = "read-back", "acceptance"
@@ -45,6 +46,24 @@ class Weights:
     source: WeightSource
     stage_id: str = ""
     trained_against: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        version: int,
+        specs: Iterable[tensor_pb2.TensorSpec],
+        store: ContentStore,
+        stage_id: str = "",
+        trained_against: int | None = None,
+    ) -> Weights:
+        """The weights that ``specs`` name, as they will be in the store."""
+        keys = [(spec, Key.of(spec)) for spec in sorted(specs, key=lambda spec: spec.name)]
+        tensors = tuple(
+            StagedTensor(spec.name, key, tuple(spec.shape), str(store.path(key)))
+            for spec, key in keys
+        )
+        return cls(kind, version, WeightSource(tensors=tensors), stage_id, trained_against)
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -105,9 +124,9 @@ class RolloutControl:
         policy: Weights,
         constants: pb.ServerState | None = None,
     ) -> None:
-        self._engine = engine
-        self._store = store
-        self._tracker = tracker
+        self.engine = engine
+        self.store = store
+        self.tracker = tracker
         self._observer = observer
         self._constants = constants or pb.ServerState()
         self._changing = asyncio.Lock()
@@ -172,9 +191,9 @@ class RolloutControl:
     def add_stage(self, weights: Weights) -> None:
         """A verified stage, ready to commit; its content is in the store."""
         if not self.already_staged(weights):
-            self._store.retain(weights.keys)
+            self.store.retain(weights.keys)
             self.staged[weights.stage_id] = weights
-            self._tracker.wake()
+            self.tracker.wake()
 
     async def prepare(self, weights: Weights) -> str:
         """Have the workers make a draft's standby copy, so that its commit is a swap.
@@ -188,15 +207,15 @@ class RolloutControl:
         if weights.kind != DRAFT:
             return ""
         keep = None if self.previous_draft is None else self.previous_draft.source
-        return await self._engine.prepare(weights.source, keep)
+        return await self.engine.prepare(weights.source, keep)
 
     def abort(self, stage_ids: Sequence[str]) -> None:
         """Forget stages; unknown ids are ignored."""
         for stage_id in stage_ids:
             weights = self.staged.pop(stage_id, None)
             if weights is not None:
-                self._store.release(weights.keys)
-                self._tracker.wake()
+                self.store.release(weights.keys)
+                self.tracker.wake()
 
     async def commit(self, stage_ids: Sequence[str]) -> Result:
         """Make staged weights live together.
@@ -238,7 +257,7 @@ class RolloutControl:
             RefusedError: the engine did not answer.
         """
         async with self._changing:
-            self.readiness.report(READ_BACK, await self._engine.read_back())
+            self.readiness.report(READ_BACK, await self.engine.read_back())
 
     async def close(self) -> None:
         """Wait for a change that is under way."""
@@ -286,9 +305,9 @@ class RolloutControl:
                 StatusCode.FAILED_PRECONDITION,
             )
         # Usually ready; if not, it is prepared while the engine generates.
-        await self._engine.prepare(previous.source, None)
+        await self.engine.prepare(previous.source, None)
         result = await self._apply([previous], "rollback", arrival)
-        self._store.release(self.live[DRAFT].keys)
+        self.store.release(self.live[DRAFT].keys)
         self.live[DRAFT] = previous
         self.live_since[DRAFT] = time.time()
         # The draft that was rolled back is not kept for another roll back.
@@ -298,15 +317,15 @@ class RolloutControl:
     async def _set_speculation(self, enabled: bool) -> Result:
         worker_seconds = 0.0
         if enabled != self.speculation_enabled:
-            worker_seconds = await self._engine.set_speculation(enabled)
+            worker_seconds = await self.engine.set_speculation(enabled)
             self.speculation_enabled = enabled
-            self._tracker.wake()
+            self.tracker.wake()
         return Result(worker_seconds)
 
     async def _apply(self, todo: Sequence[Weights], label: str, arrival: float) -> Result:
         changes = [Change(w.kind, w.source, self.live[w.kind].source) for w in todo]
         try:
-            result = await self._engine.apply(changes)
+            result = await self.engine.apply(changes)
         except UntrustedEngineError as error:
             self._observer.committed(label, "untrusted", None)
             self.untrusted.set()
@@ -324,10 +343,10 @@ class RolloutControl:
             self.commits[weights.kind] += 1
             if weights.kind == DRAFT and weights.version is not None:
                 self.readiness.report(READ_BACK, "")
-                self._tracker.switch(weights.version, result.steps_before)
+                self.tracker.switch(weights.version, result.steps_before)
         result = replace(result, seconds=time.perf_counter() - arrival)
         self._observer.committed(label, "ok", result)
-        self._tracker.wake()
+        self.tracker.wake()
         return result
 
     def _went_live(self, weights: Weights) -> None:
@@ -335,15 +354,15 @@ class RolloutControl:
         replaced, self.live[weights.kind] = self.live[weights.kind], weights
         if weights.kind == POLICY:
             self.live_since[POLICY] = time.time()
-            self._store.release(replaced.keys)
+            self.store.release(replaced.keys)
             return
         if replaced.same_content(weights):
             # The same release once more repairs the memory; what RollBack goes to stays.
-            self._store.release(replaced.keys)
+            self.store.release(replaced.keys)
             return
         self.live_since[DRAFT] = time.time()
         if self.previous_draft is not None:
-            self._store.release(self.previous_draft.keys)
+            self.store.release(self.previous_draft.keys)
         self.previous_draft = replaced
 
     def _named(self, stage_id: str) -> Weights:

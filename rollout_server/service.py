@@ -16,19 +16,17 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 
 import grpc
-import torch
 
-from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
-from rollout_server.checkpoint import Expected, TensorLayout, check_finite
+from rollout_server.acceptance import AcceptanceGuard
+from rollout_server.checkpoint import Expected, check_finite
 from rollout_server.control import ACCEPTANCE, DRAFT, POLICY, RolloutControl, Weights
-from rollout_server.engine import Engine
 from rollout_server.reload import Result
-from rollout_server.store import ContentStore, Key, Reservation, StagedTensor, WeightSource
+from rollout_server.store import ContentStore, Key, Reservation
 from slipstream.errors import RefusedError, clean
 from slipstream.guard import CHUNK_MESSAGE_BYTES, Guard, Limit, RefusedCalls
 from slipstream.security import Access
 from slipstream.serving import GrpcServer, Workers
-from slipstream.tensors import ChunkAssembler, dtype_from_wire
+from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 from slipstream.v1 import tensor_pb2
@@ -90,67 +88,28 @@ def kind_of(header: pb.StageHeader) -> str:
     return _KINDS[header.kind]
 
 
-def key_of(spec: tensor_pb2.TensorSpec) -> Key:
-    """A tensor's place in the content store. Raises RefusedError: not a SHA-256."""
-    dtype = dtype_from_wire(spec.dtype, spec.name)
-    # Refuses a digest of another length and negative sizes.
-    ChunkAssembler([spec], max_bytes=1 << 62)
-    size = dtype.itemsize
-    for length in spec.shape:
-        size *= length
-    return Key(spec.sha256.hex(), str(dtype).removeprefix("torch."), size)
-
-
-def layout_of(spec: tensor_pb2.TensorSpec) -> TensorLayout:
-    """A spec's dtype and shape."""
-    return TensorLayout(key_of(spec).dtype, tuple(spec.shape))
-
-
-def weights_of(
-    kind: str,
-    version: int,
-    specs: Sequence[tensor_pb2.TensorSpec],
-    store: ContentStore,
-    *,
-    stage_id: str = "",
-    trained_against: int | None = None,
-) -> Weights:
-    """The weights that ``specs`` name, as they will be in the store."""
-    keys = [key_of(spec) for spec in specs]
-    tensors = (
-        StagedTensor(spec.name, key, tuple(spec.shape), str(store.path(key)))
-        for spec, key in zip(specs, keys, strict=True)
-    )
-    source = WeightSource(tensors=tuple(sorted(tensors, key=lambda tensor: tensor.name)))
-    return Weights(kind, version, source, stage_id, trained_against)
-
-
 class Upload:
     """The missing tensors of one stage, while they arrive.
 
     Use as a context: on leaving it without ``keep``, what arrived is forgotten.
 
     Args:
-        specs: every tensor of the stage.
-        expected: what they must look like.
+        specs: every tensor of the stage, checked.
+        weights: that they will be.
         store: where they go.
         workers: hash and write them.
-
-    Raises:
-        RefusedError: they do not fit the model or the store.
     """
 
     def __init__(
         self,
         specs: Sequence[tensor_pb2.TensorSpec],
-        expected: Expected,
+        weights: Weights,
         store: ContentStore,
         workers: Workers,
     ) -> None:
-        expected.check(specs)
         self._store = store
         self._workers = workers
-        self._keys = {spec.name: key_of(spec) for spec in specs}
+        self._keys = {tensor.name: tensor.key for tensor in weights.source.tensors}
         self._missing: dict[str, tensor_pb2.TensorSpec] = {}
         contents: set[Key] = set()
         for spec in specs:
@@ -167,7 +126,11 @@ class Upload:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Reserve capacity and retain the content while the upload lasts."""
+        """Reserve capacity and retain the content while the upload lasts.
+
+        Raises:
+            RefusedError: the store has no room for it.
+        """
         keys = list(self._keys.values())
         self._store.retain(keys)
         try:
@@ -235,25 +198,6 @@ def _verify_and_write(
     store.write(key, tensor)
 
 
-def ingest(
-    tensors: dict[str, torch.Tensor], specs: Sequence[tensor_pb2.TensorSpec], store: ContentStore
-) -> None:
-    """Put a checkpoint's tensors into the store, as if they had been staged.
-
-    Raises:
-        RefusedError: no room, or a value that is not finite.
-    """
-    for spec in specs:
-        key = key_of(spec)
-        if key in store:
-            continue
-        check_finite(spec.name, tensors[spec.name])
-        with store.reserve(key.size) as reservation:
-            store.write(key, tensors[spec.name])
-            store.add(key, reservation)
-        store.retain([key])
-
-
 def refuse_shared(shared: Sequence[str]) -> None:
     """Refuse to stage while draft and verifier share memory (see ``vllm_patches``)."""
     if shared:
@@ -271,24 +215,11 @@ class RolloutService(pb_grpc.RolloutServerServicer):
 
     Args:
         control: the state.
-        engine: asked about shared memory before a stage is taken.
-        store: where staged tensors go.
-        tracker: acceptance counters.
         expected: what a stage must look like, by kind.
     """
 
-    def __init__(
-        self,
-        control: RolloutControl,
-        engine: Engine,
-        store: ContentStore,
-        tracker: AcceptanceTracker,
-        expected: Mapping[str, Expected],
-    ) -> None:
+    def __init__(self, control: RolloutControl, expected: Mapping[str, Expected]) -> None:
         self._control = control
-        self._engine = engine
-        self._store = store
-        self._tracker = tracker
         self._expected = expected
         self.workers = Workers(_WORKERS, "stage")
 
@@ -299,19 +230,16 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         start = time.perf_counter()
         header = await _header(request_iterator)
         kind = kind_of(header)
-        against = header.HasField("trained_against_policy_version") and kind == DRAFT
-        weights = weights_of(
-            kind,
-            header.version,
-            header.tensors,
-            self._store,
-            stage_id=header.stage_id,
-            trained_against=header.trained_against_policy_version if against else None,
-        )
+        against = None
+        if header.HasField("trained_against_policy_version") and kind == DRAFT:
+            against = header.trained_against_policy_version
+        store = self._control.store
+        weights = Weights.of(kind, header.version, header.tensors, store, header.stage_id, against)
         held = self._control.already_staged(weights)
-        upload = Upload(header.tensors, self._expected[kind], self._store, self.workers)
+        self._expected[kind].check(header.tensors)
+        upload = Upload(header.tensors, weights, store, self.workers)
         if not held:
-            refuse_shared((await self._engine.describe()).shared)
+            refuse_shared((await self._control.engine.describe()).shared)
         end = start + CHUNK_SECONDS + upload.needed_bytes / STAGE_BYTES_PER_SECOND
         with upload.opened():
             yield pb.StageResponse(needed=pb.StageNeeded(names=upload.needed))
@@ -382,7 +310,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
             yield self._report()
             await asyncio.sleep(interval)
             # Cancelled by gRPC when the client leaves or the server stops.
-            while not await self._tracker.changed(_IDLE_SECONDS):
+            while not await self._control.tracker.changed(_IDLE_SECONDS):
                 pass
 
     def _report(self) -> pb.AcceptanceReport:
@@ -396,7 +324,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
                     accepted_tokens=counters.accepted_tokens,
                     accepted_per_position=counters.accepted_per_position,
                 )
-                for version, counters in self._tracker.counters().items()
+                for version, counters in self._control.tracker.counters().items()
             ],
         )
 
@@ -454,8 +382,7 @@ class ControlServer:
 
     Args:
         service: the servicer.
-        control: watched for an engine that cannot be trusted.
-        engine: watched for death.
+        control: watched for an engine that died or cannot be trusted.
         guard: watches acceptance.
         http_started: whether the OpenAI API accepts requests.
         announce: called once when everything is ready.
@@ -466,7 +393,6 @@ class ControlServer:
         self,
         service: RolloutService,
         control: RolloutControl,
-        engine: Engine,
         guard: AcceptanceGuard,
         http_started: Callable[[], bool],
         announce: Callable[[], None],
@@ -474,7 +400,6 @@ class ControlServer:
     ) -> None:
         self._service = service
         self._control = control
-        self._engine = engine
         self._guard = guard
         self._http_started = http_started
         self._announce = announce
@@ -513,7 +438,7 @@ class ControlServer:
             await asyncio.sleep(_POLL_SECONDS)
         self._set_health(serving=True)
         self._announce()
-        while self._engine.is_alive() and not self._control.untrusted.is_set():
+        while self._control.engine.is_alive() and not self._control.untrusted.is_set():
             self._look_at_acceptance()
             self._server.health.set(READY_SERVICE, not self._control.readiness.reason)
             await asyncio.sleep(_HEALTH_SECONDS)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 import tempfile
@@ -29,7 +30,8 @@ from safetensors import safe_open
 
 from rollout_server.checkpoint import weight_files
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.tensors import bytes_of
+from slipstream.tensors import ChunkAssembler, bytes_of, dtype_from_wire
+from slipstream.v1 import tensor_pb2
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,14 @@ class Key:
     sha256: str
     dtype: str
     size: int
+
+    @classmethod
+    def of(cls, spec: tensor_pb2.TensorSpec) -> Key:
+        """Of a tensor on the wire. Raises RefusedError: not a SHA-256, or a negative size."""
+        dtype = dtype_from_wire(spec.dtype, spec.name)
+        ChunkAssembler([spec], max_bytes=1 << 62)  # refuses them
+        size = math.prod(spec.shape) * dtype.itemsize
+        return cls(spec.sha256.hex(), str(dtype).removeprefix("torch."), size)
 
 
 @dataclass

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
 from rollout_server.app import control_plane as build
+from rollout_server.checkpoint import read_layout
 from rollout_server.engine import Engine
 from rollout_server.plugins import Settings
 from rollout_server.reload import Result
 from rollout_server.service import ControlServer
 from rollout_server.store import ContentStore
 from slipstream.security import Access
+from slipstream.v1 import rollout_server_pb2 as pb
 
 
 class _NoMetrics:
@@ -32,10 +34,13 @@ async def control_plane(
     """
     tracker = AcceptanceTracker()
     settings = Settings(draft_dir, draft_dir, access)
-    control, service = await build(engine, store, settings, tracker, _NoMetrics())
+    layout = read_layout(draft_dir, "draft")
+    del layout["t2d"]
+    shown = pb.ServerState(model="policy", http_port=1)
+    control, service = await build(engine, store, settings, layout, tracker, _NoMetrics(), shown)
 
     def server() -> ControlServer:
         guard = AcceptanceGuard(tracker, settings.guard_drafts)
-        return ControlServer(service, control, engine, guard, lambda: True, lambda: None, access)
+        return ControlServer(service, control, guard, lambda: True, lambda: None, access)
 
     return server

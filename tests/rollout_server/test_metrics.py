@@ -189,7 +189,7 @@ def test_only_the_last_minute_of_speculative_steps_counts() -> None:
     assert len(costs._readings) <= 32
     assert costs.pays(120.0) is None, "60 drafts are too few"
     costs.add(122.0, plain | {(SPECULATIVE, 1): done}, Accepted(2, 5000, 9000))
-    assert costs.pays(122.0) is None, "another draft begins anew"
+    assert costs.pays(122.0) is None, "another draft begins a new window"
     assert costs.break_even == pytest.approx(3.0)
 
 
