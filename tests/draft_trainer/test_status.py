@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -12,6 +13,7 @@ from draft_trainer.releases.fleet import Failure
 from draft_trainer.server import status
 from draft_trainer.server.status import FleetView, PolicyClock
 from draft_trainer.state import State
+from slipstream.errors import RefusedError
 from slipstream.v1 import console_pb2 as pb
 from slipstream.v1 import rollout_server_pb2
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
@@ -125,3 +127,29 @@ def test_rates_are_those_of_the_last_minute_of_this_process() -> None:
 def test_what_others_wrote_steers_no_terminal() -> None:
     event = pb.Event(kind=pb.EVENT_KIND_HEALED, server="a:1", reason="x\x1b[2J\ny\u202e")
     assert described(event) == "a:1: x [2J y "
+
+
+def test_a_full_disk_does_not_end_the_history(caplog: pytest.LogCaptureFixture) -> None:
+    kept: list[float] = []
+
+    class History:
+        full = True
+
+        def add(self, at: float, status: TrainerStatus) -> None:
+            if self.full:
+                raise RefusedError("draft.registry", "no space", "space", "make room")
+            assert not status.servers and not status.code_version
+            kept.append(at)
+
+    class Fake:
+        state = SimpleNamespace(history=History())
+
+        def read(self) -> TrainerStatus:
+            return TrainerStatus(time=7.0, code_version="1", servers=[pb.ServerView(address="a:1")])
+
+    snapshots = status.Snapshots(Fake())  # type: ignore[arg-type]
+    snapshots.take()
+    assert kept == [] and "was not kept: draft.registry: found no space" in caplog.text
+    Fake.state.history.full = False
+    snapshots.take()
+    assert kept == [7.0]
