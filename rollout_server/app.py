@@ -63,6 +63,7 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
         commits,
         pb.ServerState(model=str(args.model), http_port=int(args.port)),
     )
+    API.closers.append(service.workers.close)
 
     def http_started() -> bool:
         return bool(getattr(getattr(state, "server", None), "started", False))

@@ -45,37 +45,28 @@ GRANTS: Mapping[Role, frozenset[Role]] = {
 }
 """What the holder of a role may do: calls of these roles."""
 
-_TRAINER: Mapping[str, Role] = {
-    "OpenRun": Role.FEED,
-    "StreamStates": Role.FEED,
-    "AnnouncePolicy": Role.FEED,
-    "PrepareSync": Role.FEED,
-    "CompleteSync": Role.FEED,
-    "ListReleases": Role.OBSERVE,
-    "FetchRelease": Role.OBSERVE,
-    "GetStatus": Role.OBSERVE,
-    "WatchStatus": Role.OBSERVE,
-    "ListVerdicts": Role.OBSERVE,
-    "GetHistory": Role.OBSERVE,
-    "WatchEvents": Role.OBSERVE,
-    "PromoteRelease": Role.OPERATE,
-    "RollBackRelease": Role.OPERATE,
-    "PinRelease": Role.OPERATE,
-    "ImportRelease": Role.OPERATE,
-}
-_ROLLOUT: Mapping[str, Role] = {
-    "Stage": Role.OPERATE,
-    "Commit": Role.OPERATE,
-    "Abort": Role.OPERATE,
-    "RollBack": Role.OPERATE,
-    "SetSpeculation": Role.OPERATE,
-    "GetState": Role.OBSERVE,
-    "WatchAcceptance": Role.OBSERVE,
-}
+
+def _methods(service: str, **names: str) -> dict[str, Role]:
+    return {
+        f"/slipstream.v1.{service}/{name}": Role(role)
+        for role, some in names.items()
+        for name in some.split()
+    }
+
 
 METHODS: Mapping[str, Role | None] = {
-    **{f"/slipstream.v1.DraftTrainer/{name}": role for name, role in _TRAINER.items()},
-    **{f"/slipstream.v1.RolloutServer/{name}": role for name, role in _ROLLOUT.items()},
+    **_methods(
+        "DraftTrainer",
+        feed="OpenRun StreamStates AnnouncePolicy PrepareSync CompleteSync",
+        observe="ListReleases FetchRelease GetStatus WatchStatus ListVerdicts GetHistory "
+        "WatchEvents",
+        operate="PromoteRelease RollBackRelease PinRelease ImportRelease",
+    ),
+    **_methods(
+        "RolloutServer",
+        observe="GetState WatchAcceptance",
+        operate="Stage Commit Abort RollBack SetSpeculation",
+    ),
     # Probes have no credentials, and what they learn is whether a port serves.
     "/grpc.health.v1.Health/Check": None,
     "/grpc.health.v1.Health/Watch": None,
