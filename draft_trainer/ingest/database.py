@@ -38,22 +38,22 @@ DRAW_ORDER = (
 _TIE_BITS = 30
 
 _TABLES = {
-    "meta": "name, value",
+    "meta": "name, value, seal",
     "samples": (
-        "number, key, header, seal, policy_version, tokens, held_out, tie, start, size, "
+        "number, key, policy_version, tokens, held_out, tie, header, start, size, seal, "
         "times_drawn, last_draw"
     ),
     "draws": "draw, number",
-    "policies": "version, lm_head, embed",
+    "policies": "version, lm_head, embed, seal",
 }
 _SCHEMA = f"""
-CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL, seal INTEGER);
 CREATE TABLE samples (
     number INTEGER PRIMARY KEY,
     key BLOB NOT NULL UNIQUE,
-    header BLOB, seal INTEGER,
     policy_version INTEGER, tokens INTEGER, held_out INTEGER, tie INTEGER,
-    start INTEGER, size INTEGER,  -- NULL once evicted; the key is remembered for a while
+    header BLOB, start INTEGER, size INTEGER,  -- NULL once evicted; the key stays for a while
+    seal INTEGER,  -- of the seven columns before it
     times_drawn INTEGER NOT NULL DEFAULT 0, last_draw INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX by_worth ON samples (policy_version, times_drawn DESC, number, held_out, last_draw)
@@ -61,7 +61,9 @@ CREATE INDEX by_worth ON samples (policy_version, times_drawn DESC, number, held
 CREATE INDEX to_draw ON samples ({DRAW_ORDER}) WHERE start IS NOT NULL AND held_out = 0;
 CREATE TABLE draws (draw INTEGER NOT NULL, number INTEGER NOT NULL);
 CREATE INDEX draws_by_draw ON draws (draw);
-CREATE TABLE policies (version INTEGER PRIMARY KEY, lm_head TEXT NOT NULL, embed TEXT NOT NULL);
+CREATE TABLE policies (
+    version INTEGER PRIMARY KEY, lm_head TEXT NOT NULL, embed TEXT NOT NULL, seal INTEGER
+);
 """
 
 _NO_SPACE = {
@@ -159,16 +161,19 @@ class Database:
         return self._connected.execute(query, values).fetchone()[0]
 
     def get(self, name: str, default: Any) -> Any:
-        """The JSON value under a name."""
-        row = self.execute("SELECT value FROM meta WHERE name = ?", name).fetchone()
-        try:
-            return default if row is None else json.loads(row[0])
-        except ValueError as error:
-            raise sqlite3.DatabaseError(f"meta {name}: {error}") from error
+        """The JSON value under a name; ``default`` where there is none, or a damaged one."""
+        row = self.execute("SELECT value, seal FROM meta WHERE name = ?", name).fetchone()
+        if row is not None and row[1] == seal_of(name, row[0]):
+            return json.loads(row[0])
+        if row is not None:
+            logger.error("%s: the value of %s is damaged and dropped", self.path, name)
+        return default
 
     def set(self, name: str, value: Any) -> None:
         """Keep a JSON value under a name."""
-        self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", name, json.dumps(value))
+        text = json.dumps(value)
+        query = "INSERT OR REPLACE INTO meta VALUES (?, ?, ?)"
+        self.execute(query, name, text, seal_of(name, text))
 
     def forget(self) -> None:
         """Delete the rows of evicted samples that are not among the newest ``remembered``."""
@@ -310,10 +315,10 @@ def stored_header(sample: Sample) -> bytes:
     return header.SerializeToString()
 
 
-def seal_of(header: bytes, start: int, size: int) -> int:
-    """A checksum of what a row says of its sample. The block has its own, in the header."""
+def seal_of(*columns: object) -> int:
+    """A checksum of what a row says. A sample's block has its own, in the header."""
     # SQLite's integers have a sign.
-    return xxh3_64_intdigest(header + f"{start}:{size}".encode()) - (1 << 63)
+    return xxh3_64_intdigest(repr(columns).encode()) - (1 << 63)
 
 
 def is_intact(sample: Sample) -> bool:

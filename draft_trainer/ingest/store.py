@@ -46,6 +46,7 @@ ARENA = "arena"
 
 _RESIDENT = "FROM samples WHERE start IS NOT NULL"
 _UNTRAINED = "times_drawn = 0 AND NOT held_out"
+_SEALED = "policy_version, tokens, held_out, tie, header, start, size"
 _AMONG = "number IN (SELECT value FROM json_each(?))"
 
 P = ParamSpec("P")
@@ -207,13 +208,13 @@ class SampleStore:
             RefusedError: the index cannot be written; nothing was accepted.
         """
         query = (
-            "INSERT OR IGNORE INTO samples (key, policy_version, tokens, held_out, tie, header, "
-            "seal, start, size) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+            f"INSERT OR IGNORE INTO samples (key, {_SEALED}, seal) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
         )
         rows = [self._row(sample) for sample in samples]
         with self._db.transaction():
             new = [self._db.execute(query, *row).rowcount == 1 for row in rows]
-        for (*_, start, _), fresh in zip(rows, new, strict=True):
+        for (*_, start, _, _), fresh in zip(rows, new, strict=True):
             if fresh:
                 self._arena.retain(start)
         self._resident += sum(new)
@@ -244,14 +245,14 @@ class SampleStore:
             RefusedError: the index cannot be written; nothing was drawn.
         """
         query = (
-            f"SELECT number, tokens, start, size, header, seal {_RESIDENT} AND held_out = 0 "
+            f"SELECT number, seal, {_SEALED} {_RESIDENT} AND held_out = 0 "
             f"AND times_drawn < ? ORDER BY {DRAW_ORDER} LIMIT ?"
         )
         while run_id == self._run_id:
             rows: list[tuple[Any, ...]] = []
             tokens = 0
             for row in self._db.execute(query, self._config.max_epochs, max(max_tokens, 1)):
-                tokens += row[1]
+                tokens += row[3]
                 if rows and tokens > max_tokens:
                     break
                 rows.append(row)
@@ -293,7 +294,7 @@ class SampleStore:
             return []
         limit = -1 if newest_versions is None else newest_versions
         rows = self._db.execute(
-            f"SELECT number, tokens, start, size, header, seal {_RESIDENT} AND held_out AND "
+            f"SELECT number, seal, {_SEALED} {_RESIDENT} AND held_out AND "
             f"policy_version IN (SELECT DISTINCT policy_version {_RESIDENT} AND held_out "
             "ORDER BY policy_version DESC LIMIT ?) ORDER BY number",
             limit,
@@ -388,13 +389,14 @@ class SampleStore:
                 StatusCode.FAILED_PRECONDITION,
             )
         with self._db.transaction():
-            query = "INSERT OR REPLACE INTO policies VALUES (?, ?, ?)"
-            self._db.execute(query, version, *names)
+            query = "INSERT OR REPLACE INTO policies VALUES (?, ?, ?, ?)"
+            self._db.execute(query, version, *names, seal_of(version, *names))
 
     @_guarded
     def policies(self) -> list[tuple[int, str, str]]:
         """Version and names of the matrices of every policy version, oldest first."""
-        return self._db.execute("SELECT * FROM policies ORDER BY version").fetchall()
+        rows = self._db.execute("SELECT * FROM policies ORDER BY version").fetchall()
+        return [tuple(row) for *row, seal in rows if seal == seal_of(*row)]
 
     @_guarded
     def keep_versions(self, run_id: str, versions: Sequence[int], reason: str = "stale") -> bool:
@@ -438,14 +440,16 @@ class SampleStore:
         return "" if self._run is None else self._run[0]
 
     def _row(self, sample: Sample) -> tuple[Any, ...]:
-        key = key_of(self._run_id, sample.sample_id)
-        held_out = is_held_out(sample.group, self._config.held_out_fraction)
-        tie = tie_of(self._seed, sample.sample_id)
-        header = stored_header(sample)
-        start = self._arena.start_of(sample.block.data_ptr())
-        size = aligned(sample.block.nbytes)
-        seal = seal_of(header, start, size)
-        return key, sample.policy_version, sample.tokens, held_out, tie, header, seal, start, size
+        columns = (
+            sample.policy_version,
+            sample.tokens,
+            int(is_held_out(sample.group, self._config.held_out_fraction)),
+            tie_of(self._seed, sample.sample_id),
+            stored_header(sample),
+            self._arena.start_of(sample.block.data_ptr()),
+            aligned(sample.block.nbytes),
+        )
+        return key_of(self._run_id, sample.sample_id), *columns, seal_of(*columns)
 
     @_guarded
     def _start(self) -> None:
@@ -483,9 +487,10 @@ class SampleStore:
     def _read(self, rows: Sequence[tuple[Any, ...]]) -> list[Sample]:
         """The samples of rows; those that are damaged are dropped instead."""
         found, damaged = [], []
-        for number, _, start, size, header, seal in rows:
+        for number, seal, *columns in rows:
             sample = None
-            if isinstance(header, bytes) and seal == seal_of(header, start, size):
+            if seal == seal_of(*columns):
+                *_, header, start, size = columns
                 block = torch.from_numpy(self._arena.view(start, size))
                 sample = Sample(pb.VerifierStates.FromString(header), block)
             if sample is not None and is_intact(sample):

@@ -131,6 +131,9 @@ def test_damaged_held_out_samples_do_not_reach_the_gate(
         "header = NULL",
         "header = 'text'",
         "seal = seal + 1",
+        "policy_version = 3",
+        "tokens = 1",
+        "held_out = 1",
         "start = start + 64",
         "start = -64",
         "start = 'x'",
@@ -148,6 +151,7 @@ def test_rows_that_say_something_else_than_was_accepted_are_dropped(
         store.close()
         store = reopen()
     seen = drained(store)
+    seen.update(sample.sample_id for sample in store.held_out("run"))
     assert NAMES[16] not in seen and len(seen) >= SAMPLES - 2
     assert 1 <= evicted["damaged"] + evicted["capacity"] <= 2
     works(store)
@@ -309,3 +313,20 @@ def test_a_damaged_policy_matrix_costs_the_samples_of_its_versions(
     assert torch.equal(run.heads.get(3).embed_tokens, embed)
     assert sorted(all_drawn(store)) == [f"{name}{version}" for name in "abc" for version in (1, 3)]
     assert len(list((tmp_path / "policies").iterdir())) == 3
+
+
+def test_damaged_facts_are_as_if_they_were_not_there(
+    reopen: Callable[[], SampleStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = filled(reopen())
+    store.put_policy("run", 1, ("aa", "bb"))
+    store.put_policy("run", 2, ("cc", "dd"))
+    with store._db.transaction():
+        # Still JSON, and still a version.
+        store._db.execute("""UPDATE meta SET value = '["run", {"h": 1}]' WHERE name = 'run'""")
+        store._db.execute("UPDATE policies SET version = 3 WHERE version = 1")
+    store.close()
+    store = reopen()
+    assert store.run is None and "run is damaged" in caplog.text
+    assert store.policies() == [(2, "cc", "dd")]
+    works(store)
