@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 FILE = "samples.db"
 FORMAT = 1
 
-DRAW_ORDER = (
+RESIDENT = "FROM samples WHERE start IS NOT NULL"
+_SEALED = "policy_version, tokens, held_out, tie, header, start, size"
+_DRAW_ORDER = (
     # One policy version of age weighs as much as one epoch. Ties: a permutation that differs by
     # epoch, so that the order does not depend on earlier draws, and an undone draw is repeated.
     "times_drawn - policy_version, "
@@ -58,7 +60,7 @@ CREATE TABLE samples (
 );
 CREATE INDEX by_worth ON samples (policy_version, times_drawn DESC, number, held_out, last_draw)
     WHERE start IS NOT NULL;
-CREATE INDEX to_draw ON samples ({DRAW_ORDER}) WHERE start IS NOT NULL AND held_out = 0;
+CREATE INDEX to_draw ON samples ({_DRAW_ORDER}) WHERE start IS NOT NULL AND held_out = 0;
 CREATE TABLE draws (draw INTEGER NOT NULL, number INTEGER NOT NULL);
 CREATE INDEX draws_by_draw ON draws (draw);
 CREATE TABLE policies (
@@ -174,6 +176,83 @@ class Database:
         text = json.dumps(value)
         query = "INSERT OR REPLACE INTO meta VALUES (?, ?, ?)"
         self.execute(query, name, text, seal_of(name, text))
+
+    def insert(self, row: tuple[Any, ...]) -> bool:
+        """Add a sample: key, the sealed columns, seal. False where the key is known."""
+        marks = ", ".join("?" * len(row))
+        query = f"INSERT OR IGNORE INTO samples (key, {_SEALED}, seal) VALUES ({marks})"
+        return self.execute(query, *row).rowcount == 1
+
+    def next_batch(self, max_epochs: int, max_tokens: int) -> list[tuple[Any, ...]]:
+        """Samples to draw: newest policy version and fewest epochs first.
+
+        Returns:
+            Number, seal and the sealed columns of each; of more than ``max_tokens`` only one.
+        """
+        query = (
+            f"SELECT number, seal, {_SEALED} {RESIDENT} AND held_out = 0 AND times_drawn < ? "
+            f"ORDER BY {_DRAW_ORDER} LIMIT ?"
+        )
+        rows: list[tuple[Any, ...]] = []
+        tokens = 0
+        for row in self.execute(query, max_epochs, max(max_tokens, 1)):
+            # A damaged row, whose seal is checked later, may have anything here.
+            tokens += row[3] if isinstance(row[3], int) else 0
+            if rows and tokens > max_tokens:
+                break
+            rows.append(row)
+        return rows
+
+    def held_out(self, newest_versions: int) -> list[tuple[Any, ...]]:
+        """Held-out samples of the newest versions that have any, by number; -1: of all.
+
+        Returns:
+            As ``next_batch``.
+        """
+        return self.execute(
+            f"SELECT number, seal, {_SEALED} {RESIDENT} AND held_out AND policy_version IN "
+            f"(SELECT DISTINCT policy_version {RESIDENT} AND held_out "
+            "ORDER BY policy_version DESC LIMIT ?) ORDER BY number",
+            newest_versions,
+        ).fetchall()
+
+    def record_draw(self, draw: int, numbers: Iterable[int]) -> None:
+        """These samples are drawn, together."""
+        rows = [(draw, number) for number in numbers]
+        self.executemany("INSERT INTO draws VALUES (?, ?)", rows)
+        self.executemany(
+            "UPDATE samples SET times_drawn = times_drawn + 1, last_draw = ? WHERE number = ?", rows
+        )
+        self.set("last_draw", draw)
+
+    def undo_draws(self, first: int, last: int = 1 << 62) -> int:
+        """Undo the draws ``first`` to ``last``. Returns: how many of their samples are gone."""
+        span = (first, last)
+        gone = self.one(
+            "SELECT count(DISTINCT number) FROM draws LEFT JOIN samples USING (number) "
+            "WHERE start IS NULL AND draw BETWEEN ? AND ?",
+            *span,
+        )
+        self.execute(
+            "UPDATE samples SET times_drawn = times_drawn - (SELECT count(*) FROM draws "
+            "WHERE draws.number = samples.number AND draw BETWEEN ?1 AND ?2) "
+            "WHERE number IN (SELECT number FROM draws WHERE draw BETWEEN ?1 AND ?2)",
+            *span,
+        )
+        self.execute("DELETE FROM draws WHERE draw BETWEEN ? AND ?", *span)
+        return int(gone)
+
+    def put_policy(self, version: int, names: tuple[str, str]) -> None:
+        """Record a policy version and the names of its matrices."""
+        query = "INSERT OR REPLACE INTO policies VALUES (?, ?, ?, ?)"
+        self.execute(query, version, *names, seal_of(version, *names))
+
+    def policies(self) -> list[tuple[int, str, str]]:
+        """Version and names of every policy version whose row is sound, oldest first."""
+        rows = self.execute("SELECT * FROM policies ORDER BY version").fetchall()
+        return [
+            (version, *names) for version, *names, seal in rows if seal == seal_of(version, *names)
+        ]
 
     def forget(self) -> None:
         """Delete the rows of evicted samples that are not among the newest ``remembered``."""

@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from draft_trainer.files import written_whole
+from draft_trainer.ingest import policies
 from draft_trainer.ingest.database import FILE
-from draft_trainer.ingest.policies import POLICIES
 from draft_trainer.ingest.store import ARENA
 from slipstream.errors import RefusedError, StatusCode
 
@@ -34,7 +34,6 @@ _IDENTITY = "samples.json"
 _FIRST_DESIGN = "ledger.sqlite"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _OURS = re.compile(rf"{ARENA}|{re.escape(FILE)}(-rebuilt)?(-wal|-shm|-journal)?")
-_OUR_MATRICES = re.compile(r"[0-9a-f]{64}\.(safetensors|part)")
 
 
 class SampleFolder:
@@ -81,7 +80,7 @@ class SampleFolder:
         """
         if not keep:
             self._clear()
-            self._marker.unlink()
+            self._marker.unlink(missing_ok=True)
             with suppress(OSError):
                 self.path.rmdir()
         os.close(self._lock)
@@ -170,8 +169,8 @@ class SampleFolder:
 
     def _clear(self) -> None:
         """Remove the files that a trainer writes here, by their names; nothing else."""
-        matrices = self.path / POLICIES
-        for folder, names in ((self.path, _OURS), (matrices, _OUR_MATRICES)):
+        matrices = self.path / policies.POLICIES
+        for folder, names in ((self.path, _OURS), (matrices, policies.OURS)):
             if folder.is_dir() and not folder.is_symlink():
                 for path in folder.iterdir():
                     if names.fullmatch(path.name) and not path.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 
@@ -19,6 +20,9 @@ LM_HEAD = "lm_head.weight"
 EMBED_TOKENS = "embed_tokens.weight"
 
 POLICIES = "policies"
+OURS = re.compile(r"[0-9a-f]{64}\.(safetensors|part)")
+"""Names of the files in that folder which a trainer writes, and removes."""
+
 _NAME = "matrix"
 _SUFFIX = ".safetensors"
 
@@ -116,15 +120,16 @@ class MatrixFiles:
         folder: its own; made if it is missing.
 
     Raises:
-        RefusedError: the folder cannot be made (RESOURCE_EXHAUSTED).
+        RefusedError: the folder cannot be made, or is a link (RESOURCE_EXHAUSTED).
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
+            if folder.is_symlink():
+                raise NotADirectoryError("a symbolic link")
             folder.mkdir(mode=0o700, exist_ok=True)
-            for partial in folder.glob("*.part"):
-                partial.unlink()
+            self._remove(lambda path: path.suffix == ".part")
         except OSError as error:
             raise self._refused(folder, error, "a folder for policy matrices") from error
 
@@ -173,8 +178,11 @@ class MatrixFiles:
 
     def keep_only(self, names: Set[str]) -> None:
         """Remove all other matrices. Those that are mapped stay valid."""
-        for path in self._folder.glob(f"*{_SUFFIX}"):
-            if path.stem not in names:
+        self._remove(lambda path: path.stem not in names)
+
+    def _remove(self, unwanted: Callable[[Path], bool]) -> None:
+        for path in self._folder.iterdir():
+            if OURS.fullmatch(path.name) and unwanted(path):
                 path.unlink()
 
     def _path(self, name: str) -> Path:

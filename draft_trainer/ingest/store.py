@@ -25,8 +25,8 @@ import torch
 from draft_trainer.config import ReplayConfig
 from draft_trainer.ingest.arena import ALIGNMENT, Arena, aligned
 from draft_trainer.ingest.database import (
-    DRAW_ORDER,
     FILE,
+    RESIDENT,
     DamagedError,
     Database,
     is_intact,
@@ -44,9 +44,9 @@ logger = logging.getLogger(__name__)
 
 ARENA = "arena"
 
-_RESIDENT = "FROM samples WHERE start IS NOT NULL"
 _UNTRAINED = "times_drawn = 0 AND NOT held_out"
-_SEALED = "policy_version, tokens, held_out, tie, header, start, size"
+# Numbers, whatever a damaged row has there.
+_EXTENT = "CAST(start AS INTEGER), CAST(ifnull(size, 0) AS INTEGER)"
 _AMONG = "number IN (SELECT value FROM json_each(?))"
 
 P = ParamSpec("P")
@@ -207,13 +207,9 @@ class SampleStore:
         Raises:
             RefusedError: the index cannot be written; nothing was accepted.
         """
-        query = (
-            f"INSERT OR IGNORE INTO samples (key, {_SEALED}, seal) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-        )
         rows = [self._row(sample) for sample in samples]
         with self._db.transaction():
-            new = [self._db.execute(query, *row).rowcount == 1 for row in rows]
+            new = [self._db.insert(row) for row in rows]
         for (*_, start, _, _), fresh in zip(rows, new, strict=True):
             if fresh:
                 self._arena.retain(start)
@@ -244,35 +240,18 @@ class SampleStore:
         Raises:
             RefusedError: the index cannot be written; nothing was drawn.
         """
-        query = (
-            f"SELECT number, seal, {_SEALED} {_RESIDENT} AND held_out = 0 "
-            f"AND times_drawn < ? ORDER BY {DRAW_ORDER} LIMIT ?"
-        )
         while run_id == self._run_id:
-            rows: list[tuple[Any, ...]] = []
-            tokens = 0
-            for row in self._db.execute(query, self._config.max_epochs, max(max_tokens, 1)):
-                tokens += row[3]
-                if rows and tokens > max_tokens:
-                    break
-                rows.append(row)
+            rows = self._db.next_batch(self._config.max_epochs, max_tokens)
             if not rows:
                 break
             samples = self._read(rows)
-            if len(samples) < len(rows):
-                continue
-            draw = self._last_draw + 1
-            numbers = [(draw, row[0]) for row in rows]
-            with self._db.transaction():
-                self._db.executemany("INSERT INTO draws VALUES (?, ?)", numbers)
-                self._db.executemany(
-                    "UPDATE samples SET times_drawn = times_drawn + 1, last_draw = ? "
-                    "WHERE number = ?",
-                    numbers,
-                )
-                self._db.set("last_draw", draw)
-            self._last_draw = draw
-            return Drawn(draw, samples)
+            # Without those that were found damaged, as if they had never been there.
+            if len(samples) == len(rows):
+                draw = self._last_draw + 1
+                with self._db.transaction():
+                    self._db.record_draw(draw, [row[0] for row in rows])
+                self._last_draw = draw
+                return Drawn(draw, samples)
         return Drawn(0, [])
 
     @_guarded
@@ -280,7 +259,7 @@ class SampleStore:
         """Undo the last draw: its batch was not trained on."""
         if drawn.number == self._last_draw:
             with self._db.transaction():
-                self._undo(drawn.number)
+                self._db.undo_draws(drawn.number, drawn.number)
 
     @_guarded
     def held_out(self, run_id: str, newest_versions: int | None = None) -> list[Sample]:
@@ -293,13 +272,7 @@ class SampleStore:
         if run_id != self._run_id:
             return []
         limit = -1 if newest_versions is None else newest_versions
-        rows = self._db.execute(
-            f"SELECT number, seal, {_SEALED} {_RESIDENT} AND held_out AND "
-            f"policy_version IN (SELECT DISTINCT policy_version {_RESIDENT} AND held_out "
-            "ORDER BY policy_version DESC LIMIT ?) ORDER BY number",
-            limit,
-        ).fetchall()
-        return self._read(rows)
+        return self._read(self._db.held_out(limit))
 
     @property
     def draws(self) -> int:
@@ -345,7 +318,7 @@ class SampleStore:
                 # it, and draws nothing in between.
                 draw = int(draw) if noted == release else last
                 self._db.set("release", [release, draw])
-            gone = self._undo(draw + 1)
+            gone = self._db.undo_draws(draw + 1)
             # Numbers go on upwards, also where the state knows of more than this index.
             self._db.set("last_draw", max(last, draw))
         self._last_draw = max(last, draw)
@@ -389,14 +362,12 @@ class SampleStore:
                 StatusCode.FAILED_PRECONDITION,
             )
         with self._db.transaction():
-            query = "INSERT OR REPLACE INTO policies VALUES (?, ?, ?, ?)"
-            self._db.execute(query, version, *names, seal_of(version, *names))
+            self._db.put_policy(version, names)
 
     @_guarded
     def policies(self) -> list[tuple[int, str, str]]:
         """Version and names of the matrices of every policy version, oldest first."""
-        rows = self._db.execute("SELECT * FROM policies ORDER BY version").fetchall()
-        return [tuple(row) for *row, seal in rows if seal == seal_of(*row)]
+        return self._db.policies()
 
     @_guarded
     def keep_versions(self, run_id: str, versions: Sequence[int], reason: str = "stale") -> bool:
@@ -414,7 +385,8 @@ class SampleStore:
             )
             self._db.execute(f"DELETE FROM policies WHERE version {others}", *versions)
         self._free(gone)
-        self._count(reason, sum(untrained for *_, untrained in gone))
+        lost = len(gone) if reason == "damaged" else sum(untrained for *_, untrained in gone)
+        self._count(reason, lost)
         return True
 
     @_guarded
@@ -422,7 +394,7 @@ class SampleStore:
         """What is held now."""
         pending, held_out, unsaved, resident = self._db.execute(
             f"SELECT total({_UNTRAINED}), total(held_out), total(times_drawn >= ?), count(*) "
-            f"{_RESIDENT}",
+            f"{RESIDENT}",
             self._config.max_epochs,
         ).fetchone()
         used = self._arena.used
@@ -466,9 +438,7 @@ class SampleStore:
         self._restart_arena()
 
     def _restart_arena(self) -> None:
-        rows = self._db.execute(
-            f"SELECT CAST(start AS INTEGER), CAST(size AS INTEGER), number {_RESIDENT}"
-        ).fetchall()
+        rows = self._db.execute(f"SELECT {_EXTENT}, number {RESIDENT}").fetchall()
         impossible = self._arena.restart([(start, size) for start, size, _ in rows])
         self._evict_damaged([rows[index][2] for index in impossible])
         self._resident = len(rows) - len(impossible)
@@ -523,7 +493,7 @@ class SampleStore:
             ("times_drawn >= ?", "last_draw, number"),
             ("times_drawn < ?", "policy_version, times_drawn DESC, number"),
         ):
-            query = f"SELECT number, start, size {_RESIDENT} AND {condition} ORDER BY {order}"
+            query = f"SELECT number, {_EXTENT} {RESIDENT} AND {condition} ORDER BY {order}"
             for number, start, size in self._db.execute(query, self._config.max_epochs):
                 if freed >= nbytes:
                     break
@@ -545,7 +515,7 @@ class SampleStore:
         """
         condition = f"start IS NOT NULL AND {condition}"
         gone = self._db.execute(
-            f"SELECT start, size, times_drawn >= ?, {_UNTRAINED} FROM samples WHERE {condition}",
+            f"SELECT {_EXTENT}, times_drawn >= ?, {_UNTRAINED} FROM samples WHERE {condition}",
             *(self._config.max_epochs, *values),
         ).fetchall()
         update = "UPDATE samples SET start = NULL, size = NULL, header = NULL"
@@ -557,23 +527,6 @@ class SampleStore:
         self._resident -= len(gone)
         for start, size, *_ in gone:
             self._arena.release(start, size)
-
-    def _undo(self, first: int, last: int = 1 << 62) -> int:
-        """Undo draws. Returns: how many of their samples are gone."""
-        span = (first, last)
-        gone = self._db.one(
-            "SELECT count(DISTINCT number) FROM draws LEFT JOIN samples USING (number) "
-            "WHERE start IS NULL AND draw BETWEEN ? AND ?",
-            *span,
-        )
-        self._db.execute(
-            "UPDATE samples SET times_drawn = times_drawn - (SELECT count(*) FROM draws "
-            "WHERE draws.number = samples.number AND draw BETWEEN ?1 AND ?2) "
-            "WHERE number IN (SELECT number FROM draws WHERE draw BETWEEN ?1 AND ?2)",
-            *span,
-        )
-        self._db.execute("DELETE FROM draws WHERE draw BETWEEN ? AND ?", *span)
-        return int(gone)
 
     def _count(self, reason: str, samples: int) -> None:
         if samples:

@@ -25,8 +25,10 @@ def test_matrices_are_files_by_their_content(tmp_path: Path) -> None:
     files = MatrixFiles(folder)
     assert [path.name for path in folder.iterdir()] == [f"{name.hex()}.safetensors"]
     mapped = files.read(name.hex())
+    (folder / "mine.safetensors").write_bytes(b"not the trainer's")
     files.keep_only(set())
-    assert list(folder.iterdir()) == [] and torch.equal(mapped, matrix)
+    assert [path.name for path in folder.iterdir()] == ["mine.safetensors"]
+    assert torch.equal(mapped, matrix)
     with pytest.raises(RefusedError) as caught:
         files.read(name.hex())
     assert caught.value.code is StatusCode.DATA_LOSS
@@ -35,6 +37,13 @@ def test_matrices_are_files_by_their_content(tmp_path: Path) -> None:
     # Its content is what counts at a start.
     with pytest.raises(RefusedError, match="the matrix of this SHA-256"):
         files.read(name.hex())
+
+
+def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "policies").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RefusedError, match="symbolic link"):
+        MatrixFiles(tmp_path / "policies")
 
 
 def test_a_window_without_its_prompt_is_a_group_of_its_own() -> None:

@@ -133,11 +133,13 @@ def test_damaged_held_out_samples_do_not_reach_the_gate(
         "seal = seal + 1",
         "policy_version = 3",
         "tokens = 1",
+        "tokens = 'x'",
         "held_out = 1",
         "start = start + 64",
         "start = -64",
         "start = 'x'",
         "size = 1 << 40",
+        "size = NULL",
     ],
 )
 @pytest.mark.parametrize("running", [True, False])
