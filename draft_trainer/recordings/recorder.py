@@ -20,7 +20,8 @@ from draft_trainer.config import RecordingConfig
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import DraftShape
 from draft_trainer.ingest.run import Run
-from draft_trainer.recordings.recording import RecordingFacts, RecordingWriter
+from draft_trainer.recordings.recording import RecordingFacts
+from draft_trainer.recordings.writer import RecordingWriter
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 

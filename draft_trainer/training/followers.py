@@ -1,4 +1,4 @@
-"""How rank 0, which alone receives samples, has the other ranks train with it.
+"""Data-parallel training: rank 0 receives the samples and shares them with the other ranks.
 
 Rank 0 is the server; it draws the samples of a step and sends every other rank its share, and each
 policy version's matrices once. The others run ``follow``. A message is a safetensors file in
@@ -36,7 +36,7 @@ class Followers:
 
     def __init__(self, ranks: Ranks) -> None:
         self.patience = ranks.timeout_s / 3 if ranks.size > 1 else None
-        """Seconds that rank 0 may leave them without a word; None for ever."""
+        """Seconds that rank 0 may wait between two messages; None for ever."""
         self._ranks = ranks
         self._heads: PolicyHeads | None = None
         self._sent: dict[int, tuple[bytes, bytes]] = {}
@@ -77,7 +77,7 @@ class Followers:
         return [samples[index] for index in parts[0]]
 
     def keep_alive(self) -> None:
-        """A word, so that they do not take silence for death."""
+        """Send a message that asks for nothing, so that their deadline does not expire."""
         self._tell("wait", {})
 
     def end(self) -> None:
@@ -88,7 +88,7 @@ class Followers:
     def _unsent(self, heads: PolicyHeads) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Policy versions they do not know: what they are made of, and the matrices they lack.
 
-        What they hold is known without asking: they add the same versions in the same order.
+        They add the same versions in the same order, so what they hold is known here.
         """
         fresh = heads is not self._heads
         sent = {} if fresh else dict(self._sent)
@@ -115,7 +115,7 @@ class Followers:
 
 
 def follow(ranks: Ranks, config: TrainingConfig) -> None:
-    """Train as rank 0 says, until it says that it is over.
+    """Run the commands of rank 0 until it ends them.
 
     Args:
         ranks: of which this process is not number 0.

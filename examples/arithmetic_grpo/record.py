@@ -25,7 +25,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_trainer.offline.report import progress_of, say
-from draft_trainer.recordings.recording import RecordingFacts, RecordingWriter
+from draft_trainer.recordings.recording import RecordingFacts
+from draft_trainer.recordings.writer import RecordingWriter
 from examples.arithmetic_grpo.sampling import prompt_ids, sample
 from examples.arithmetic_grpo.task import sample_problem
 from policy_bridge.capture import Capture, CapturePlan

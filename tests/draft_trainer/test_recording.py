@@ -23,9 +23,10 @@ from draft_trainer.counters import Counters, by_label, total
 from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.ingest.run import PolicySizes, Run
 from draft_trainer.ingest.store import SampleStore
-from draft_trainer.recordings import recording as recording_writer
+from draft_trainer.recordings import writer as recording_writer
 from draft_trainer.recordings.recorder import Recorder
-from draft_trainer.recordings.recording import Recording, RecordingWriter
+from draft_trainer.recordings.recording import Recording
+from draft_trainer.recordings.writer import RecordingWriter
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -220,7 +221,7 @@ import os, signal, sys
 from pathlib import Path
 from tests.draft_trainer.recordings import FACTS
 from tests.draft_trainer.synthetic import Policy
-from draft_trainer.recordings.recording import RecordingWriter
+from draft_trainer.recordings.writer import RecordingWriter
 
 left = int(sys.argv[2])
 def on_event(name, arguments):
