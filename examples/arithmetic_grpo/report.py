@@ -264,7 +264,7 @@ def _losslessness(run: RunRecord) -> str:
     return (
         "<h2>Nothing of the distribution is lost</h2><p>log p(x) + H(p), summed over all sampled "
         "tokens under the policy's own log-prob forward, has mean 0 when tokens are drawn from the "
-        "policy, whoever proposed them. The difference of each arm from generation without "
+        "policy, whichever draft proposed them. The difference of each arm from generation without "
         "speculation, in nats per token and in standard errors (|z| above 3.3 happens by chance "
         "once in a thousand):</p>"
         f"<table><tr><th>arm<th>nats per token<th>z{rows}</table>"

@@ -67,7 +67,7 @@ def sync(model: PreTrainedModel, bridge: PolicyBridge | DisabledBridge, version:
         if rank() == 0 and isinstance(bridge, PolicyBridge):
             window.push_policy(policy)
     if dist.is_initialized():
-        dist.barrier()  # nobody generates before rank 0 has committed
+        dist.barrier()  # no rank generates before rank 0 has committed
 
 
 def train(

@@ -91,7 +91,7 @@ class CompletionsClient:
         """One completion of each prompt, all at once; equal neighbours go as one request.
 
         Args:
-            prompts: token ids; a prompt stands there once for each completion wanted.
+            prompts: token ids; a prompt is repeated for each completion wanted.
             sampling: fields of the request, for example ``max_tokens`` and ``temperature``.
 
         Raises:
