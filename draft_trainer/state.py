@@ -96,8 +96,8 @@ class State:
         there = self.path.exists() and self.path.stat().st_size > 0
         if not there:
             self._refuse_first_design()
-        name = f"file:{_quoted(self.path)}?mode={'rwc' if write else 'rw'}"
-        try:
+        name = f"{self.path.absolute().as_uri()}?mode={'rwc' if write else 'rw'}"
+        with self._refusing():
             self._db = sqlite3.connect(
                 name if write or there else ":memory:",
                 uri=True,
@@ -105,16 +105,14 @@ class State:
                 isolation_level=None,
                 check_same_thread=False,
             )
-        except sqlite3.Error as error:
-            raise self._refusal(error) from error
         try:
             self._open(write)
+            self.events = Events(self)
+            self.gate_results = GateResults(self)
+            self.history = History(self)
         except BaseException:
             self._db.close()
             raise
-        self.events = Events(self)
-        self.gate_results = GateResults(self)
-        self.history = History(self)
 
     def _open(self, write: bool) -> None:
         with self._refusing():
@@ -489,12 +487,6 @@ class History:
         rows = self._state.query("SELECT time, message FROM history ORDER BY number")
         kind = draft_trainer_pb2.TrainerStatus
         return [(at, self._state.parsed(kind, data)) for at, data in rows]
-
-
-def _quoted(path: Path) -> str:
-    """A path as part of an SQLite URI."""
-    text = str(path.absolute())
-    return text.replace("%", "%25").replace("?", "%3f").replace("#", "%23")
 
 
 def _holder(path: Path) -> str:

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -155,7 +156,7 @@ class Registry:
         again returns release 0 as it is.
 
         Args:
-            directory: the checkpoint, in any layout (see ``checkpoint``).
+            directory: the checkpoint, in any layout.
             policy: the folder of its policy, where the checkpoint does not say everything.
 
         Raises:
@@ -365,32 +366,32 @@ def uses_of(promotion: Promotion | None) -> list[tuple[int, str]]:
     return uses if promotion.intent is None else [*uses, (promotion.intent, "staged")]
 
 
+@dataclass(frozen=True)
 class Retention:
     """Removes old releases of a registry. Thread-safe.
 
-    Args:
-        registry: theirs.
+    Attributes:
+        registry: whose releases.
         config: the bounds.
         parent: the release that training goes on from; it stays.
     """
 
-    def __init__(self, registry: Registry, config: DraftConfig, parent: Callable[[], int]) -> None:
-        self._registry = registry
-        self._config = config
-        self._parent = parent
+    registry: Registry
+    config: DraftConfig
+    parent: Callable[[], int]
 
     def apply(self) -> None:
         """Remove what is beyond the bounds; what cannot be removed is logged and tried again."""
         try:
             # Release 0 is what a restart compares the initial draft with.
-            spared = lambda: {0, self._parent()}  # noqa: E731
-            self._registry.prune(self._config.keep_releases, spared, self._config.keep_bytes)
+            spared = lambda: {0, self.parent()}  # noqa: E731
+            self.registry.prune(self.config.keep_releases, spared, self.config.keep_bytes)
         except (OSError, RefusedError) as error:
             logger.error("old releases were not removed: %s", error)
 
     def uses(self) -> list[release_pb2.ReleaseUse]:
         """Every release, oldest first, with why it stays."""
-        return list_uses(self._registry, [(self._parent(), "parent")])
+        return list_uses(self.registry, [(self.parent(), "parent")])
 
 
 def list_uses(
@@ -407,28 +408,17 @@ def list_uses(
     versions, busy = registry.versions(), registry.busy()
     uses = []
     for version in versions:
-        kept_as = [word for number, word in in_use if number == version]
-        kept_as += ["initial"] if version == 0 else []
-        kept_as += ["newest"] if version == versions[-1] else []
-        kept_as += ["pinned"] if version in pins else []
-        kept_as += ["busy"] if version in busy else []
-        uses.append(
-            release_pb2.ReleaseUse(
-                draft_version=version,
-                kept_as=kept_as,
-                bytes=registry.nbytes(version),
-                damage=_damage(registry, version),
-            )
-        )
+        use = release_pb2.ReleaseUse(draft_version=version, bytes=registry.nbytes(version))
+        use.kept_as.extend(word for number, word in in_use if number == version)
+        for word, known in (("initial", {0}), ("newest", {versions[-1]}), ("pinned", pins)):
+            use.kept_as.extend([word] if version in known else [])
+        use.kept_as.extend(["busy"] if version in busy else [])
+        try:
+            registry.get(version)
+        except RefusedError as error:
+            use.damage = str(error)
+        uses.append(use)
     return uses
-
-
-def _damage(registry: Registry, version: int) -> str:
-    try:
-        registry.get(version)
-    except RefusedError as error:
-        return str(error)
-    return ""
 
 
 def open_registry(draft: DraftConfig) -> Registry:
@@ -464,7 +454,7 @@ def newest_own(registry: Registry) -> release_pb2.ReleaseManifest:
     one is skipped with a log line: ``open_promotions`` checks what is served.
 
     Raises:
-        RefusedError: release 0 is damaged, and no later one is left.
+        RefusedError: release 0 is damaged, and no later one can be used.
     """
     imported = release_pb2.RELEASE_SOURCE_IMPORTED
     for version in reversed(registry.versions()):
@@ -477,13 +467,7 @@ def newest_own(registry: Registry) -> release_pb2.ReleaseManifest:
             continue
         if manifest.source != imported:
             return manifest
-    raise RefusedError(
-        str(registry.root),
-        "no release that was trained here",
-        "release 0, the initial draft",
-        "restore release 0 from a copy, or begin another draft.registry",
-        StatusCode.FAILED_PRECONDITION,
-    )
+    raise AssertionError("open_registry has made release 0")
 
 
 def open_promotions(registry: Registry) -> Promotions:

@@ -115,7 +115,7 @@ def test_texts_of_a_rollout_server_are_bounded_and_on_one_line(
     (state, *_) = rig.fleet.states().values()
     assert not isinstance(state, Failure)
     for text in (state.not_ready, state.model):
-        assert text.startswith("x  [2J2026") and len(text) <= 448 and text.isprintable()
+        assert "forged" in text and len(text) < 1000 and text.isprintable()
     rig.heal()
     assert ("healed", 1) in rig.events()
     rig.doubles[0].faults.evil = evil[:4000]
