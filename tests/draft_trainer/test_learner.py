@@ -85,25 +85,9 @@ def test_unknown_policy_version_is_refused_before_anything_changes() -> None:
     assert learner.steps == 0
 
 
-def test_state_dict_round_trip_continues_identically() -> None:
-    policy = Policy()
-    samples = policy.samples(10)
-    config = CONFIG.model_copy(update={"warmup_steps": 0})
-    first, second = Learner(head(0), config), Learner(head(1), config)
-    first.step(samples, policy.heads())
-    second.load_state_dict(first.state_dict())
-    assert second.steps == 1
-    for learner in (first, second):
-        learner.step(samples, policy.heads())
-    for a, b in zip(first.head.parameters(), second.head.parameters(), strict=True):
-        assert torch.equal(a, b)
-    state = first.state_dict()
-    del state["head.fc.weight"]
-    with pytest.raises(RefusedError, match=r"head\.fc\.weight"):
-        second.load_state_dict(state)
-
-
 def test_bfloat16_trains_as_well() -> None:
+    with pytest.raises(RefusedError, match=r"compute_dtype: found float32, expected bfloat16"):
+        TrainingConfig(device="cuda")
     policy = Policy(0, 4.0)
     samples = policy.samples(40)
     losses = []
