@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import grpc
@@ -173,6 +174,8 @@ class Events(Connection):
     """Of those that are kept, so many; 0: all that are kept."""
     after: Annotated[int, arg(metavar="NUMBER")] = 0
     """Only events with a higher number."""
+    registry: Annotated[Path | None, arg(metavar="DIR")] = None
+    """A registry's folder, to be read while no trainer runs on it."""
     json: bool = False
     """One JSON object a line."""
 
@@ -189,6 +192,12 @@ class Events(Connection):
         return 0
 
     def _wanted(self) -> Iterator[console.Event]:
+        if self.registry is not None:
+            from draft_trainer.cli.releases import RegistryFolder
+
+            with RegistryFolder(self.registry).registry.reading() as state:
+                yield from state.events.since(self.after, self.newest)
+            return
         request = console.WatchEventsRequest(
             after=self.after, newest=self.newest, follow=self.follow
         )

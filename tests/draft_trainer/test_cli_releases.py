@@ -274,6 +274,8 @@ def test_a_damaged_promoted_release_is_replaced_offline(tmp_path: Path, capsys: 
     assert "expected one of" in refused(capsys, "promote", 7, "--registry", folder)
     code, text = run(capsys, "rollback", "--registry", folder)
     assert (code, text) == (0, "the fleet serves draft 1\n")
+    assert main(["events", "--registry", str(folder), "--newest", "1"]) == 0
+    assert "rolled_back_by_hand" in capsys.readouterr().out
     with running(config, train=False) as (server, client):
         assert client.status().promoted_release == 1
         assert "held by process" in refused(capsys, "promote", 0, "--registry", folder)
