@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 
 from draft_trainer.counters import Counters, by_label, total
@@ -164,34 +165,28 @@ class FleetView:
     def servers(self) -> list[console.ServerView]:
         """Every server, by address; without its acceptance."""
         with self._lock:
-            found = [console.ServerView() for _ in self._servers]
-            for copy, address in zip(found, sorted(self._servers), strict=True):
-                copy.CopyFrom(self._servers[address])
-            return found
+            return [deepcopy(self._servers[address]) for address in sorted(self._servers)]
 
     def _saw(self, server: console.ServerView, state: rollout.ServerState | Failure) -> None:
-        first = not server.seen_at
         if isinstance(state, Failure):
+            error = state.text.removeprefix(f"{server.address}: ")
             if not server.error:
-                error = state.text.removeprefix(f"{server.address}: ")
                 self._note(console.EVENT_KIND_SERVER_UNREACHABLE, server, error)
-            server.error = state.text.removeprefix(f"{server.address}: ")
-            server.reachable = False
+            server.error, server.reachable = error, False
             return
-        before = rollout.ServerState()
-        before.CopyFrom(server.state)
-        back = bool(server.error)
-        if back:
+        if server.error:
             self._note(console.EVENT_KIND_SERVER_BACK, server)
+        first = not server.HasField("state")
+        was_ready, drafted = not server.state.not_ready, server.state.speculation_enabled
         server.error, server.reachable, server.seen_at = "", True, time.time()
         server.state.CopyFrom(state)
-        if state.not_ready and (first or not before.not_ready):
+        if was_ready and state.not_ready:
             self._note(console.EVENT_KIND_SERVER_NOT_READY, server, state.not_ready)
-        elif before.not_ready and not state.not_ready:
+        elif not was_ready and not state.not_ready:
             self._note(console.EVENT_KIND_SERVER_READY, server)
-        if not first and before.speculation_enabled != state.speculation_enabled:
+        if not first and drafted != state.speculation_enabled:
             on, off = console.EVENT_KIND_SPECULATION_ON, console.EVENT_KIND_SPECULATION_OFF
-            self._note(on if state.speculation_enabled else off, server)
+            self._note(off if drafted else on, server)
 
     def _note(self, kind: console.EventKind, server: console.ServerView, reason: str = "") -> None:
         version = server.state.draft_version if server.HasField("state") else None
@@ -367,8 +362,7 @@ class Status:
 
 def without_clock(status: pb.TrainerStatus) -> pb.TrainerStatus:
     """A copy without the fields that change although nothing happens."""
-    copy = pb.TrainerStatus()
-    copy.CopyFrom(status)
+    copy = deepcopy(status)
     copy.ClearField("time")
     copy.ClearField("served_staleness_seconds")
     return copy
