@@ -32,9 +32,8 @@ from torch import nn
 
 from rollout_server.store import WeightSource
 
-LOAD_FAILURES = (
-    *(OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, AssertionError),
-)
+_WRONG_VALUES = (ValueError, KeyError, TypeError, AttributeError, AssertionError)
+LOAD_FAILURES = (OSError, RuntimeError, *_WRONG_VALUES)
 """What vLLM's loaders raise on weights that passed every check of a stage: a file that vanished, a
 shape that only the sharded layer knows, memory."""
 
@@ -317,12 +316,10 @@ def _pairs(live: nn.Module, copy: nn.Module) -> Iterator[Pair]:
         if mine.numel() or standby.numel():
             yield _same_form(mine, standby, f"{kind}.{name}")
     # The packed matrix of a CPU's linear layer.
-    packed, standby_packed = live.__dict__.get("cpu_linear"), copy.__dict__.get("cpu_linear")
-    if getattr(packed, "__code__", packed) is not getattr(
-        standby_packed, "__code__", standby_packed
-    ):
+    ours, theirs = live.__dict__.get("cpu_linear"), copy.__dict__.get("cpu_linear")
+    if getattr(ours, "__code__", ours) is not getattr(theirs, "__code__", theirs):
         raise NotSwappableError(f"{kind} is packed in another way now")
-    for one, other in zip(_closure(packed), _closure(standby_packed), strict=True):
+    for one, other in zip(_closure(ours), _closure(theirs), strict=True):
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
             yield _same_form(one, other, f"{kind}'s packed matrix")
         elif one != other:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +224,31 @@ def test_a_commit_of_both_that_fails_gives_the_draft_back(drafts: Drafts) -> Non
         result = apply_all(changes)
     assert result.error.startswith("policy: ") and result.restored
     assert not different(drafts.outputs(), before) and drafts.read_back.check() == SAME
+
+
+def test_a_reload_that_ends_in_the_middle_gives_the_old_weights_back(
+    drafts: Drafts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts.reload(0)
+    before = drafts.outputs()
+    load_weights, calls = drafts.draft.load_weights, []
+
+    def torn(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        calls.append(list(weights))
+        if len(calls) == 1:
+            # Part of a fused matrix: what of it was loaded must not count for the old one.
+            load_weights([(n, t) for n, t in calls[0] if "v_proj" not in n])  # type: ignore[operator]
+            raise OSError("the rest is gone")
+        load_weights(calls[-1])  # type: ignore[operator]
+
+    monkeypatch.setattr(drafts.draft, "load_weights", torn)
+    zero, one, _ = drafts.sources
+    with drafts.current():
+        live = LiveModel(drafts.draft, drafts.model_config)
+        result = apply_all([(Change("draft", one, zero), live)])
+    assert "the rest is gone" in result.error and result.restored and len(calls) == 2
+    assert not any(parameter.is_meta for parameter in drafts.draft.parameters())
+    assert not different(drafts.outputs(), before)
 
 
 def test_what_cannot_be_prepared_says_why(drafts: Drafts) -> None:
