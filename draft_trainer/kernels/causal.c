@@ -1,8 +1,9 @@
-/* ``causal.causal_attention`` and its backward pass, in float32, a block of queries at a time.
+/* Causal attention with its log-sum-exp and the joint backward pass, in float32, a block of queries
+ * at a time.
  *
  * Per key head, one after the other or one per thread: queries [rows, size] of all query heads of
  * a group, position after position, times scale * log2(e); keys and values [keys, size] and
- * transposed [size, keys]. size and keys are multiples of 32, filled up with zeros; the last
+ * transposed [size, keys]. size and keys are padded with zeros to multiples of 32; the last
  * `first + rows / group` of keys are real. Row r sees the keys before first + r / group + 1.
  */
 #include "numbers.h"

@@ -1,4 +1,4 @@
-"""``causal.c`` on tensors."""
+"""``causal.c`` on tensors: causal attention with its log-sum-exp and the joint backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,18 @@ _WIDE = 32
 
 
 def causal_forward(functions: CDLL, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``causal.causal_attention``."""
+    """The last R of T positions attend to every position up to their own.
+
+    Args:
+        functions: the library.
+        q: [B, R, heads, D], R <= T.
+        k: [B, T, kv_heads, D].
+        v: the same shape.
+
+    Returns:
+        [B, R, heads, D] in the type of ``q``, and the log-sum-exp of the scaled scores, float32
+        [B, R, heads].
+    """
     queries = _queries(q, k).mul_(q.shape[-1] ** -0.5 * _LOG2E)
     keys_t, values = _keys(k).mT.contiguous(), _keys(v)
     out, lse = torch.empty_like(queries), queries.new_empty(queries.shape[:2])
@@ -29,7 +40,15 @@ def causal_forward(functions: CDLL, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
 def causal_backward(
     functions: CDLL, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``causal.causal_attention_backward``."""
+    """Gradients of q, k and v, where the soft-max may have had further keys.
+
+    Args:
+        functions: the library.
+        grad: of the output, [B, R, heads, D].
+        q, k, v: as given to ``causal_forward``.
+        delta: grad . output over D with the output of the WHOLE soft-max, float32 [B, R, heads].
+        lse: log-sum-exp of the whole soft-max, like ``delta``.
+    """
     scale = q.shape[-1] ** -0.5
     queries, flowing = _queries(q, k).mul_(scale * _LOG2E), _queries(grad, k)
     keys, values = _keys(k), _keys(v)

@@ -1,8 +1,8 @@
-/* ``swiglu``, ``rms_norm`` and ``rotary``, with backward passes: one pass over rows of float32 or
+/* SwiGLU, RMSNorm and rotary embedding, with backward passes: one pass over rows of float32 or
  * bfloat16, computed in float32. */
 #include "numbers.h"
 
-/* Rows whose shares of a weight's gradient are added up together, whatever the threads. */
+/* Rows whose shares of a weight's gradient are summed together, whatever the number of threads. */
 #define BLOCK 64
 
 #define WIDE_OR_NOT(call_wide, call_narrow) \

@@ -1,4 +1,4 @@
-"""``rows.c`` on tensors."""
+"""``rows.c`` on tensors: SwiGLU, RMSNorm and rotary embedding, with backward passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK = 64
 
 
 def swiglu_forward(functions: CDLL, gate_up: Tensor) -> Tensor:
-    """As ``swiglu.swiglu``: [..., 2 * I] to [..., I]."""
+    """As ``ops.swiglu``: [..., 2 * I] to [..., I]."""
     gate_up = gate_up.contiguous()
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     functions.swiglu_forward(pointer(gate_up), pointer(out), *_sizes(out))
@@ -30,7 +30,7 @@ def swiglu_backward(functions: CDLL, gate_up: Tensor, grad: Tensor) -> Tensor:
 
 
 def norm_forward(functions: CDLL, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As ``rms_norm.rms_norm``; also 1 / rms, float32 [..., 1]."""
+    """As ``ops.rms_norm``; also 1 / rms, float32 [..., 1]."""
     x = x.contiguous()
     out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     rows, size, *rest = _sizes(x)
@@ -58,7 +58,7 @@ def norm_backward(
 
 
 def rotate(functions: CDLL, x: Tensor, count: int, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """As ``rotary.rotate_heads``, backwards with sign -1; ``cos`` and ``sin`` are float32."""
+    """As ``ops.rotate_heads``, backwards with sign -1; ``cos`` and ``sin`` are float32."""
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     out = torch.empty_like(x)
     heads, size = x.shape[-2:]

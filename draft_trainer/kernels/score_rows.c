@@ -1,8 +1,8 @@
-/* ``soft_targets._score_blocks`` row by row: four passes over a row that stays in the cache. */
+/* Loss, metrics and gradient of logits against the policy: four passes over a row in the cache. */
 #include "numbers.h"
 
 enum { KL, TV, LK };
-/* Entries that are summed in float32 before they join a sum in double. */
+/* Entries summed in float32 before they are added to a sum in double. */
 #define SPAN 4096
 #define SMALLEST_ACCEPTANCE 1e-8f
 #define SPANS(first, last, count) \
@@ -85,7 +85,7 @@ INLINE void score_row(void *logits, int64_t step_stride, const void *policy, flo
                                 : -log(rate);
         row[1] = agrees;
         row[2] = overlap;
-        /* A NaN among the logits fails every comparison above, and must not pass for a number. */
+        /* Comparisons with a NaN are false, so it would be lost above: restore it. */
         if (total != total) row[0] = row[2] = total;
         row[3] = 1.0 - mass_sum;
     }

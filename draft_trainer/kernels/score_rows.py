@@ -1,4 +1,4 @@
-"""``score_rows.c`` on tensors."""
+"""``score_rows.c`` on tensors: loss, metrics and gradient of logits against the policy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def score_rows(
     target: str,
     learns: bool,
 ) -> Tensor:
-    """As ``soft_targets._score_blocks``: logits [K, R, V] become their gradient if ``learns``.
+    """As ``loss._score_blocks``: logits [K, R, V] become their gradient if ``learns``.
 
     Args:
         logits: float32 or bfloat16, each [R, V] contiguous.
