@@ -13,7 +13,7 @@ WORKDIR /build
 COPY deploy/requirements/cpu.lock ./
 # The wheel's generated code and the protobuf that runs it must be of one version.
 RUN awk '/^[^ ]/ { keep = /^(hatchling|editables|grpcio|grpcio-tools|protobuf|packaging|pathspec|pluggy|trove-classifiers|setuptools|typing-extensions)==/ } keep' cpu.lock >build.lock \
-    && awk '/^[^ ]/ { keep = /^(grpcio|grpcio-health-checking|grpcio-reflection|protobuf|xxhash|tyro|typeguard|docstring-parser)==/ } keep' cpu.lock >run.lock \
+    && awk '/^[^ ]/ { keep = /^(grpcio|grpcio-health-checking|grpcio-reflection|protobuf|xxhash|tyro|typeguard|docstring-parser|matplotlib|contourpy|cycler|fonttools|kiwisolver|pyparsing)==/ } keep' cpu.lock >run.lock \
     && python -m pip install --quiet --no-deps --require-hashes -r build.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY proto proto
@@ -24,7 +24,7 @@ RUN python -m pip wheel --quiet --no-deps --no-build-isolation --no-index --whee
 
 FROM ${VLLM} AS base
 USER 0
-# Not the whole lock: what vLLM's image has was chosen for its CUDA.
+# Not the whole lock: what vLLM's image has (torch, pydantic, starlette, rich ...) fits its CUDA.
 RUN --mount=type=bind,from=build,source=/build,target=/build \
     python3 -m pip install --no-cache-dir --quiet --no-deps --require-hashes -r /build/run.lock \
     && python3 -m pip install --no-cache-dir --quiet --no-deps /build/wheels/*.whl \
