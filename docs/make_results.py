@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +61,22 @@ def readme() -> str:
 def _gains(demo: dict[str, Any]) -> str:
     figures, cost, machine = demo["figures"], demo["figures"]["cost"], demo["machine"]
     lengths, speeds = figures["acceptance_length"], figures["speed_over_no_speculation"]
-    heads = [f"tokens/s, {batch} request{'s' if batch != '1' else ''}" for batch in speeds]
+    heads = [f"speed, {batch} request{'s' if batch != '1' else ''}" for batch in speeds]
     rows = [f"| | acceptance length | {' | '.join(heads)} |", "|---|---:|" + "---:|" * len(heads)]
     rows.append("| no speculation | 1 |" + " 1 |" * len(heads))
     for arm, name in (("frozen", "frozen draft"), ("adapted", "adapted draft")):
         medians = " | ".join(f"{speed[arm]['median']:.2f}" for speed in speeds.values())
         rows.append(f"| {name} | {lengths[arm]['end']:.2f} | {medians} |")
     swap = figures["live_swap_seconds"]["median"] * 1e3
-    rows.append(
-        f"\nAfter the run, relative to no speculation (median of interleaved rounds), on "
-        f"{machine['cores']} cores of an {machine['cpu']}. The cost: a trainer with "
-        f"{cost['trainer_cpu_seconds']:.0f} CPU seconds and "
+    text = (
+        "At the end; speed is relative to no speculation (medians of interleaved rounds), on "
+        f"{machine['cores']} cores of an {machine['cpu']}. **What it costs** there: a trainer with "
+        f"{cost['trainer_cpu_seconds']:.0f} CPU seconds in the whole run and "
         f"{cost['trainer_peak_bytes'] / 2**30:.1f} GiB at most, "
         f"{cost['sent_bytes_per_step'] / 2**20:.0f} MiB of states a step, and {swap:.0f} ms "
-        "from the commit call to the answer at each swap.\n"
+        "from the commit call to its answer at each swap."
     )
+    rows += ["", *textwrap.wrap(text, 108), ""]
     return "\n".join(rows)
 
 
