@@ -1,8 +1,8 @@
 """state.db: everything a trainer must remember over a kill, in one SQLite file beside its releases.
 
 Pointer, intent, pins, canary trial, gate results, events and history. Changes that belong together
-are one transaction, on disk (synchronous=FULL) before anybody sees them: an intent to commit
-without its event, or the other way round, does not exist.
+are one transaction, on disk (synchronous=FULL) before any thread sees them: there is no intent to
+commit without its event.
 
 A writer keeps the file's exclusive SQLite lock from open to close, and that lock is also the lock
 of the registry's folder. The kernel drops it with the process. A reader shares the file with other
@@ -37,7 +37,7 @@ FIRST_DESIGN_FILES = (
     *("promoted.json", "pins.json", "verdicts.jsonl", "publishes.jsonl", "events.jsonl"),
 )
 LOCK_SECONDS = 0.5
-"""How long an open waits for a reader, who only holds the lock for one query."""
+"""How long an open waits for a reader, which holds the lock for one query."""
 
 GATE_RESULTS_KEPT = 500
 EVENTS_KEPT = 10_000
@@ -86,13 +86,8 @@ class State:
         self.lock = threading.RLock()
         self._after_commit: list[Callable[[], None]] | None = None
         if self.path.is_symlink():
-            raise RefusedError(
-                str(self.path),
-                "a symbolic link",
-                "a plain file, as the trainer writes it",
-                "put the file itself there",
-                StatusCode.FAILED_PRECONDITION,
-            )
+            code = StatusCode.FAILED_PRECONDITION
+            raise RefusedError(str(self.path), "a link", "a plain file", "put the file there", code)
         there = self.path.exists() and self.path.stat().st_size > 0
         if not there:
             self._refuse_first_design()
@@ -171,14 +166,9 @@ class State:
             for callback in callbacks:
                 callback()
 
-    @property
-    def in_transaction(self) -> bool:
-        """Whether this thread is inside a transaction. For holders of ``lock`` only."""
-        return self._after_commit is not None
-
     def after_commit(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called once the transaction under way is on disk."""
-        assert self._after_commit is not None, "only inside a transaction"
+        assert self._after_commit is not None
         self._after_commit.append(callback)
 
     def query(self, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
@@ -353,7 +343,7 @@ class Events:
             reason=clean(reason, REASON_CHARACTERS),
         )
         with self._state.lock:
-            alone = not self._state.in_transaction
+            alone = self._state._after_commit is None
             try:
                 with self._state.transaction():
                     self._add(event)
@@ -367,9 +357,9 @@ class Events:
             "INSERT INTO events (message) VALUES (?) RETURNING number", event.SerializeToString()
         )
         self._state.query("DELETE FROM events WHERE number <= ?", number - EVENTS_KEPT)
-        self._state.after_commit(lambda: self._told(number))
+        self._state.after_commit(lambda: self._notify(number))
 
-    def _told(self, number: int) -> None:
+    def _notify(self, number: int) -> None:
         with self._changed:
             self._newest = number
             self._changed.notify_all()

@@ -166,7 +166,7 @@ class AcceptanceWatch:
 
     Args:
         fleet: the servers.
-        on_growth: told what each report added: address, the state that came with it, draft
+        on_growth: called with what each report added: address, the state that came with it, draft
             version, drafts, accepted per position.
     """
 
@@ -303,7 +303,7 @@ class TrialResult:
 
 
 class Canary:
-    """Chooses servers, keeps the trial under way on disk, judges it. Thread-safe.
+    """Chooses servers, keeps the trial under way on disk, decides it. Thread-safe.
 
     A trial that a restart interrupts goes on: its live acceptance is collected anew, and
     ``max_seconds`` begins again.
@@ -346,7 +346,7 @@ class Canary:
             version: on trial.
             incumbent: the release before it.
             servers: that serve it.
-            others: that go on with the incumbent until there is a verdict.
+            others: that serve the incumbent until there is a result.
 
         Raises:
             RefusedError: it cannot be written.
@@ -369,7 +369,7 @@ class Canary:
         with self._lock:
             self._trial, self._began = trial, began
 
-    def judge(self) -> TrialResult | None:
+    def result(self) -> TrialResult | None:
         """The result, once there is one. The trial stays until ``end``."""
         with self._lock:
             trial, began = self._trial, self._began

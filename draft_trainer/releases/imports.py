@@ -100,11 +100,11 @@ class Imports:
 
     Attributes:
         registry: where it goes.
-        runs: on whose held-out states the gate judges.
+        runs: whose held-out states the gate measures on.
         gate: compares it with the promoted release, if asked.
         promotions: what passed is offered to it.
         retention: applied afterwards.
-        on_promoted: told the version where an import was promoted.
+        on_promoted: called with the version of an import that was promoted.
     """
 
     registry: Registry
@@ -118,7 +118,7 @@ class Imports:
     def take(
         self, header: pb.ImportHeader, chunks: Iterable[tensor_pb2.TensorChunk]
     ) -> pb.ImportReleaseResponse:
-        """Receive, check, judge if asked, and write.
+        """Receive, check, gate if asked, and write.
 
         Raises:
             RefusedError: another import is under way, it is too large, not what its hashes say, no
@@ -143,7 +143,7 @@ class Imports:
             raise RefusedError(
                 "registry",
                 str(error),
-                "a folder that can be written, and room for the release",
+                "a folder that can be written, and space for the release",
                 "free some space, then import it again",
                 StatusCode.RESOURCE_EXHAUSTED,
             ) from error
@@ -156,7 +156,7 @@ class Imports:
             raise RefusedError(
                 "gate",
                 "no run",
-                "a run whose held-out states it can be judged on",
+                "a run whose held-out states it can be gated on",
                 "import it without --gate, or once a policy feeds this trainer",
                 StatusCode.FAILED_PRECONDITION,
             )

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PublishResult:
-    """How a publish stands or ended.
+    """How a publish ended, or what it has done so far.
 
     Attributes:
         draft_version: the release that every reachable server serves or, after a stage, will serve.
@@ -134,7 +134,7 @@ class Publisher:
                     "publish",
                     f"draft {now.intent} on trial",
                     "a fleet that serves one release",
-                    "wait for the trial's verdict, or roll back",
+                    "wait for the trial's result, or roll back",
                     StatusCode.ABORTED,
                 )
             result = self._publish(version)
@@ -153,9 +153,6 @@ class Publisher:
         """Put every reachable server back to the release that was served before the last good
         one; where a release is on trial on some of them, to the last good one.
 
-        Args:
-            reason: for the log.
-
         Raises:
             RefusedError: there is none (FAILED_PRECONDITION), or another publish is
                 under way (ABORTED).
@@ -172,7 +169,7 @@ class Publisher:
         Raises:
             RefusedError: another publish is under way (ABORTED), or the disk is full.
         """
-        result = self._canary.judge() if self._canary is not None else None
+        result = self._canary.result() if self._canary is not None else None
         if self._canary is None or result is None:
             return False
         with self._staged_alone():
@@ -470,7 +467,7 @@ class Publisher:
         self.counters.published("interrupted")
 
     def _drop_staged(self) -> None:
-        """Abort a stage whose window was never closed, or that another publish replaces."""
+        """Abort a stage that was never committed, or that another publish replaces."""
         with self._handover:
             staged, self._staged = self._staged, None
         self._abort(staged)

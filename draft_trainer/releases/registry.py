@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,13 +69,8 @@ class Registry:
         self._busy: Counter[int] = Counter()
 
     def hold(self) -> State:
-        """Open state.db, so that no other process writes until ``close``.
-
-        Without it every write takes and drops the lock by itself.
-
-        Raises:
-            RefusedError: as ``State``.
-        """
+        """Open state.db, so that no other process writes until ``close``; without it every write
+        takes and drops the lock by itself. Raises RefusedError as ``State``."""
         with self._writers:
             if self._state is None:
                 self._state = State(self.root)
@@ -90,11 +85,7 @@ class Registry:
 
     @contextmanager
     def writing(self) -> Iterator[State]:
-        """The right to change files and state, for the length of a ``with`` block.
-
-        Raises:
-            RefusedError: as ``State``.
-        """
+        """The right to change files and state. Raises RefusedError as ``State``."""
         with self._writers:
             state = self._state or State(self.root)
             try:
@@ -285,18 +276,19 @@ class Registry:
     def prune(
         self, keep: int, protect: Callable[[], Collection[int]], keep_bytes: int | None = None
     ) -> tuple[int, ...]:
-        """Remove old releases (``beyond_bounds``); never the newest, a pinned or busy one.
+        """Remove the oldest releases; never one that is served, pinned, busy or the newest.
 
         Args:
-            keep: at least 1.
-            protect: draft versions that stay; asked while nothing can change the pointer.
-            keep_bytes: None: no bound.
+            keep: releases beyond the newest so many go; at least 1.
+            protect: further draft versions that stay; asked while the pointer cannot change.
+            keep_bytes: while all that stay take more than this together, further ones go; None: no
+                bound.
 
         Returns: the versions removed, oldest first.
         """
         if keep < 1:
             raise RefusedError("keep", keep, "at least 1", "keep at least the newest release")
-        doomed = []
+        removed: dict[int, Path] = {}
         with self.writing() as state:
             # Neither the pointer moves nor does a release come into use meanwhile.
             with state.lock, self._lock:
@@ -304,14 +296,18 @@ class Registry:
                 spared = {*protect(), *state.pins(), *self._busy, max(sizes, default=0)}
                 promotion = read_promotion(state)
                 spared |= frozenset() if promotion is None else promotion.in_use
-                # A link is refused wherever it is met, and never followed into a removal.
-                spared |= {v for v in sizes if (self.root / folder_name(v)).is_symlink()}
-                removed = beyond_bounds(sizes, keep, keep_bytes, spared)
-                for version in removed:
-                    name = folder_name(version)
-                    doomed.append(self.root / f".removed-{name}-{os.getpid()}-{time.time_ns()}")
-                    (self.root / name).rename(doomed[-1])
-            for path in doomed:
+                total = sum(sizes.values())
+                for number, (version, size) in enumerate(sizes.items()):
+                    path = self.root / folder_name(version)
+                    too_many = number < len(sizes) - keep
+                    too_large = keep_bytes is not None and total > keep_bytes
+                    # A link is refused wherever it is met, and never followed into a removal.
+                    if version in spared or path.is_symlink() or not (too_many or too_large):
+                        continue
+                    name = f".removed-{path.name}-{os.getpid()}-{time.time_ns()}"
+                    removed[version] = path.rename(self.root / name)
+                    total -= size
+            for path in removed.values():
                 shutil.rmtree(path)
         return tuple(removed)
 
@@ -333,28 +329,6 @@ class Registry:
         with folder_written_whole(path) as staging:
             yield staging
             write_manifest(staging, manifest)
-
-
-def beyond_bounds(
-    sizes: Mapping[int, int], keep: int, keep_bytes: int | None, spared: Collection[int]
-) -> list[int]:
-    """The releases that retention removes, oldest first.
-
-    Args:
-        sizes: bytes of every release, by draft version, oldest first.
-        keep: releases beyond the newest so many go.
-        keep_bytes: while all that stay take more than this together, further ones go; None: no
-            bound.
-        spared: these stay, whatever the bounds.
-    """
-    total, gone = sum(sizes.values()), []
-    for number, (version, size) in enumerate(sizes.items()):
-        too_many = number < len(sizes) - keep
-        too_large = keep_bytes is not None and total > keep_bytes
-        if version not in spared and (too_many or too_large):
-            gone.append(version)
-            total -= size
-    return gone
 
 
 def uses_of(promotion: Promotion | None) -> list[tuple[int, str]]:

@@ -270,7 +270,7 @@ def test_another_schema_and_a_link_are_refused(tmp_path: Path) -> None:
         State(tmp_path)
     (tmp_path / STATE_FILE).rename(tmp_path / "elsewhere")
     (tmp_path / STATE_FILE).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RefusedError, match="symbolic link"):
+    with pytest.raises(RefusedError, match="found a link"):
         State(tmp_path)
 
 
