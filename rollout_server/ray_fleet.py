@@ -32,6 +32,7 @@ from typing import Any
 
 import grpc
 
+from rollout_server.preflight import check_paths
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.security import NONE, ClientCredentials
@@ -354,8 +355,6 @@ def fleet(arguments: Sequence[str]) -> int:
     folder = args.members.resolve().parent
     if not folder.is_dir():
         raise RefusedError("--members", folder, "a folder", "make it or name another")
-    from rollout_server.preflight import check_paths  # imports torch, which an actor does not need
-
     check_paths()
     credentials = ClientCredentials(ca=args.ca, server_name=args.server_name)
     credentials.check("--")
