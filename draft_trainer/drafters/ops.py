@@ -1,6 +1,7 @@
 """RMSNorm, rotary embedding, SwiGLU and matrix products, each with a backward pass of its own.
 
-Every function here has a C kernel for CPUs beside the plain torch that runs everywhere.
+The first three have a C kernel for CPUs beside the plain torch that runs everywhere; products in
+float32 on CPUs go through oneDNN, which torch ships but uses for other types only.
 """
 
 from __future__ import annotations
@@ -199,14 +200,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     out = _Linear.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
     return out if bias is None else out + bias
-
-
-class Linear(nn.Linear):
-    """``torch.nn.Linear`` through ``linear``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
-        return linear(x, self.weight, self.bias)
 
 
 class _Linear(torch.autograd.Function):
