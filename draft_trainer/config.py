@@ -152,7 +152,6 @@ class ServerConfig(Section):
     max_tokens_per_sample: Annotated[int, Field(ge=4)] = 2048
     receive_window_bytes: Annotated[int, Field(ge=4096)] = MAX_MESSAGE_BYTES
     shared_memory: str = "/dev/shm"
-    ring_bytes: Annotated[int, Field(ge=1 << 16)] = 64 << 20
     shutdown_timeout_s: Seconds = 10.0
     allow_plaintext: bool = False
     allow_anonymous: bool = False

@@ -9,8 +9,6 @@ it is logged once, capture is off, and the reason stands in the statistics until
 cause is gone.
 
 The same surfaces with nothing behind them, so that the training loop has no branch.
-
-Room for samples, and who copies into it: as the policy's device needs them.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from policy_bridge.config import BridgeConfig
-from policy_bridge.connection import Shipper
+from policy_bridge.connection import Connection
 from policy_bridge.session import Session
 from policy_bridge.stats import BridgeStats, Counters, SyncResult
 from slipstream.errors import RefusedError
@@ -42,9 +40,9 @@ from torch import nn
 
 from policy_bridge.capture import Capture, CapturePlan, check_temperature
 from policy_bridge.config import FLOAT8
-from policy_bridge.copier import Inline, Runner, runner_for
+from policy_bridge.copier import Inline, Runner, Staging, runner_for
 from policy_bridge.model import PolicyModules, find_modules, stamp_of
-from policy_bridge.outbox import HostPool, Outbox
+from policy_bridge.outbox import Outbox
 from policy_bridge.selection import Selector, UniformRandom
 from policy_bridge.session import PolicyMatrices, PolicySnapshot
 from policy_bridge.sync import RolloutFleet, SyncWindow, TrainerProbe
@@ -52,6 +50,8 @@ from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)
+
+_FLOAT8_NAME = "float8_e4m3fn"
 
 
 class Cause(Enum):
@@ -129,7 +129,7 @@ class CaptureGate:
         config: BridgeConfig,
         switch: CaptureSwitch,
         counters: Counters,
-        shipper: Shipper | None,
+        shipper: Connection | None,
     ) -> None:
         self._config = config
         self._switch = switch
@@ -331,25 +331,6 @@ def null_bridge() -> DisabledBridge:
     return DisabledBridge()
 
 
-def sample_memory(
-    config: BridgeConfig, modules: PolicyModules | None, counters: Counters
-) -> tuple[Outbox, Runner]:
-    """An outbox over a pool, pinned for a policy on a CUDA device, and a runner for its copies.
-
-    Args:
-        config: its bound.
-        modules: the policy; None where it cannot be captured.
-        counters: where shed samples are counted.
-    """
-    if modules is None or not config.bytes_per_step:
-        return Outbox(config.outbox_bytes, counters), Inline()
-    device = modules.head_weight.device
-    # A little more than the bound: each loan is rounded up, and gaps are left between them.
-    nbytes = config.outbox_bytes + config.outbox_bytes // 100
-    pool = HostPool(nbytes, pinned=device.type == "cuda")
-    return Outbox(config.outbox_bytes, counters, pool), runner_for(device)
-
-
 class PolicyBridge:
     """Feeds a draft trainer from a policy's own forward passes and brackets its weight syncs.
 
@@ -386,7 +367,10 @@ class PolicyBridge:
         self._matrices = PolicyMatrices(self._modules) if self._modules else None
         self._selector = selector or UniformRandom(config.seed)
         self._counters = Counters()
-        self._outbox, self._runner = sample_memory(config, self._modules, self._counters)
+        self._outbox = Outbox(config.outbox_bytes, self._counters)
+        self._runner: Runner = Inline()
+        self._staging = Staging()
+        self._device: torch.device | None = None
         shown = config.trainer_credentials
         self._channel = open_channel(config.trainer, credentials=shown)
         # Weight syncs must not wait behind states that a slow trainer has not read yet.
@@ -404,7 +388,7 @@ class PolicyBridge:
         self._probe = TrainerProbe(self._trainer, config.rpc_seconds)
         # Without the policy's parts there is nothing to open a run with.
         self._shipper = (
-            Shipper(self._channel, self._modules, self._outbox, config, self._counters)
+            Connection(self._channel, self._modules, self._outbox, config, self._counters)
             if self._modules
             else None
         )
@@ -504,6 +488,14 @@ class PolicyBridge:
             self._switch.refuse(Cause.CALL, error)
             return NullCapture()
         self._gate.check_trainer()
+        if self._runner.died:
+            broken = RefusedError(
+                "bridge",
+                "its thread that copies states ended of an error",
+                "a bridge that can copy",
+                "report the traceback that it printed; a PolicyBridge built anew captures again",
+            )
+            self._switch.refuse(Cause.BRIDGE, broken)
         plan = None if self._gate.off_reason() else self._plan(temperature, forwards)
         if plan is None:
             self._counters.add(captures_skipped=1)
@@ -529,7 +521,6 @@ class PolicyBridge:
             outbox_samples=len(self._outbox),
             outbox_bytes=self._outbox.nbytes,
             outbox_capacity_bytes=self._config.outbox_bytes,
-            ring_bytes=self._shipper.ring_bytes if self._shipper is not None else None,
             last_sync=self._last_sync,
             capture_off_reason=self._gate.off_reason() or self._switch.reason(),
         )
@@ -591,7 +582,8 @@ class PolicyBridge:
         session, version = self._gate.session, self._gate.version
         if modules is None or session is None or version is None:
             return None
-        name = "" if config.states_dtype == FLOAT8 else config.states_dtype
+        self._set_device(modules.head_weight.device)
+        name = _FLOAT8_NAME if config.states_dtype == FLOAT8 else config.states_dtype
         return CapturePlan(
             modules=modules,
             session=session,
@@ -604,12 +596,21 @@ class PolicyBridge:
             states_dtype=getattr(torch, name) if name else None,
             selector=self._selector,
             next_id=self._next_id,
-            offer=lambda sample, rank: outbox.offer(sample, config.offer_seconds, rank),
-            reserve=lambda size, rank: outbox.reserve(size, version, rank, config.offer_seconds),
+            offer=lambda sample, rank: outbox.put(sample, config.offer_seconds, rank),
+            takes=lambda size, rank: outbox.takes(size, version, rank, config.offer_seconds),
             runner=self._runner,
+            staging=self._staging,
             refuse=lambda error: self._switch.refuse(Cause.CALL, error),
             done=lambda: self._switch.clear(Cause.CALL),
         )
+
+    def _set_device(self, device: torch.device) -> None:
+        """Choose the runner at a window: the policy may be moved after the bridge was built."""
+        if self._device is None or self._device.type != device.type:
+            self._runner.close()
+            self._runner = runner_for(device)
+            self._staging = Staging(pinned=device.type == "cuda")
+            self._device = device
 
     def _check_open(self) -> None:
         if self._closed:

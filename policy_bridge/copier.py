@@ -5,7 +5,8 @@ because its numbers may come from weights that the next step changes, and the co
 thread: the policy's backward pass runs without the interpreter's lock, so by then they cost it
 nothing where there is a free core.
 
-A thread for short jobs beside the policy's own: bounded, waited for, stopped by its owner.
+Blocks are assembled in a small staging buffer, page-locked for a CUDA device, and written from
+there to the outbox's file, once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 import torch
@@ -24,7 +26,38 @@ Job = Callable[[], None]
 JOBS = 2
 """How many wait at most: each holds the states of a whole window."""
 
+STAGING_BYTES = 16 << 20
+
 _JOIN_SECONDS = 5.0
+
+
+class Staging:
+    """Host memory in which blocks are assembled: one buffer, used again. Thread-safe.
+
+    Args:
+        nbytes: of the buffer, which is made when it is first needed.
+        pinned: page-lock it, for asynchronous copies from a CUDA device.
+    """
+
+    def __init__(self, nbytes: int = STAGING_BYTES, *, pinned: bool = False) -> None:
+        self.nbytes = nbytes
+        self._pinned = pinned
+        self._lock = threading.Lock()
+        self._buffer: torch.Tensor | None = None
+
+    @contextmanager
+    def borrow(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """uint8 [nbytes], undefined content: of the buffer, where that is free and large enough."""
+        # Not waited for: one of the two threads that copy may be the policy's.
+        if nbytes > self.nbytes or not self._lock.acquire(blocking=False):
+            yield torch.empty(nbytes, dtype=torch.uint8)
+            return
+        try:
+            if self._buffer is None:
+                self._buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+            yield self._buffer[:nbytes]
+        finally:
+            self._lock.release()
 
 
 class SideThread:
@@ -39,6 +72,7 @@ class SideThread:
         self._jobs: deque[Job] = deque()
         self._running = False
         self._closed = False
+        self._died = False
         self._error: RefusedError | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -58,6 +92,11 @@ class SideThread:
             self._jobs.append(job)
             self._changed.notify_all()
             return True
+
+    @property
+    def died(self) -> bool:
+        """Whether a job raised something else, which ended the thread."""
+        return self._died
 
     def wait_idle(self, timeout: float) -> bool:
         """Wait until no job runs or waits; False if that took longer, in seconds."""
@@ -84,6 +123,7 @@ class SideThread:
                 self._ended()
         finally:
             with self._changed:
+                self._died = not self._closed
                 self._closed = True
                 self._jobs.clear()
             self._ended()
@@ -109,6 +149,11 @@ T = TypeVar("T")
 class Runner(Protocol):
     """Runs the work of a bridge's windows, in order."""
 
+    @property
+    def died(self) -> bool:
+        """Whether its thread ended of an unexpected error: it copies nothing any more."""
+        ...
+
     def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
         """Call ``copy`` with what ``choose`` returned, unless that is None; each now or soon.
 
@@ -133,6 +178,8 @@ class Runner(Protocol):
 class Inline:
     """At once, in the caller's thread."""
 
+    died = False
+
     def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
         """See ``Runner``."""
         chosen = choose()
@@ -151,15 +198,32 @@ class Inline:
         """Nothing runs."""
 
 
-class HostRunner:
+class _Beside:
+    """What runners with a thread of their own share."""
+
+    def __init__(self) -> None:
+        self._thread = SideThread("slipstream-copies")
+
+    @property
+    def died(self) -> bool:
+        """See ``Runner``."""
+        return self._thread.died
+
+    def wait_idle(self, timeout: float) -> bool:
+        """See ``Runner``."""
+        return self._thread.wait_idle(timeout)
+
+    def close(self) -> None:
+        """See ``Runner``."""
+        self._thread.close()
+
+
+class HostRunner(_Beside):
     """For policies on the CPU: chooses in the caller's thread, copies in one of its own.
 
     The copies begin a moment later: at once they would take the interpreter's lock from the
     caller between the operations that lead from the pass to its backward.
     """
-
-    def __init__(self) -> None:
-        self._thread = SideThread("slipstream-copies")
 
     def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
         """See ``Runner``; too much never waits: the caller's thread copies then.
@@ -182,16 +246,8 @@ class HostRunner:
     def settle(self) -> None:
         """Copies between host tensors are done when they return."""
 
-    def wait_idle(self, timeout: float) -> bool:
-        """See ``Runner``."""
-        return self._thread.wait_idle(timeout)
 
-    def close(self) -> None:
-        """See ``Runner``."""
-        self._thread.close()
-
-
-class DeviceRunner:
+class DeviceRunner(_Beside):
     """For policies on a CUDA device: chooses and copies in a thread and on a stream of its own.
 
     No synchronisation on the policy's stream: ``submit`` records an event there and
@@ -205,8 +261,8 @@ class DeviceRunner:
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._stream = torch.cuda.Stream(device)
-        self._thread = SideThread("slipstream-copies")
 
     def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
         """See ``Runner``. Call it on the stream that makes the tensors that are read.
@@ -232,14 +288,6 @@ class DeviceRunner:
     def settle(self) -> None:
         """Wait, in the side thread, for the side stream alone."""
         self._stream.synchronize()
-
-    def wait_idle(self, timeout: float) -> bool:
-        """See ``Runner``."""
-        return self._thread.wait_idle(timeout)
-
-    def close(self) -> None:
-        """See ``Runner``."""
-        self._thread.close()
 
 
 def runner_for(device: torch.device) -> Runner:

@@ -22,9 +22,9 @@ PREFIX = "slipstream_bridge_"
 SHED_REASONS = (
     *("closed", "copies_behind", "deadline", "draft_changed", "no_credit"),
     *("non_finite", "outbox_full", "policy_moved", "policy_not_announced"),
-    *("policy_refused", "shipper_died", "superseded", "too_large"),
+    *("device_memory", "policy_refused", "shared_memory_lost", "shipper_died"),
+    *("superseded", "too_large"),
 )
-_NO_RING = "No series while the states do not go through shared memory."
 _NO_SYNC = "No series before the first sync."
 
 
@@ -52,10 +52,6 @@ def _refused(stats: BridgeStats) -> Value:
     for name, count in stats.refused_by_field.items():
         fields[name.partition(".")[0]] += count
     return dict(fields)
-
-
-def _ring(which: int, stats: BridgeStats) -> Value:
-    return None if stats.ring_bytes is None else stats.ring_bytes[which]
 
 
 def _sync_seconds(stats: BridgeStats) -> Value:
@@ -140,12 +136,6 @@ FACTS: tuple[Fact[BridgeStats], ...] = (
     ),
     Fact("outbox_bytes", "Bytes of the samples that wait.", lambda s: s.outbox_bytes),
     Fact("outbox_capacity_bytes", "Bound of `outbox_bytes`.", lambda s: s.outbox_capacity_bytes),
-    Fact(
-        "ring_used_bytes",
-        f"Bytes of shared memory that hold unacknowledged samples. {_NO_RING}",
-        partial(_ring, 0),
-    ),
-    Fact("ring_capacity_bytes", f"Size of the shared memory. {_NO_RING}", partial(_ring, 1)),
     Fact(
         "policy_version",
         f"Last policy version whose sync ended well. {_NO_SYNC}",

@@ -1,294 +1,234 @@
 """A queue of samples bounded in bytes, which gives up the oldest policy's samples first.
 
-Invariant: every sample that was taken leaves in exactly one way: settled by an
-acknowledgement, or shed and counted under a reason. Samples stay here until
-they are acknowledged, so what is in flight counts against the bound too and is
-still here to be sent again when a stream is lost.
+Invariant: every sample that was taken leaves in exactly one way: settled by an acknowledgement, or
+shed and counted under a reason. Samples stay here until they are acknowledged, so what is in flight
+counts against the bound too and is still here to be sent again when a stream is lost.
 
-What is shed to make room is the least of (policy version, priority), the oldest
-of equals first, and only what is less than the sample that needs the room:
-swapping equals would only churn. Finding it takes no search: samples lie in one
-bin per version and priority, and versions only rise.
+What is shed to free memory is the least of (policy version, priority), the oldest of equals first,
+and only what is less than the sample that needs the memory: swapping equals would only churn.
+Finding it takes no search: samples are in one bin per version and priority, and versions only rise.
 
-Host memory for captured states: taken once, lent out, used again.
-
-Correctness: a loan is a tensor over a numpy view of the slab, and every tensor
-or memoryview made from it keeps that numpy view alive. The loan therefore ends
-exactly when nobody can read it any more: not when a sample is shed, which may be
-while another thread is still sending it.
-
-One sequence's states in host memory, as the block that travels.
+Blocks are in a file of shared memory, written once; a trainer on this host reads them from there,
+and for any other they are read into the message. A file that was cut short, or whose memory is
+full, costs the blocks in it and nothing else: later ones go into another file.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import weakref
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-import torch
+import numpy as np
 
 from policy_bridge.stats import Counters
-from slipstream.sample import FLOAT8, Layout, PackedTensors, layout_of, tensors_in, write_block
-from slipstream.tensors import quantize
-
-ALIGNMENT = 64
-"""Bytes; a cache line, and more than any dtype needs."""
-
-
-class _Loan(weakref.ref):  # type: ignore[type-arg]
-    """Tells of a loan's end. A tenth of what ``weakref.finalize`` costs the policy's thread."""
-
-    __slots__ = ("end", "start")
-    start: int
-    end: int
-
-
-class HostPool:
-    """One slab of host memory, lent out piece by piece. Thread-safe.
-
-    First fit from the low end: samples leave about in the order in which they came,
-    so there are few gaps, and pages of an unpinned slab that were never needed are
-    never touched.
-
-    Args:
-        capacity_bytes: size of the slab.
-        pinned: lock it in memory, for asynchronous copies from a CUDA device.
-    """
-
-    def __init__(self, capacity_bytes: int, *, pinned: bool = False) -> None:
-        self._capacity = capacity_bytes // ALIGNMENT * ALIGNMENT
-        self._slab = torch.empty(self._capacity, dtype=torch.uint8, pin_memory=pinned).numpy()
-        self._lock = threading.Lock()
-        # Gaps as [start, end), ascending.
-        self._gaps: list[tuple[int, int]] = [(0, self._capacity)] if self._capacity else []
-        self._held = 0
-        # Appended to by finalizers, which may run in any thread and inside any call: no lock.
-        self._returned: deque[_Loan] = deque()
-        self._loans: dict[int, _Loan] = {}
-
-    def take(self, nbytes: int) -> torch.Tensor | None:
-        """A piece of the slab, uint8 [nbytes], undefined content; None if no gap is large enough.
-
-        It is given back when the last tensor over it is gone.
-        """
-        size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
-        with self._lock:
-            self._collect()
-            fits = (i for i, (start, end) in enumerate(self._gaps) if end - start >= size)
-            index = next(fits, None)
-            if index is None:
-                return None
-            start, end = self._gaps.pop(index)
-            if end - start > size:
-                self._gaps.insert(index, (start + size, end))
-            self._held += size
-            view = self._slab[start : start + nbytes]
-            loan = _Loan(view, self._returned.append)
-            loan.start, loan.end = start, start + size
-            self._loans[id(loan)] = loan
-        return torch.from_numpy(view)
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of the slab."""
-        return self._capacity
-
-    @property
-    def held(self) -> int:
-        """Bytes on loan."""
-        with self._lock:
-            self._collect()
-            return self._held
-
-    def _collect(self) -> None:
-        while self._returned:
-            loan = self._returned.popleft()
-            del self._loans[id(loan)]
-            start, end = loan.start, loan.end
-            self._held -= end - start
-            at = bisect_left(self._gaps, (start, end))
-            if at < len(self._gaps) and self._gaps[at][0] == end:
-                end = self._gaps.pop(at)[1]
-            if at and self._gaps[at - 1][1] == start:
-                start = self._gaps[at - 1][0]
-                self._gaps[at - 1] = (start, end)
-            else:
-                self._gaps.insert(at, (start, end))
-
-
-@dataclass(frozen=True)
-class Sample:
-    """T tokens of one sequence, A auxiliary layers, hidden size H.
-
-    Attributes:
-        sample_id: unique within the run.
-        policy_version: whose forward pass made the states.
-        temperature: of the rollout.
-        aux_layers: "after L layers" numbers of the auxiliary states.
-        layout: of the block.
-        block: uint8 [layout.nbytes], on the CPU, its own memory: it is sent as it is.
-    """
-
-    sample_id: str
-    policy_version: int
-    temperature: float
-    aux_layers: tuple[int, ...]
-    layout: Layout
-    block: torch.Tensor
-
-    @classmethod
-    def of(
-        cls,
-        sample_id: str,
-        policy_version: int,
-        temperature: float,
-        aux_layers: tuple[int, ...],
-        tensors: PackedTensors,
-    ) -> Sample:
-        """A sample with copies of ``tensors``, which lie apart, on the CPU."""
-        tokens, hidden_size = tensors.final.shape
-        layout = layout_of(tokens, len(aux_layers), hidden_size, tensors.final.dtype)
-        block = torch.empty(layout.nbytes, dtype=torch.uint8)
-        write_block(tensors, layout, block.numpy())
-        return cls(sample_id, policy_version, temperature, aux_layers, layout, block)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the block."""
-        return self.layout.nbytes
-
-    @cached_property
-    def tensors(self) -> PackedTensors:
-        """Views of the block. Made when they are asked for: sending needs none of them."""
-        return tensors_in(self.block, self.layout)
-
-    @property
-    def float8_layout(self) -> Layout:
-        """Of ``in_float8``."""
-        layout = self.layout
-        return layout_of(layout.tokens, layout.aux_layers, layout.hidden_size, FLOAT8)
-
-    def in_float8(self) -> Sample:
-        """With its states in float8 and their scales; itself if they are already."""
-        if self.layout.dtype == FLOAT8:
-            return self
-        aux, aux_scales = quantize(self.tensors.aux, self.layout.hidden_size)
-        final, final_scales = quantize(self.tensors.final, self.layout.hidden_size)
-        scales = torch.cat((aux_scales, final_scales))
-        tensors = replace(self.tensors, aux=aux, final=final, scales=scales)
-        return Sample.of(
-            self.sample_id, self.policy_version, self.temperature, self.aux_layers, tensors
-        )
-
+from slipstream.checksum import KINDS, Bytes, checksum_of
+from slipstream.sample import ALIGNMENT, Sample
+from slipstream.shm import HEADER_BYTES, FreeList, MemoryLostError, SharedFile
+from slipstream.v1 import draft_trainer_pb2 as pb
 
 PRIORITIES = 16
 """Priorities are whole numbers from 0 to one less; the highest is shed last."""
 
+LOST = "shared_memory_lost"
+"""Why samples are shed whose file was cut short, or had no memory left."""
+
+
+def flight_bytes(capacity_bytes: int) -> int:
+    """Bound on what the trainer may be reading out of the file of an outbox of this bound."""
+    return capacity_bytes // 4
+
+
+def file_bytes(capacity_bytes: int) -> int:
+    """Size of a file for an outbox of this bound; memory is taken as it is written.
+
+    Beside what is held there is room for what was shed while in flight, whose parts the trainer
+    may still read, and for gaps.
+    """
+    gaps = capacity_bytes // 50 + (1 << 16)
+    return HEADER_BYTES + capacity_bytes + flight_bytes(capacity_bytes) + gaps
+
+
+class BlockFile:
+    """A file, and which parts of it hold blocks. Its outbox has the lock.
+
+    Args:
+        file: anonymous, or shared with a trainer.
+
+    Attributes:
+        lost: it was cut short, or its memory is full: nothing new is written to it.
+    """
+
+    def __init__(self, file: SharedFile) -> None:
+        self.file = file
+        self.lost = False
+        self._free = FreeList(HEADER_BYTES, file.nbytes)
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of a free part of the file; None where no part is as large."""
+        return self._free.take(_aligned(nbytes))
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """The part is free again."""
+        self._free.give(offset, _aligned(nbytes))
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A sample in the outbox: its header, and where its block is.
+
+    Attributes:
+        header: with the span of the block in ``blocks``, and its checksum.
+        priority: 0 to ``PRIORITIES`` - 1.
+        blocks: the file.
+    """
+
+    header: pb.VerifierStates
+    priority: int
+    blocks: BlockFile
+
+    @property
+    def sample_id(self) -> str:
+        """Unique within the run."""
+        return self.header.sample_id
+
+    @property
+    def version(self) -> int:
+        """Its policy version."""
+        return self.header.policy_version
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the block."""
+        return self.header.packed.span.bytes
+
+    def read(self) -> Bytes:
+        """A copy of the block. Raises MemoryLostError: the file no longer has it."""
+        block = np.empty(self.nbytes, dtype=np.uint8)
+        packed = self.header.packed
+        self.blocks.file.read_into(packed.span.offset, block)
+        if checksum_of(block, packed.checksum_kind) != packed.checksum:
+            raise MemoryLostError.of("a block with other bytes", "the bytes that were written")
+        return block
+
 
 @dataclass
 class _VersionBins:
-    bins: list[OrderedDict[str, Sample]] = field(
+    bins: list[OrderedDict[str, Entry]] = field(
         default_factory=lambda: [OrderedDict() for _ in range(PRIORITIES)]
     )
     nbytes: list[int] = field(default_factory=lambda: [0] * PRIORITIES)
 
 
 class Outbox:
-    """Filled by the policy's thread, drained by the shipper. Thread-safe.
+    """Filled by the policy's threads, drained by the sender. Thread-safe.
 
     Args:
-        capacity_bytes: bound on the tensors of all samples held.
+        capacity_bytes: bound on the blocks of all samples held.
         counters: where shed samples are counted.
-        pool: whose memory ``reserve`` lends; without it, memory of its own.
+
+    Attributes:
+        damage: why the file of shared memory was given up; empty while it is whole.
+        checksum_kind: of blocks that are put from now on.
     """
 
-    def __init__(
-        self, capacity_bytes: int, counters: Counters, pool: HostPool | None = None
-    ) -> None:
+    def __init__(self, capacity_bytes: int, counters: Counters) -> None:
         self._capacity = capacity_bytes
         self._counters = counters
-        self._pool = pool
+        self.damage = ""
+        self.checksum_kind = KINDS[0]
+        self._blocks = BlockFile(SharedFile.anonymous(file_bytes(capacity_bytes)))
         self._changed = threading.Condition()
-        self._held: dict[str, tuple[Sample, int]] = {}
+        self._held: dict[str, Entry] = {}
         self._versions: list[int] = []
         self._bins: dict[int, _VersionBins] = {}
         self._waiting: OrderedDict[str, None] = OrderedDict()
         self._sent: OrderedDict[str, None] = OrderedDict()
+        # Shed while the trainer may still read them: their parts of the file are not free yet.
+        self._pinned: dict[str, Entry] = {}
+        # Entries whose lock could not be had in time; the next caller with the lock removes them.
+        self._abandoned: deque[Entry] = deque()
         self._bytes = 0
+        self._reserved = 0
+        self._flight = 0
         self._closed = ""  # Why, once it is.
 
-    def reserve(
-        self, nbytes: int, version: int, priority: int, deadline_seconds: float
-    ) -> torch.Tensor | None:
-        """Memory for a sample that will be offered, made free before anything is copied.
+    def takes(self, nbytes: int, version: int, priority: int, deadline_seconds: float) -> bool:
+        """Whether ``put`` would take such a sample now; False is counted as shed.
 
-        Args:
-            nbytes: of the sample's tensors.
-            version: its policy version.
-            priority: see ``offer``.
-            deadline_seconds: the longest this call may wait for another thread.
-
-        Returns:
-            uint8 [nbytes]; None if there is no room, which is counted as shed.
+        Asked before a block is copied from the policy's device. Arguments as ``put``.
         """
-        if not self._changed.acquire(timeout=deadline_seconds):
-            self._counters.shed("deadline", 1, nbytes)
-            return None
-        try:
-            if not self._make_room(nbytes, version, priority):
-                return None
-            if self._pool is None:
-                return torch.empty(nbytes, dtype=torch.uint8)
-            while True:
-                loan = self._pool.take(nbytes)
-                if loan is not None:
-                    return loan
-                # Room enough, but in pieces, or still being read by whoever sends it.
-                if not self._displace(version, priority):
-                    self._counters.shed("outbox_full", 1, nbytes)
-                    return None
-        finally:
-            self._changed.release()
-
-    def offer(self, sample: Sample, deadline_seconds: float, priority: int = 0) -> bool:
-        """Take a sample, or count it as shed. O(1), apart from what it displaces.
-
-        Args:
-            sample: its ``nbytes`` counts against the bound.
-            deadline_seconds: the longest this call may wait for another thread.
-            priority: 0 to ``PRIORITIES`` - 1.
-
-        Returns:
-            Whether it was taken.
-        """
-        if not self._changed.acquire(timeout=deadline_seconds):
-            self._counters.shed("deadline", 1, sample.nbytes)
+        if not self._acquire(deadline_seconds, nbytes):
             return False
         try:
-            version, nbytes = sample.policy_version, sample.nbytes
-            if not self._make_room(nbytes, version, priority):
-                return False
-            if version not in self._bins:
-                self._bins[version] = _VersionBins()
-                insort(self._versions, version)
-            of_version = self._bins[version]
-            of_version.bins[priority][sample.sample_id] = sample
-            of_version.nbytes[priority] += nbytes
-            self._held[sample.sample_id] = (sample, priority)
-            self._waiting[sample.sample_id] = None
-            self._bytes += nbytes
-            self._changed.notify_all()
-            return True
+            reason = self._obstacle(nbytes, version, priority)
+            if reason:
+                self._counters.shed(reason, 1, nbytes)
+            return not reason
         finally:
             self._changed.release()
 
-    def peek(self, timeout: float) -> Sample | None:
+    def put(self, sample: Sample, deadline_seconds: float, priority: int = 0) -> bool:
+        """Take a sample, whose block is written to the file, or count it as shed.
+
+        O(1) under the lock, apart from what it displaces; the block is written without the lock.
+
+        Args:
+            sample: its ``nbytes`` count against the bound.
+            deadline_seconds: the longest this call may wait for another thread.
+            priority: 0 to ``PRIORITIES`` - 1.
+        """
+        nbytes = sample.nbytes
+        block = sample.block[:nbytes].numpy()
+        header = pb.VerifierStates()
+        header.CopyFrom(sample.header)
+        header.packed.checksum_kind = self.checksum_kind
+        header.packed.checksum = checksum_of(block, header.packed.checksum_kind)
+        header.packed.span.bytes = nbytes
+        # Once more where the first file is lost.
+        for _ in range(2):
+            entry = self._reserve(header, priority, deadline_seconds)
+            if entry is None:
+                return False
+            try:
+                entry.blocks.file.write(header.packed.span.offset, block)
+            except MemoryLostError as error:
+                self._unreserve(entry)
+                self.lose(entry.blocks, str(error))
+                continue
+            return self._add(entry, deadline_seconds)
+        self._counters.shed(LOST, 1, nbytes)
+        return False
+
+    def lose(self, blocks: BlockFile, reason: str) -> None:
+        """Give up a file that is damaged: later blocks go into an anonymous one."""
+        with self._changed:
+            self.damage = self.damage or reason
+            blocks.lost = True
+            if self._blocks is blocks:
+                self._blocks = BlockFile(SharedFile.anonymous(file_bytes(self._capacity)))
+            self._changed.notify_all()
+
+    @property
+    def blocks(self) -> BlockFile:
+        """The file that blocks are written to now."""
+        with self._changed:
+            return self._blocks
+
+    def move_to(self, file: SharedFile) -> BlockFile:
+        """Write to this new file from now on, and move there what is held; nothing is in flight."""
+        target = BlockFile(file)
+        with self._changed:
+            self._blocks = target
+            held = list(self._held.values())
+        for entry in held:
+            self._move(entry, target)
+        return target
+
+    def peek(self, timeout: float) -> Entry | None:
         """The next sample to send, which stays held; None if none came in time or closed."""
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -297,50 +237,43 @@ class Outbox:
                 if self._closed or left <= 0:
                     return None
                 self._changed.wait(left)
-            return self._held[next(iter(self._waiting))][0]
+            return self._held[next(iter(self._waiting))]
 
-    def mark_sent(self, sample: Sample) -> bool:
-        """Move a peeked sample to "sent". False if it was shed since the peek."""
-        with self._changed:
-            if next(iter(self._waiting), None) != sample.sample_id:
-                return False
-            del self._waiting[sample.sample_id]
-            self._sent[sample.sample_id] = None
-            return True
-
-    def take(self, wanted: Callable[[Sample], bool], most: int) -> list[Sample]:
-        """Move samples from the front to "sent", at once: a lock for each is dear for small ones.
+    def take(self, wanted: Callable[[Entry], bool], most: int) -> list[Entry]:
+        """Move samples from the front to "sent", at once.
 
         Args:
             wanted: asked of one after the other, until it says no.
             most: samples.
         """
-        taken: list[Sample] = []
+        taken: list[Entry] = []
         with self._changed:
             for sample_id in self._waiting:
-                sample = self._held[sample_id][0]
-                if len(taken) == most or not wanted(sample):
+                entry = self._held[sample_id]
+                if len(taken) == most or not wanted(entry):
                     break
-                taken.append(sample)
-            for sample in taken:
-                del self._waiting[sample.sample_id]
-                self._sent[sample.sample_id] = None
+                taken.append(entry)
+            for entry in taken:
+                del self._waiting[entry.sample_id]
+                self._sent[entry.sample_id] = None
+                self._flight += entry.nbytes
         return taken
 
-    def put_back(self, samples: Sequence[Sample]) -> None:
-        """To the front again, in order: they were taken and not sent."""
-        if samples:
-            with self._changed:
-                for sample in reversed(samples):
-                    if self._sent.pop(sample.sample_id, self) is None:
-                        self._waiting[sample.sample_id] = None
-                        self._waiting.move_to_end(sample.sample_id, last=False)
-                self._changed.notify_all()
+    @property
+    def flight(self) -> int:
+        """Bytes of samples that were sent and not answered, shed ones included."""
+        with self._changed:
+            return self._flight
 
-    def holds(self, sample: Sample) -> bool:
+    def holds(self, entry: Entry) -> bool:
         """Whether it was neither acknowledged nor shed."""
         with self._changed:
-            return sample.sample_id in self._held
+            return entry.sample_id in self._held
+
+    def wait_flight(self, nbytes: int, timeout: float) -> None:
+        """Wait until at most ``nbytes`` are in flight."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._flight <= nbytes, timeout)
 
     def settle(self, *sample_ids: str) -> int:
         """Forget acknowledged samples; how many of them were held as sent."""
@@ -350,43 +283,51 @@ class Outbox:
                 if sample_id in self._sent:
                     self._drop(sample_id)
                     settled += 1
-            if settled:
-                self._changed.notify_all()
+                self._unpin(sample_id)
+            self._changed.notify_all()
             return settled
+
+    def requeue(self, *sample_ids: str) -> None:
+        """Put samples that were sent back to the front: the trainer could not read them."""
+        with self._changed:
+            for sample_id in sample_ids:
+                if sample_id in self._sent:
+                    del self._sent[sample_id]
+                    self._flight -= self._held[sample_id].nbytes
+                    self._waiting[sample_id] = None
+                    self._waiting.move_to_end(sample_id, last=False)
+                self._unpin(sample_id)
+            self._changed.notify_all()
 
     def requeue_sent(self) -> set[str]:
         """Put every unacknowledged sample back to the front, in order; their ids."""
         with self._changed:
             again = list(self._sent)
-            for sample_id in reversed(again):
-                self._waiting[sample_id] = None
-                self._waiting.move_to_end(sample_id, last=False)
-            self._sent.clear()
-            self._changed.notify_all()
+            self.requeue(*reversed(again), *list(self._pinned))
             return set(again)
 
     def shed(self, reason: str, version: int | None = None) -> None:
         """Give up every sample, or every one of a policy version."""
         with self._changed:
-            for sample, _ in list(self._held.values()):
-                if version in (None, sample.policy_version):
-                    self._give_up(sample, reason)
+            for entry in list(self._held.values()):
+                if version in (None, entry.version):
+                    self._give_up(entry, reason)
             self._changed.notify_all()
 
-    def give_up(self, sample: Sample, reason: str) -> None:
+    def give_up(self, entry: Entry, reason: str) -> None:
         """Shed one sample, if it is still held."""
         with self._changed:
-            if sample.sample_id in self._held:
-                self._give_up(sample, reason)
+            if entry.sample_id in self._held:
+                self._give_up(entry, reason)
                 self._changed.notify_all()
 
     def wait_empty(self, timeout: float) -> bool:
         """Wait until everything was acknowledged or shed."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._bytes == 0, timeout)
+            return self._changed.wait_for(lambda: self._bytes + self._reserved == 0, timeout)
 
     def close(self, reason: str = "closed") -> None:
-        """Take no more, shed what is left, wake every waiter; the first reason stands."""
+        """Take no more, shed what is left, wake every waiter; the first reason counts."""
         with self._changed:
             self._closed = self._closed or reason
             self.shed(self._closed)
@@ -401,22 +342,82 @@ class Outbox:
         with self._changed:
             return len(self._held)
 
-    def _make_room(self, nbytes: int, version: int, priority: int) -> bool:
-        """Shed what is less until ``nbytes`` fit; shed nothing, and count, if they cannot."""
+    def _acquire(self, deadline_seconds: float, nbytes: int) -> bool:
+        if not self._changed.acquire(timeout=deadline_seconds):
+            self._counters.shed("deadline", 1, nbytes)
+            return False
+        while self._abandoned:
+            entry = self._abandoned.popleft()
+            self._reserved -= entry.nbytes
+            self._free(entry)
+        return True
+
+    def _reserve(
+        self, header: pb.VerifierStates, priority: int, deadline_seconds: float
+    ) -> Entry | None:
+        """A part of the file for a block; None, counted as shed, where there is none."""
+        nbytes, version = header.packed.span.bytes, header.policy_version
+        if not self._acquire(deadline_seconds, nbytes):
+            return None
+        try:
+            reason = self._obstacle(nbytes, version, priority)
+            while not reason:
+                fits = self._capacity - self._bytes - self._reserved >= nbytes
+                offset = self._blocks.take(nbytes) if fits else None
+                if offset is not None:
+                    header.packed.span.offset = offset
+                    self._reserved += nbytes
+                    return Entry(header, priority, self._blocks)
+                # Also where there is memory enough, but in gaps.
+                if not self._displace(version, priority):
+                    reason = "outbox_full"
+            self._counters.shed(reason, 1, nbytes)
+            return None
+        finally:
+            self._changed.release()
+
+    def _unreserve(self, entry: Entry) -> None:
+        with self._changed:
+            self._reserved -= entry.nbytes
+            self._free(entry)
+            self._changed.notify_all()
+
+    def _add(self, entry: Entry, deadline_seconds: float) -> bool:
+        """Hold a sample whose block was written."""
+        if not self._changed.acquire(timeout=deadline_seconds):
+            self._abandoned.append(entry)
+            self._counters.shed("deadline", 1, entry.nbytes)
+            return False
+        try:
+            self._reserved -= entry.nbytes
+            if self._closed:
+                self._free(entry)
+                self._counters.shed(self._closed, 1, entry.nbytes)
+            else:
+                if entry.version not in self._bins:
+                    self._bins[entry.version] = _VersionBins()
+                    insort(self._versions, entry.version)
+                of_version = self._bins[entry.version]
+                of_version.bins[entry.priority][entry.sample_id] = entry
+                of_version.nbytes[entry.priority] += entry.nbytes
+                self._held[entry.sample_id] = entry
+                self._waiting[entry.sample_id] = None
+                self._bytes += entry.nbytes
+            self._changed.notify_all()
+            return not self._closed
+        finally:
+            self._changed.release()
+
+    def _obstacle(self, nbytes: int, version: int, priority: int) -> str:
+        """Why a sample cannot be taken, even if all that is less than it were shed; or empty."""
         if self._closed:
-            reason = self._closed
-        elif nbytes > self._capacity:
-            reason = "too_large"
-        elif self._capacity - self._bytes >= nbytes:
-            return True
-        elif self._capacity - self._bytes + self._displaceable(version, priority) < nbytes:
-            reason = "outbox_full"
-        else:
-            while self._capacity - self._bytes < nbytes:
-                self._displace(version, priority)
-            return True
-        self._counters.shed(reason, 1, nbytes)
-        return False
+            return self._closed
+        if nbytes > self._capacity:
+            return "too_large"
+        free = self._capacity - self._bytes - self._reserved
+        if free < nbytes and free + self._displaceable(version, priority) < nbytes:
+            return "outbox_full"
+        return ""
 
     def _displaceable(self, version: int, priority: int) -> int:
         own = self._bins.get(version)
@@ -432,23 +433,63 @@ class Outbox:
         oldest = self._versions[0]
         bins = self._bins[oldest].bins
         for held in bins[:priority] if oldest == version else bins:
-            for sample in held.values():
-                self._give_up(sample, "superseded")
+            for entry in held.values():
+                self._give_up(entry, "superseded")
                 return True
         return False
 
-    def _give_up(self, sample: Sample, reason: str) -> None:
-        self._drop(sample.sample_id)
-        self._counters.shed(reason, 1, sample.nbytes)
+    def _give_up(self, entry: Entry, reason: str) -> None:
+        if entry.sample_id in self._sent:
+            # Its part of the file is not free before the trainer has answered.
+            del self._sent[entry.sample_id]
+            self._pinned[entry.sample_id] = entry
+        self._drop(entry.sample_id)
+        self._counters.shed(reason, 1, entry.nbytes)
 
     def _drop(self, sample_id: str) -> None:
-        sample, priority = self._held.pop(sample_id)
+        entry = self._held.pop(sample_id)
         self._waiting.pop(sample_id, None)
-        self._sent.pop(sample_id, None)
-        of_version = self._bins[sample.policy_version]
-        del of_version.bins[priority][sample_id]
-        of_version.nbytes[priority] -= sample.nbytes
-        self._bytes -= sample.nbytes
+        if sample_id in self._sent:
+            del self._sent[sample_id]
+            self._flight -= entry.nbytes
+        of_version = self._bins[entry.version]
+        del of_version.bins[entry.priority][sample_id]
+        of_version.nbytes[entry.priority] -= entry.nbytes
+        self._bytes -= entry.nbytes
         if not any(of_version.nbytes):
-            del self._bins[sample.policy_version]
-            self._versions.remove(sample.policy_version)
+            del self._bins[entry.version]
+            self._versions.remove(entry.version)
+        if sample_id not in self._pinned:
+            self._free(entry)
+
+    def _unpin(self, sample_id: str) -> None:
+        entry = self._pinned.pop(sample_id, None)
+        if entry is not None:
+            self._flight -= entry.nbytes
+            self._free(entry)
+
+    def _free(self, entry: Entry) -> None:
+        entry.blocks.give(entry.header.packed.span.offset, entry.nbytes)
+
+    def _move(self, entry: Entry, target: BlockFile) -> None:
+        try:
+            block = entry.read()
+            with self._changed:
+                offset = target.take(entry.nbytes)
+            if offset is None:
+                self.give_up(entry, "outbox_full")
+                return
+            target.file.write(offset, block)
+        except MemoryLostError:
+            self.give_up(entry, LOST)
+            return
+        with self._changed:
+            if entry.sample_id in self._held:
+                self._free(entry)
+                entry.blocks, entry.header.packed.span.offset = target, offset
+            else:
+                target.give(offset, entry.nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)

@@ -22,9 +22,10 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import grpc
@@ -32,7 +33,6 @@ import torch
 import torch.distributed as dist
 
 from policy_bridge.model import PolicyModules, full_tensor, is_sharded
-from policy_bridge.outbox import ALIGNMENT, HostPool
 from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import RefusedError, refused_from
 from slipstream.layers import decode_layers
@@ -56,7 +56,6 @@ class Session:
         latest_policy_version: the highest it knows; None if none.
         rollout_servers: host:port of each server that it publishes to.
         checksums: that the trainer can verify.
-        shared_memory: its ring for this session, or why there is none.
     """
 
     session_id: str
@@ -66,7 +65,6 @@ class Session:
     latest_policy_version: int | None
     rollout_servers: tuple[str, ...]
     checksums: tuple[int, ...] = (pb.CHECKSUM_KIND_CRC32,)
-    shared_memory: pb.SharedMemory = field(default_factory=pb.SharedMemory)
 
     def same_shape(self, other: Session) -> bool:
         """Whether states captured for one session fit the other."""
@@ -134,7 +132,6 @@ def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Sessi
         latest_policy_version=response.latest_policy_version if known else None,
         rollout_servers=tuple(response.rollout_servers),
         checksums=(*response.checksums, pb.CHECKSUM_KIND_CRC32),
-        shared_memory=response.shared_memory,
     )
 
 
@@ -358,10 +355,6 @@ def _specs_of(tensors: Mapping[str, torch.Tensor], pauses: float) -> list[tensor
     return specs
 
 
-# Two wait to be announced while the next one is copied.
-_SNAPSHOTS = 3
-
-
 class PolicyMatrices:
     """Takes snapshots of one policy.
 
@@ -371,7 +364,8 @@ class PolicyMatrices:
 
     def __init__(self, modules: PolicyModules) -> None:
         self._modules = modules
-        self._pool: HostPool | None = None
+        # Of earlier snapshots: their memory is used again once the announcer has let go of them.
+        self._slots: list[tuple[weakref.ref[PolicySnapshot], dict[str, torch.Tensor]]] = []
 
     def snapshot(self, session: Session | None, policy_version: int) -> PolicySnapshot | None:
         """The lm_head rows of the draft vocabulary and the embeddings, on the CPU.
@@ -409,14 +403,16 @@ class PolicyMatrices:
             return None
         head, embed = head.detach(), embed.detach()
         ids = session.draft_vocab_ids.to(head.device)
-        rows = self._memory(head, len(ids), embed.nbytes)
-        copied = self._memory(embed, len(embed), embed.nbytes)
+        tensors = self._memory({LM_HEAD: (head, len(ids)), EMBED_TOKENS: (embed, len(embed))})
+        rows, copied = tensors[LM_HEAD], tensors[EMBED_TOKENS]
         if head.device.type == "cpu":
             torch.index_select(head, 0, ids, out=rows)
         else:
             rows.copy_(head.index_select(0, ids))
         copied.copy_(embed)
-        return PolicySnapshot(policy_version, {LM_HEAD: rows, EMBED_TOKENS: copied})
+        snapshot = PolicySnapshot(policy_version, tensors)
+        self._slots.append((weakref.ref(snapshot), tensors))
+        return snapshot
 
     def _wanted_by_any(self, wanted: bool) -> bool:
         sharded = next(shard for shard in self._modules.shards if is_sharded(shard))
@@ -426,13 +422,19 @@ class PolicyMatrices:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
         return bool(flag.item())
 
-    def _memory(self, like: torch.Tensor, rows: int, embed_bytes: int) -> torch.Tensor:
-        """CPU memory of ``like``'s dtype and width; used again where the pool has room."""
-        shape = (rows, like.shape[1])
-        nbytes = rows * like.shape[1] * like.element_size()
-        if self._pool is None:
-            self._pool = HostPool(_SNAPSHOTS * (nbytes + embed_bytes + 2 * ALIGNMENT))
-        loan = self._pool.take(nbytes)
-        if loan is None:
-            return torch.empty(shape, dtype=like.dtype)
-        return loan.view(like.dtype).reshape(shape)
+    def _memory(self, like: Mapping[str, tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
+        """CPU memory for a snapshot, of a snapshot that is gone if there is one."""
+        for number, (snapshot, tensors) in enumerate(self._slots):
+            if snapshot() is None:
+                del self._slots[number]
+                same = all(
+                    tensors[name].shape == (rows, tensor.shape[1])
+                    and tensors[name].dtype == tensor.dtype
+                    for name, (tensor, rows) in like.items()
+                )
+                if same:
+                    return tensors
+        return {
+            name: torch.empty((rows, tensor.shape[1]), dtype=tensor.dtype)
+            for name, (tensor, rows) in like.items()
+        }

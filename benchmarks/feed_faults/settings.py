@@ -21,7 +21,6 @@ def trainer_toml(memory: Path) -> str:
 port = 0
 metrics_port = 0
 shared_memory = "{memory}"
-ring_bytes = 262144
 [draft]
 initial = "{EXAMPLE / "draft"}"
 registry = "registry"

@@ -245,7 +245,7 @@ def trainer(folder: Path, ports: Ports) -> Service:
     """A draft trainer that finds the fleet in its file."""
     config = folder / "trainer.toml"
     config.write_text(
-        f"[server]\nport = {ports.trainer}\nmetrics_port = 0\nring_bytes = 65536\n"
+        f"[server]\nport = {ports.trainer}\nmetrics_port = 0\n"
         f'[draft]\ninitial = "{EXAMPLE / "draft"}"\nregistry = "registry"\n'
         "[replay]\ncapacity_bytes = 1048576\n"
         '[publish]\nrollout_servers = ["file:fleet"]\n'

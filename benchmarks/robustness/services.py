@@ -20,7 +20,6 @@ _CONFIG = """
 port = 0
 metrics_port = 0
 max_streams = {streams}
-ring_bytes = 262144
 message_timeout_s = {seconds}
 calls_per_s = 1e6
 keepalive_s = 2.0

@@ -16,8 +16,8 @@ from draft_trainer.config import TrainerConfig, access_of, credentials_of
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import Draft, DraftShape
 from draft_trainer.ingest.folder import SampleFolder
-from draft_trainer.ingest.ingest import Expected, Ingest
-from draft_trainer.ingest.rings import Rings
+from draft_trainer.ingest.checks import Expected
+from draft_trainer.ingest.ingest import Ingest
 from draft_trainer.ingest.run import Runs
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.recordings.recorder import Recorder
@@ -53,6 +53,7 @@ from slipstream.errors import RefusedError
 from slipstream.guard import Guard, Limit, RefusedCalls
 from slipstream.metrics import code_version
 from slipstream.serving import GrpcServer, LoopThread, Workers
+from slipstream.shm import remove_stale
 from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
@@ -133,17 +134,23 @@ class TrainerServer:
         against = newest.trained_against_policy_version if known else None
         self._counters.newest_release = (newest.draft_version, against)
         server = config.server
-        self._rings = Rings(
-            Path(server.shared_memory) if server.shared_memory else None,
-            min(server.ring_bytes, config.replay.capacity_bytes),
-            server.max_streams,
-            server.message_timeout_s,
+        ids = head.target_ids().cpu()
+        folder = config.recording.directory
+        self._recorder = (
+            Recorder(folder, config.recording, draft, ids, self._counters) if folder else None
+        )
+        memory = Path(server.shared_memory) if server.shared_memory else None
+        for name in remove_stale(memory) if memory else ():
+            logger.warning("removed %s, which a policy left that was killed", name)
+        ingest = Ingest(
+            *(expected, self._store, self._counters, arrived, memory),
+            on_accepted=self._recorder.offer if self._recorder else None,
         )
         self._status = Status(
             self._counters,
             self.runs,
             self._store,
-            self._rings,
+            ingest,
             registry,
             self._promotions,
             state,
@@ -175,24 +182,13 @@ class TrainerServer:
             on_release=self._reconciler.released,
             on_death=self._training_died,
         )
-        ids = head.target_ids().cpu()
-        folder = config.recording.directory
-        self._recorder = (
-            Recorder(folder, config.recording, draft, ids, self._counters) if folder else None
-        )
         self._workers = Workers(workers_for(server), "server")
         self._service = DraftTrainerService(
             config,
             draft,
             ids.to(torch.int32),
             self.runs,
-            Ingest(
-                expected,
-                self._store,
-                self._counters,
-                arrived,
-                self._recorder.offer if self._recorder else None,
-            ),
+            ingest,
             Releases(
                 registry,
                 self.publisher,
@@ -204,7 +200,6 @@ class TrainerServer:
                 ),
             ),
             self._status,
-            self._rings,
             self._workers,
         )
         self._listen()
@@ -249,7 +244,6 @@ class TrainerServer:
         clean = self._reconciler.stop(_left(deadline)) and clean
         clean = _ended(stopped, _left(deadline)) and clean
         clean = self._event_loop.close(_left(deadline)) and clean
-        self._rings.close()
         if self._recorder:
             clean = self._recorder.stop(_left(deadline)) and clean
         self._workers.close()

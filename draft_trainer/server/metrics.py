@@ -43,13 +43,6 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
     ),
     Fact("streams", "Open streams of samples.", lambda s: s.streams, {"transport": TRANSPORTS}),
     Fact("sessions", "Open sessions of the current run.", lambda s: s.sessions),
-    Fact(
-        "rings",
-        "Shared-memory files of the sessions.",
-        lambda s: s.rings,
-        {"state": ("offered", "claimed")},
-    ),
-    Fact("ring_capacity_bytes", "Size of these files.", lambda s: s.ring_capacity_bytes),
     Fact("samples_pending", "Samples accepted, not trained on yet.", lambda s: s.samples_pending),
     Fact(
         "samples_held_out",

@@ -18,7 +18,6 @@ from grpc.aio import ServicerContext
 from draft_trainer.config import ServerConfig, TrainerConfig
 from draft_trainer.drafters import DraftShape
 from draft_trainer.ingest.ingest import CreditWindow, Ingest
-from draft_trainer.ingest.rings import Rings
 from draft_trainer.ingest.run import Runs
 from draft_trainer.releases.imports import MAX_ORIGIN_CHARACTERS, Imports
 from draft_trainer.releases.one_server import ServerOutcome
@@ -109,7 +108,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         ingest: checks and stores samples.
         releases: the registry and what changes it.
         status: what the trainer reports.
-        rings: of shared memory, for the sessions.
         workers: run what blocks.
     """
 
@@ -120,7 +118,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     ingest: Ingest
     releases: Releases
     status: Status
-    rings: Rings
     workers: Workers
     _draining: asyncio.Event = field(default_factory=asyncio.Event)
     _streams: set[StateStream] = field(default_factory=set)
@@ -165,7 +162,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
             rollout_servers=self.releases.publisher.addresses,
             schema_version=SCHEMA_VERSION,
             checksums=KINDS,
-            shared_memory=self.rings.offer(session.session_id),
         )
 
     async def StreamStates(
@@ -185,25 +181,25 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
                     "keep the unacknowledged samples and open the stream again later",
                     StatusCode.UNAVAILABLE,
                 )
-            ring = self.rings.claim(session.session_id, header.transport)
-            transport = "gRPC" if ring is None else "shared memory"
-            logger.info("%r streams states by %s", session.client, transport)
-            stream = StateStream(
-                request_iterator,
-                CreditWindow(self.ingest.credit_bytes(limits.receive_window_bytes)),
-                self.ingest,
-                session.run,
-                ring,
-                idle_seconds=limits.stream_idle_s,
-                workers=self.workers,
-            )
-            self._streams.add(stream)
-            async for response in stream.responses():
-                yield response
+            with self.ingest.stream(header) as (file, inline_because):
+                transport = "gRPC" if file is None else "shared memory"
+                logger.info("%r streams states by %s", session.client, transport)
+                stream = StateStream(
+                    request_iterator,
+                    CreditWindow(self.ingest.credit_bytes(limits.receive_window_bytes)),
+                    self.ingest,
+                    session.run,
+                    file,
+                    inline_because=inline_because,
+                    idle_seconds=limits.stream_idle_s,
+                    workers=self.workers,
+                )
+                self._streams.add(stream)
+                async for response in stream.responses():
+                    yield response
         finally:
             if stream is not None:
                 self._streams.discard(stream)
-            self.rings.release(session.session_id)
             self.runs.leave_stream(session.session_id)
 
     async def AnnouncePolicy(

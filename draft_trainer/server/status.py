@@ -14,7 +14,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 
 from draft_trainer.counters import Counters, by_label, total
-from draft_trainer.ingest.rings import Rings
+from draft_trainer.ingest.ingest import Ingest
 from draft_trainer.ingest.run import Run, Runs, Session
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.releases.fleet import Failure
@@ -201,7 +201,7 @@ class Status:
         counters: of this process.
         runs: the current run.
         store: its samples.
-        rings: shared memory of the sessions.
+        ingest: knows the open streams.
         registry: the releases' manifests.
         promotions: which release is wanted and served.
         state: events, gate results, history.
@@ -213,7 +213,7 @@ class Status:
     counters: Counters
     runs: Runs
     store: SampleStore
-    rings: Rings
+    ingest: Ingest
     registry: Registry
     promotions: Promotions
     state: State
@@ -261,7 +261,7 @@ class Status:
 
     def read(self) -> pb.TrainerStatus:
         """The status now."""
-        counters, held, rings = self.counters, self.store.counts(), self.rings.counts
+        counters, held = self.counters, self.store.counts()
         samples, evicted = by_label(counters.samples), by_label(counters.samples_evicted)
         promotion, (newest, trained_against) = self.promotions.now, counters.newest_release
         promoted_against, served_against = self._trained_against(
@@ -289,14 +289,8 @@ class Status:
             replay_bytes=held.nbytes,
             replay_capacity_bytes=self.store.capacity_bytes,
             replay_directory=str(self.store.folder),
-            # A stream claims its ring after it began and releases it before it ends.
-            streams={
-                "grpc": max(0, self.runs.streams - rings["claimed"]),
-                "shared_memory": rings["claimed"],
-            },
+            streams=self.ingest.streams,
             sessions=self.runs.sessions,
-            rings=rings,
-            ring_capacity_bytes=self.rings.nbytes,
             # Training.
             train_steps=int(total(counters.train_steps)),
             train_steps_skipped=int(total(counters.train_steps_skipped)),

@@ -12,7 +12,7 @@ from draft_trainer.ingest.ingest import CreditWindow, Ingest, Memories
 from draft_trainer.ingest.run import Run
 from slipstream.errors import RefusedError
 from slipstream.serving import Workers
-from slipstream.shm import RingFile
+from slipstream.shm import SharedFile
 from slipstream.tensors import Framed
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -65,7 +65,8 @@ class StateStream:
         window: what the client may have in flight.
         ingest: checks and stores samples.
         run: that is fed.
-        ring: the stream's, if its states are in shared memory.
+        file: the client's, if its states are in shared memory.
+        inline_because: see ``Credit``.
         idle_seconds: without a message, after which the stream ends; a live client opens another.
         workers: run what blocks.
     """
@@ -76,8 +77,9 @@ class StateStream:
         window: CreditWindow,
         ingest: Ingest,
         run: Run,
-        ring: RingFile | None,
+        file: SharedFile | None,
         *,
+        inline_because: str,
         idle_seconds: float,
         workers: Workers,
     ) -> None:
@@ -85,7 +87,8 @@ class StateStream:
         self._window = window
         self._ingest = ingest
         self._run = run
-        self._ring = ring
+        self._file = file
+        self._inline_because = inline_because
         self._idle_seconds = idle_seconds
         self._workers = workers
         self._waiting: deque[Arrived] = deque()
@@ -102,10 +105,10 @@ class StateStream:
         """The answers.
 
         Raises:
-            RefusedError: a message that may not come, more than was credited, or a truncated
-                ring: the stream ends.
+            RefusedError: a message that may not come, or more than was credited: the stream ends.
         """
-        yield pb.StreamStatesResponse(credit=pb.Credit(bytes=self._window.left))
+        first = pb.Credit(bytes=self._window.left, inline_because=self._inline_because)
+        yield pb.StreamStatesResponse(credit=first)
         reader = asyncio.create_task(self._read())
         try:
             while await self._has_more(reader):
@@ -179,7 +182,7 @@ class StateStream:
         """Store a batch and answer it; on a worker's thread."""
         samples = []
         for arrived in batch:
-            memories = Memories((*arrived.framed.ahead, arrived.framed.payload), self._ring)
+            memories = Memories((*arrived.framed.ahead, arrived.framed.payload), self._file)
             samples += [(message, memories) for message in arrived.samples]
         acks = self._ingest.take(self._run, samples)
         self._count(batch, [message for message, _ in samples], acks)
@@ -192,13 +195,13 @@ class StateStream:
         acks: Sequence[pb.Ack],
     ) -> None:
         nbytes = {"grpc": sum(arrived.framed.nbytes for arrived in batch)}
-        if self._ring is not None:
+        if self._file is not None:
             # Not of refused ones: the span that they name may never have been written.
             nbytes["shared_memory"] = sum(
                 message.packed.span.bytes
                 for message, ack in zip(messages, acks, strict=True)
                 if ack.status != pb.ACK_STATUS_REFUSED
-                and message.packed.span.memory == pb.MEMORY_RING
+                and message.packed.span.memory == pb.MEMORY_FILE
             )
         now = time.monotonic()
         self._ingest.answered(nbytes, [(now - each.at, len(each.samples)) for each in batch])

@@ -32,13 +32,12 @@ from examples.arithmetic_grpo.task import sample_problem
 from policy_bridge.capture import Capture, CapturePlan
 from policy_bridge.config import ModulePaths
 from policy_bridge.model import PolicyModules, find_modules
-from policy_bridge.outbox import Sample as CapturedSample
 from policy_bridge.selection import UniformRandom
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
 from slipstream.layers import default_aux_layers
-from slipstream.sample import Sample, header_of
+from slipstream.sample import Sample
 
 Rollout = tuple[list[int], list[int]]
 """Token ids of a prompt and of its completion."""
@@ -142,10 +141,9 @@ class Recorder:
             offer=self._write,
         )
 
-    def _write(self, captured: CapturedSample, priority: int = 0) -> bool:
-        facts = (captured.sample_id, captured.policy_version, captured.temperature)
-        header = header_of(*facts, captured.aux_layers, captured.layout)
-        self._writer.add(Sample(header, captured.block))
+    def _write(self, captured: Sample, priority: int = 0) -> bool:
+        # Its block is assembled in memory that the next one uses again.
+        self._writer.add(Sample(captured.header, captured.block.clone()))
         return True
 
 

@@ -1,23 +1,25 @@
-"""The file of shared memory that a bridge writes samples into and a trainer reads them from.
+"""The file of shared memory that a bridge keeps its samples in and a trainer reads them from.
 
-The trainer makes it, the bridge opens it by the name, the size and the nonce that OpenRun answered:
-equal nonces prove that both see the same memory, also from two containers with different views of
-/dev/shm. As soon as the bridge has it open the trainer removes its name, so that nothing is left
-when either of them is killed; a name that its trainer could not remove is recognised by the lock
-that died with that trainer.
+The bridge makes it, writes each block once with ``pwrite`` and names it in the header of a stream;
+the trainer opens it by name, size and nonce: equal nonces prove that both see the same memory, also
+from two containers with different views of /dev/shm. Nobody maps it, so a file that is cut short
+is a short read or a refusal on both sides and never a SIGBUS.
+
+As soon as the trainer has answered, the bridge removes the name: nothing is left when either of
+them is killed from then on. A name that its bridge could not remove is recognised by the lock that
+died with that bridge.
 """
 
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import re
 import secrets
+import stat
 import struct
+from bisect import bisect_left
 from pathlib import Path
-
-import numpy as np
 
 from slipstream.checksum import Bytes
 from slipstream.errors import RefusedError, StatusCode
@@ -25,157 +27,225 @@ from slipstream.errors import RefusedError, StatusCode
 HEADER_BYTES = 4096
 NONCE_BYTES = 16
 
-_MAGIC, _VERSION = b"SLIPRING", 1
+_MAGIC, _VERSION = b"SLIPSAMP", 2
 _HEADER = struct.Struct(f"<8sIIQ{NONCE_BYTES}s")  # magic, version, header bytes, size, nonce
-_NAME = re.compile(r"slipstream-ring-[0-9a-f]{32}")
+_NAME = re.compile(r"slipstream-samples-[0-9a-f]{32}")
+_INLINE = "states go inline until then"
 
 
-class RingTruncatedError(RefusedError):
-    """The file is shorter than it was made: nothing in it is to be touched any more."""
+class MemoryLostError(RefusedError):
+    """The file is shorter than it was made, or has no memory for a block (DATA_LOSS)."""
 
     @classmethod
-    def of(cls, found: str, nbytes: int) -> RingTruncatedError:
-        """A ring of ``nbytes`` bytes, with what was found instead."""
-        return cls(
-            "shared_memory",
-            found,
-            f"{nbytes} bytes, as it was made",
-            "look for who truncates files there; states go by gRPC until then",
-            StatusCode.DATA_LOSS,
-        )
+    def of(cls, found: str, expected: str) -> MemoryLostError:
+        """What was found, and what was expected."""
+        advice = f"look for what truncates files there, or enlarge the volume; {_INLINE}"
+        return cls("shared_memory", found, expected, advice, StatusCode.DATA_LOSS)
 
 
-class RingFile:
-    """One end's mapping of a ring. ``create`` on the trainer's side, ``attach`` on the bridge's.
+class SharedFile:
+    """An open file of samples: ``create`` and ``anonymous`` for a bridge, ``open`` for a trainer.
 
     Attributes:
-        name: file name in the directory.
+        name: file name in the directory; empty for an anonymous one, which nobody else can open.
         nbytes: size of the file, header included.
-        nonce: what both ends must read in the header.
+        nonce: 16 random bytes, in the header too.
     """
 
-    def __init__(self, descriptor: int, path: Path, nbytes: int, nonce: bytes) -> None:
+    def __init__(self, descriptor: int, path: Path | None, nbytes: int, nonce: bytes) -> None:
         self._descriptor = descriptor
         self._path = path
-        self.name = path.name
+        self.name = "" if path is None else path.name
         self.nbytes = nbytes
         self.nonce = nonce
-        # Its pages in the page table at once: a fault costs more than copying a page.
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        self._map = mmap.mmap(descriptor, nbytes, flags)
-        self._bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
 
     @classmethod
-    def create(cls, directory: Path, nbytes: int) -> RingFile:
-        """A new ring, all of whose memory is taken now: later a full file system would be SIGBUS.
+    def create(cls, directory: Path, nbytes: int) -> SharedFile:
+        """A new file, locked while this process lives; memory is taken as it is written.
 
         Raises:
-            RefusedError: no such directory, or no room in it.
+            RefusedError: no such directory, or less free in it than ``nbytes``.
         """
-        path = directory / f"slipstream-ring-{secrets.token_hex(16)}"
+        path = directory / f"slipstream-samples-{secrets.token_hex(16)}"
+        nonce = secrets.token_bytes(NONCE_BYTES)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.posix_fallocate(descriptor, 0, nbytes)
-                nonce = secrets.token_bytes(NONCE_BYTES)
-                os.pwrite(
-                    descriptor, _HEADER.pack(_MAGIC, _VERSION, HEADER_BYTES, nbytes, nonce), 0
-                )
-                return cls(descriptor, path, nbytes, nonce)
-            except OSError:
-                path.unlink(missing_ok=True)
-                os.close(descriptor)
-                raise
         except OSError as error:
-            raise RefusedError(
-                "server.shared_memory",
-                f"{directory} ({error.strerror})",
-                f"a directory in memory with room for {nbytes} bytes",
-                "mount a memory-backed volume there, or lower server.ring_bytes",
-                StatusCode.RESOURCE_EXHAUSTED,
-            ) from error
+            raise _no_memory(f"{directory} ({error.strerror})", nbytes) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = os.fstatvfs(descriptor)
+            if free.f_bavail * free.f_frsize < nbytes:
+                raise _no_memory(f"{free.f_bavail * free.f_frsize} bytes in {directory}", nbytes)
+            os.ftruncate(descriptor, nbytes)
+            os.pwrite(descriptor, _HEADER.pack(_MAGIC, _VERSION, HEADER_BYTES, nbytes, nonce), 0)
+        except (OSError, RefusedError) as error:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            if isinstance(error, OSError):
+                raise _no_memory(f"{directory} ({error.strerror})", nbytes) from error
+            raise
+        return cls(descriptor, path, nbytes, nonce)
 
     @classmethod
-    def attach(cls, directory: Path, name: str, nbytes: int, nonce: bytes) -> RingFile:
-        """The ring that a trainer offers.
+    def anonymous(cls, nbytes: int) -> SharedFile:
+        """Memory without a name, for samples that go inline."""
+        descriptor = os.memfd_create("slipstream-samples", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, nbytes)
+        return cls(descriptor, None, nbytes, b"")
+
+    @classmethod
+    def open(cls, directory: Path, name: str, nbytes: int, nonce: bytes) -> SharedFile:
+        """The file that a client names, to be read.
 
         Raises:
-            RefusedError: it is not there, or it is not the trainer's.
+            RefusedError: it is not there, or it is not the client's.
         """
-        path = directory / name
-        advice = (
-            "mount the trainer's shared-memory directory here too; states go by gRPC until then"
-        )
+        advice = f"mount the directory of the policy's shared memory here too; {_INLINE}"
         if not _NAME.fullmatch(name) or nbytes <= HEADER_BYTES:
             raise RefusedError(
-                "shared_memory.name", f"{name!r} of {nbytes} bytes", _NAME.pattern, advice
+                "shared_memory.name",
+                f"{name[:64]!r} of {nbytes} bytes",
+                _NAME.pattern,
+                advice,
             )
+        path = directory / name
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(path, flags)
         except OSError as error:
             raise RefusedError(
-                "shared_memory", f"{path} ({error.strerror})", "the trainer's ring", advice
+                "shared_memory", f"{path} ({error.strerror})", "the client's file", advice
             ) from error
         try:
-            expected = _HEADER.pack(_MAGIC, _VERSION, HEADER_BYTES, nbytes, nonce)
-            same_size = os.fstat(descriptor).st_size == nbytes
-            if not same_size or os.pread(descriptor, _HEADER.size, 0) != expected:
+            found = os.fstat(descriptor)
+            header = _HEADER.pack(_MAGIC, _VERSION, HEADER_BYTES, nbytes, nonce)
+            ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+            if not ours or found.st_size != nbytes:
                 raise RefusedError(
                     "shared_memory",
-                    f"{path} with another size, format or nonce",
-                    "the memory that the trainer made",
+                    f"{path} of another kind, owner or size",
+                    f"a regular file of user {os.geteuid()} and of {nbytes} bytes",
                     advice,
                 )
-            return cls(descriptor, path, nbytes, nonce)
+            if len(nonce) != NONCE_BYTES or os.pread(descriptor, _HEADER.size, 0) != header:
+                raise RefusedError(
+                    "shared_memory",
+                    f"{path} with another format or nonce",
+                    "the file that the client made",
+                    advice,
+                )
         except (OSError, RefusedError):
             os.close(descriptor)
             raise
+        return cls(descriptor, path, nbytes, nonce)
 
-    def check(self) -> None:
-        """Call before touching the memory: beyond the end of a truncated file that is SIGBUS.
-
-        Raises:
-            RingTruncatedError: that is what it is.
-        """
+    def write(self, offset: int, block: Bytes) -> None:
+        """Write a block. Raises MemoryLostError: the file was cut short, or its memory is full."""
         size = os.fstat(self._descriptor).st_size
         if size < self.nbytes:
-            raise RingTruncatedError.of(f"{size} bytes", self.nbytes)
+            raise MemoryLostError.of(
+                f"a file of {size} bytes", f"{self.nbytes} bytes, as it was made"
+            )
+        done = 0
+        while done < len(block):
+            try:
+                done += os.pwrite(self._descriptor, block[done:].data, offset + done)
+            except OSError as error:
+                raise MemoryLostError.of(
+                    f"{error.strerror} at byte {offset + done}", f"memory for {self.nbytes} bytes"
+                ) from error
 
-    def span(self, offset: int, nbytes: int) -> Bytes:
-        """uint8 [nbytes] of the ring; the caller has checked the bounds and called ``check``."""
-        return self._bytes[offset : offset + nbytes]
+    def read_into(self, offset: int, block: Bytes) -> None:
+        """Fill ``block``, uint8 [n], from the file. Raises MemoryLostError: it ends before that."""
+        done = 0
+        while done < len(block):
+            count = os.preadv(self._descriptor, [block[done:].data], offset + done)
+            if count == 0:
+                raise MemoryLostError.of(
+                    f"a file that ends at byte {offset + done}",
+                    f"{self.nbytes} bytes, as it was made",
+                )
+            done += count
 
     def remove_name(self) -> None:
-        """Take the file's name away; the memory stays until both ends have closed it."""
-        self._path.unlink(missing_ok=True)
+        """Remove the file's name; its memory stays until both sides have closed it. Idempotent."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+            self._path = None
 
     def close(self) -> None:
-        """Let go of the memory, as soon as the last span of it is gone. Idempotent."""
+        """Close this side's descriptor. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-            # Not unmapped by hand: another thread may still be copying out of it.
-            del self._map, self._bytes
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def remove_stale(directory: Path) -> list[str]:
-    """Remove rings whose trainer is dead, by the lock that it no longer holds; their names."""
+    """Remove files whose bridge is dead, by the lock that it no longer holds; their names."""
     removed = []
-    for path in directory.glob("slipstream-ring-*"):
+    for path in directory.glob("slipstream-samples-*"):
         if not _NAME.fullmatch(path.name):
             continue
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
-            # Gone in the meantime, or somebody else's.
+            # Removed in the meantime, or another user's.
             continue
         try:
+            found = os.fstat(descriptor)
+            ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
+            if ours and os.pread(descriptor, len(_MAGIC), 0) in (_MAGIC, b""):
+                path.unlink(missing_ok=True)
+                removed.append(path.name)
         except OSError:
             continue
         finally:
             os.close(descriptor)
     return removed
+
+
+class FreeList:
+    """The free parts of [start, end), sorted and merged; the first that fits is taken.
+
+    Args:
+        start: first byte.
+        end: one beyond the last byte.
+    """
+
+    def __init__(self, start: int, end: int) -> None:
+        self._gaps = [(start, end)] if start < end else []
+
+    def take(self, size: int) -> int | None:
+        """The start of ``size`` bytes that are free no more; None where no part is as large."""
+        for index, (start, end) in enumerate(self._gaps):
+            if end - start >= size:
+                self._gaps[index : index + 1] = [(start + size, end)] if end - start > size else []
+                return start
+        return None
+
+    def give(self, start: int, size: int) -> None:
+        """Make a part free again that ``take`` gave."""
+        end = start + size
+        at = bisect_left(self._gaps, (start, end))
+        if at < len(self._gaps) and self._gaps[at][0] == end:
+            end = self._gaps.pop(at)[1]
+        if at and self._gaps[at - 1][1] == start:
+            start = self._gaps[at - 1][0]
+            self._gaps[at - 1] = (start, end)
+        else:
+            self._gaps.insert(at, (start, end))
+
+
+def _no_memory(found: str, nbytes: int) -> RefusedError:
+    return RefusedError(
+        "shared_memory",
+        found,
+        f"a directory in memory with {nbytes} free bytes",
+        f"mount a larger memory-backed volume there, or lower outbox_bytes; {_INLINE}",
+        StatusCode.RESOURCE_EXHAUSTED,
+    )

@@ -37,7 +37,6 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
 
 CHUNK_BYTES = 4 << 20
-_ALIGNMENT = 64
 
 _DTYPES: dict[torch.dtype, tensor_pb2.DType] = {
     torch.float32: tensor_pb2.DTYPE_FLOAT32,
@@ -243,8 +242,8 @@ def _check_shape(shape: tuple[int, ...], field: str) -> None:
         raise RefusedError(f"{field}.shape", list(shape), "sizes >= 0", "send the real shape")
 
 
-SCHEMA_VERSION = 2
-"""2: samples packed as one block, batches, shared memory."""
+SCHEMA_VERSION = 3
+"""3: one form of a sample, the packed block; the client's file of shared memory."""
 
 
 def check_schema(found: int, whose: str, upgrade: str) -> None:
@@ -403,7 +402,7 @@ def frames(request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> Iterato
     count = round(length / PIECE_BYTES)
     if count > 1:
         # Evenly: a message costs as much for a few bytes that were left over.
-        step = -(-length // (count * _ALIGNMENT)) * _ALIGNMENT
+        step = -(-length // count)
         *ahead, last = [
             piece[start : start + step] for piece in payload for start in range(0, len(piece), step)
         ]

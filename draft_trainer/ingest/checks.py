@@ -1,0 +1,231 @@
+"""What a sample must be: its header, and what its block holds beside states.
+
+Every check stands for states that would otherwise train without an error and never be accepted by
+the policy: swapped layers, another vocabulary, raw instead of normalised log-probs, a packed batch
+whose positions run on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.errors import RefusedError
+from slipstream.layers import decode_layers
+from slipstream.sample import FLOAT8, STATE_DTYPES, Layout, Sample, layout_of
+from slipstream.tensors import LARGEST, dtype_to_wire
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import tensor_pb2
+
+MAX_ID_CHARACTERS = 256
+LOGPROB_TOLERANCE = 1e-3
+"""log p may exceed 0 by rounding of a float32 log-sum-exp, not by more."""
+
+_LARGEST_SCALE = torch.finfo(torch.bfloat16).max / LARGEST
+_DTYPES = {dtype_to_wire(dtype): dtype for dtype in (*STATE_DTYPES, FLOAT8)}
+
+Integers = NDArray[np.int32]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What every sample of this trainer must look like.
+
+    Attributes:
+        hidden_size: H of the policy.
+        vocab_size: token ids are below it.
+        aux_layer_ids: the run's layers, "after L layers".
+        max_tokens: longest sample.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    aux_layer_ids: tuple[int, ...]
+    max_tokens: int
+
+
+def check_sample_id(sample_id: str) -> None:
+    """Raise RefusedError for an empty or overlong id."""
+    if not 0 < len(sample_id) <= MAX_ID_CHARACTERS:
+        raise RefusedError(
+            "sample_id",
+            f"{len(sample_id)} characters",
+            f"1 to {MAX_ID_CHARACTERS} characters",
+            "give every sample an id that is unique within the run",
+        )
+
+
+def check_header(header: pb.VerifierStates, expected: Expected) -> Layout:
+    """The layout of the sample's block, as it arrives.
+
+    Raises:
+        RefusedError: the first thing that is wrong; ``field`` begins with the header's field name.
+    """
+    if not (math.isfinite(header.temperature) and header.temperature > 0.0):
+        raise RefusedError(
+            "temperature",
+            header.temperature,
+            "a finite number > 0",
+            "send the rollout's sampling temperature",
+        )
+    layers = decode_layers(header.aux_layers, "aux_layers")
+    if layers != expected.aux_layer_ids:
+        raise RefusedError(
+            "aux_layers",
+            f"{list(layers)} (after L layers)",
+            f"{list(expected.aux_layer_ids)} (after L layers)",
+            "capture the layers that OpenRun answered, in its convention",
+        )
+    packed, hidden = header.packed, expected.hidden_size
+    if not 3 <= packed.tokens <= expected.max_tokens:
+        raise RefusedError(
+            "packed.tokens",
+            f"{packed.tokens} tokens",
+            f"3 to {expected.max_tokens} tokens",
+            "send windows of at most OpenRunResponse.max_tokens_per_sample tokens",
+        )
+    if packed.hidden_size != hidden:
+        raise RefusedError(
+            "packed.hidden_size",
+            packed.hidden_size,
+            f"{hidden}, the policy's",
+            "send the states of the policy that OpenRun named",
+        )
+    if packed.states_dtype not in _DTYPES:
+        known = packed.states_dtype in tensor_pb2.DType.values()
+        raise RefusedError(
+            "packed.states_dtype",
+            tensor_pb2.DType.Name(packed.states_dtype) if known else packed.states_dtype,
+            " or ".join(tensor_pb2.DType.Name(value) for value in _DTYPES),
+            "cast the states before sending them",
+        )
+    layout = layout_of(packed.tokens, len(layers), hidden, _DTYPES[packed.states_dtype])
+    if packed.span.bytes != layout.nbytes:
+        raise RefusedError(
+            "packed.span.bytes",
+            packed.span.bytes,
+            f"{layout.nbytes} for {packed.tokens} tokens of {len(layers) + 1} states of {hidden}",
+            "lay the block out as docs/wire.md says; check the hidden size and the layers",
+        )
+    return layout
+
+
+def kept_layout(arriving: Layout) -> Layout:
+    """How the trainer keeps a block of this layout: float8 states are decoded to bfloat16."""
+    if arriving.dtype != FLOAT8:
+        return arriving
+    return layout_of(arriving.tokens, arriving.aux_layers, arriving.hidden_size, torch.bfloat16)
+
+
+def check_contents(sample: Sample, expected: Expected) -> None:
+    """Check everything of a sample but its states.
+
+    Raises:
+        RefusedError: the first thing that is wrong, by its name in ``Sample``.
+    """
+    token_ids, positions = sample.token_ids.numpy(), sample.positions.numpy()
+    _in_range(token_ids, "token_ids", expected.vocab_size, "the policy's vocab_size")
+    # Any other byte is undefined behaviour in a bool tensor.
+    if sample.loss_mask.view(torch.uint8).numpy().max() > 1:
+        raise RefusedError(
+            "loss_mask", "a byte above 1", "bytes 0 or 1", "send torch.bool, not a bit mask"
+        )
+    _in_range(positions, "positions", 1 << 31, "2^31")
+    starts = _segment_starts(sample.segment_ids.numpy())
+    _rising(positions, starts)
+    steps = np.arange(sample.tokens)
+    offsets = steps - np.maximum.accumulate(np.where(starts, steps, 0))
+    if not (sample.loss_mask.numpy() & (offsets >= 2)).any():
+        raise RefusedError(
+            "loss_mask",
+            "no true at or after the third token of a segment",
+            "at least one target that an anchor can predict",
+            "send windows that contain completion tokens",
+        )
+    logprobs = sample.sampled_logprobs.numpy()
+    for name, values in (("sampled_logprobs", logprobs), ("sampled_logits", sample.sampled_logits)):
+        finite = np.isfinite(values)
+        if not finite.all():
+            raise RefusedError(
+                name,
+                f"{int((~finite).sum())} of {len(values)} values are not finite",
+                "finite values",
+                "look for an overflow in the policy's forward pass",
+            )
+    if logprobs.max() > LOGPROB_TOLERANCE:
+        raise RefusedError(
+            "sampled_logprobs",
+            f"{float(logprobs.max()):.4g}",
+            "log-probabilities, at most 0",
+            "send log p(x_t | x_<t), normalised over the full vocabulary",
+        )
+
+
+def refuse_states(sample: Sample) -> None:
+    named = {"aux_hidden_states": sample.aux, "final_hidden_state": sample.final_hidden}
+    for name, values in named.items():
+        bad = int((~torch.isfinite(values.float())).sum())
+        if bad:
+            raise RefusedError(
+                name,
+                f"{bad} of {values.numel()} values are not finite",
+                "finite values",
+                "look for an overflow in the policy's forward pass",
+            )
+    raise RefusedError(
+        "packed", "padding that is not zero", "zeros", "lay the block out as docs/wire.md says"
+    )
+
+
+def check_scales(scales: torch.Tensor) -> None:
+    if not bool(((scales > 0) & (scales <= _LARGEST_SCALE)).all()):
+        raise RefusedError(
+            "packed.scales",
+            f"{float(scales.min()):.4g} to {float(scales.max()):.4g}",
+            f"above 0 and at most {_LARGEST_SCALE:.4g}",
+            "look for an overflow in the policy's forward pass",
+        )
+
+
+def _in_range(values: Integers, field: str, bound: int, meaning: str) -> None:
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high >= bound:
+        raise RefusedError(
+            field,
+            low if low < 0 else high,
+            f"0 to {bound - 1} (below {meaning})",
+            "check the tokenizer and the padding: a padding id is not a token",
+        )
+
+
+def _segment_starts(segments: Integers) -> Mask:
+    """True where a segment begins."""
+    starts = np.ones(len(segments), dtype=np.bool_)
+    starts[1:] = segments[1:] != segments[:-1]
+    if starts.sum() != len(np.unique(segments)):
+        raise RefusedError(
+            "segment_ids",
+            "a number that comes back after another segment",
+            "the tokens of one sequence side by side",
+            "pack whole sequences one after the other",
+        )
+    return starts
+
+
+def _rising(positions: Integers, starts: Mask) -> None:
+    """Refuse positions that do not rise by 1, except where a segment starts."""
+    # They were found to be in range: a difference cannot overflow.
+    rises = (positions[1:] - positions[:-1] == 1) | starts[1:]
+    if not rises.all():
+        at = int(np.flatnonzero(~rises)[0]) + 1
+        raise RefusedError(
+            "positions",
+            f"{int(positions[at])} after {int(positions[at - 1])} at token {at}",
+            "positions that rise by 1 within a segment",
+            "drop padding, and start a new segment where a sequence ends",
+        )

@@ -1,0 +1,157 @@
+"""One StreamStates call: samples up within credits, acknowledgements down."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from slipstream.checksum import Bytes
+from slipstream.tensors import Parts, frame, frames
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+_METHOD = pb.DESCRIPTOR.services_by_name["DraftTrainer"].methods_by_name["StreamStates"]
+
+
+class StateStream:
+    """Open from construction to ``close`` unless the trainer ends it before.
+
+    Owns one thread, which reads answers. The credit bounds what waits in gRPC.
+
+    Args:
+        channel: to the trainer.
+        header: the session, and the file of its blocks.
+        on_open: told, before the first credit is there to be used, why the trainer reads no file;
+            empty where it reads it. Called from the reading thread, as the other one is.
+        on_acks: told of acknowledgements.
+
+    Attributes:
+        answered: the first credit came.
+        acknowledged: samples that were answered here.
+        error: how the trainer ended the call, if not in order.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        header: pb.StreamHeader,
+        on_open: Callable[[str], None],
+        on_acks: Callable[[Sequence[pb.Ack]], None],
+    ) -> None:
+        self._on_open = on_open
+        self._on_acks = on_acks
+        self._changed = threading.Condition()
+        self._credit = 0
+        self._waiting: set[str] = set()
+        self._news = time.monotonic()
+        self._open = True
+        self._closing = False
+        self.answered = False
+        self.acknowledged = 0
+        self.error: grpc.RpcError | None = None
+        self._requests: queue.SimpleQueue[Parts | None] = queue.SimpleQueue()
+        self._requests.put([frame(pb.StreamStatesRequest(header=header))])
+        # Not through the stub, which would copy each payload into a message and out of it.
+        call = channel.stream_stream(
+            f"/{_METHOD.containing_service.full_name}/{_METHOD.name}",
+            response_deserializer=pb.StreamStatesResponse.FromString,
+        )
+        self._call = call(map(_joined, iter(self._requests.get, None)))
+        self._reader = threading.Thread(target=self._read, name="slipstream-acks", daemon=True)
+        self._reader.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the trainer may still take samples here."""
+        with self._changed:
+            return self._open
+
+    def wait_credit(self, size: int, timeout: float) -> bool:
+        """Wait until ``size`` bytes may be sent. False: not in time, or the stream ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._credit >= size or not self._open, timeout)
+            return self._open and self._credit >= size
+
+    @property
+    def credit(self) -> int:
+        """Bytes that may be sent now."""
+        with self._changed:
+            return self._credit
+
+    def send(self, request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> int:
+        """Send a batch for which there is credit; the bytes of its messages."""
+        with self._changed:
+            if not self._waiting:
+                self._news = time.monotonic()
+            self._waiting.update([sample.sample_id for sample in request.batch.samples])
+        sent = 0
+        for parts in frames(request, payload):
+            size = sum(map(len, parts))
+            with self._changed:
+                self._credit -= size
+            self._requests.put(parts)
+            sent += size
+        return sent
+
+    def silent_seconds(self) -> float:
+        """Seconds without news while the first credit, or an acknowledgement, is due; else 0."""
+        with self._changed:
+            due = self._waiting or not self.answered
+            return time.monotonic() - self._news if due else 0.0
+
+    def nothing_due(self) -> bool:
+        """Whether every sample sent here was answered: no credit will come back by itself."""
+        with self._changed:
+            return not self._waiting
+
+    def close(self, timeout: float) -> None:
+        """End the call and its thread."""
+        self._closing = True
+        self._requests.put(None)
+        self._call.cancel()
+        self._reader.join(timeout)
+
+    def _read(self) -> None:
+        try:
+            for response in self._call:
+                acks, credit = _contents(response)
+                # Before the credit wakes the sender: what is settled frees its credit too.
+                if acks:
+                    self._on_acks(acks)
+                if not self.answered:
+                    self._on_open(response.credit.inline_because)
+                with self._changed:
+                    self.answered = True
+                    self.acknowledged += len(acks)
+                    self._news = time.monotonic()
+                    self._credit += credit
+                    self._waiting.difference_update([ack.sample_id for ack in acks])
+                    self._changed.notify_all()
+        except grpc.RpcError as error:
+            if not self._closing:
+                self.error = error
+        except ValueError:
+            # gRPC's answer to a call on a closed channel: the bridge is stopping.
+            pass
+        finally:
+            with self._changed:
+                self._open = False
+                self._changed.notify_all()
+            # Lets gRPC's request thread end.
+            self._requests.put(None)
+
+
+def _contents(response: pb.StreamStatesResponse) -> tuple[Sequence[pb.Ack], int]:
+    kind = response.WhichOneof("kind")
+    if kind == "acks":
+        return response.acks.acks, response.acks.credit_bytes
+    if kind == "ack":
+        return [response.ack], 0
+    return [], response.credit.bytes
+
+
+def _joined(parts: Parts) -> bytes:
+    return b"".join(parts)  # type: ignore[arg-type]
