@@ -189,11 +189,15 @@ class Connection:
                 file.remove_name()
 
         stream = StateStream(self._channel, header, on_open, self._on_acks)
+        stalled = False
         try:
             while stream.is_open and not self._stop.is_set():
                 if stream.silent_seconds() > self._config.stall_seconds:
                     self._note(TimeoutError("the trainer does not answer on its stream of samples"))
+                    stalled = True
                     break
+                if self._outbox.damage:
+                    self._counters.transport("grpc", self._outbox.damage)
                 sent = self._send_next(stream, session)
                 self._counters.add(resent_samples=len(again.intersection(sent)))
         finally:
@@ -206,7 +210,7 @@ class Connection:
         if not self._stop.is_set():
             if stream.error is not None:
                 self._note(refused_from(stream.error) or stream.error)
-            elif not stream.acknowledged and (short or len(self._outbox)):
+            elif not stalled and not stream.acknowledged and (short or len(self._outbox)):
                 self._note(_closed_by_trainer())
         return stream.acknowledged > 0 or not short
 
@@ -248,36 +252,37 @@ class Connection:
     def _send_batch(self, stream: StateStream, first: Entry) -> list[str]:
         """Send ``first`` and what waits behind it, within the credit and the bounds of a batch."""
         credit, layers = stream.credit, first.header.aux_layers
-        bound = PIECE_BYTES if self._readable() is None else _BATCH_BYTES
-        flight = flight_bytes(self._config.outbox_bytes) - self._outbox.flight
         shared = self._readable()
-        message = size = 0
+        bound = PIECE_BYTES if shared is None else _BATCH_BYTES
+        flight = flight_bytes(self._config.outbox_bytes) - self._outbox.flight
+        message = size = lent = 0
 
         def fits(entry: Entry) -> bool:
-            nonlocal message, size
+            nonlocal message, size, lent
             most, before = _message_bytes(entry, shared), message
             if before and (entry.header.aux_layers != layers or not self._knows(entry)):
                 return False
-            if before and (size + most > bound or size + entry.nbytes > flight):
+            if before and (size + most > bound or lent + entry.nbytes > flight):
                 return False
             message += most
             size += max(most, entry.nbytes)
+            lent += entry.nbytes if entry.blocks is shared else 0
             return message <= credit
 
         request, payload, in_payload, in_file = pb.StreamStatesRequest(), [], 0, 0
         sent: list[str] = []
-        for entry in self._outbox.take(fits, _BATCH_SAMPLES):
-            by_file = entry.blocks is shared
+        for entry in self._outbox.take(fits, _BATCH_SAMPLES, shared):
             try:
-                block = None if by_file else entry.read()
+                block = None if entry.lent else entry.read()
             except MemoryLostError as error:
-                self._outbox.lose(entry.blocks, str(error))
-                self._outbox.give_up(entry, LOST)
-                self._outbox.settle(entry.sample_id)
+                # One that was shed since may have other bytes in its place by now.
+                if self._outbox.holds(entry):
+                    self._outbox.lose(entry.blocks, str(error))
+                    self._outbox.give_up(entry, LOST)
                 continue
             header = request.batch.samples.add()
             header.CopyFrom(entry.header)
-            header.packed.span.memory = pb.MEMORY_FILE if by_file else pb.MEMORY_PAYLOAD
+            header.packed.span.memory = pb.MEMORY_FILE if block is None else pb.MEMORY_PAYLOAD
             if block is None:
                 in_file += entry.nbytes
             else:
@@ -302,8 +307,10 @@ class Connection:
         """Wait until a sample may be sent: credit, and no more than its share in flight."""
         started, most = time.monotonic(), flight_bytes(self._config.outbox_bytes)
         while True:
-            size = _message_bytes(entry, self._readable())
-            room = self._outbox.flight == 0 or self._outbox.flight + entry.nbytes <= most
+            shared = self._readable()
+            size = _message_bytes(entry, shared)
+            flight = self._outbox.flight if entry.blocks is shared else 0
+            room = flight == 0 or flight + entry.nbytes <= most
             if stream.wait_credit(size, _TICK if room else 0.0) and room:
                 # The first credit says whether the trainer reads the file.
                 if size >= _message_bytes(entry, self._readable()):
@@ -384,7 +391,6 @@ class Connection:
                 if refusal.field == "shared_memory" and shared is not None:
                     # The file was cut short: what is still whole in it goes inline.
                     self._outbox.lose(shared, str(refusal))
-                    self._counters.transport("grpc", str(refusal))
                     unread.append(ack.sample_id)
                     continue
                 if self._counters.refused(refusal.field):

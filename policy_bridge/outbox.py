@@ -84,11 +84,13 @@ class Entry:
         header: with the span of the block in ``blocks``, and its checksum.
         priority: 0 to ``PRIORITIES`` - 1.
         blocks: the file.
+        lent: the trainer may be reading the block out of the file.
     """
 
     header: pb.VerifierStates
     priority: int
     blocks: BlockFile
+    lent: bool = False
 
     @property
     def sample_id(self) -> str:
@@ -239,12 +241,15 @@ class Outbox:
                 self._changed.wait(left)
             return self._held[next(iter(self._waiting))]
 
-    def take(self, wanted: Callable[[Entry], bool], most: int) -> list[Entry]:
+    def take(
+        self, wanted: Callable[[Entry], bool], most: int, shared: BlockFile | None = None
+    ) -> list[Entry]:
         """Move samples from the front to "sent", at once.
 
         Args:
             wanted: asked of one after the other, until it says no.
             most: samples.
+            shared: the file that the trainer reads; blocks in it are lent from now on.
         """
         taken: list[Entry] = []
         with self._changed:
@@ -256,12 +261,14 @@ class Outbox:
             for entry in taken:
                 del self._waiting[entry.sample_id]
                 self._sent[entry.sample_id] = None
-                self._flight += entry.nbytes
+                entry.lent = entry.blocks is shared
+                if entry.lent:
+                    self._flight += entry.nbytes
         return taken
 
     @property
     def flight(self) -> int:
-        """Bytes of samples that were sent and not answered, shed ones included."""
+        """Bytes that are lent to the trainer, of samples that were shed too."""
         with self._changed:
             return self._flight
 
@@ -292,8 +299,7 @@ class Outbox:
         with self._changed:
             for sample_id in sample_ids:
                 if sample_id in self._sent:
-                    del self._sent[sample_id]
-                    self._flight -= self._held[sample_id].nbytes
+                    self._take_back(self._held[sample_id])
                     self._waiting[sample_id] = None
                     self._waiting.move_to_end(sample_id, last=False)
                 self._unpin(sample_id)
@@ -439,7 +445,7 @@ class Outbox:
         return False
 
     def _give_up(self, entry: Entry, reason: str) -> None:
-        if entry.sample_id in self._sent:
+        if entry.lent:
             # Its part of the file is not free before the trainer has answered.
             del self._sent[entry.sample_id]
             self._pinned[entry.sample_id] = entry
@@ -450,8 +456,7 @@ class Outbox:
         entry = self._held.pop(sample_id)
         self._waiting.pop(sample_id, None)
         if sample_id in self._sent:
-            del self._sent[sample_id]
-            self._flight -= entry.nbytes
+            self._take_back(entry)
         of_version = self._bins[entry.version]
         del of_version.bins[entry.priority][sample_id]
         of_version.nbytes[entry.priority] -= entry.nbytes
@@ -461,6 +466,13 @@ class Outbox:
             self._versions.remove(entry.version)
         if sample_id not in self._pinned:
             self._free(entry)
+
+    def _take_back(self, entry: Entry) -> None:
+        """A sample that was sent is with the trainer no more."""
+        del self._sent[entry.sample_id]
+        if entry.lent:
+            entry.lent = False
+            self._flight -= entry.nbytes
 
     def _unpin(self, sample_id: str) -> None:
         entry = self._pinned.pop(sample_id, None)

@@ -23,7 +23,7 @@ import hashlib
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -165,6 +165,7 @@ _METHOD = pb.DESCRIPTOR.services_by_name["DraftTrainer"].methods_by_name["Announ
 # one sync to the next. A version must be known before the one after the next is there: samples
 # were shed for want of it when syncs came faster than announcements.
 _OF_DEADLINE, _OF_INTERVAL = 0.25, 0.125
+_DROPPED = 256
 # Before the second sync.
 _FIRST_INTERVAL = 8.0
 
@@ -211,6 +212,8 @@ class Announcer:
         self._known: int | None = None
         self._announcing: int | None = None
         self._held_hashes: set[bytes] = set()
+        # Samples of these may still be on their way from the policy's device.
+        self._dropped: deque[int] = deque(maxlen=_DROPPED)
 
     def offer(self, snapshot: PolicySnapshot) -> list[int]:
         """Take the newest snapshot; the versions that were dropped without being announced."""
@@ -227,6 +230,7 @@ class Announcer:
                 self._specs.pop(version, None)
                 if not self._knows(version):
                     dropped.append(version)
+            self._dropped.extend(dropped)
             return dropped
 
     def open_session(self, session: Session, forget: bool) -> None:
@@ -248,9 +252,9 @@ class Announcer:
             return None
 
     def knows(self, version: int) -> bool:
-        """Whether the trainer has been told of ``version`` or of a later one."""
+        """Whether the trainer has been told of ``version``, by this bridge or by another one."""
         with self._lock:
-            return self._knows(version)
+            return self._knows(version) and version not in self._dropped
 
     def announce(self, version: int, timeout: float) -> None:
         """Tell the trainer of one version: its matrices, where it lacks one of that content.

@@ -89,8 +89,6 @@ class BridgeStats:
     """Bytes of these."""
     outbox_capacity_bytes: int = 0
     """Bound of these."""
-    ring_bytes: tuple[int, int] | None = None
-    """Used and whole bytes of the shared memory; None where there is none."""
     announced: int = 0
     """Policy versions that the trainer was told of."""
     connects: int = 0

@@ -188,7 +188,7 @@ def _flip_in_message(rig: Rig, rng: random.Random) -> None:
     try:
         name = f"damaged-{rng.getrandbits(48):012x}"
         sample = sender.named(name)
-        rig.records.anchors[name] = int(sample.tensors.loss_mask.sum()) - 1
+        rig.records.anchors[name] = int(sample.loss_mask.sum()) - 1
         ack = sender.send(sample, damage=True)
         assert ack.refusal.field == "packed.checksum", ack
         rig.records.answer(name, str(ack.status), ack.refusal.field)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import queue
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from safetensors.torch import load_file
 
-from policy_bridge.config import BridgeConfig
-from policy_bridge.connection import Placement, StateStream
-from policy_bridge.outbox import Sample
+from policy_bridge.connection import DESCRIPTION_BYTES
 from policy_bridge.session import Session, decode_session
+from policy_bridge.stream import StateStream
+from slipstream.checksum import KINDS, checksum_of
 from slipstream.client import open_channel
-from slipstream.sample import PackedTensors
+from slipstream.sample import Sample
 from slipstream.tensors import SCHEMA_VERSION
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
@@ -39,11 +38,8 @@ class OtherSender:
         self._acks: queue.SimpleQueue[pb.Ack] = queue.SimpleQueue()
         self._channel = open_channel(address)
         session = self._open_run(run_id, policy)
-        self._placement = Placement(
-            session, BridgeConfig(trainer=address, run_id=run_id, transport="grpc")
-        )
-        header = pb.StreamHeader(session_id=session.session_id, transport=pb.TRANSPORT_GRPC)
-        self._stream = StateStream(self._channel, header, self._answered)
+        header = pb.StreamHeader(session_id=session.session_id)
+        self._stream = StateStream(self._channel, header, lambda why: None, self._answered)
         self.sample = _read(recorded, session)
 
     def send(self, sample: Sample, damage: bool = False) -> pb.Ack:
@@ -53,21 +49,21 @@ class OtherSender:
             sample: of the run.
             damage: flip a bit of its states after its checksum was taken.
         """
-        size = self._placement.message_bytes(sample.layout)
-        assert self._stream.wait_credit(size, self._patience), "no credit"
+        block = sample.block.numpy().copy()
+        assert self._stream.wait_credit(DESCRIPTION_BYTES + len(block), self._patience), "no credit"
         request = pb.StreamStatesRequest()
-        placed = self._placement.place(sample, 0, self._patience, request.batch.samples.add)
-        assert placed is not None
-        pieces = [piece.copy() for piece in placed.payload]
+        header = request.batch.samples.add()
+        header.CopyFrom(sample.header)
+        header.packed.checksum_kind, header.packed.checksum = KINDS[0], checksum_of(block, KINDS[0])
+        header.packed.span.CopyFrom(pb.Span(memory=pb.MEMORY_PAYLOAD, bytes=len(block)))
         if damage:
-            longest = max(pieces, key=len)
-            longest[len(longest) // 2] ^= 1
-        self._stream.send(request, pieces)
+            block[len(block) // 2] ^= 1
+        self._stream.send(request, [block])
         return self._acks.get(timeout=self._patience)
 
     def named(self, name: str) -> Sample:
         """The recorded sample under another id."""
-        return replace(self.sample, sample_id=name)
+        return self.sample.repacked(sample_id=name)
 
     def close(self) -> None:
         """End the stream."""
@@ -95,6 +91,5 @@ class OtherSender:
 
 def _read(path: Path, session: Session) -> Sample:
     assert session.latest_policy_version is not None
-    tensors = PackedTensors(**load_file(path))
     version = session.latest_policy_version
-    return Sample.of("recorded", version, 1.0, session.aux_layers, tensors)
+    return Sample.pack("recorded", version, 1.0, session.aux_layers, **load_file(path))

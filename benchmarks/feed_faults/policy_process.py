@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -23,9 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from draft_trainer.files import written_whole
 from policy_bridge import BridgeConfig, PolicyBridge
-from policy_bridge.connection import Placement
-from policy_bridge.outbox import Sample
-from slipstream.sample import PackedTensors
+from slipstream.sample import TENSORS, Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 ROWS, PROMPT, SHORTEST, LONGEST = 2, 4, 8, 20
@@ -100,44 +98,41 @@ class _Witness:
     """
 
     def __init__(self, bridge: PolicyBridge, folder: Path) -> None:
-        shipper, self._outbox = bridge._shipper, bridge._outbox
-        assert shipper is not None
+        connection, self._outbox = bridge._shipper, bridge._outbox
+        assert connection is not None
         self._folder = folder
         self._captured, self._answered = _Lines(folder / CAPTURED), _Lines(folder / ANSWERED)
-        self._offer, self._on_acks = self._outbox.offer, shipper._on_acks
+        self._put, self._on_acks = self._outbox.put, connection._on_acks
         self._recorded = False
         self._twice = False
         signal.signal(signal.SIGUSR1, self._deliver_twice)
-        self._outbox.offer = self.offer  # type: ignore[method-assign]
-        shipper._on_acks = self.on_acks  # type: ignore[method-assign]
+        self._outbox.put = self.put  # type: ignore[method-assign]
+        connection._on_acks = self.on_acks  # type: ignore[method-assign]
 
-    def offer(self, sample: Sample, deadline_seconds: float, priority: int = 0) -> bool:
+    def put(self, sample: Sample, deadline_seconds: float, priority: int = 0) -> bool:
         # Its anchors: see valid_targets in draft_trainer/drafters/eagle3/loss.py.
-        anchors = int(sample.tensors.loss_mask.sum()) - 1
+        anchors = int(sample.loss_mask.sum()) - 1
         self._captured.write(f"{sample.sample_id} {anchors}")
         if not self._recorded:
             self._record(sample)
-        return self._offer(sample, deadline_seconds, priority)
+        return self._put(sample, deadline_seconds, priority)
 
-    def on_acks(self, placement: Placement, acks: Sequence[pb.Ack]) -> None:
+    def on_acks(self, acks: Sequence[pb.Ack]) -> None:
         self._answered.write(
             *(f"{ack.sample_id} {ack.status} {ack.refusal.field or '-'}" for ack in acks)
         )
-        self._on_acks(placement, acks)
+        self._on_acks(acks)
         if self._twice and acks:
             self._twice = False
             self._answered.write(*(f"{ack.sample_id} again -" for ack in acks))
-            self._on_acks(placement, acks)
+            self._on_acks(acks)
 
     def _deliver_twice(self, number: int, frame: FrameType | None) -> None:
         self._twice = True
 
     def _record(self, sample: Sample) -> None:
         self._recorded = True
-        tensors = {
-            field.name: getattr(sample.tensors, field.name).clone()
-            for field in fields(PackedTensors)
-        }
+        tensors = {name: getattr(sample, name).clone() for name in TENSORS}
         with written_whole(self._folder / RECORDED) as temporary:
             temporary.write_bytes(save(tensors))
 

@@ -1,4 +1,4 @@
-"""What Linux says of a process from outside: whether it stands still, which rings it has."""
+"""What Linux says of a process from outside: whether it stands still, which files it has."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ def stands_still(pid: int) -> bool:
 
 
 def claimed_rings(pid: int, memory: Path) -> set[str]:
-    """The rings that it maps and whose names are gone: those of streams."""
-    prefix = f"{memory}/slipstream-ring-"
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    names = {line[line.index("/") :] for line in lines if prefix in line}
-    return {name for name in names if name.endswith(_DELETED)}
+    """The files of samples that it has open and whose names are gone: those of streams."""
+    prefix = f"{memory}/slipstream-samples-"
+    names = {_link(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    return {name for name in names if name.startswith(prefix) and name.endswith(_DELETED)}
 
 
 def open_ring(pid: int, memory: Path) -> int:
-    """A descriptor of the one ring of ``claimed_rings``, to read and write; to be closed."""
+    """A descriptor of the one file of ``claimed_rings``, to read and write; to be closed."""
     (name,) = claimed_rings(pid, memory)
-    # A descriptor and its copy, which the mapping has.
     first, *_ = [path for path in Path(f"/proc/{pid}/fd").iterdir() if _link(path) == name]
     return os.open(first, os.O_RDWR)
 

@@ -115,8 +115,10 @@ class Rig:
 
     def use(self, transport: str) -> None:
         """Have the policy ship that way now, if need be by ending it and starting another one."""
-        # A bridge that found its ring truncated trusts none any more.
-        fell_back = transport == "shared_memory" and not self._claimed_rings()
+        # A bridge that found its file cut short goes on inline.
+        fell_back = transport == "shared_memory" and not claimed_rings(
+            self._policy.pid, self.memory
+        )
         if self.transport != transport or fell_back:
             self.end_policy()
             self.start_policy(transport)

@@ -12,12 +12,10 @@ from safetensors.torch import load_file
 
 from benchmarks.robustness.services import EXAMPLE
 from slipstream.checksum import CRC32, checksum_of
-from slipstream.layers import encode_layers
-from slipstream.sample import layout_of, tensors_in
-from slipstream.tensors import SCHEMA_VERSION, chunks_of, encode, frame, spec_of
+from slipstream.sample import Sample, header_of, layout_of
+from slipstream.tensors import SCHEMA_VERSION, chunks_of, frame, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
-from slipstream.v1 import tensor_pb2
 
 RUN = "robustness"
 _CONFIG = json.loads((EXAMPLE / "draft" / "config.json").read_text())
@@ -65,22 +63,13 @@ def announcement(session_id: str, version: int) -> list[pb.AnnouncePolicyRequest
 
 
 def sample(version: int = 1, tokens: int = 8, sample_id: str = "") -> pb.VerifierStates:
-    """One whose block is not placed yet: ``batch`` does that.
+    """The header of one whose block is not made yet: ``batch`` does that.
 
     Its id is none that fuzzing makes of another one: numbers in their order it met.
     """
-    return pb.VerifierStates(
-        sample_id=sample_id or f"sound-{uuid.uuid4().hex}",
-        policy_version=version,
-        temperature=1.0,
-        aux_layers=encode_layers(LAYERS),
-        packed=pb.PackedStates(
-            tokens=tokens,
-            hidden_size=HIDDEN,
-            states_dtype=tensor_pb2.DTYPE_BFLOAT16,
-            checksum_kind=CRC32,
-        ),
-    )
+    name = sample_id or f"sound-{uuid.uuid4().hex}"
+    layout = layout_of(tokens, len(LAYERS), HIDDEN, torch.bfloat16)
+    return header_of(name, version, 1.0, LAYERS, layout)
 
 
 def batch(samples: Sequence[pb.VerifierStates]) -> pb.StreamStatesRequest:
@@ -90,19 +79,19 @@ def batch(samples: Sequence[pb.VerifierStates]) -> pb.StreamStatesRequest:
     for message in samples:
         packed = message.packed
         layout = layout_of(packed.tokens, len(LAYERS), HIDDEN, torch.bfloat16)
-        block = np.zeros(layout.nbytes, dtype=np.uint8)
-        tensors = tensors_in(torch.from_numpy(block), layout)
-        tensors.token_ids.copy_(torch.from_numpy(rng.integers(0, VOCAB, packed.tokens)))
-        tensors.positions.copy_(torch.arange(packed.tokens))
-        tensors.loss_mask[2:] = True
-        tensors.sampled_logprobs.fill_(-1.0)
-        for states in (tensors.aux, tensors.final):
+        made = Sample(message, torch.zeros(layout.nbytes, dtype=torch.uint8))
+        made.token_ids.copy_(torch.from_numpy(rng.integers(0, VOCAB, packed.tokens)))
+        made.positions.copy_(torch.arange(packed.tokens))
+        made.loss_mask[2:] = True
+        made.sampled_logprobs.fill_(-1.0)
+        for states in (made.aux, made.final_hidden):
             values = rng.standard_normal(tuple(states.shape), dtype=np.float32)
             states.copy_(torch.from_numpy(values))
         packed.span.memory, packed.span.offset = pb.MEMORY_PAYLOAD, len(payload)
         packed.span.bytes = layout.nbytes
-        packed.checksum = checksum_of([block], CRC32)
-        payload += block.tobytes()
+        packed.checksum_kind = CRC32
+        packed.checksum = checksum_of(made.block.numpy(), CRC32)
+        payload += made.block.numpy().tobytes()
     return pb.StreamStatesRequest(batch=pb.SampleBatch(samples=samples), payload=payload)
 
 
@@ -114,30 +103,14 @@ def framed(request: pb.StreamStatesRequest) -> bytes:
 
 
 def plain_sample(version: int = 1, tokens: int = 4) -> pb.StreamStatesRequest:
-    """One without a block, as a client without a bridge sends it."""
-    states = torch.randn(tokens, HIDDEN * (len(LAYERS) + 1), generator=torch.Generator())
-    count = torch.arange(tokens, dtype=torch.int32)
-    return pb.StreamStatesRequest(
-        sample=pb.VerifierStates(
-            sample_id=f"plain-{uuid.uuid4().hex}",
-            policy_version=version,
-            temperature=1.0,
-            token_ids=encode(count),
-            positions=encode(count),
-            segment_ids=encode(torch.zeros_like(count)),
-            loss_mask=encode(count >= 2),
-            aux_layers=encode_layers(LAYERS),
-            aux_hidden_states=encode(states[:, HIDDEN:].contiguous()),
-            final_hidden_state=encode(states[:, :HIDDEN].contiguous()),
-            sampled_logprobs=encode(torch.full((tokens,), -1.0)),
-            sampled_logits=encode(torch.zeros(tokens)),
-        )
-    )
+    """One sample a message, as a client without a bridge sends it."""
+    whole = batch([sample(version, tokens, f"plain-{uuid.uuid4().hex}")])
+    return pb.StreamStatesRequest(sample=whole.batch.samples[0], payload=whole.payload)
 
 
 def header(session_id: str) -> pb.StreamStatesRequest:
     """Of a stream over gRPC."""
-    given = pb.StreamHeader(session_id=session_id, transport=pb.TRANSPORT_GRPC)
+    given = pb.StreamHeader(session_id=session_id)
     return pb.StreamStatesRequest(header=given)
 
 

@@ -42,7 +42,6 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 MEMORY_BYTES = 192 << 20
 REPLAY_BYTES = 256 << 20
 SMALL_REPLAY_BYTES = 16 << 20
-RING_BYTES = 128 << 20
 """Of the largest samples more than two: the bridge writes one while the trainer reads another."""
 
 LARGE = [Case(4096, tokens, 512 << 20) for tokens in (32, 256, 1024)]
@@ -106,7 +105,7 @@ def main() -> None:
                 core = cores[-1] if len(cores) > 1 else None
                 replay_bytes = REPLAY_BYTES if kind == "large" else SMALL_REPLAY_BYTES
                 argv = [f"--hidden-size={case.hidden_size}", f"--replay-bytes={replay_bytes}"]
-                argv = ["benchmarks.transport.receiver", *argv, f"--ring-bytes={RING_BYTES}"]
+                argv = ["benchmarks.transport.receiver", *argv]
                 receiver = stack.enter_context(Process(argv, core))
                 bare = stack.enter_context(Process(["benchmarks.transport.bare"], core))
                 senders = {}

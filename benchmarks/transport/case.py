@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from policy_bridge.outbox import Sample
-from slipstream.sample import PackedTensors
+from slipstream.sample import Sample
 
 RUN = "benchmark"
 POLICY_VERSION = 1
@@ -55,16 +54,17 @@ def make_samples(case: Case, memory_bytes: int) -> list[Sample]:
     # One random sequence, copied: making random numbers takes longer than the benchmark.
     aux = torch.randn(tokens, 3 * hidden, generator=generator).to(torch.bfloat16)
     final = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16)
-    tensors = PackedTensors(
-        token_ids=torch.arange(tokens, dtype=torch.int32) % VOCAB,
-        positions=torch.arange(tokens, dtype=torch.int32),
-        segment_ids=torch.zeros(tokens, dtype=torch.int32),
-        sampled_logprobs=torch.full((tokens,), -1.0),
-        sampled_logits=torch.zeros(tokens),
+    first = Sample.pack(
+        "",
+        POLICY_VERSION,
+        1.0,
+        AUX_LAYERS,
+        token_ids=torch.arange(tokens) % VOCAB,
+        positions=torch.arange(tokens),
         loss_mask=torch.ones(tokens, dtype=torch.bool),
         aux=aux,
-        final=final,
-        scales=torch.empty(0),
+        final_hidden=final,
+        sampled_logprobs=torch.full((tokens,), -1.0),
+        sampled_logits=torch.zeros(tokens),
     )
-    first = Sample.of("", POLICY_VERSION, 1.0, AUX_LAYERS, tensors)
-    return [replace(first, block=first.block.clone()) for _ in range(count)]
+    return [Sample(first.header, first.block.clone()) for _ in range(count)]

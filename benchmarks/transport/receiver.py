@@ -55,7 +55,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--hidden-size", type=int, required=True)
     parser.add_argument("--replay-bytes", type=int, required=True)
-    parser.add_argument("--ring-bytes", type=int, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +64,6 @@ def main() -> None:
                     "port": 0,
                     "metrics_port": 0,
                     "max_tokens_per_sample": MAX_TOKENS,
-                    "ring_bytes": options.ring_bytes,
                     "receive_window_bytes": MAX_MESSAGE_BYTES,
                 },
                 "draft": {

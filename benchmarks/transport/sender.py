@@ -1,24 +1,32 @@
-"""The sending side: the bridge's own outbox and shipper, given samples instead of a policy."""
+"""The sending side: the bridge's own outbox and connection, given samples instead of a policy."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 
 from benchmarks.transport.case import RUN, VOCAB
 from benchmarks.transport.process import Process
 from policy_bridge.config import BridgeConfig
-from policy_bridge.connection import Shipper
-from policy_bridge.outbox import Outbox, Sample
+from policy_bridge.connection import Connection
+from policy_bridge.outbox import Outbox
 from policy_bridge.stats import Counters
 from slipstream.client import open_channel
+from slipstream.sample import Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 DEADLINE = 120.0
+_OUTBOX_BYTES = 4 << 30
 _PREFIXES = itertools.count()
+
+
+def _named(sample: Sample, name: str) -> Sample:
+    header = pb.VerifierStates()
+    header.CopyFrom(sample.header)
+    header.sample_id = name
+    return Sample(header, sample.block)
 
 
 class Sender:
@@ -28,7 +36,6 @@ class Sender:
         receiver: the process with the trainer, whose address it prints first.
         hidden_size: H.
         transport: of ``BridgeConfig``.
-        states_dtype: of ``BridgeConfig``.
     """
 
     def __init__(
@@ -36,26 +43,24 @@ class Sender:
         receiver: Process,
         hidden_size: int,
         transport: str,
-        states_dtype: str = "",
     ) -> None:
         address = receiver.addresses[0]
         config = BridgeConfig(
-            trainer=address, run_id=RUN, transport=transport, states_dtype=states_dtype
+            trainer=address, run_id=RUN, transport=transport, outbox_bytes=_OUTBOX_BYTES
         )
         spec = pb.PolicySpec(hidden_size=hidden_size, vocab_size=VOCAB, num_hidden_layers=36)
         modules = SimpleNamespace(spec=lambda name: spec, layers=[None] * 36, vocab_size=VOCAB)
         self._counters = Counters()
-        # The samples' memory is here anyway; the outbox holds references.
-        self._outbox = Outbox(1 << 62, self._counters)
+        self._outbox = Outbox(config.outbox_bytes, self._counters)
         self._channel = open_channel(address)
-        self._shipper = Shipper(
+        self._connection = Connection(
             self._channel,
             modules,  # type: ignore[arg-type]
             self._outbox,
             config,
             self._counters,
         )
-        if not self._shipper.wait_connected(DEADLINE):
+        if not self._connection.wait_connected(DEADLINE):
             raise RuntimeError("no run was opened")
         self._receiver = receiver
 
@@ -68,14 +73,14 @@ class Sender:
         """
         prefix = f"r{next(_PREFIXES)}"
         named = [
-            replace(sample, sample_id=f"{prefix}-{number}")
+            _named(sample, f"{prefix}-{number}")
             for number, sample in zip(range(count), itertools.cycle(samples), strict=False)
         ]
         accepted = self._accepted()
         receiver_cpu = self._receiver.cpu_seconds()
         own_cpu, started = time.process_time(), time.perf_counter()
         for sample in named:
-            if not self._outbox.offer(sample, DEADLINE):
+            if not self._outbox.put(sample, DEADLINE):
                 raise RuntimeError("the outbox refused a sample")
         if not self._outbox.wait_empty(DEADLINE):
             raise RuntimeError("not everything was acknowledged in time")
@@ -92,11 +97,11 @@ class Sender:
 
     def close(self) -> None:
         """End the stream."""
-        self._shipper.stop()
+        self._connection.stop()
         self._outbox.close()
         self._channel.close()
-        if not self._shipper.join():
-            raise RuntimeError("the shipper did not end")
+        if not self._connection.join():
+            raise RuntimeError("the connection did not end")
 
     def _accepted(self) -> int:
         return self._stats().accepted

@@ -148,7 +148,8 @@ def check_contents(sample: Sample, expected: Expected) -> None:
             "send windows that contain completion tokens",
         )
     logprobs = sample.sampled_logprobs.numpy()
-    for name, values in (("sampled_logprobs", logprobs), ("sampled_logits", sample.sampled_logits)):
+    logits = sample.sampled_logits.numpy()
+    for name, values in (("sampled_logprobs", logprobs), ("sampled_logits", logits)):
         finite = np.isfinite(values)
         if not finite.all():
             raise RefusedError(

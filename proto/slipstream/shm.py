@@ -91,7 +91,6 @@ class SharedFile:
     def anonymous(cls, nbytes: int) -> SharedFile:
         """Memory without a name, for samples that go inline."""
         descriptor = os.memfd_create("slipstream-samples", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, nbytes)
         return cls(descriptor, None, nbytes, b"")
 
     @classmethod
@@ -143,7 +142,7 @@ class SharedFile:
     def write(self, offset: int, block: Bytes) -> None:
         """Write a block. Raises MemoryLostError: the file was cut short, or its memory is full."""
         size = os.fstat(self._descriptor).st_size
-        if size < self.nbytes:
+        if size < self.nbytes and self.name:
             raise MemoryLostError.of(
                 f"a file of {size} bytes", f"{self.nbytes} bytes, as it was made"
             )

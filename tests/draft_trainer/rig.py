@@ -13,12 +13,12 @@ import torch
 
 from draft_trainer.config import TrainerConfig, parse_config
 from draft_trainer.drafters.eagle3.checkpoint import save_draft
-from draft_trainer.sample import Sample
 from draft_trainer.server.app import TrainerServer
+from slipstream.checksum import KINDS, checksum_of
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError, refused_from
-from slipstream.layers import encode_layers
-from slipstream.tensors import SCHEMA_VERSION, chunks_of, encode, spec_of
+from slipstream.sample import Sample
+from slipstream.tensors import SCHEMA_VERSION, chunks_of, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, draft_vocab_ids, head
@@ -120,10 +120,10 @@ class Client:
         requests += [pb.AnnouncePolicyRequest(chunk=chunk) for chunk in chunks_of(sent)]
         return self.stub.AnnouncePolicy(iter(requests), timeout=DEADLINE)
 
-    def send(self, *messages: pb.VerifierStates) -> list[pb.Ack]:
-        """One stream that sends ``messages`` within its credits and waits for every answer."""
+    def send(self, *samples: Sample | pb.StreamStatesRequest) -> list[pb.Ack]:
+        """One stream that sends ``samples`` within its credits and waits for every answer."""
         with Stream(self) as stream:
-            return [stream.send(message) for message in messages]
+            return [stream.send(sample) for sample in samples]
 
     def status(self) -> pb.TrainerStatus:
         return self.stub.GetStatus(pb.GetStatusRequest(), timeout=DEADLINE)
@@ -179,9 +179,9 @@ class Stream:
     def put(self, request: pb.StreamStatesRequest) -> None:
         self._requests.put(request)
 
-    def send(self, message: pb.VerifierStates) -> pb.Ack:
+    def send(self, sample: Sample | pb.StreamStatesRequest) -> pb.Ack:
         """Send one sample and take its answer and its credit."""
-        request = pb.StreamStatesRequest(sample=message)
+        request = request_of(sample) if isinstance(sample, Sample) else sample
         self.credit -= request.ByteSize()
         self.put(request)
         ack = self._next("ack").ack
@@ -199,30 +199,23 @@ class Stream:
         return response
 
 
-def states(sample: Sample, dtype: torch.dtype = torch.float32) -> pb.VerifierStates:
-    """A sample as a message."""
-    return pb.VerifierStates(
-        sample_id=sample.sample_id,
-        policy_version=sample.policy_version,
-        temperature=sample.temperature,
-        token_ids=encode(sample.token_ids.int()),
-        positions=encode(sample.positions.int()),
-        segment_ids=encode(sample.segment_ids.int()),
-        loss_mask=encode(sample.loss_mask),
-        aux_layers=encode_layers(LAYERS),
-        aux_hidden_states=encode(sample.aux.to(dtype)),
-        final_hidden_state=encode(sample.final_hidden.to(dtype)),
-        sampled_logprobs=encode(sample.sampled_logprobs),
-        sampled_logits=encode(sample.sampled_logits),
-    )
+def rollouts(count: int, seed: int = 0, version: int = 1) -> list[Sample]:
+    """Samples of ``count`` rollouts of the default policy."""
+    return [
+        sample.repacked(policy_version=version) if version != 1 else sample
+        for sample in Policy().samples(count, seed)
+    ]
 
 
-def rollouts(count: int, seed: int = 0, version: int = 1) -> list[pb.VerifierStates]:
-    """Messages of ``count`` rollouts of the default policy."""
-    messages = [states(sample) for sample in Policy().samples(count, seed)]
-    for message in messages:
-        message.policy_version = version
-    return messages
+def request_of(sample: Sample) -> pb.StreamStatesRequest:
+    """The message of one sample, its block inline and as it is now."""
+    request = pb.StreamStatesRequest(sample=sample.header)
+    block = sample.block.numpy()
+    packed = request.sample.packed
+    packed.span.CopyFrom(pb.Span(memory=pb.MEMORY_PAYLOAD, bytes=len(block)))
+    packed.checksum_kind, packed.checksum = KINDS[0], checksum_of(block, KINDS[0])
+    request.payload = block.tobytes()
+    return request
 
 
 def refusal(call: Any) -> RefusedError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -10,10 +10,15 @@ import pytest
 
 from draft_trainer.server.app import TrainerServer
 from slipstream.v1 import draft_trainer_pb2 as pb
-from tests.draft_trainer.rig import Client, Stream, make_config, refusal, rollouts, running
-
-T = 16
-Mutation = Callable[[pb.VerifierStates], object]
+from tests.draft_trainer.rig import (
+    Client,
+    Stream,
+    make_config,
+    refusal,
+    request_of,
+    rollouts,
+    running,
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +38,7 @@ def test_overrunning_the_credit_ends_the_stream(trainer: tuple[TrainerServer, Cl
     (message,) = rollouts(1, seed=50)
     with Stream(client) as stream:
         assert stream.credit == 1 << 17
-        message.sample_id = "x" * (1 << 17)
-        stream.put(pb.StreamStatesRequest(sample=message))
+        stream.put(request_of(message.repacked(sample_id="x" * (1 << 17))))
         error = refusal(lambda: next(stream.call))
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert error.field == "credit"
@@ -58,7 +62,7 @@ def test_stream_must_begin_with_the_header_of_an_open_session(
     assert error.code is grpc.StatusCode.FAILED_PRECONDITION
     assert error.field == "session_id"
     assert "OpenRun" in error.next_step
-    only_samples = [pb.StreamStatesRequest(sample=rollouts(1)[0])]
+    only_samples = [request_of(rollouts(1)[0])]
     error = refusal(lambda: list(client.stub.StreamStates(iter(only_samples), timeout=10)))
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT
     assert (error.field, error.found, error.expected) == ("kind", "sample", "header")

@@ -9,16 +9,14 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from draft_trainer.counters import Counters, Servers, by_label
-from draft_trainer.ingest.rings import Rings
 from draft_trainer.server.metrics import facts, trainer_registry
 from slipstream.errors import StatusCode
 from slipstream.guard import RefusedCalls
-from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1.console_pb2 import TrialView
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
 from slipstream.v1.release_pb2 import GateFigures, Verdict
 from tests.draft_trainer.fleet_rig import Rig
-from tests.draft_trainer.rig import Stream, make_config, rollouts, running
+from tests.draft_trainer.rig import Stream, make_config, request_of, rollouts, running
 from tests.scraping import Samples, of, scrape, value
 
 T = "slipstream_trainer_"
@@ -104,7 +102,6 @@ def test_everything_has_a_series_once_it_is_known() -> None:
         **{"served_trained_against": 0, "policy_version": 10, "policy_registered_at": 500.0},
         **{"served_staleness": 10, "served_staleness_seconds": 30.0},
         streams={"grpc": 1, "shared_memory": 2},
-        rings={"offered": 1, "claimed": 2},
         servers_by_state={"known": 4, "reachable": 3, "ready": 2, "current": 1},
         trial=TrialView(draft_version=3),
         last_verdict=Verdict(
@@ -185,7 +182,7 @@ def test_a_running_trainer_serves_both_formats(tmp_path: Path) -> None:
         client.open()
         client.announce(5)
         with Stream(client) as stream:
-            sizes = [pb.StreamStatesRequest(sample=m).ByteSize() for m in rollouts(4, 0, 5)]
+            sizes = [request_of(m).ByteSize() for m in rollouts(4, 0, 5)]
             for message in rollouts(4, 0, 5):
                 stream.send(message)
             samples = _openmetrics(f"{server._web.url}/metrics")
@@ -200,18 +197,6 @@ def test_a_running_trainer_serves_both_formats(tmp_path: Path) -> None:
         pending = value(samples, T + "samples_pending")
         assert held is not None and pending is not None and held + pending == 4
         assert value(samples, "process_resident_memory_bytes")
-
-
-def test_rings_say_what_they_hold(tmp_path: Path) -> None:
-    rings = Rings(tmp_path, 1 << 16, limit=2)
-    rings.offer("a")
-    rings.offer("b")
-    assert rings.counts == {"offered": 2, "claimed": 0}
-    assert rings.claim("a", pb.TRANSPORT_SHARED_MEMORY) is not None
-    assert rings.counts == {"offered": 1, "claimed": 1}
-    assert rings.nbytes == 2 * ((1 << 16) + 4096)
-    rings.close()
-    assert rings.nbytes == 0
 
 
 def _openmetrics(url: str) -> Samples:

@@ -192,8 +192,7 @@ def test_health_reflection_and_metrics(tmp_path: Path) -> None:
         assert "slipstream_trainer_loss " not in text
         client.open()
         client.announce(5)
-        bad = rollouts(1, 77, version=5)[0]
-        bad.temperature = 0.0
+        bad = rollouts(1, 77, version=5)[0].repacked(temperature=0.0)
         client.send(bad)
         train(client, 0, version=5)
         values = _values(_scrape(server))

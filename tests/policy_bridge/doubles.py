@@ -16,9 +16,9 @@ import torch
 from slipstream.checksum import KINDS, checksum_of
 from slipstream.errors import RefusedError, abort_with
 from slipstream.layers import encode_layers
-from slipstream.sample import layout_of, tensors_in
+from slipstream.sample import Sample
 from slipstream.serving import SERVER_OPTIONS
-from slipstream.tensors import SCHEMA_VERSION, ChunkAssembler, decode, dtype_from_wire, encode
+from slipstream.tensors import SCHEMA_VERSION, ChunkAssembler, encode
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
@@ -61,7 +61,7 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
     max_tokens: int = 512
     credit: int = 64 << 20
     ack: bool = True
-    refuse: Callable[[pb.VerifierStates], RefusedError | None] = lambda _: None
+    refuse: Callable[[Sample], RefusedError | None] = lambda _: None
     refuse_run: RefusedError | None = None
     refuse_announcements: list[RefusedError] = field(default_factory=list)
     hang: set[str] = field(default_factory=set)
@@ -70,14 +70,13 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
     on_complete: Callable[[pb.CompleteSyncRequest], pb.CompleteSyncResponse] = lambda _: (
         pb.CompleteSyncResponse()
     )
-    samples: dict[str, pb.VerifierStates] = field(default_factory=dict)
+    samples: dict[str, Sample] = field(default_factory=dict)
     received: list[str] = field(default_factory=list)
     tensors: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     chunks_sent: dict[int, set[str]] = field(default_factory=dict)
     events: list[tuple[str, int]] = field(default_factory=list)
     overdrawn: int = 0
     received_bytes: int = 0
-    hidden_size: int = 0
     schema_version: int = SCHEMA_VERSION
     sessions: int = 0
     release: threading.Event = field(default_factory=threading.Event)
@@ -102,7 +101,6 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
         if self.refuse_run is not None:
             abort_with(self.refuse_run, context)
         self.sessions += 1
-        self.hidden_size = request.policy.hidden_size
         return pb.OpenRunResponse(
             session_id=f"s{self.sessions}",
             aux_layers=encode_layers(self.layers),
@@ -150,7 +148,7 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
         assert next(requests).WhichOneof("kind") == "header"
         self._maybe_hang("StreamStates")
         left = self.credit
-        yield pb.StreamStatesResponse(credit=pb.Credit(bytes=left))
+        yield pb.StreamStatesResponse(credit=pb.Credit(bytes=left, inline_because="it is a double"))
         for request in requests:
             assert request.WhichOneof("kind") == "batch"
             size = request.ByteSize()
@@ -159,13 +157,13 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
                 self.overdrawn += left < 0
                 self.received_bytes += size
             acks = []
-            for packed in request.batch.samples:
-                acks += self._take(unpacked(packed, request.payload, self.hidden_size))
+            for header in request.batch.samples:
+                acks += self._take(received(header, request.payload))
             left += size
             if acks:
                 yield pb.StreamStatesResponse(acks=pb.AckBatch(acks=acks, credit_bytes=size))
 
-    def _take(self, sample: pb.VerifierStates) -> list[pb.Ack]:
+    def _take(self, sample: Sample) -> list[pb.Ack]:
         with self.changed:
             self.received.append(sample.sample_id)
             self.events.append(("sample", sample.policy_version))
@@ -198,31 +196,24 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
         self._maybe_hang("CompleteSync")
         return self.on_complete(request)
 
-    def tensor(self, sample: pb.VerifierStates, name: str) -> torch.Tensor:
-        return decode(getattr(sample, name), name)
+    def tensor(self, sample: Sample, name: str) -> torch.Tensor:
+        found: torch.Tensor = getattr(sample, _NAMES.get(name, name))
+        return found
 
 
-def unpacked(message: pb.VerifierStates, payload: bytes, hidden_size: int) -> pb.VerifierStates:
-    """The same sample, with each of its tensors as a message of its own."""
-    packed, layers = message.packed, len(message.aux_layers.ids)
-    start, dtype = packed.span.offset, dtype_from_wire(packed.states_dtype, "states_dtype")
-    assert packed.span.memory == pb.MEMORY_PAYLOAD and start % 64 == 0
-    block = bytearray(payload[start : start + packed.span.bytes])
-    assert checksum_of([np.frombuffer(block, np.uint8)], packed.checksum_kind) == packed.checksum
-    layout = layout_of(packed.tokens, layers, hidden_size, dtype)
-    assert packed.span.bytes == layout.nbytes
-    tensors = tensors_in(torch.frombuffer(block, dtype=torch.uint8), layout)
-    flat = pb.VerifierStates()
-    flat.CopyFrom(message)
-    flat.ClearField("packed")
-    for name in (
-        *("token_ids", "positions", "segment_ids"),
-        *("loss_mask", "sampled_logprobs", "sampled_logits"),
-    ):
-        getattr(flat, name).CopyFrom(encode(getattr(tensors, name)))
-    flat.aux_hidden_states.CopyFrom(encode(tensors.aux))
-    flat.final_hidden_state.CopyFrom(encode(tensors.final))
-    return flat
+_NAMES = {"aux_hidden_states": "aux", "final_hidden_state": "final_hidden"}
+
+
+def received(header: pb.VerifierStates, payload: bytes) -> Sample:
+    """The sample that a message describes, its block out of the payload."""
+    packed = header.packed
+    start = packed.span.offset
+    assert packed.span.memory == pb.MEMORY_PAYLOAD
+    block = np.frombuffer(payload[start : start + packed.span.bytes], np.uint8).copy()
+    assert checksum_of(block, packed.checksum_kind) == packed.checksum
+    sample = Sample(header, torch.from_numpy(block))
+    assert sample.nbytes == packed.span.bytes
+    return sample
 
 
 def _sha(tensor: torch.Tensor) -> bytes:

@@ -44,9 +44,9 @@ def check_rank(rank: int, world: int, folder: Path) -> None:
     with torch.no_grad():
         logits = whole(data["input_ids"][2:]).logits[0]
     own = logits[:-1].gather(-1, data["input_ids"][2, 1:, None]).squeeze(-1)
-    torch.testing.assert_close(sample.tensors.sampled_logits[1:], own, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sample.sampled_logits[1:], own, atol=1e-5, rtol=1e-5)
     log_p = own - logits[:-1].logsumexp(-1)
-    torch.testing.assert_close(sample.tensors.sampled_logprobs[1:], log_p, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sample.sampled_logprobs[1:], log_p, atol=1e-5, rtol=1e-5)
 
     # Only the last rank reaches a trainer: the others take part and keep nothing.
     matrices, modules = PolicyMatrices(windows.modules), windows.modules

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from policy_bridge.capture import spans_of
+from policy_bridge.selection import spans_of
 from slipstream.errors import RefusedError
 
 from .conftest import batch
@@ -78,11 +78,11 @@ def test_a_packed_batch_is_captured_sequence_by_sequence() -> None:
     assert len(together.samples) == 3
     for row, length in enumerate(lengths):
         sample, own = together.of_row(data, row), alone.of_row(data, row)
-        assert sample.tensors.positions.tolist() == list(range(length))
-        assert torch.equal(sample.tensors.loss_mask, own.tensors.loss_mask)
-        assert sample.tensors.aux.shape == (length, 16 * len(LAYERS))
-        for name in ("aux", "final", "sampled_logits"):
+        assert sample.positions.tolist() == list(range(length))
+        assert torch.equal(sample.loss_mask, own.loss_mask)
+        assert sample.aux.shape == (length, 16 * len(LAYERS))
+        for name in ("aux", "final_hidden", "sampled_logits"):
             close = torch.testing.assert_close
-            close(getattr(sample.tensors, name), getattr(own.tensors, name), atol=1e-5, rtol=1e-5)
-        assert sample.tensors.sampled_logprobs[0] == 0.0
-        torch.testing.assert_close(sample.tensors.sampled_logprobs, own.tensors.sampled_logprobs)
+            close(getattr(sample, name), getattr(own, name), atol=1e-5, rtol=1e-5)
+        assert sample.sampled_logprobs[0] == 0.0
+        torch.testing.assert_close(sample.sampled_logprobs, own.sampled_logprobs)

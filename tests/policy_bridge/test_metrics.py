@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 from policy_bridge import PolicyBridge
-from policy_bridge.connection import RingSpace
 from policy_bridge.metrics import FACTS, BridgeCollector
 from policy_bridge.stats import Counters
 from tests.scraping import of, scrape, value
@@ -51,7 +50,6 @@ def test_a_bridge_that_ships(trainer: FakeTrainer, connect: Connect) -> None:
     }
     assert missing == {
         B + "samples_refused",
-        *(B + f"ring_{which}_bytes" for which in ("used", "capacity")),
     }
 
 
@@ -72,7 +70,6 @@ def test_what_is_shed_and_refused_is_exposed_by_reason() -> None:
                 last_sync=None,
                 capture_off_reason="the trainer refused",
                 outbox_capacity_bytes=100,
-                ring_bytes=(64, 4096),
             )
 
     samples = scrape(BridgeCollector(Fake()))  # type: ignore[arg-type]
@@ -82,23 +79,6 @@ def test_what_is_shed_and_refused_is_exposed_by_reason() -> None:
     assert of(samples, B + "samples_refused_total") == {("packed",): 2, ("policy_version",): 1}
     assert value(samples, B + "capture_enabled") == 0
     assert value(samples, B + "outbox_samples") == 4
-    assert value(samples, B + "ring_used_bytes") == 64
-    assert value(samples, B + "ring_capacity_bytes") == 4096
-
-
-def test_ring_space_knows_what_is_in_use() -> None:
-    space = RingSpace(4096, 4096 + 256)
-    first, second = space.take(64, 0.0), space.take(100, 0.0)
-    assert (first, second, space.used) == (4096, 4160, 192)
-    space.give_back(4096)
-    assert space.used == 128
-    assert space.take(64, 0.0) == 4288 and space.take(64, 0.0) == 4096
-    assert space.used == 256, "round the end"
-    space.give_back(4160)
-    space.give_back(4288)
-    assert space.used == 64
-    space.give_back(4096)
-    assert space.used == 0
 
 
 def test_a_switched_off_bridge_is_exposed_too() -> None:

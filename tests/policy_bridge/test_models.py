@@ -95,9 +95,9 @@ def check_states(windows: Windows, inner: PreTrainedModel, data: Batch) -> None:
         for hook in hooks:
             hook.remove()
         final = out.last_hidden_state[row - rows.start][kept]
-        assert torch.equal(sample.tensors.final, final)
+        assert torch.equal(sample.final_hidden, final)
         aux = torch.cat([seen[layer][row - rows.start][kept] for layer in LAYERS], -1)
-        assert torch.equal(sample.tensors.aux, aux)
+        assert torch.equal(sample.aux, aux)
 
 
 @pytest.mark.parametrize(
@@ -225,11 +225,11 @@ def test_plain_modules_are_named_by_path_and_may_be_compiled_one_by_one(
         for index, block in enumerate(model.blocks):
             if index in LAYERS:
                 width = slice(16 * (index - 1), 16 * index)
-                assert torch.equal(sample.tensors.aux[:, width], x[0])
+                assert torch.equal(sample.aux[:, width], x[0])
             x = block(x=x, scale=0.5)
-        assert torch.equal(sample.tensors.final, x[0])
+        assert torch.equal(sample.final_hidden, x[0])
         logits = model.out(x)[0, :-1].gather(-1, data["input_ids"][2, 1:, None]).squeeze(-1)
-    torch.testing.assert_close(sample.tensors.sampled_logits[1:], logits)
+    torch.testing.assert_close(sample.sampled_logits[1:], logits)
 
 
 @pytest.mark.parametrize(

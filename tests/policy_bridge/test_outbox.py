@@ -2,53 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
-from policy_bridge.outbox import HostPool, Outbox, Sample
+from policy_bridge.outbox import Entry, Outbox, file_bytes
 from policy_bridge.stats import BridgeStats, Counters
-from slipstream.sample import Layout
+from slipstream.sample import Sample, header_of, layout_of
+from slipstream.shm import MemoryLostError, SharedFile
+
+# The smallest block has 256 bytes: sizes here are multiples of that.
+UNIT = 256
 
 
-def sample(name: str, version: int, nbytes: int = 200) -> Sample:
-    """One whose block is of so many bytes."""
-    return lent(name, version, torch.zeros(nbytes, dtype=torch.uint8))
-
-
-class Counted(Sample):
-    """Counts how often anybody asks for a sample's size."""
-
-    reads = 0
-
-    @classmethod
-    def of_200(cls, name: str, version: int) -> Counted:
-        return cls(**vars(sample(name, version)))
-
-    @property
-    def nbytes(self) -> int:
-        Counted.reads += 1
-        return 200
-
-
-@dataclass(frozen=True)
-class Bytes(Layout):
-    """The layout of a block of which nothing matters but its size."""
-
-    size: int = 0
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]
-        return self.size
-
-
-def lent(name: str, version: int, block: torch.Tensor | None) -> Sample:
-    """One whose block is this memory."""
-    assert block is not None
-    layout = Bytes(1, 1, 1, torch.float32, size=block.nbytes)
-    return Sample(name, version, 1.0, (1,), layout, block)
+def sample(name: str, version: int, units: int = 1) -> Sample:
+    """One whose block is of so many units."""
+    layout = next(
+        layout
+        for tokens in range(1, 64)
+        for hidden in range(1, 64)
+        if (layout := layout_of(tokens, 1, hidden, torch.float32)).nbytes == units * UNIT
+    )
+    block = torch.randint(0, 256, (layout.nbytes,), dtype=torch.uint8)
+    return Sample(header_of(name, version, 1.0, (1,), layout), block)
 
 
 def stats(counters: Counters) -> BridgeStats:
@@ -57,39 +36,43 @@ def stats(counters: Counters) -> BridgeStats:
     )
 
 
+def take_one(outbox: Outbox) -> Entry | None:
+    """The next sample, which counts as sent."""
+    return next(iter(outbox.take(lambda entry: True, 1, outbox.blocks)), None)
+
+
 @pytest.fixture
 def counters() -> Counters:
     return Counters()
 
 
 def test_it_never_holds_more_than_its_bound(counters: Counters) -> None:
-    outbox = Outbox(1000, counters)
-    taken = sum(outbox.offer(sample(f"a{i}", 1), 1.0) for i in range(10))
-    assert (taken, outbox.nbytes, len(outbox)) == (5, 1000, 5)
+    outbox = Outbox(5 * UNIT, counters)
+    taken = sum(outbox.put(sample(f"a{i}", 1), 1.0) for i in range(10))
+    assert (taken, outbox.nbytes, len(outbox)) == (5, 5 * UNIT, 5)
     assert stats(counters).shed == {"outbox_full": 5}
-    assert stats(counters).shed_bytes == 1000
-    assert not outbox.offer(sample("big", 9, nbytes=1025), 1.0)
+    assert stats(counters).shed_bytes == 5 * UNIT
+    assert not outbox.put(sample("big", 9, units=6), 1.0)
     assert stats(counters).shed == {"outbox_full": 5, "too_large": 1}
-    assert outbox.nbytes == 1000
+    assert outbox.nbytes == 5 * UNIT
 
 
 def test_older_policies_make_room_and_newer_ones_do_not(counters: Counters) -> None:
-    outbox = Outbox(1000, counters)
+    outbox = Outbox(5 * UNIT, counters)
     for name, version in (("a", 1), ("b", 2), ("c", 1), ("d", 2), ("e", 3)):
-        assert outbox.offer(sample(name, version), 1.0)
-    assert outbox.offer(sample("f", 3), 1.0)  # a goes
-    assert outbox.offer(sample("g", 3, nbytes=400), 1.0)  # c and b go
-    assert not outbox.offer(sample("h", 2), 1.0)  # nothing is older
+        assert outbox.put(sample(name, version), 1.0)
+    assert outbox.put(sample("f", 3), 1.0)  # a goes
+    assert outbox.put(sample("g", 3, units=2), 1.0)  # c and b go
+    assert not outbox.put(sample("h", 2), 1.0)  # nothing is older
     assert stats(counters).shed == {"superseded": 3, "outbox_full": 1}
     order = []
-    while (head := outbox.peek(0.0)) is not None:
-        assert outbox.mark_sent(head)
+    while head := take_one(outbox):
         order.append(head.sample_id)
     assert order == ["d", "e", "f", "g"]
 
 
 def test_among_one_versions_samples_the_least_wanted_make_room(counters: Counters) -> None:
-    outbox = Outbox(1000, counters)
+    outbox = Outbox(5 * UNIT, counters)
     for name, version, priority in (
         ("a", 2, 9),
         ("b", 2, 3),
@@ -97,72 +80,132 @@ def test_among_one_versions_samples_the_least_wanted_make_room(counters: Counter
         ("d", 1, 15),
         ("e", 2, 5),
     ):
-        assert outbox.offer(sample(name, version), 1.0, priority)
+        assert outbox.put(sample(name, version), 1.0, priority)
     gone = []
     for name in "fghi":
         before = set(outbox._held)
-        taken = outbox.offer(sample(name, 2), 1.0, 5)
+        taken = outbox.put(sample(name, 2), 1.0, 5)
         gone += sorted(before - set(outbox._held))
         assert taken == (name in "fgh")
     # The older version whatever its priority, then the lowest, the oldest of equals; never equals.
     assert gone == ["d", "b", "c"]
     assert stats(counters).shed == {"superseded": 3, "outbox_full": 1}
-    assert outbox.offer(sample("j", 3), 1.0, 0)
+    assert outbox.put(sample("j", 3), 1.0, 0)
     assert set(outbox._held) == {"a", "f", "g", "h", "j"}
 
 
 def test_a_trainer_that_takes_nothing_leaves_no_trace_of_what_was_shed(counters: Counters) -> None:
     """The head waits for credit for ever; what is superseded behind it must not pile up."""
-    outbox = Outbox(1000, counters)
+    outbox = Outbox(5 * UNIT, counters)
     for version in range(2000):
-        assert outbox.offer(sample(f"v{version}", version), 1.0)
+        assert outbox.put(sample(f"v{version}", version), 1.0)
         outbox.peek(0.0)
     sizes = [len(outbox._held), len(outbox._waiting), len(outbox._versions), len(outbox._bins)]
     assert sizes == [5, 5, 5, 5]
 
 
-def test_offering_looks_at_no_other_sample(counters: Counters) -> None:
-    """O(1): as many samples are read with 10 held as with 4000, shedding included."""
+def test_putting_looks_at_no_other_sample(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O(1): as many samples are read with 10 held as with 2000, shedding included."""
     reads = []
-    for held in (10, 4000):
-        outbox = Outbox(held * 200, counters)
+    nbytes = Entry.nbytes.fget  # type: ignore[attr-defined]
+    for held in (10, 2000):
+        outbox = Outbox(held * UNIT, counters)
+        one = sample("", 1)
         for number in range(held):
-            assert outbox.offer(Counted.of_200(f"s{number}", 1 + number % 2), 1.0, number % 16)
-        Counted.reads = 0
-        assert outbox.offer(Counted.of_200("new", 3), 1.0)
-        reads.append(Counted.reads)
-    assert reads[0] == reads[1] < 10
+            one.header.sample_id, one.header.policy_version = f"s{number}", 1 + number % 2
+            assert outbox.put(one, 1.0, number % 16)
+        count = 0
+
+        def counted(entry: Entry) -> int:
+            nonlocal count
+            count += 1
+            return nbytes(entry)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(Entry, "nbytes", property(counted))
+        assert outbox.put(sample("new", 3), 1.0)
+        monkeypatch.undo()
+        reads.append(count)
+    assert reads[0] == reads[1] < 20
 
 
-def test_room_is_made_before_anything_is_copied_and_is_given_back(counters: Counters) -> None:
-    pool = HostPool(1010)
-    outbox = Outbox(1000, counters, pool)
-    for name in "abc":
-        loan = outbox.reserve(300, 1, 0, 1.0)
-        assert loan is not None
-        assert outbox.offer(lent(name, 1, loan), 1.0)
-        del loan
-    assert (outbox.nbytes, pool.held) == (900, 960)
-    assert outbox.reserve(300, 1, 0, 1.0) is None
-    head = outbox.peek(0.0)
-    assert head is not None and outbox.mark_sent(head)
-    # a is being read by whoever sends it: b's memory comes first.
-    loan = outbox.reserve(300, 2, 0, 1.0)
-    assert loan is not None
-    assert set(outbox._held) == {"c"}
-    del head, loan
-    assert pool.held == 320
-    assert outbox.offer(lent("d", 2, outbox.reserve(300, 2, 0, 1.0)), 1.0)
-    outbox.shed("over")
-    assert pool.held == 0
-    assert stats(counters).shed == {"outbox_full": 1, "superseded": 2, "over": 2}
+def test_a_block_is_in_the_file_as_it_was_put(counters: Counters) -> None:
+    outbox = Outbox(5 * UNIT, counters)
+    one = sample("a", 1)
+    assert outbox.put(one, 1.0)
+    entry = outbox.peek(0.0)
+    assert entry is not None
+    assert entry.read().tobytes() == one.block.numpy().tobytes()
+    assert not one.header.packed.HasField("span")
+    os.pwrite(entry.blocks.file._descriptor, b"x" * 9, entry.header.packed.span.offset)
+    with pytest.raises(MemoryLostError, match="other bytes"):
+        entry.read()
+
+
+def test_what_is_shed_in_flight_keeps_its_part_of_the_file(counters: Counters) -> None:
+    outbox = Outbox(5 * UNIT, counters)
+    for name in "abcde":
+        assert outbox.put(sample(name, 1), 1.0)
+    first = take_one(outbox)
+    assert first is not None and outbox.flight == UNIT
+    block, place = first.read(), first.header.packed.span.offset
+    assert outbox.put(sample("f", 2), 1.0)
+    assert stats(counters).shed == {"superseded": 1} and "a" not in outbox._held
+    newest = outbox._held["f"]
+    assert newest.header.packed.span.offset != place
+    assert first.read().tobytes() == block.tobytes()
+    # Answered late: it is not counted again, and its part is free.
+    assert outbox.settle("a") == 0 and outbox.flight == 0
+    assert outbox.put(sample("g", 2), 1.0)
+    assert outbox._held["g"].header.packed.span.offset == place
+
+
+def test_what_is_held_moves_to_another_file(counters: Counters, tmp_path: Path) -> None:
+    outbox = Outbox(8 * UNIT, counters)
+    given = {name: sample(name, 1) for name in "abcd"}
+    for one in given.values():
+        assert outbox.put(one, 1.0)
+    damaged = outbox._held["b"]
+    os.pwrite(damaged.blocks.file._descriptor, b"x" * 9, damaged.header.packed.span.offset)
+    made = SharedFile.create(tmp_path, file_bytes(8 * UNIT))
+    blocks = outbox.move_to(made)
+    assert stats(counters).shed == {"shared_memory_lost": 1}
+    for name in "acd":
+        assert outbox._held[name].blocks is blocks
+        assert outbox._held[name].read().tobytes() == given[name].block.numpy().tobytes()
+
+
+def test_a_file_that_is_lost_is_followed_by_another_one(counters: Counters, tmp_path: Path) -> None:
+    outbox = Outbox(8 * UNIT, counters)
+    outbox.move_to(SharedFile.create(tmp_path, file_bytes(8 * UNIT)))
+    first, second = sample("a", 1), sample("b", 1)
+    assert outbox.put(first, 1.0)
+    lost = outbox.blocks
+    os.ftruncate(lost.file._descriptor, 4096)
+    assert outbox.put(second, 1.0)
+    assert lost.lost and outbox.blocks is not lost and "as it was made" in outbox.damage
+    assert outbox._held["b"].read().tobytes() == second.block.numpy().tobytes()
+    with pytest.raises(MemoryLostError, match="ends at byte"):
+        outbox._held["a"].read()
+
+
+def test_what_is_taken_is_asked_before_anything_is_copied(counters: Counters) -> None:
+    outbox = Outbox(5 * UNIT, counters)
+    assert outbox.takes(5 * UNIT, 1, 0, 1.0) and not outbox.takes(6 * UNIT, 1, 0, 1.0)
+    for name in "abcde":
+        assert outbox.put(sample(name, 1), 1.0, 7)
+    assert outbox.takes(UNIT, 2, 0, 1.0) and outbox.takes(UNIT, 1, 8, 1.0)
+    assert not outbox.takes(UNIT, 1, 7, 1.0)
+    assert len(outbox) == 5
+    assert stats(counters).shed == {"too_large": 1, "outbox_full": 1}
 
 
 def test_a_sample_too_large_for_what_is_older_displaces_nothing(counters: Counters) -> None:
-    outbox = Outbox(1000, counters)
+    outbox = Outbox(5 * UNIT, counters)
     for name, version in (("a", 1), ("b", 2), ("c", 2), ("d", 2), ("e", 2)):
-        assert outbox.offer(sample(name, version), 1.0)
-    assert not outbox.offer(sample("f", 2, nbytes=400), 1.0)
+        assert outbox.put(sample(name, version), 1.0)
+    assert not outbox.put(sample("f", 2, units=2), 1.0)
     assert len(outbox) == 5
     assert stats(counters).shed == {"outbox_full": 1}
 
@@ -170,19 +213,17 @@ def test_a_sample_too_large_for_what_is_older_displaces_nothing(counters: Counte
 def test_sent_samples_count_until_acknowledged_and_come_again_in_order(
     counters: Counters,
 ) -> None:
-    outbox = Outbox(1000, counters)
+    outbox = Outbox(5 * UNIT, counters)
     for name in "abc":
-        outbox.offer(sample(name, 1), 1.0)
+        outbox.put(sample(name, 1), 1.0)
     for _ in range(2):
-        head = outbox.peek(0.0)
-        assert head is not None and outbox.mark_sent(head)
-    assert outbox.nbytes == 600
+        assert take_one(outbox)
+    assert outbox.nbytes == 3 * UNIT
     assert outbox.settle("a") and not outbox.settle("a") and not outbox.settle("c")
-    assert outbox.nbytes == 400
+    assert outbox.nbytes == 2 * UNIT
     assert outbox.requeue_sent() == {"b"}
     order = []
-    while (head := outbox.peek(0.0)) is not None:
-        assert outbox.mark_sent(head)
+    while head := take_one(outbox):
         order.append(head.sample_id)
     assert order == ["b", "c"]
     assert outbox.settle("b") and outbox.settle("c")
@@ -190,17 +231,18 @@ def test_sent_samples_count_until_acknowledged_and_come_again_in_order(
 
 
 def test_a_sample_shed_after_the_peek_is_not_sent(counters: Counters) -> None:
-    outbox = Outbox(200, counters)
-    outbox.offer(sample("a", 1), 1.0)
+    outbox = Outbox(UNIT, counters)
+    outbox.put(sample("a", 1), 1.0)
     head = outbox.peek(0.0)
     assert head is not None
-    assert outbox.offer(sample("b", 2), 1.0)
-    assert not outbox.mark_sent(head)
+    assert outbox.put(sample("b", 2), 1.0)
+    assert not outbox.holds(head)
+    assert [entry.sample_id for entry in outbox.take(lambda entry: True, 9)] == ["b"]
     assert stats(counters).shed == {"superseded": 1}
 
 
 def test_an_offer_keeps_its_deadline_and_counts(counters: Counters) -> None:
-    outbox = Outbox(1000, counters)
+    outbox = Outbox(5 * UNIT, counters)
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -211,34 +253,34 @@ def test_an_offer_keeps_its_deadline_and_counts(counters: Counters) -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     assert held.wait(10.0)
-    assert not outbox.offer(sample("a", 1), 0.01)
+    assert not outbox.put(sample("a", 1), 0.01)
     done.set()
     thread.join(10.0)
     assert stats(counters).shed == {"deadline": 1}
 
 
 def test_close_wakes_the_waiter_sheds_the_rest_and_takes_no_more(counters: Counters) -> None:
-    outbox = Outbox(1000, counters)
+    outbox = Outbox(5 * UNIT, counters)
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(outbox.peek(60.0)))
     thread.start()
     outbox.close()
     thread.join(10.0)
     assert found == [None]
-    assert not outbox.offer(sample("a", 1), 1.0)
+    assert not outbox.put(sample("a", 1), 1.0)
     assert stats(counters).shed["closed"] == 1
 
 
 def test_every_sample_of_many_threads_is_settled_or_shed(counters: Counters) -> None:
-    outbox, settled = Outbox(2000, counters), []
+    outbox, settled = Outbox(10 * UNIT, counters), []
 
     def fill(worker: int) -> None:
         for i in range(200):
-            outbox.offer(sample(f"{worker}-{i}", i % 7), 5.0)
+            outbox.put(sample(f"{worker}-{i}", i % 7), 5.0)
 
     def empty() -> None:
-        while (head := outbox.peek(1.0)) is not None:
-            if outbox.mark_sent(head) and outbox.settle(head.sample_id):
+        while outbox.peek(1.0) is not None:
+            if (head := take_one(outbox)) and outbox.settle(head.sample_id):
                 settled.append(head.sample_id)
 
     threads = [threading.Thread(target=fill, args=(n,)) for n in range(4)]

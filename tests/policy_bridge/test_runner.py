@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from policy_bridge import capture
-from policy_bridge.capture import gather_into
-from policy_bridge.copier import JOBS, DeviceRunner, HostRunner, SideThread
+from policy_bridge.copier import JOBS, DeviceRunner, HostRunner, SideThread, Staging
+from policy_bridge.extraction import gather_into
 from slipstream.errors import RefusedError
 
 from .conftest import Connect, batch, make_model, ship
@@ -86,6 +86,18 @@ def test_a_thread_that_broke_takes_no_more(side: SideThread) -> None:
     side._thread.join(DEADLINE)
     assert side.wait_idle(0.0)
     assert not side.submit(lambda: None)
+    assert side.died
+
+
+def test_staging_memory_is_used_again_and_never_waited_for() -> None:
+    staging = Staging(1 << 12)
+    with staging.borrow(100) as first:
+        with staging.borrow(100) as second:
+            assert first.data_ptr() != second.data_ptr()
+        address = first.data_ptr()
+    with staging.borrow(1 << 12) as whole, staging.borrow(1 << 13) as larger:
+        assert whole.data_ptr() == address
+        assert (len(whole), len(larger)) == (1 << 12, 1 << 13)
 
 
 def test_on_a_host_the_choice_is_made_at_once_and_copied_beside() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from policy_bridge.outbox import Sample
 from policy_bridge.selection import (
     CONTEXT_TOKENS,
     Candidate,
@@ -19,6 +18,7 @@ from policy_bridge.selection import (
     windows,
 )
 from slipstream.errors import RefusedError
+from slipstream.sample import Sample
 
 from .conftest import HIDDEN, Connect, batch, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
@@ -80,7 +80,7 @@ def test_the_order_of_the_choice_is_the_order_of_shedding() -> None:
 
     def offer(sample: Sample, priority: int) -> bool:
         rows = data["input_ids"].tolist()
-        priorities.append((rows.index(sample.tensors.token_ids.tolist()), priority))
+        priorities.append((rows.index(sample.token_ids.tolist()), priority))
         return True
 
     with torch.no_grad(), windows.open(offer=offer) as capture:
@@ -130,7 +130,7 @@ def test_windows_without_a_target_are_left_out() -> None:
 
 def test_the_budget_bounds_what_is_shipped(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((10,) * 12)
-    token = bytes_per_token(3, HIDDEN, 4)
+    token = bytes_per_token(3, HIDDEN, torch.float32)
     assert token == 4 * HIDDEN * 4 + 21
     with trainer.serve() as server:
         bridge = connect(server.address, model=model, bytes_per_step=35 * token)
@@ -142,10 +142,7 @@ def test_the_budget_bounds_what_is_shipped(trainer: FakeTrainer, connect: Connec
         assert (stats.chosen_samples, stats.chosen_tokens, stats.not_chosen_samples) == (3, 30, 9)
         assert stats.captured_tokens == 120
         assert len(trainer.samples) == stats.accepted == 3
-        states = sum(
-            len(s.aux_hidden_states.data) + len(s.final_hidden_state.data)
-            for s in trainer.samples.values()
-        )
+        states = sum(s.aux.nbytes + s.final_hidden.nbytes for s in trainer.samples.values())
         assert states == 30 * 4 * HIDDEN * 4
 
 
@@ -154,7 +151,7 @@ def test_the_budget_holds_over_micro_batches(
     trainer: FakeTrainer, connect: Connect, forwards: int | None
 ) -> None:
     model, data = make_model(), batch((10,) * 12)
-    budget = 60 * bytes_per_token(3, HIDDEN, 4)
+    budget = 60 * bytes_per_token(3, HIDDEN, torch.float32)
     with trainer.serve() as server:
         bridge = connect(server.address, model=model, bytes_per_step=budget)
         with bridge.sync(1):

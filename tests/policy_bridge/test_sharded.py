@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from policy_bridge import ModulePaths
-from policy_bridge.capture import picked_logits
+from policy_bridge.extraction import picked_logits
 from policy_bridge.hooks import ForwardTap
 from policy_bridge.model import find_modules
 from policy_bridge.session import PolicyMatrices
@@ -127,4 +127,4 @@ def test_logits_that_the_loop_scaled_in_place_are_not_shipped(given: bool) -> No
                 capture.ship(**data)
     assert len(windows.samples) == (2 if given else 0)
     if given:
-        assert torch.equal(windows.of_row(data, 0).tensors.sampled_logits[1:], own[0, 1:9])
+        assert torch.equal(windows.of_row(data, 0).sampled_logits[1:], own[0, 1:9])

@@ -9,8 +9,7 @@ import torch
 
 from policy_bridge import PolicyBridge
 from slipstream.errors import RefusedError
-from slipstream.sample import layout_of
-from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.sample import Sample, layout_of
 
 from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
@@ -196,7 +195,7 @@ def test_a_mistake_in_the_bridges_own_thread_costs_samples_not_the_run(
     def mistake(*_: object) -> None:
         raise ZeroDivisionError("seeded by a test")
 
-    monkeypatch.setattr("policy_bridge.connection.Batches.send", mistake)
+    monkeypatch.setattr("policy_bridge.connection.Connection._send_batch", mistake)
     model, data = make_model(), batch((10, 10))
     with trainer.serve() as server:
         bridge = connect(server.address, model=model, strict=strict)
@@ -228,4 +227,4 @@ def test_ids_are_unique_over_bridges_of_one_run(trainer: FakeTrainer, connect: C
                     pass
                 ship(bridge, model, data)
     assert len(trainer.samples) == len(trainer.received) == 6
-    assert all(isinstance(s, pb.VerifierStates) for s in trainer.samples.values())
+    assert all(isinstance(s, Sample) for s in trainer.samples.values())

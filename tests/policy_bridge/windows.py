@@ -14,10 +14,10 @@ from torch import nn
 from policy_bridge.capture import Capture, CapturePlan
 from policy_bridge.config import ModulePaths
 from policy_bridge.model import PolicyModules, find_modules
-from policy_bridge.outbox import Sample
 from policy_bridge.selection import Selector, UniformRandom
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
+from slipstream.sample import Sample
 
 LAYERS = (1, 2)
 Batch = dict[str, torch.Tensor]
@@ -45,7 +45,8 @@ class Windows:
         self._numbers = itertools.count()
 
     def _take(self, sample: Sample, priority: int) -> bool:
-        self.samples.append(sample)
+        # Its block is assembled in memory that the next one uses again.
+        self.samples.append(Sample(sample.header, sample.block.clone()))
         return True
 
     def open(self, **changes: Any) -> Capture:
@@ -69,7 +70,7 @@ class Windows:
         """The sample of a row of a batch, by its tokens."""
         kept = data["attention_mask"][row].bool()
         ids = data["input_ids"][row][kept].tolist()
-        (found,) = [s for s in self.samples if s.tensors.token_ids.tolist() == ids]
+        (found,) = [s for s in self.samples if s.token_ids.tolist() == ids]
         return found
 
 

@@ -19,6 +19,7 @@ from slipstream.tensors import bytes_of, digest
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import make_config, refusal, rollouts, running
 from tests.draft_trainer.synthetic import Policy
+from tests.transport.rig import samples, sending
 
 Mount = Callable[[Path, str], Path]
 
@@ -126,11 +127,34 @@ def test_shared_memory_that_cannot_be_written_costs_the_ring_only(
 ) -> None:
     sealed = mount(tmp_path / "sealed", "ro,size=64k")
     config = make_config(tmp_path, server={"shared_memory": str(sealed)})
-    with running(config, train=False) as (_, client):
-        opened = client.open()
-        assert "Read-only file system" in opened.shared_memory.absent_because
+    with running(config, train=False) as (server, client):
+        client.open()
         client.announce(1)
+        with sending(server.address, shared_memory=str(sealed)) as sender:
+            sender.send(*samples(1, seed=1))
+            sender.flush()
+            assert "Read-only file system" in sender.stats().transport_reason
         assert client.send(*rollouts(1))[0].status == pb.ACK_STATUS_ACCEPTED
+
+
+def test_shared_memory_that_fills_up_costs_no_sample(tmp_path: Path, mount: Mount) -> None:
+    memory = mount(tmp_path / "memory", "size=512k")
+    config = make_config(tmp_path, server={"shared_memory": str(memory)})
+    sent = samples(60, seed=1)
+    with running(config, train=False) as (server, client):
+        client.open()
+        client.announce(1)
+        settings = {"shared_memory": str(memory), "outbox_bytes": 1 << 17}
+        with sending(server.address, **settings) as sender:
+            sender.send(*sent[:20])
+            sender.flush()
+            assert sender.stats().transport == "shared_memory"
+            (memory / "another").write_bytes(bytes(440 << 10))
+            with sender.outbox._changed:
+                sender.send(*sent[20:])
+            sender.flush()
+            assert (sender.stats().accepted, sender.stats().shed) == (60, {})
+            assert "No space left" in sender.outbox.damage
 
 
 def test_a_content_store_that_is_full_refuses_and_keeps_nothing_half_written(

@@ -58,7 +58,7 @@ def test_idle_sessions_hold_no_rings_for_ever(trainer: Trainer) -> None:
         assert found == {"OK": 60}
         trainer.feeder.serve()
     assert trainer.process.rss - memory < MORE_MEMORY
-    rings = lambda: len(list(Path("/dev/shm").glob("slipstream-ring-*")))  # noqa: E731
+    rings = lambda: len(list(Path("/dev/shm").glob("slipstream-samples-*")))  # noqa: E731
     until(lambda: trainer.process.files <= files + 2, "connections and rings are closed")
     assert rings() == 0 or trainer.process.files <= files + 2
 

@@ -13,7 +13,7 @@ from draft_trainer.kernels.library import _check_own
 from rollout_server.checkpoint import read_layout
 from rollout_server.store import ContentStore, make_directory
 from slipstream.errors import RefusedError
-from slipstream.shm import RingFile
+from slipstream.shm import SharedFile
 from tests.draft_trainer.rig import SPEC, make_config, rollouts, running, write_draft
 
 OTHERS = 0o077
@@ -43,7 +43,7 @@ def test_states_are_for_their_owner_alone(tmp_path: Path) -> None:
     try:
         with running(config, train=False) as (_, client):
             client.open()
-            ring = next(memory.iterdir())
+            ring = memory / SharedFile.create(memory, 1 << 16).name
             assert stat.S_IMODE(ring.stat().st_mode) == 0o600
             client.announce(1)
             assert len(client.send(*rollouts(3))) == 3
@@ -80,20 +80,25 @@ def test_a_checkpoint_names_files_beside_it_alone(tmp_path: Path, name: object) 
 
 @pytest.mark.parametrize(
     "name",
-    ["../../etc/passwd", "slipstream-ring-" + "0" * 31, "slipstream-ring-" + "0" * 32 + "/x", ""],
+    [
+        "../../etc/passwd",
+        "slipstream-samples-" + "0" * 31,
+        "slipstream-samples-" + "0" * 32 + "/x",
+        "",
+    ],
 )
 def test_a_ring_is_named_by_its_pattern_alone(tmp_path: Path, name: str) -> None:
     with pytest.raises(RefusedError) as caught:
-        RingFile.attach(tmp_path, name, 1 << 16, b"0" * 16)
+        SharedFile.open(tmp_path, name, 1 << 16, b"0" * 16)
     assert caught.value.field == "shared_memory.name"
 
 
 def test_a_link_in_place_of_a_ring_is_refused(tmp_path: Path) -> None:
-    ring = RingFile.create(tmp_path, 1 << 16)
-    name = "slipstream-ring-" + "0" * 32
+    ring = SharedFile.create(tmp_path, 1 << 16)
+    name = "slipstream-samples-" + "0" * 32
     (tmp_path / name).symlink_to(tmp_path / ring.name)
     with pytest.raises(RefusedError, match="shared_memory"):
-        RingFile.attach(tmp_path, name, ring.nbytes, ring.nonce)
+        SharedFile.open(tmp_path, name, ring.nbytes, ring.nonce)
     ring.remove_name()
     ring.close()
 
@@ -103,8 +108,7 @@ def test_names_of_a_client_never_become_paths(tmp_path: Path) -> None:
     with running(config, train=False) as (_, client):
         client.open(run_id="../../../outside", policy=SPEC)
         client.announce(1)
-        message = rollouts(1)[0]
-        message.sample_id = "../../sample"
+        message = rollouts(1)[0].repacked(sample_id="../../sample")
         assert len(client.send(message)) == 1
     written = {p.relative_to(tmp_path).parts[0] for p in tmp_path.rglob("*")}
     assert written <= {"initial", "registry", "samples", "recordings"}

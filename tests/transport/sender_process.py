@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import replace
 
 from .rig import samples, sending
 
 
 def main() -> None:
-    """Ship for ever; print how many were acknowledged after every hundred."""
+    """Send for ever; print how many were acknowledged after every hundred."""
     address, memory, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
     given = samples(100, seed)
     with sending(address, shared_memory=memory) as sender:
         for number in itertools.count():
-            sender.send(*(replace(s, sample_id=f"{s.sample_id}-{seed}-{number}") for s in given))
+            sender.send(*(s.repacked(sample_id=f"{s.sample_id}-{seed}-{number}") for s in given))
             sender.flush()
-            print(sender.stats().accepted, sender.stats().transport, flush=True)
+            stats = sender.stats()
+            lost = sum(stats.shed.values())
+            print(stats.accepted, stats.transport, lost, stats.transport_reason, flush=True)
 
 
 if __name__ == "__main__":

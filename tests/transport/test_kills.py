@@ -45,7 +45,7 @@ def memory(tmp_path: Path) -> Path:
 def test_killed_bridge_leaves_no_segment_and_the_trainer_serves_the_next(
     tmp_path: Path, memory: Path
 ) -> None:
-    config = make_config(tmp_path, server={"shared_memory": str(memory), "ring_bytes": 1 << 17})
+    config = make_config(tmp_path, server={"shared_memory": str(memory)})
     with running(config, train=False) as (server, client):
         client.open()
         client.announce(1)
@@ -84,7 +84,7 @@ def test_killed_trainer_leaves_what_its_next_start_removes_and_nothing_is_lost(
             port = int(address.rpartition(":")[2])
             config = make_config(
                 tmp_path,
-                server={"shared_memory": str(memory), "ring_bytes": 1 << 17, "port": port},
+                server={"shared_memory": str(memory), "port": port},
             )
             with running(config, train=False) as (server, client):
                 sender.flush()

@@ -1,10 +1,9 @@
-"""The parts of a transport: the ring's space and file, the block, checksums, float8, framing."""
+"""The parts of a transport: the file and its free parts, the sample, checksums, float8, framing."""
 
 from __future__ import annotations
 
 import os
 import random
-import threading
 import zlib
 from pathlib import Path
 
@@ -13,187 +12,165 @@ import pytest
 import torch
 from google.protobuf.message import DecodeError
 
-from draft_trainer.ingest.ingest import _cut
-from policy_bridge.connection import RingSpace
+from draft_trainer.ingest.ingest import Memories
 from slipstream import tensors as framing
-from slipstream.checksum import (
-    BLOCK_BYTES,
-    CRC32,
-    KINDS,
-    CheckedCopy,
-    all_finite,
-    checksum_of,
-)
-from slipstream.errors import RefusedError
-from slipstream.sample import PackedTensors, layout_of, tensors_in, write_block
-from slipstream.shm import HEADER_BYTES, RingFile, remove_stale
+from slipstream.checksum import CRC32, KINDS, all_finite, checksum_of
+from slipstream.errors import RefusedError, StatusCode
+from slipstream.sample import Sample, layout_of
+from slipstream.shm import HEADER_BYTES, FreeList, MemoryLostError, SharedFile, remove_stale
 from slipstream.tensors import frame, frames, quantize, through_float8, unframe
 from slipstream.v1 import draft_trainer_pb2 as pb
 
-
-def test_space_is_handed_out_in_order_and_wraps() -> None:
-    space = RingSpace(4096, 4096 + 640)
-    starts = [space.take(200, 0.0) for _ in range(2)]
-    assert starts == [4096, 4096 + 256]
-    assert space.take(200, 0.0) is None
-    space.give_back(4096)
-    # 128 are left at the end: the part goes to the beginning.
-    assert space.take(200, 0.0) == 4096
-    assert space.take(64, 0.0) is None
-    space.give_back(4096 + 256)
-    assert space.take(300, 0.0) == 4096 + 256
-    assert space.take(641, 0.0) is None
-    assert space.capacity == 640
+from .rig import samples
 
 
-def test_parts_given_back_out_of_order_are_used_after_the_older_ones() -> None:
-    space = RingSpace(0, 256)
-    for start in (0, 64, 128, 192):
-        assert space.take(1, 0.0) == start
-    space.give_back(64)
-    space.give_back(192)
-    assert space.take(1, 0.0) is None
-    space.give_back(0)
-    assert [space.take(1, 0.0), space.take(1, 0.0), space.take(1, 0.0)] == [0, 64, None]
-
-
-def test_parts_never_overlap_whatever_the_order() -> None:
+def test_free_parts_never_overlap_and_are_merged_whatever_the_order() -> None:
     generator = random.Random(0)
-    space = RingSpace(4096, 4096 + 64 * 50)
+    free = FreeList(4096, 4096 + 64 * 50)
     held: dict[int, int] = {}
     taken = 0
     for _ in range(20_000):
         if held and generator.random() < 0.5:
             start = generator.choice(list(held))
-            del held[start]
-            space.give_back(start)
+            free.give(start, held.pop(start))
         else:
             size = generator.randrange(1, 64 * 12)
-            start = space.take(size, 0.0)
-            if start is None:
+            found = free.take(size)
+            if found is None:
                 continue
             taken += 1
-            assert start % 64 == 0 and start >= 4096 and start + size <= 4096 + 64 * 50
+            assert found >= 4096 and found + size <= 4096 + 64 * 50
             for other, length in held.items():
-                assert start + size <= other or other + length <= start
-            held[start] = size
+                assert found + size <= other or other + length <= found
+            held[found] = size
     assert taken > 3000
-    for start in list(held):
-        space.give_back(start)
-    assert space.take(space.capacity, 0.0) == 4096
+    for start, size in held.items():
+        free.give(start, size)
+    assert free.take(64 * 50) == 4096
 
 
-def test_a_full_ring_blocks_until_its_deadline_and_wakes_when_there_is_room() -> None:
-    space = RingSpace(0, 64)
-    assert space.take(64, 0.0) == 0
-    assert space.take(64, 0.01) is None
-    found: list[int | None] = []
-    waiter = threading.Thread(target=lambda: found.append(space.take(64, 30.0)))
-    waiter.start()
-    space.give_back(0)
-    waiter.join(30.0)
-    assert found == [0]
-
-
-def test_both_ends_of_a_ring_see_the_same_bytes(tmp_path: Path) -> None:
-    trainer = RingFile.create(tmp_path, 1 << 16)
-    bridge = RingFile.attach(tmp_path, trainer.name, trainer.nbytes, trainer.nonce)
-    trainer.remove_name()
+def test_both_sides_of_a_file_see_the_same_bytes(tmp_path: Path) -> None:
+    bridge = SharedFile.create(tmp_path, 1 << 16)
+    trainer = SharedFile.open(tmp_path, bridge.name, bridge.nbytes, bridge.nonce)
+    bridge.remove_name()
     assert list(tmp_path.iterdir()) == []
-    bridge.span(HEADER_BYTES, 5)[:] = np.frombuffer(b"hello", np.uint8)
-    assert trainer.span(HEADER_BYTES, 5).tobytes() == b"hello"
-    trainer.check()
-    os.ftruncate(bridge._descriptor, 4096)
-    for end in (trainer, bridge):
-        with pytest.raises(RefusedError, match="found 4096 bytes, expected 65536"):
-            end.check()
-        end.close()
-        end.close()
+    written, read = np.frombuffer(b"hello", np.uint8), np.empty(5, np.uint8)
+    bridge.write(HEADER_BYTES, written)
+    trainer.read_into(HEADER_BYTES, read)
+    assert read.tobytes() == b"hello"
+    for side in (trainer, bridge):
+        side.close()
+        side.close()
 
 
-@pytest.mark.parametrize("name", ["../etc/passwd", "slipstream-ring-", "x", ""])
-def test_a_ring_is_opened_only_by_a_name_that_can_be_one(tmp_path: Path, name: str) -> None:
+def test_a_file_that_was_cut_short_is_an_error_on_both_sides(tmp_path: Path) -> None:
+    bridge = SharedFile.create(tmp_path, 1 << 16)
+    trainer = SharedFile.open(tmp_path, bridge.name, bridge.nbytes, bridge.nonce)
+    block = np.ones(100, np.uint8)
+    bridge.write(HEADER_BYTES, block)
+    os.truncate(tmp_path / bridge.name, HEADER_BYTES + 50)
+    with pytest.raises(MemoryLostError, match="found a file that ends at byte 4146") as cut:
+        trainer.read_into(HEADER_BYTES, block)
+    assert (cut.value.field, cut.value.code) == ("shared_memory", StatusCode.DATA_LOSS)
+    with pytest.raises(MemoryLostError, match="found a file of 4146 bytes, expected 65536"):
+        bridge.write(HEADER_BYTES, block)
+
+
+@pytest.mark.parametrize("name", ["../etc/passwd", "slipstream-samples-", "x", ""])
+def test_a_file_is_opened_only_by_a_name_that_can_be_one(tmp_path: Path, name: str) -> None:
     with pytest.raises(RefusedError, match="shared_memory"):
-        RingFile.attach(tmp_path, name, 1 << 16, bytes(16))
+        SharedFile.open(tmp_path, name, 1 << 16, bytes(16))
 
 
-def test_another_size_nonce_or_format_is_not_the_trainers_ring(tmp_path: Path) -> None:
-    ring = RingFile.create(tmp_path, 1 << 16)
-    for nbytes, nonce in ((1 << 15, ring.nonce), (ring.nbytes, bytes(16))):
-        with pytest.raises(RefusedError, match="another size, format or nonce"):
-            RingFile.attach(tmp_path, ring.name, nbytes, nonce)
-    os.pwrite(ring._descriptor, b"X", 0)
-    with pytest.raises(RefusedError, match="another size, format or nonce"):
-        RingFile.attach(tmp_path, ring.name, ring.nbytes, ring.nonce)
+def test_another_size_nonce_format_or_kind_is_not_the_clients_file(tmp_path: Path) -> None:
+    made = SharedFile.create(tmp_path, 1 << 16)
+    with pytest.raises(RefusedError, match="owner or size"):
+        SharedFile.open(tmp_path, made.name, 1 << 15, made.nonce)
+    with pytest.raises(RefusedError, match="format or nonce"):
+        SharedFile.open(tmp_path, made.name, made.nbytes, bytes(16))
+    os.pwrite(made._descriptor, b"X", 0)
+    with pytest.raises(RefusedError, match="format or nonce"):
+        SharedFile.open(tmp_path, made.name, made.nbytes, made.nonce)
+    fifo = "slipstream-samples-" + "0" * 32
+    os.mkfifo(tmp_path / fifo)
+    with pytest.raises(RefusedError, match="of another kind"):
+        SharedFile.open(tmp_path, fifo, made.nbytes, made.nonce)
 
 
-def test_stale_rings_are_told_from_living_ones_by_their_lock(tmp_path: Path) -> None:
-    living = RingFile.create(tmp_path, 1 << 16)
-    dead = RingFile.create(tmp_path, 1 << 16)
+def test_stale_files_are_told_from_living_ones_by_their_lock(tmp_path: Path) -> None:
+    living = SharedFile.create(tmp_path, 1 << 16)
+    dead = SharedFile.create(tmp_path, 1 << 16)
     dead.close()
-    (tmp_path / "slipstream-ring-notes.txt").write_text("somebody else's")
+    others = {"slipstream-samples-notes.txt", "slipstream-samples-" + "0" * 32}
+    for name in others:
+        (tmp_path / name).write_text("another program's")
     assert remove_stale(tmp_path) == [dead.name]
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
-        [living.name, "slipstream-ring-notes.txt"]
-    )
+    assert {p.name for p in tmp_path.iterdir()} == {living.name, *others}
 
 
-def test_no_room_for_a_ring_is_a_refusal_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=r"server\.shared_memory"):
-        RingFile.create(tmp_path, 1 << 60)
+def test_too_little_memory_for_a_file_is_a_refusal_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="shared_memory"):
+        SharedFile.create(tmp_path, 1 << 60)
+    with pytest.raises(RefusedError, match="No such file"):
+        SharedFile.create(tmp_path / "nowhere", 1 << 16)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tokens", [3, 16, 37, 700])
 def test_a_block_has_every_tensor_where_it_belongs(dtype: torch.dtype, tokens: int) -> None:
-    layout = layout_of(tokens, 3, 20, dtype)
     generator = torch.Generator().manual_seed(tokens)
-    given = PackedTensors(
-        token_ids=torch.randint(0, 99, (tokens,), generator=generator).int(),
-        positions=torch.arange(tokens, dtype=torch.int32),
-        segment_ids=torch.arange(tokens, dtype=torch.int32) // 2,
-        sampled_logprobs=-torch.rand(tokens, generator=generator),
-        sampled_logits=torch.randn(tokens, generator=generator),
-        loss_mask=torch.rand(tokens, generator=generator) > 0.5,
-        aux=torch.randn(tokens, 60, generator=generator).to(dtype),
-        final=torch.randn(tokens, 20, generator=generator).to(dtype),
-        scales=torch.empty(0),
-    )
-    block = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
-    write_block(given, layout, block.numpy())
-    assert layout.nbytes % 64 == 0
-    assert layout.aux_at % 64 == layout.final_at % 64 == 0
-    back = tensors_in(block, layout)
-    for name in vars(given):
-        assert torch.equal(getattr(back, name).flatten(), getattr(given, name).flatten()), name
-    assert torch.equal(back.aux, given.aux) and torch.equal(back.final, given.final)
+    given = {
+        "token_ids": torch.randint(0, 99, (tokens,), generator=generator),
+        "positions": torch.arange(tokens),
+        "segment_ids": torch.arange(tokens) // 2,
+        "sampled_logprobs": -torch.rand(tokens, generator=generator),
+        "sampled_logits": torch.randn(tokens, generator=generator),
+        "loss_mask": torch.rand(tokens, generator=generator) > 0.5,
+        "aux": torch.randn(tokens, 60, generator=generator).to(dtype),
+        "final_hidden": torch.randn(tokens, 20, generator=generator).to(dtype),
+    }
+    sample = Sample.pack("s", 3, 0.5, (1, 2, 5), **given)
+    assert (sample.sample_id, sample.policy_version, sample.temperature) == ("s", 3, 0.5)
+    layout, block = sample.layout, sample.block
+    assert layout == layout_of(tokens, 3, 20, dtype)
+    assert (sample.tokens, sample.nbytes) == (tokens, len(block))
+    assert layout.nbytes % 64 == layout.aux_at % 64 == layout.final_at % 64 == 0
+    for name, tensor in given.items():
+        assert torch.equal(getattr(sample, name), tensor), name
     padding = torch.ones_like(block, dtype=torch.bool)
     width = tokens * 20 * dtype.itemsize
     for at, size in ((0, 21 * tokens), (layout.aux_at, 3 * width), (layout.final_at, width)):
         padding[at : at + size] = False
     assert not block[padding].any()
+    dirty = Sample(sample.header, torch.full_like(block, 0xFF))
+    dirty.clear_padding()
+    assert not dirty.block[padding].any() and bool((dirty.block[~padding] == 0xFF).all())
+    with pytest.raises(RefusedError, match="loss_mask"):
+        sample.repacked(loss_mask=given["loss_mask"][1:])
+
+
+def test_the_samples_of_a_prompt_are_one_group() -> None:
+    first, *others = samples(3)
+    assert len({first.group, *(sample.group for sample in others)}) == 3
+    same = others[0].repacked(token_ids=torch.cat([first.token_ids[:4], others[0].token_ids[4:]]))
+    assert same.group == first.group
+    window = first.repacked(loss_mask=torch.ones_like(first.loss_mask))
+    assert window.group == window.sample_id
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_is_hashed_as_a_whole_and_checked_from_where_states_begin(kind: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(BLOCK_BYTES + 1000, generator=generator).bfloat16()
-    source = values.view(torch.uint8).numpy().copy()
-    whole = checksum_of([source], kind)
+def test_a_checksum_is_of_the_whole_block(kind: int) -> None:
+    block = np.random.default_rng(0).integers(0, 256, 100_000).astype(np.uint8)
+    whole = checksum_of(block, kind)
     if kind == CRC32:
-        assert whole == zlib.crc32(source)
-    for nan_at, finite in ((None, True), (100, True), (700, False), (len(values) - 1, False)):
-        given = values.clone()
-        if nan_at is not None:
-            given[nan_at] = float("nan")
-        data = given.view(torch.uint8).numpy()
-        copy = CheckedCopy(np.empty_like(data), kind, torch.bfloat16, states_at=1400)
-        for start in (0, 1000, 500_002, len(data)):
-            copy.put(data[copy._at : max(start, copy._at)])
-        assert copy.finite == finite
-        assert copy.checksum == checksum_of([data], kind)
-        assert (copy.checksum == whole) == (nan_at is None)
+        assert whole == zlib.crc32(block)
+    for at in (0, 50_000, 99_999):
+        changed = block.copy()
+        changed[at] ^= 1
+        assert checksum_of(changed, kind) != whole
+    with pytest.raises(RefusedError, match="checksum_kind"):
+        checksum_of(block, 77)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -269,7 +246,6 @@ def test_a_long_payload_goes_ahead_in_pieces(monkeypatch: pytest.MonkeyPatch, si
     payload = np.arange(size, dtype=np.uint64).astype(np.uint8)
     *ahead, last = [unframe(b"".join(parts)) for parts in frames(requests(), [payload])]
     assert len(ahead) == max(0, round(size / 256) - 1)
-    assert all(len(framed.payload) % 64 == 0 for framed in ahead)
     assert all(framed.request == pb.StreamStatesRequest() for framed in ahead)
     whole = last.behind(ahead)
     assert whole.request == requests()
@@ -277,16 +253,17 @@ def test_a_long_payload_goes_ahead_in_pieces(monkeypatch: pytest.MonkeyPatch, si
     assert whole.nbytes == sum(framed.nbytes for framed in (*ahead, last))
 
 
-@pytest.mark.parametrize(("length", "whole"), [(128, True), (100, False)])
-def test_a_span_over_pieces_is_cut_out_of_them(length: int, whole: bool) -> None:
-    """Pieces that are not of whole floats, as another client may cut them, are put together."""
+@pytest.mark.parametrize("length", [1, 100, 128, 1000])
+def test_a_span_over_pieces_is_read_out_of_them(length: int) -> None:
     data = np.arange(1000, dtype=np.uint64).astype(np.uint8)
-    pieces = [data[start : start + length] for start in range(0, 1000, length)]
-    for start, end in ((0, 64), (64, 1000), (0, 1000), (128, 128)):
-        found = _cut(pieces, start, end)
-        assert b"".join(part.tobytes() for part in found) == data[start:end].tobytes()
-        assert all(len(part) % 64 == 0 for part in found[:-1])
-    assert (len(_cut(pieces, 0, 1000)) > 1) == whole
+    memories = Memories([data[start : start + length] for start in range(0, 1000, length)])
+    for start, end in ((0, 64), (64, 1000), (0, 1000), (130, 131)):
+        block = np.zeros(end - start, np.uint8)
+        memories.read(pb.Span(memory=pb.MEMORY_PAYLOAD, offset=start, bytes=end - start), block)
+        assert block.tobytes() == data[start:end].tobytes()
+    with pytest.raises(RefusedError, match=r"packed\.span"):
+        beyond = pb.Span(memory=pb.MEMORY_PAYLOAD, offset=990, bytes=11)
+        memories.read(beyond, np.empty(11, np.uint8))
 
 
 @pytest.mark.parametrize("keep", [1, 3, 100, -1])

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
-import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from draft_trainer.kernels.library import using_kernels
 from draft_trainer.server.app import TrainerServer
-from policy_bridge.connection import Placement
+from draft_trainer.server.stream import StateStream
 from slipstream import tensors as framing
-from slipstream.shm import RingFile
+from slipstream.checksum import Bytes
+from slipstream.sample import FLOAT8
+from slipstream.shm import HEADER_BYTES, SharedFile
 from slipstream.tensors import through_float8
-from slipstream.v1 import draft_trainer_pb2 as pb
-from tests.draft_trainer.rig import Client, make_config, running
+from tests.draft_trainer.rig import DEADLINE, Client, make_config, running
 
-from .rig import assert_same, kept, samples, sending, with_tensors
-
-RING = 1 << 16
+from .rig import Sender, assert_same, kept, samples, sending
+from .test_kills import line, process
 
 
 @pytest.fixture
@@ -34,9 +33,7 @@ def memory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def trainer(tmp_path: Path, memory: Path) -> Iterator[tuple[TrainerServer, Client]]:
-    config = make_config(
-        tmp_path, server={"shared_memory": str(memory), "ring_bytes": RING, "max_streams": 3}
-    )
+    config = make_config(tmp_path, server={"shared_memory": str(memory), "max_streams": 3})
     with running(config, train=False) as (server, client):
         client.open()
         client.announce(1)
@@ -65,47 +62,16 @@ def test_every_tensor_arrives_with_its_bits(
     assert len(found) == 100
     for sample in sent:
         assert_same(found[sample.sample_id], sample)
-    # 100 samples of about 2 KiB went many times round a ring of 64 KiB.
-    assert sum(sample.layout.nbytes for sample in sent) > 3 * RING
     assert client.status().samples_accepted == 100
 
 
-def test_the_ring_has_no_name_while_it_is_used(trainer: Trainer, memory: Path) -> None:
+def test_the_file_has_no_name_while_it_is_used(trainer: Trainer, memory: Path) -> None:
     server, _ = trainer
     with sending(server.address, shared_memory=str(memory)) as sender:
         sender.send(*samples(1))
         sender.flush()
         assert sender.stats().transport == "shared_memory"
-        # What may be left was offered to the client that only announced the policy.
-        assert len(list(memory.iterdir())) <= 1
-
-
-def test_a_sample_larger_than_the_ring_goes_by_grpc(trainer: Trainer, memory: Path) -> None:
-    server, _ = trainer
-    (long,) = samples(1)
-    times = 40
-    short_one = long.tensors
-    long = with_tensors(
-        long,
-        token_ids=short_one.token_ids.repeat(times),
-        positions=torch.arange(times * len(short_one.positions), dtype=torch.int32),
-        segment_ids=short_one.segment_ids.repeat(times),
-        loss_mask=short_one.loss_mask.repeat(times),
-        aux=short_one.aux.repeat(times, 1),
-        final=short_one.final.repeat(times, 1),
-        sampled_logprobs=short_one.sampled_logprobs.repeat(times),
-        sampled_logits=short_one.sampled_logits.repeat(times),
-    )
-    assert long.layout.nbytes > RING
-    short = samples(3, seed=5)
-    with sending(server.address, shared_memory=str(memory)) as sender:
-        sender.send(short[0], long, *short[1:])
-        sender.flush()
-        assert sender.stats().transport == "shared_memory"
-        assert sender.stats().accepted == 4
-    found = kept(server)
-    for sample in (long, *short):
-        assert_same(found[sample.sample_id], sample)
+        assert list(memory.iterdir()) == []
 
 
 @pytest.mark.parametrize("why", ["elsewhere", "nonce", "off", "not_there"])
@@ -113,18 +79,18 @@ def test_without_the_same_memory_states_go_by_grpc(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     directory = {"off": "", "not_there": str(tmp_path / "nowhere")}.get(why, str(memory))
-    config = make_config(tmp_path, server={"shared_memory": directory, "ring_bytes": RING})
+    config = make_config(tmp_path, server={"shared_memory": directory})
     seen = str(tmp_path) if why == "elsewhere" else str(memory)
     if why == "nonce":
         # Another file of the same name, as a container with a /dev/shm of its own might have.
-        create = RingFile.create.__func__  # type: ignore[attr-defined]
+        create = SharedFile.create.__func__  # type: ignore[attr-defined]
 
-        def other(cls: type[RingFile], folder: Path, nbytes: int) -> RingFile:
-            ring = create(cls, folder, nbytes)
-            ring.nonce = bytes(16)
-            return ring
+        def other(cls: type[SharedFile], folder: Path, nbytes: int) -> SharedFile:
+            file = create(cls, folder, nbytes)
+            file.nonce = bytes(16)
+            return file
 
-        monkeypatch.setattr(RingFile, "create", classmethod(other))
+        monkeypatch.setattr(SharedFile, "create", classmethod(other))
     with running(config, train=False) as (server, client):
         client.open()
         client.announce(1)
@@ -136,87 +102,109 @@ def test_without_the_same_memory_states_go_by_grpc(
         wanted = {
             "elsewhere": "No such file",
             "nonce": "nonce",
-            "off": "server.shared_memory is off",
+            "off": "server.shared_memory",
             "not_there": "No such file",
         }
         assert wanted[why] in stats.transport_reason
     assert list(memory.iterdir()) == []
 
 
-def test_a_truncated_ring_ends_the_stream_and_loses_nothing(
-    trainer: Trainer, memory: Path, monkeypatch: pytest.MonkeyPatch
+def cut(sender: Sender) -> None:
+    """Truncate the file that blocks are written to now."""
+    os.ftruncate(sender.outbox.blocks.file._descriptor, HEADER_BYTES)
+
+
+def test_a_file_that_is_cut_short_between_samples_costs_none_that_come_later(
+    trainer: Trainer, memory: Path
 ) -> None:
-    server, _ = trainer
-    rings: list[RingFile] = []
-    attach = RingFile.attach.__func__  # type: ignore[attr-defined]
-
-    def remember(cls: type[RingFile], *args: object) -> RingFile:
-        rings.append(attach(cls, *args))
-        return rings[-1]
-
-    monkeypatch.setattr(RingFile, "attach", classmethod(remember))
+    server, client = trainer
     sent = samples(40, seed=2)
     with sending(server.address, shared_memory=str(memory)) as sender:
         sender.send(*sent[:20])
         sender.flush()
-        os.ftruncate(rings[0]._descriptor, 4096)
+        assert sender.stats().transport == "shared_memory"
+        cut(sender)
         sender.send(*sent[20:])
         sender.flush()
         stats = sender.stats()
-    assert len(rings) == 1
-    assert (stats.accepted, stats.refused, stats.transport) == (40, 0, "grpc")
-    assert "as it was made" in stats.transport_reason
+    assert (stats.accepted, stats.refused, stats.connects) == (40, 0, 1)
+    assert stats.shed == {}
+    assert "as it was made" in sender.outbox.damage
     found = kept(server)
     for sample in sent:
         assert_same(found[sample.sample_id], sample)
+    assert client.status().samples_refused == 0
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
-def test_a_ring_that_is_truncated_while_it_is_read_costs_no_process(
+def test_a_file_that_is_cut_short_while_it_is_read_costs_what_was_in_it(
     trainer: Trainer, memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, _ = trainer
-    check, cut = RingFile.check, []
-
-    def check_then_cut(self: RingFile) -> None:
-        check(self)
-        # The bridge has looked, and written; now the trainer has looked.
-        cut.append(self)
-        if len(cut) == 2:
-            os.ftruncate(self._descriptor, 4096)
-
-    monkeypatch.setattr(RingFile, "check", check_then_cut)
-    (sent,) = samples(1, seed=3)
-    with using_kernels("on"), sending(server.address, shared_memory=str(memory)) as sender:
-        sender.send(sent)
-        sender.flush()
-        stats = sender.stats()
-    assert len(cut) == 2 and cut[0] is not cut[1]
-    assert (stats.accepted, stats.refused, stats.transport) == (1, 0, "grpc")
-    assert "less while it was read" in stats.transport_reason
-    assert_same(kept(server)[sent.sample_id], sent)
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "grpc"])
-def test_a_corrupted_byte_is_refused_and_the_stream_goes_on(
-    trainer: Trainer, memory: Path, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     server, client = trainer
     sent = samples(20, seed=3)
-    place = Placement.place
+    read, reads = SharedFile.read_into, []
 
-    def corrupt(self: Placement, sample, *given):  # type: ignore[no-untyped-def]
-        placed = place(self, sample, *given)
-        if placed is not None and sample.sample_id == sent[7].sample_id:
-            if placed.payload:
-                placed.payload[0][400] ^= 1
-            else:
-                assert self._ring is not None
-                self._ring.span(self._placed[sample.sample_id] + 400, 1)[0] ^= 1
-        return placed
+    def cut_then_read(self: SharedFile, offset: int, block: Bytes) -> None:
+        reads.append(self)
+        if len(reads) == 5:
+            # The bridge has looked, and written; the trainer has looked and reads.
+            cut(sender)
+        read(self, offset, block)
 
-    monkeypatch.setattr(Placement, "place", corrupt)
-    with sending(server.address, transport=transport, shared_memory=str(memory)) as sender:
+    monkeypatch.setattr(SharedFile, "read_into", cut_then_read)
+    with sending(server.address, shared_memory=str(memory)) as sender:
+        with sender.outbox._changed:
+            sender.send(*sent[:10])
+        sender.flush()
+        stats = sender.stats()
+        assert (stats.accepted, stats.refused) == (4, 0)
+        assert stats.shed == {"shared_memory_lost": 6}
+        assert stats.transport == "grpc" and "ends at byte" in stats.transport_reason
+        sender.send(*sent[10:])
+        sender.flush()
+        assert (sender.stats().accepted, sender.stats().connects) == (14, 1)
+    # The trainer refused them by name, and the bridge looked for them in its own file.
+    refused = client.status().refused_by_field
+    assert set(refused) == {"shared_memory"}
+
+
+def test_the_policy_and_the_trainer_survive_a_file_that_is_cut_while_samples_flow(
+    tmp_path: Path, memory: Path
+) -> None:
+    with process("trainer_process", tmp_path, memory) as trainer:
+        (address,) = line(trainer)
+        with process("sender_process", address, memory, 1) as sender:
+            accepted, transport, lost, *_ = line(sender)
+            assert (int(accepted), transport, int(lost)) == (100, "shared_memory", 0)
+            # The file has no name: through the descriptor of the process that holds it.
+            for entry in Path(f"/proc/{sender.pid}/fd").iterdir():
+                if str(memory / "slipstream-samples-") in str(entry.readlink()):
+                    os.truncate(entry, HEADER_BYTES + 1000)
+            for _ in range(100):
+                accepted, transport, lost, *reason = line(sender)
+                if transport == "grpc":
+                    break
+            assert transport == "grpc" and reason
+            before = int(accepted)
+            total = int(line(sender)[0])
+            assert total > before
+            assert sender.poll() is None and trainer.poll() is None
+
+
+def test_a_corrupted_byte_is_refused_and_the_stream_goes_on(
+    trainer: Trainer, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, client = trainer
+    sent = samples(20, seed=3)
+    write = SharedFile.write
+
+    def corrupt(self: SharedFile, offset: int, block: Bytes) -> None:
+        if self.name and block.tobytes() == sent[7].block.numpy().tobytes():
+            block = block.copy()
+            block[400] ^= 1
+        write(self, offset, block)
+
+    monkeypatch.setattr(SharedFile, "write", corrupt)
+    with sending(server.address, shared_memory=str(memory)) as sender:
         sender.send(*sent)
         sender.flush()
         stats = sender.stats()
@@ -231,7 +219,7 @@ def test_a_block_in_pieces_is_one_again(
 ) -> None:
     server, _ = trainer
     sent = samples(12, seed=8)
-    sent[7].tensors.final[3, 2] = float("nan")
+    sent[7].final_hidden[3, 2] = float("nan")
     monkeypatch.setattr(framing, "PIECE_BYTES", 192)
     with sending(server.address, transport="grpc", shared_memory=str(memory)) as sender:
         sender.send(*sent)
@@ -251,9 +239,9 @@ def test_states_that_are_not_finite_are_refused_by_field(
     server, _ = trainer
     sent = samples(6, seed=4)
     for sample, value in zip(sent, (float("nan"), float("inf"), -float("inf")), strict=False):
-        sample.tensors.final[3, 2] = value
-    sent[3].tensors.aux[0, 0] = -float("nan")
-    sent[4].tensors.sampled_logits[1] = float("nan")
+        sample.final_hidden[3, 2] = value
+    sent[3].aux[0, 0] = -float("nan")
+    sent[4].sampled_logits[1] = float("nan")
     with sending(server.address, transport=transport, shared_memory=str(memory)) as sender:
         sender.send(*sent)
         sender.flush()
@@ -270,22 +258,21 @@ def test_states_that_are_not_finite_are_refused_by_field(
 def test_float8_states_arrive_as_bfloat16(trainer: Trainer, memory: Path, transport: str) -> None:
     server, _ = trainer
     sent = samples(10, seed=6)
-    settings = {"transport": transport, "shared_memory": str(memory)}
-    with sending(server.address, states_dtype="float8_e4m3", **settings) as sender:
-        sender.send(*sent)
+    small = [sample.repacked(dtype=FLOAT8) for sample in sent]
+    assert sum(s.nbytes for s in small) < sum(s.nbytes for s in sent)
+    with sending(server.address, transport=transport, shared_memory=str(memory)) as sender:
+        sender.send(*small)
         sender.flush()
         stats = sender.stats()
     assert (stats.accepted, stats.transport) == (10, transport)
     found = kept(server)
     for sample in sent:
-        tensors, hidden = sample.tensors, sample.layout.hidden_size
-        decoded = with_tensors(
-            sample,
-            aux=through_float8(tensors.aux, hidden),
-            final=through_float8(tensors.final, hidden),
+        hidden = sample.layout.hidden_size
+        decoded = sample.repacked(
+            aux=through_float8(sample.aux, hidden),
+            final_hidden=through_float8(sample.final_hidden, hidden),
         )
         assert_same(found[sample.sample_id], decoded)
-    assert sum(s.in_float8().layout.nbytes for s in sent) < sum(s.layout.nbytes for s in sent)
 
 
 def test_duplicates_within_a_batch_and_over_streams_are_recognised(
@@ -301,14 +288,18 @@ def test_duplicates_within_a_batch_and_over_streams_are_recognised(
     assert (status.samples_accepted, status.samples_duplicate) == (10, 10)
 
 
-def test_rings_are_bounded_and_offered_ones_give_way(trainer: Trainer, memory: Path) -> None:
-    server, client = trainer
-    offers = [client.open().shared_memory for _ in range(5)]
-    assert {path.name for path in memory.iterdir()} == {offer.name for offer in offers[2:]}
-    for offer in offers:
-        assert (offer.bytes, len(offer.nonce)) == (RING + 4096, 16)
-        assert offer.absent_because == ""
-    for path in memory.iterdir():
-        assert path.stat().st_mode & 0o777 == 0o600
-    assert pb.TRANSPORT_SHARED_MEMORY == 2
-    del server
+def test_a_trainer_that_ends_every_stream_is_reported_by_name(
+    trainer: Trainer, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = trainer
+    monkeypatch.setattr(StateStream, "responses", lambda self: iter(()))
+    with sending(server.address, shared_memory=str(memory)) as sender:
+        sender.send(*samples(3))
+        deadline = time.monotonic() + DEADLINE
+        while "ended by the trainer" not in sender.stats().last_error:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert "StreamStates" in sender.stats().last_error
+        monkeypatch.undo()
+        sender.flush()
+        assert sender.stats().accepted == 3

@@ -3,45 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 
 from draft_trainer.server.app import TrainerServer
-from policy_bridge.connection import Placement
-from policy_bridge.session import Session, decode_session
-from slipstream.checksum import KINDS
+from policy_bridge.session import decode_session
 from slipstream.errors import RefusedError
+from slipstream.sample import Sample
+from slipstream.shm import SharedFile
 from slipstream.tensors import SCHEMA_VERSION
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
-from tests.draft_trainer.rig import DEADLINE, SPEC, Client, Stream, make_config, refusal, running
+from tests.draft_trainer.rig import (
+    DEADLINE,
+    SPEC,
+    Client,
+    Stream,
+    make_config,
+    refusal,
+    request_of,
+    running,
+)
 
-from .rig import LAYERS, samples
+from .rig import samples
 
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainerServer, Client]]:
-    config = make_config(tmp_path_factory.mktemp("refusals"), server={"ring_bytes": 1 << 16})
+    memory = tmp_path_factory.mktemp("memory")
+    config = make_config(tmp_path_factory.mktemp("refusals"), server={"shared_memory": str(memory)})
     with running(config, train=False) as (server, client):
         client.open()
         client.announce(1)
         yield server, client
 
 
-def request(*given: object, seed: int = 0) -> pb.StreamStatesRequest:
-    """A batch whose states are in its payload."""
-    from policy_bridge.config import BridgeConfig
+def memory_of(server: TrainerServer) -> Path:
+    """The directory of its clients' files."""
+    return Path(server._config.server.shared_memory)
 
-    session = Session("s", LAYERS, None, 99, 1, (), KINDS)  # type: ignore[arg-type]
-    placement = Placement(session, BridgeConfig(trainer="a:1", run_id="r", transport="grpc"))
+
+def request(*given: Sample, seed: int = 0) -> pb.StreamStatesRequest:
+    """A batch whose blocks are in its payload."""
     made, payload = pb.StreamStatesRequest(), b""
     for sample in given or samples(3, seed):
-        add = made.batch.samples.add
-        placed = placement.place(sample, len(payload), 0.0, add)  # type: ignore[arg-type]
-        assert placed is not None
-        payload += np.concatenate(placed.payload).tobytes()
+        one = request_of(sample)
+        one.sample.packed.span.offset = len(payload)
+        made.batch.samples.append(one.sample)
+        payload += one.payload
     made.payload = payload
     return made
 
@@ -99,10 +110,10 @@ BAD: list[tuple[Damage, str, str]] = [
     (damaged("states_dtype", tensor_pb2.DTYPE_INT32), "packed.states_dtype", "BFLOAT16"),
     (damaged("states_dtype", tensor_pb2.DTYPE_FLOAT32), "packed.span.bytes", "for 16 tokens"),
     (damaged("span.bytes", 64), "packed.span.bytes", "for 16 tokens"),
-    (damaged("span.offset", 1 << 40), "packed.span", "within the payload's"),
-    (damaged("span.offset", (1 << 64) - 64), "packed.span", "within the payload's"),
+    (damaged("span.offset", 1 << 40), "packed.span", "within [0, "),
+    (damaged("span.offset", (1 << 64) - 64), "packed.span", "within [0, "),
     (damaged("span.memory", 0), "packed.span.memory", "MEMORY_PAYLOAD"),
-    (damaged("span.memory", 2), "packed.span.memory", "no ring"),
+    (damaged("span.memory", 2), "packed.span.memory", "no file"),
     (damaged("checksum", 5), "packed.checksum", "0x"),
     (damaged("checksum_kind", 0), "packed.checksum_kind", "CRC32"),
     (damaged("checksum_kind", 77), "packed.checksum_kind", "CRC32"),
@@ -132,35 +143,27 @@ def test_a_bad_description_is_refused_by_name_and_the_others_are_taken(
     assert [ack.status for ack in others] == [pb.ACK_STATUS_ACCEPTED] * 2
 
 
-RING_SPANS = [
-    (4096 + 8, "multiple of 64"),
-    (0, "4096"),
-    (4032, "4096"),
-    ((1 << 16) + 4032, "69632"),
-]
-
-
-@pytest.mark.parametrize(("offset", "expected"), RING_SPANS)
-def test_a_span_outside_the_ring_is_refused(
-    trainer: tuple[TrainerServer, Client], offset: int, expected: str
+@pytest.mark.parametrize("offset", [0, 4032, (1 << 16) - 64, 1 << 40])
+def test_a_span_outside_the_file_is_refused(
+    trainer: tuple[TrainerServer, Client], tmp_path: Path, offset: int
 ) -> None:
-    _, client = trainer
+    server, client = trainer
     sent = request(seed=200 + offset % 97)
     span = sent.batch.samples[0].packed.span
-    span.memory, span.offset = pb.MEMORY_RING, offset
+    span.memory, span.offset = pb.MEMORY_FILE, offset
     client.open()
-    header = pb.StreamHeader(session_id=client.session_id, transport=pb.TRANSPORT_SHARED_MEMORY)
+    file = SharedFile.create(memory_of(server), 1 << 16)
+    named = pb.SharedMemory(name=file.name, bytes=file.nbytes, nonce=file.nonce)
+    header = pb.StreamHeader(session_id=client.session_id, shared_memory=named)
     requests = [pb.StreamStatesRequest(header=header), sent]
     call = client.stub.StreamStates(iter(requests), timeout=DEADLINE)
-    assert next(call).credit.bytes > 0
+    credit = next(call).credit
+    assert credit.bytes > 0 and credit.inline_because == ""
     refused, *others = next(call).acks.acks
     assert refused.refusal.field == "packed.span"
-    assert expected in refused.refusal.expected
+    assert "within [4096, 65536)" in refused.refusal.expected
     assert [ack.status for ack in others] == [pb.ACK_STATUS_ACCEPTED] * 2
-    # One ring serves one stream.
-    error = refusal(lambda: list(client.stub.StreamStates(iter(requests[:1]), timeout=DEADLINE)))
-    assert error.field == "header.transport"
-    assert error.code is grpc.StatusCode.FAILED_PRECONDITION
+    file.remove_name()
 
 
 @pytest.mark.parametrize("version", [0, 1, SCHEMA_VERSION + 1])

@@ -11,7 +11,7 @@ from tests.draft_trainer.rig import make_config, running
 def main() -> None:
     """Print the address once policy version 1 is known; end when standard input does."""
     folder, memory = Path(sys.argv[1]), sys.argv[2]
-    config = make_config(folder, server={"shared_memory": memory, "ring_bytes": 1 << 17})
+    config = make_config(folder, server={"shared_memory": memory})
     with running(config, train=False) as (server, client):
         if client.open().latest_policy_version == 0:
             client.announce(1)
