@@ -390,7 +390,7 @@ def stored_header(sample: Sample) -> bytes:
     packed.ClearField("span")
     if packed.checksum_kind == pb.CHECKSUM_KIND_UNSPECIFIED:
         packed.checksum_kind = KINDS[0]
-        packed.checksum = checksum_of([sample.block[: sample.nbytes].numpy()], KINDS[0])
+        packed.checksum = checksum_of(sample.block[: sample.nbytes].numpy(), KINDS[0])
     return header.SerializeToString()
 
 
@@ -405,4 +405,4 @@ def is_intact(sample: Sample) -> bool:
     packed, block = sample.header.packed, sample.block.numpy()
     if sample.nbytes > len(block):
         return False
-    return checksum_of([block[: sample.nbytes]], packed.checksum_kind) == packed.checksum
+    return checksum_of(block[: sample.nbytes], packed.checksum_kind) == packed.checksum

@@ -36,8 +36,8 @@ from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.ingest.run import Run
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
-from draft_trainer.sample import Sample
 from slipstream.errors import RefusedError
+from slipstream.sample import Sample
 from slipstream.v1 import release_pb2
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import torch
 from draft_trainer.config import TrainerConfig, access_of, credentials_of
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import Draft, DraftShape
-from draft_trainer.ingest.folder import SampleFolder
 from draft_trainer.ingest.checks import Expected
+from draft_trainer.ingest.folder import SampleFolder
 from draft_trainer.ingest.ingest import Ingest
 from draft_trainer.ingest.run import Runs
 from draft_trainer.ingest.store import SampleStore

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
-from draft_trainer.sample import Sample
+from slipstream.sample import Sample
 
 
 @torch.no_grad()

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from draft_trainer.recordings.recording import RecordingFacts, RecordingIndex
 from draft_trainer.recordings.writer import DEFAULT_SHARD_BYTES, RecordingWriter
-from draft_trainer.sample import Sample
 from examples.arithmetic_grpo.record import Recorder, solutions
+from slipstream.sample import Sample
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy
 
 FACTS = RecordingFacts(

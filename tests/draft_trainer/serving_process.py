@@ -15,12 +15,12 @@ import torch
 
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
-from draft_trainer.sample import Sample
 from draft_trainer.training.followers import Followers, follow
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.ranks import Ranks
 from draft_trainer.training.state import StateStore
 from slipstream.errors import RefusedError
+from slipstream.sample import Sample
 from tests.draft_trainer.synthetic import Policy, draft_vocab_ids, head
 
 # Waited out in full, and the deadline of joining and of every exchange before it too: two processes

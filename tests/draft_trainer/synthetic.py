@@ -7,7 +7,7 @@ from torch import Tensor
 
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
-from draft_trainer.sample import Sample
+from slipstream.sample import Sample
 
 HIDDEN, VOCAB, DRAFT_VOCAB, LAYERS = 16, 24, 16, 3
 

@@ -11,8 +11,8 @@ from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.releases import gate
 from draft_trainer.releases.gate import paired_interval, student
-from draft_trainer.sample import Sample
 from draft_trainer.training.learner import Learner
+from slipstream.sample import Sample
 from tests.draft_trainer.synthetic import VOCAB, Policy, head
 
 CONFIG = TrainingConfig(learning_rate=3e-3, warmup_steps=5, ttt_steps=3)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from draft_trainer.drafters.policy import PolicyHeads
-from draft_trainer.sample import Sample
 from draft_trainer.training.learner import StepMetrics
+from slipstream.sample import Sample
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.fleet_double import RolloutDouble
