@@ -172,24 +172,23 @@ class Connection:
         session = self._require_session()
         file, why_inline = self._shared_file()
         header = pb.StreamHeader(session_id=session.session_id)
-        if file is not None:
-            header.shared_memory.name = file.name
-            header.shared_memory.bytes = file.nbytes
-            header.shared_memory.nonce = file.nonce
-            self._shared = self._outbox.move_to(file)
-        self._counters.transport("grpc" if file is None else "shared_memory", why_inline)
-        opened = time.monotonic()
-
-        def on_open(inline_because: str) -> None:
-            if inline_because:
-                self._shared = None
-                self._counters.transport("grpc", inline_because)
+        try:
             if file is not None:
-                # The trainer has it open by now, or never will: nothing is left after a kill.
+                header.shared_memory.name = file.name
+                header.shared_memory.bytes = file.nbytes
+                header.shared_memory.nonce = file.nonce
+                self._shared = self._outbox.move_to(file)
+            self._counters.transport("grpc" if file is None else "shared_memory", why_inline)
+            return self._stream(header, session, again)
+        finally:
+            self._shared = None
+            if file is not None:
                 file.remove_name()
 
-        stream = StateStream(self._channel, header, on_open, self._on_acks)
-        stalled = False
+    def _stream(self, header: pb.StreamHeader, session: Session, again: set[str]) -> bool:
+        """Send on one stream until it ends. Whether the next one may follow at once."""
+        opened, stalled = time.monotonic(), False
+        stream = StateStream(self._channel, header, self._on_open, self._on_acks)
         try:
             while stream.is_open and not self._stop.is_set():
                 if stream.silent_seconds() > self._config.stall_seconds:
@@ -201,9 +200,6 @@ class Connection:
                 sent = self._send_next(stream, session)
                 self._counters.add(resent_samples=len(again.intersection(sent)))
         finally:
-            if file is not None:
-                file.remove_name()
-            self._shared = None
             stream.close(_JOIN_SECONDS)
         # Streams that are idle for minutes end in order; one that ends each at once does not work.
         short = time.monotonic() - opened < self._config.max_backoff_seconds
@@ -213,6 +209,16 @@ class Connection:
             elif not stalled and not stream.acknowledged and (short or len(self._outbox)):
                 self._note(_closed_by_trainer())
         return stream.acknowledged > 0 or not short
+
+    def _on_open(self, inline_because: str) -> None:
+        """The trainer answered: it has the file open by now, or never will."""
+        shared = self._shared
+        if shared is not None:
+            # Nothing is left after a kill from now on.
+            shared.file.remove_name()
+        if inline_because:
+            self._shared = None
+            self._counters.transport("grpc", inline_because)
 
     def _shared_file(self) -> tuple[SharedFile | None, str]:
         """A file for a stream, or why its states go inline."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -292,7 +292,12 @@ def test_a_trainer_that_ends_every_stream_is_reported_by_name(
     trainer: Trainer, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _ = trainer
-    monkeypatch.setattr(StateStream, "responses", lambda self: iter(()))
+
+    async def nothing(self: StateStream) -> AsyncIterator[object]:
+        for response in ():
+            yield response
+
+    monkeypatch.setattr(StateStream, "responses", nothing)
     with sending(server.address, shared_memory=str(memory)) as sender:
         sender.send(*samples(3))
         deadline = time.monotonic() + DEADLINE
