@@ -17,7 +17,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from tyro.conf import arg
 
-from slipstream.errors import RefusedError, refused_from
+from slipstream.errors import RefusedError, failure_text, refused_from
 from slipstream.security import ClientCredentials
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
@@ -94,7 +94,6 @@ def explained(error: grpc.RpcError, address: str) -> RefusedError:
     if refusal is not None:
         return refusal
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-    details = error.details() if isinstance(error, grpc.Call) else str(error)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RefusedError(
             "--timeout",
@@ -102,7 +101,7 @@ def explained(error: grpc.RpcError, address: str) -> RefusedError:
             "an answer",
             "look at draft-trainer status; give it longer with --timeout",
         )
-    untrusted = _UNTRUSTED.search(details or "")
+    untrusted = _UNTRUSTED.search(failure_text(error))
     if untrusted is not None:
         return RefusedError(
             "--ca",
@@ -113,7 +112,7 @@ def explained(error: grpc.RpcError, address: str) -> RefusedError:
         )
     return RefusedError(
         "--address",
-        f"{address} ({code.name}: {plain(details or '')})",
+        f"{address} ({failure_text(error)})",
         "a running draft-trainer",
         "start it with draft-trainer serve, or give the address that it printed when it was ready; "
         "--ca where it has a certificate, --certificate and --key where it has access.client_ca",
