@@ -337,27 +337,33 @@ class Canary:
         count = max(1, math.floor(self._config.share * len(holders) + 1e-9))
         return tuple(sorted(holders)[:count])
 
-    def begin(
+    def plan(
         self, version: int, incumbent: int, servers: Sequence[str], others: Sequence[str]
-    ) -> None:
-        """``version`` went live on ``servers``; replaces a trial that is under way.
+    ) -> Trial:
+        """The trial of a release that has just gone live.
 
         Args:
             version: on trial.
             incumbent: the release before it.
             servers: that serve it.
             others: that serve the incumbent until there is a result.
+        """
+        past: list[Batch] = []
+        if not others:
+            past = self._watch.before(incumbent, servers, time.monotonic(), HISTORY_SECONDS)
+        history = tuple((b.drafts, b.accepted, b.squares) for b in merged(past, HISTORY_BATCHES))
+        return Trial(version, incumbent, tuple(servers), tuple(others), time.time(), history)
+
+    def begin(self, trial: Trial) -> None:
+        """Keep a trial, in the transaction under way if there is one; replaces another one.
 
         Raises:
             RefusedError: it cannot be written.
         """
-        now = time.monotonic()
-        past = [] if others else self._watch.before(incumbent, servers, now, HISTORY_SECONDS)
-        history = tuple((b.drafts, b.accepted, b.squares) for b in merged(past, HISTORY_BATCHES))
-        trial = Trial(version, incumbent, tuple(servers), tuple(others), time.time(), history)
+        began = time.monotonic()
         with self._state.transaction():
             self._state.set_trial(trial)
-            self._state.after_commit(lambda: self._keep(trial, now))
+            self._state.after_commit(lambda: self._keep(trial, began))
 
     def end(self) -> None:
         """No trial is under way any more. Raises RefusedError: that cannot be written."""

@@ -355,13 +355,15 @@ class Publisher:
         failed = [a for a in chosen if not result.outcomes[a].draft_committed]
         why = f"it failed on {', '.join(failed)}" if failed else ""
         if not failed:
+            # Not inside the transaction: reports of servers take other locks.
+            trial = canary.plan(version, incumbent, chosen, others) if canary is not None else None
             try:
                 with self.promotions.state.transaction():
                     if not others:
                         self.promotions.serves(version)
                         self.promotions.state.events.published("committed", version, "")
-                    if canary is not None:
-                        canary.begin(version, incumbent, chosen, others)
+                    if canary is not None and trial is not None:
+                        canary.begin(trial)
             except RefusedError as error:
                 # The disk does not know that it is live, so it must not be.
                 why = str(error)
