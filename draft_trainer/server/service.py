@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Generator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,8 +196,10 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
                     workers=self.workers,
                 )
                 self._streams.add(stream)
-                async for response in stream.responses():
-                    yield response
+                # Closed before the client's file is.
+                async with aclosing(stream.responses()) as responses:
+                    async for response in responses:
+                        yield response
         finally:
             if stream is not None:
                 self._streams.discard(stream)
@@ -250,8 +253,9 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         self, request: pb.FetchReleaseRequest, context: ServicerContext
     ) -> AsyncIterator[pb.FetchReleaseResponse]:
         """See the .proto."""
-        async for part in self.workers.iterate(self._release(request.draft_version)):
-            yield part
+        async with aclosing(self.workers.iterate(self._release(request.draft_version))) as parts:
+            async for part in parts:
+                yield part
 
     def _release(self, version: int) -> Generator[pb.FetchReleaseResponse, None, None]:
         registry = self.releases.registry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from draft_trainer.ingest.ingest import CreditWindow, Ingest, Memories
@@ -101,7 +101,7 @@ class StateStream:
         self._ended = True
         self._arrived.set()
 
-    async def responses(self) -> AsyncIterator[pb.StreamStatesResponse]:
+    async def responses(self) -> AsyncGenerator[pb.StreamStatesResponse, None]:
         """The answers.
 
         Raises:

@@ -13,6 +13,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import (
+    AsyncGenerator,
     AsyncIterator,
     Callable,
     Collection,
@@ -102,7 +103,7 @@ class Workers:
                     done.exception()
                 raise
 
-    async def iterate(self, generator: Generator[T, None, None]) -> AsyncIterator[T]:
+    async def iterate(self, generator: Generator[T, None, None]) -> AsyncGenerator[T, None]:
         """A generator's items, each computed on one of the threads."""
         try:
             while (item := await self.run(next, generator, None)) is not None:
