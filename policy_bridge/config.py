@@ -52,7 +52,7 @@ class BridgeConfig:
         transport: "shared_memory" or "grpc" for the states, or "auto": shared memory where both
             processes see the same. Where there is none, states go by gRPC with any of the three,
             and ``stats().transport_reason`` says why.
-        shared_memory: directory in which the trainer's ring is looked for; its [server]
+        shared_memory: directory in which the file of the outbox is made; the trainer's [server]
             shared_memory as it is mounted here.
         policy_dtype: cast pushed policy weights to this; empty keeps the policy's.
         seed: of the default selector.

@@ -14,6 +14,7 @@ from policy_bridge import capture
 from policy_bridge.copier import JOBS, DeviceRunner, HostRunner, SideThread, Staging
 from policy_bridge.extraction import gather_into
 from slipstream.errors import RefusedError
+from slipstream.sample import FLOAT8, TENSORS
 
 from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
@@ -306,6 +307,55 @@ def test_states_written_between_ship_and_copy_are_refused(
         with pytest.raises(RefusedError, match="written in place"):
             ship(bridge, model, data)
         assert bridge.stats().outbox_samples == 0 == len(trainer.samples)
+
+
+def test_float8_states_are_quantized_as_they_are_captured(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(torch.bfloat16), batch((9, 12))
+    with trainer.serve() as server:
+        whole = connect(server.address, model=model)
+        with whole.sync(1):
+            pass
+        ship(whole, model, data)
+        assert whole.flush(DEADLINE)
+        plain = {bytes(s.token_ids.numpy()): s for s in trainer.samples.values()}
+        trainer.samples.clear()
+        bridge = connect(server.address, model=model, states_dtype="float8_e4m3")
+        with bridge.sync(2):
+            pass
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+        assert len(trainer.samples) == 2
+        for sample in trainer.samples.values():
+            own = plain[bytes(sample.token_ids.numpy())]
+            expected = own.repacked(dtype=FLOAT8)
+            assert sample.layout == expected.layout
+            for name in (*TENSORS, "scales"):
+                found, wanted = getattr(sample, name), getattr(expected, name)
+                assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), name
+
+
+def test_a_device_without_memory_costs_the_window_and_not_the_run(
+    trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("seeded by a test")
+
+    model, data = make_model(), batch((9, 12))
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, strict=True)
+        with bridge.sync(1):
+            pass
+        for name in ("with_logits", "fill"):
+            monkeypatch.setattr(capture, name, full)
+            ship(bridge, model, data)
+            assert bridge.flush(DEADLINE)
+            monkeypatch.undo()
+        assert bridge.stats().shed == {"device_memory": 4}
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+        assert bridge.stats().accepted == 2
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 15, 40])
