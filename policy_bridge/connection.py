@@ -24,7 +24,7 @@ from policy_bridge.stats import Counters
 from policy_bridge.stream import StateStream
 from policy_bridge.sync import describe
 from slipstream.checksum import KINDS
-from slipstream.errors import RefusedError, refused_from
+from slipstream.errors import RefusedError, clean, refused_from
 from slipstream.layers import encode_layers
 from slipstream.shm import MemoryLostError, SharedFile, remove_stale
 from slipstream.tensors import PIECE_BYTES, SCHEMA_VERSION
@@ -218,7 +218,7 @@ class Connection:
             shared.file.remove_name()
         if inline_because:
             self._shared = None
-            self._counters.transport("grpc", inline_because)
+            self._counters.transport("grpc", clean(inline_because))
 
     def _shared_file(self) -> tuple[SharedFile | None, str]:
         """A file for a stream, or why its states go inline."""
