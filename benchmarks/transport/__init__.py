@@ -1,1 +1,1 @@
-"""From a captured tensor to a validated one in the replay buffer, and what the machine could do."""
+"""States from a bridge to a trainer: shared memory against gRPC inline and one memcpy."""

@@ -1,22 +1,15 @@
-"""The receiving process: a trainer whose learner never starts, and a bare stream beside it.
-
-``python -m benchmarks.transport.receiver --hidden-size H --replay-bytes N --ring-bytes N``. Prints
-the trainer's address and the bare server's; then, for every line on standard input, the process's
-CPU seconds so far.
-"""
+"""The receiving process: a trainer whose learner never starts."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-from benchmarks.transport.bare import bare_server
-from benchmarks.transport.case import AUX_LAYERS, MAX_TOKENS, POLICY_VERSION, RUN, VOCAB
+from benchmarks.workers import answers, serve
 from draft_trainer.cli.main import tune_memory
 from draft_trainer.config import parse_config
 from draft_trainer.drafters.eagle3.checkpoint import save_draft
@@ -29,9 +22,15 @@ from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.tensors import SCHEMA_VERSION
 from slipstream.v1 import draft_trainer_pb2 as pb
 
+RUN = "benchmark"
+POLICY_VERSION = 1
+VOCAB = 64
+AUX_LAYERS = (2, 18, 33)
+MAX_TOKENS = 2048
+
 
 def _draft(folder: Path, hidden_size: int) -> Path:
-    """A head as narrow as can be, for a policy of this width."""
+    """A narrow head for a policy of this width."""
     config = HeadConfig(
         hidden_size=64,
         target_hidden_size=hidden_size,
@@ -45,17 +44,17 @@ def _draft(folder: Path, hidden_size: int) -> Path:
         own_embeddings=True,
     )
     folder.mkdir()
-    head = Eagle3Head(config, None)
-    save_draft(folder, head)
+    save_draft(folder, Eagle3Head(config, None))
     return folder
 
 
 def main() -> None:
-    """See the module."""
+    """Greets with the trainer's address; answers ``cpu`` with its CPU seconds so far."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--hidden-size", type=int, required=True)
     parser.add_argument("--replay-bytes", type=int, required=True)
-    options = parser.parse_args()
+    chosen = parser.parse_args()
+    answer = answers()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         config = parse_config(
@@ -67,15 +66,15 @@ def main() -> None:
                     "receive_window_bytes": MAX_MESSAGE_BYTES,
                 },
                 "draft": {
-                    "initial": str(_draft(Path(folder) / "draft", options.hidden_size)),
+                    "initial": str(_draft(Path(folder) / "draft", chosen.hidden_size)),
                     "registry": str(Path(folder) / "registry"),
                 },
-                "replay": {"capacity_bytes": options.replay_bytes},
+                "replay": {"capacity_bytes": chosen.replay_bytes},
             }
         )
         use_kernels(config.training.cpu_kernels)
         trainer = TrainerServer(config)
-        # What is measured ends in the replay buffer; training would take the core from it.
+        # What is measured ends in the store; training would take the core from it.
         trainer.loop.start = lambda: None  # type: ignore[method-assign]
         trainer.start()
         run = trainer.runs.open(
@@ -83,21 +82,17 @@ def main() -> None:
                 run_id=RUN,
                 schema_version=SCHEMA_VERSION,
                 policy=pb.PolicySpec(
-                    hidden_size=options.hidden_size, vocab_size=VOCAB, num_hidden_layers=36
+                    hidden_size=chosen.hidden_size, vocab_size=VOCAB, num_hidden_layers=36
                 ),
             )
         ).run
-        matrix = torch.zeros(VOCAB, options.hidden_size, dtype=torch.bfloat16)
+        matrix = torch.zeros(VOCAB, chosen.hidden_size, dtype=torch.bfloat16)
         run.add_policy(PolicyHead(POLICY_VERSION, matrix, matrix))
-        bare, port = bare_server()
-        bare.start()
         tune_memory()
         try:
-            print(trainer.address, f"127.0.0.1:{port}", flush=True)
-            for _ in sys.stdin:
-                print(time.process_time(), flush=True)
+            greeting = {"address": trainer.address}
+            serve(answer, greeting, {"cpu": lambda: {"seconds": time.process_time()}})
         finally:
-            bare.stop(grace=None).wait(10.0)
             trainer.stop()
 
 
