@@ -308,7 +308,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                         return await behavior(given, context)
                     async with contextlib.aclosing(behavior(given, context)) as answers:
                         async for each in answers:
-                            await _write(each, context)
+                            await context.write(each)
                     return None
         except TimeoutError:
             if not deadline.expired():
@@ -398,14 +398,6 @@ async def _readable(
         except TimeoutError:
             assert seconds is not None
             raise silent(seconds) from None
-
-
-async def _write(response: Any, context: Any) -> None:
-    try:
-        await context.write(response)
-    except grpc.aio.InternalError:
-        # The client went away just now. gRPC logs every other exception as the handler's fault.
-        raise asyncio.CancelledError from None
 
 
 def _authorization(details: grpc.HandlerCallDetails) -> str | None:

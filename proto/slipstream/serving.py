@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import sys
 import threading
 from collections.abc import (
@@ -41,6 +42,14 @@ MAX_CALLS = 4096
 """Calls in progress at a time, those included that sent nothing yet."""
 
 _START_SECONDS = 60.0
+
+
+def _not_a_client_that_left(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("ExecuteBatchError raised in core")
+
+
+# gRPC logs a stack trace where a client leaves while it is answered; that is no error of a handler.
+logging.getLogger("grpc._cython.cygrpc").addFilter(_not_a_client_that_left)
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *OPTIONS,
