@@ -1,228 +1,36 @@
-"""``PolicyBridge``: the one object that a training loop holds.
-
-Decides whether the next window captures: the versions, the trainer and the switch together.
-
-Whether capture is on, and why not: bad input costs samples, never the training run.
-
-Strict or not, an error is a ``RefusedError``. Strict raises it to the caller. Otherwise
-it is logged once, capture is off, and the reason stands in the statistics until the
-cause is gone.
-
-The same surfaces with nothing behind them, so that the training loop has no branch.
-"""
+"""``PolicyBridge``, which a training loop holds, and a disabled one with the same methods."""
 
 from __future__ import annotations
 
-import logging
-import threading
-from enum import Enum
-from types import TracebackType
-from typing import TYPE_CHECKING
-
-from policy_bridge.config import BridgeConfig
-from policy_bridge.connection import Connection
-from policy_bridge.session import Session
-from policy_bridge.stats import BridgeStats, Counters, SyncResult
-from slipstream.errors import RefusedError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
 import itertools
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from policy_bridge.capture import Capture, CapturePlan, check_temperature
-from policy_bridge.config import FLOAT8
+from policy_bridge.config import FLOAT8, BridgeConfig
+from policy_bridge.connection import Connection
 from policy_bridge.copier import Inline, Runner, Staging, runner_for
+from policy_bridge.guard import CaptureGuard, Cause
 from policy_bridge.model import PolicyModules, find_modules, stamp_of
 from policy_bridge.outbox import Outbox
 from policy_bridge.selection import Selector, UniformRandom
-from policy_bridge.session import PolicyMatrices, PolicySnapshot
+from policy_bridge.session import PolicyMatrices, PolicySnapshot, Session
+from policy_bridge.stats import BridgeStats, Counters, SyncResult
 from policy_bridge.sync import RolloutFleet, SyncWindow, TrainerProbe
 from slipstream.client import open_channel
+from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
-
-logger = logging.getLogger(__name__)
 
 _FLOAT8_NAME = "float8_e4m3fn"
 
 
-class Cause(Enum):
-    """What a refusal is about, and with it when it is over."""
-
-    MODEL = "model"
-    """The policy cannot be captured: never over."""
-    VERSION = "version"
-    """The policy's version went backwards: over with one that rises."""
-    CALL = "call"
-    """What a window was told or saw: over with the next window that is sound."""
-    BRIDGE = "bridge"
-    """The bridge's own thread ended of an error: never over."""
-    TRAINER = "trainer"
-    """What the trainer answered: over when it takes the run, or with the next version."""
-
-
-class CaptureSwitch:
-    """The refusals that stand. Thread-safe.
-
-    Args:
-        strict: raise them.
-    """
-
-    def __init__(self, strict: bool) -> None:
-        self._strict = strict
-        self._lock = threading.Lock()
-        self._standing: dict[Cause, str] = {}
-        self._logged: set[str] = set()
-
-    def refuse(self, cause: Cause, error: RefusedError) -> None:
-        """Turn capture off. Raises ``error`` if strict."""
-        text = str(error)
-        with self._lock:
-            self._standing[cause] = text
-            # By field: a shape in the text may differ in every step.
-            new = error.field not in self._logged
-            self._logged.add(error.field)
-        if new:
-            logger.error("capture is off: %s", text)
-        if self._strict:
-            raise error
-
-    def clear(self, cause: Cause) -> None:
-        """The cause is gone."""
-        with self._lock:
-            self._standing.pop(cause, None)
-
-    def reason(self, *causes: Cause) -> str:
-        """Why capture is off, the first of ``causes`` (all) that stands; empty if none."""
-        with self._lock:
-            return next((self._standing[c] for c in causes or Cause if c in self._standing), "")
-
-
-# Samples refused in a row, with none taken between them, after which no more of a version go out.
-_REFUSALS = 16
-
-
-class CaptureGate:
-    """What a bridge may capture now. Used from the training loop's thread.
-
-    Args:
-        config: of the bridge.
-        switch: where refusals stand.
-        counters: what the trainer answered.
-        shipper: the way to the trainer; None where the policy cannot be captured.
-
-    Attributes:
-        version: the highest version whose sync ended well; None before it.
-        session: whose rows were copied at that sync; None if none were.
-    """
-
-    def __init__(
-        self,
-        config: BridgeConfig,
-        switch: CaptureSwitch,
-        counters: Counters,
-        shipper: Connection | None,
-    ) -> None:
-        self._config = config
-        self._switch = switch
-        self._counters = counters
-        self._shipper = shipper
-        self.version: int | None = None
-        self.session: Session | None = None
-
-    @property
-    def connected(self) -> bool:
-        """Whether a run is open now."""
-        return self._shipper is not None and self._shipper.connected
-
-    def session_for(self, version: int) -> Session | None:
-        """The run that ``version`` belongs to; None if it can belong to none."""
-        session = None
-        if self._shipper is not None:
-            if self.version is None:
-                # Once: a loop must not wait for an absent trainer in every step.
-                self._shipper.wait_first_attempt(self._config.connect_seconds)
-            session = self._shipper.session
-            self.check_trainer()
-        known = session.latest_policy_version if session and self.version is None else None
-        floor = max((v for v in (self.version, known) if v is not None), default=None)
-        # The first version of a bridge may be the trainer's newest: a policy that was resumed.
-        again = self.version is None and version == known
-        if floor is not None and version <= floor and not again:
-            error = RefusedError(
-                "policy_version",
-                version,
-                f"> {floor}",
-                "count the policy's versions up; another run_id begins anew",
-            )
-            self._switch.refuse(Cause.VERSION, error)
-            return None
-        self._switch.clear(Cause.VERSION)
-        return session
-
-    def synced(self, version: int, session: Session | None) -> None:
-        """A sync ended well; ``session`` is whose rows were copied for it."""
-        self.version = max(version, self.version or 0)
-        self.session = session
-        self._counters.forgive_refusals()
-        self._switch.clear(Cause.TRAINER)
-
-    def check_trainer(self) -> None:
-        """Turn capture off if the trainer refuses what it is sent, or if nobody is left to send."""
-        refusal = self._counters.run_refusal
-        count, field = self._counters.refused_in_a_row
-        if self._shipper is not None and self._shipper.died:
-            error = RefusedError(
-                "bridge",
-                "its thread to the trainer ended of an error",
-                "a bridge that can send",
-                "report the traceback that it printed; a PolicyBridge built anew captures again",
-            )
-            self._switch.refuse(Cause.BRIDGE, error)
-        elif refusal is not None and not self.connected:
-            self._switch.refuse(Cause.TRAINER, refusal)
-        elif count >= _REFUSALS:
-            error = RefusedError(
-                f"samples.{field}",
-                f"{count} samples in a row refused for it",
-                "samples that the trainer takes",
-                "see the trainer's log for what it found; the next version is tried again",
-            )
-            self._switch.refuse(Cause.TRAINER, error)
-        elif self.connected:
-            self._switch.clear(Cause.TRAINER)
-
-    def off_reason(self) -> str:
-        """Why a window would take nothing now; empty if it would take states."""
-        standing = self._switch.reason(Cause.MODEL, Cause.BRIDGE, Cause.VERSION, Cause.TRAINER)
-        if standing:
-            return standing
-        if not self._config.bytes_per_step:
-            return "bytes_per_step is 0"
-        if self.version is None:
-            return "no policy version was synced yet"
-        wanted = self._shipper.session if self._shipper is not None else None
-        if wanted is None:
-            refusal = self._counters.run_refusal
-            if refusal is not None:
-                return str(refusal)
-            return f"the draft trainer at {self._config.trainer} was not reached"
-        if self.session is None or not self.session.same_shape(wanted):
-            # Nobody copied this version's matrices while no trainer said which rows it wants.
-            return f"the draft trainer came after version {self.version} was synced"
-        return ""
-
-
 class NullCapture:
-    """A capture window that takes nothing: no hooks, no copies."""
+    """A capture window that captures nothing: no hooks, no copies."""
 
     def __enter__(self) -> NullCapture:
         return self
@@ -241,11 +49,11 @@ class NullCapture:
         sampled_logits: torch.Tensor | None = None,
         acceptance: torch.Tensor | Sequence[float] | None = None,
     ) -> None:
-        """Nothing. See ``Capture.ship``."""
+        """Does nothing; the arguments of ``Capture.ship``."""
 
 
 class NullSyncWindow:
-    """A sync window without Slipstream in it."""
+    """A sync window that does nothing."""
 
     def __init__(self, version: int) -> None:
         self.result: SyncResult | None = SyncResult(version)
@@ -253,20 +61,11 @@ class NullSyncWindow:
     def __enter__(self) -> NullSyncWindow:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
-    def push_policy(
-        self, source: torch.nn.Module | Mapping[str, torch.Tensor] | None = None
-    ) -> None:
-        """Raise: doing nothing here would leave the rollouts on an old policy, unseen."""
-        from slipstream.errors import RefusedError
-
+    def push_policy(self, source: nn.Module | Mapping[str, torch.Tensor] | None = None) -> None:
+        """Raises RefusedError: doing nothing would leave the rollouts on an old policy."""
         raise RefusedError(
             "push_policy",
             "a disabled bridge",
@@ -276,7 +75,7 @@ class NullSyncWindow:
 
 
 class DisabledBridge:
-    """What ``PolicyBridge`` offers, doing nothing; start no thread, open no connection."""
+    """The methods of ``PolicyBridge``, doing nothing: no thread, no connection."""
 
     def __init__(self) -> None:
         self._version: int | None = None
@@ -299,7 +98,7 @@ class DisabledBridge:
         return NullSyncWindow(version)
 
     def capture(self, *, temperature: float = 1.0, forwards: int | None = None) -> NullCapture:
-        """A window that takes nothing."""
+        """A window that captures nothing."""
         self._counters.add(captures_skipped=1)
         return NullCapture()
 
@@ -327,31 +126,29 @@ class DisabledBridge:
 
 
 def null_bridge() -> DisabledBridge:
-    """A bridge that is switched off."""
+    """A bridge that does nothing."""
     return DisabledBridge()
 
 
 class PolicyBridge:
-    """Feeds a draft trainer from a policy's own forward passes and brackets its weight syncs.
+    """Captures samples in a policy's own forward passes, and wraps its weight syncs.
 
-    Used from one thread, the training loop's. Owns one background thread and
-    its connections; ``close`` (or leaving ``with``) ends them. Neither the
-    construction nor any call waits for the trainer beyond its deadline.
+    Used from the training loop's thread. Owns its background threads and connections; ``close`` (or
+    leaving ``with``) ends them. No call waits for the trainer beyond its deadline.
 
-    Unless ``config.strict``, what is wrong with the policy, the trainer's draft, a version or
-    a call of ``ship`` turns capture off and is told by ``stats().capture_off_reason``: it never
-    ends a training run. What raises in both modes are mistakes in how the bridge itself is
-    handled: a bad configuration, a window inside another, a call after ``close``, a policy
-    that did not reach the rollout servers.
+    Unless ``config.strict``, an error in the policy, the trainer's draft, a version or a call of
+    ``ship`` turns capture off with the reason in ``stats().capture_off_reason``; the training run
+    goes on. Misuse of the bridge itself always raises: a bad configuration, a window in another, a
+    call after ``close``, a policy that did not reach the rollout servers.
 
     With a policy that is sharded over ranks (FSDP2) every rank has a bridge, built after
-    ``fully_shard``, and enters ``sync`` alike: it gathers two matrices.
+    ``fully_shard``, and every rank enters ``sync``, which gathers two matrices.
 
     Args:
         model: a Hugging Face causal language model, recognised by structure, or any module
             whose parts ``config.modules`` names; wrapped by DDP, PEFT or fully_shard, or not.
         config: addresses, bounds and deadlines.
-        selector: which sequences to ship; uniform random by default.
+        selector: which sequences to send; uniform random by default.
 
     Raises:
         RefusedError: (strict) the model's parts are not found, or it cannot be captured.
@@ -362,11 +159,11 @@ class PolicyBridge:
     ) -> None:
         self._model = model
         self._config = config
-        self._switch = CaptureSwitch(config.strict)
+        self._counters = Counters()
+        self._guard = CaptureGuard(config, self._counters)
         self._modules = self._find_modules()
         self._matrices = PolicyMatrices(self._modules) if self._modules else None
         self._selector = selector or UniformRandom(config.seed)
-        self._counters = Counters()
         self._outbox = Outbox(config.outbox_bytes, self._counters)
         self._runner: Runner = Inline()
         self._staging = Staging()
@@ -387,16 +184,16 @@ class PolicyBridge:
         self._closed = False
         self._probe = TrainerProbe(self._trainer, config.rpc_seconds)
         # Without the policy's parts there is nothing to open a run with.
-        self._shipper = (
+        self._connection = (
             Connection(self._channel, self._modules, self._outbox, config, self._counters)
             if self._modules
             else None
         )
-        self._gate = CaptureGate(config, self._switch, self._counters, self._shipper)
+        self._guard.connection = self._connection
 
     @staticmethod
     def disabled() -> DisabledBridge:
-        """A bridge that is switched off, with the same surface."""
+        """A bridge that does nothing, with the same methods."""
         return DisabledBridge()
 
     def __enter__(self) -> PolicyBridge:
@@ -408,7 +205,7 @@ class PolicyBridge:
     @property
     def policy_version(self) -> int | None:
         """The last version whose sync ended well; None before it."""
-        return self._gate.version
+        return self._guard.version
 
     @contextmanager
     def sync(self, version: int, *, lead: bool = True) -> Iterator[SyncWindow]:
@@ -433,7 +230,7 @@ class PolicyBridge:
             raise RefusedError("sync", "an open window", "none", "leave the other window first")
         if version < 0:
             raise RefusedError("version", version, "a whole number >= 0", "count from 0 up")
-        session = self._gate.session_for(version)
+        session = self._guard.session_for(version)
         snapshot = self._snapshot(session, version)
         answers = self._probe.answers()
         window = SyncWindow(
@@ -441,7 +238,7 @@ class PolicyBridge:
             self._model,
             self._config,
             trainer=self._trainer,
-            session=session if self._gate.connected and answers else None,
+            session=session if self._guard.connected and answers else None,
             servers=self._config.rollout_servers or (session.rollout_servers if session else ()),
             fleet=self._fleet,
             lead=lead,
@@ -460,12 +257,12 @@ class PolicyBridge:
     def capture(
         self, *, temperature: float = 1.0, forwards: int | None = None
     ) -> Capture | NullCapture:
-        """A window around forward passes whose states are to be shipped.
+        """A window around forward passes whose states are sent to the trainer.
 
         Args:
             temperature: of the rollouts, > 0; the given log-probs must be at it too.
-            forwards: how many passes the window will ship, if known; then each is
-                chosen from and let go at once instead of at the window's end.
+            forwards: how many passes the window will have, if known; the choice among
+                sequences and the copies are then made after each pass, not at the window's end.
 
         Returns:
             ``Capture``; or, while capture is off, a ``NullCapture``.
@@ -485,9 +282,9 @@ class PolicyBridge:
                 )
         except RefusedError as error:
             self._counters.add(captures_refused=1)
-            self._switch.refuse(Cause.CALL, error)
+            self._guard.refuse(Cause.CALL, error)
             return NullCapture()
-        self._gate.check_trainer()
+        self._guard.check_trainer()
         if self._runner.died:
             broken = RefusedError(
                 "bridge",
@@ -495,8 +292,8 @@ class PolicyBridge:
                 "a bridge that can copy",
                 "report the traceback that it printed; a PolicyBridge built anew captures again",
             )
-            self._switch.refuse(Cause.BRIDGE, broken)
-        plan = None if self._gate.off_reason() else self._plan(temperature, forwards)
+            self._guard.refuse(Cause.BRIDGE, broken)
+        plan = None if self._guard.off_reason() else self._plan(temperature, forwards)
         if plan is None:
             self._counters.add(captures_skipped=1)
             return NullCapture()
@@ -504,7 +301,7 @@ class PolicyBridge:
 
     def wait_connected(self, timeout: float) -> bool:
         """Wait for the trainer. A loop that must not lose its first step may call this."""
-        return self._shipper is not None and self._shipper.wait_connected(timeout)
+        return self._connection is not None and self._connection.wait_connected(timeout)
 
     def flush(self, timeout: float) -> bool:
         """Wait until everything captured was acknowledged or shed. False: not in time."""
@@ -516,13 +313,13 @@ class PolicyBridge:
     def stats(self) -> BridgeStats:
         """Every counter at this moment."""
         return self._counters.snapshot(
-            connected=self._gate.connected,
+            connected=self._guard.connected,
             policy_version=self.policy_version,
             outbox_samples=len(self._outbox),
             outbox_bytes=self._outbox.nbytes,
             outbox_capacity_bytes=self._config.outbox_bytes,
             last_sync=self._last_sync,
-            capture_off_reason=self._gate.off_reason() or self._switch.reason(),
+            capture_off_reason=self._guard.off_reason() or self._guard.refusal(),
         )
 
     def close(self) -> None:
@@ -535,23 +332,23 @@ class PolicyBridge:
             return
         self._closed = True
         self._runner.close()
-        if self._gate.connected:
+        if self._guard.connected:
             self._outbox.wait_empty(self._config.drain_seconds)
-        if self._shipper is not None:
-            self._shipper.stop()
+        if self._connection is not None:
+            self._connection.stop()
         self._outbox.close()
         self._probe.close()
         self._channel.close()
         self._sync_channel.close()
         self._fleet.close()
-        if self._shipper is not None and not self._shipper.join():
-            raise TimeoutError("the bridge's shipping thread did not end")
+        if self._connection is not None and not self._connection.join():
+            raise TimeoutError("the bridge's sender thread did not end")
 
     def _find_modules(self) -> PolicyModules | None:
         try:
             return find_modules(self._model, self._config.modules)
         except RefusedError as error:
-            self._switch.refuse(Cause.MODEL, error)
+            self._guard.refuse(Cause.MODEL, error)
             return None
 
     def _snapshot(self, session: Session | None, version: int) -> PolicySnapshot | None:
@@ -561,7 +358,7 @@ class PolicyBridge:
         try:
             return self._matrices.snapshot(wanted, version)
         except RefusedError as error:
-            self._switch.refuse(Cause.MODEL, error)
+            self._guard.refuse(Cause.MODEL, error)
             return None
 
     def _synced(
@@ -569,17 +366,17 @@ class PolicyBridge:
     ) -> None:
         self._last_sync = result
         self._counters.add(syncs=1)
-        self._gate.synced(result.policy_version, session if snapshot is not None else None)
+        self._guard.synced(result.policy_version, session if snapshot is not None else None)
         if self._modules is not None:
             # Taken now: merging adapters inside the window is part of the sync.
             self._weights = self._modules.weights()
             self._stamp = stamp_of(self._weights)
-        if snapshot is not None and self._shipper is not None:
-            self._shipper.offer_policy(snapshot)
+        if snapshot is not None and self._connection is not None:
+            self._connection.offer_policy(snapshot)
 
     def _plan(self, temperature: float, forwards: int | None) -> CapturePlan | None:
         config, modules, outbox = self._config, self._modules, self._outbox
-        session, version = self._gate.session, self._gate.version
+        session, version = self._guard.session, self._guard.version
         if modules is None or session is None or version is None:
             return None
         self._set_device(modules.head_weight.device)
@@ -600,8 +397,8 @@ class PolicyBridge:
             takes=lambda size, rank: outbox.takes(size, version, rank, config.offer_seconds),
             runner=self._runner,
             staging=self._staging,
-            refuse=lambda error: self._switch.refuse(Cause.CALL, error),
-            done=lambda: self._switch.clear(Cause.CALL),
+            refuse=lambda error: self._guard.refuse(Cause.CALL, error),
+            done=lambda: self._guard.clear(Cause.CALL),
         )
 
     def _set_device(self, device: torch.device) -> None:

@@ -98,7 +98,7 @@ class _Witness:
     """
 
     def __init__(self, bridge: PolicyBridge, folder: Path) -> None:
-        connection, self._outbox = bridge._shipper, bridge._outbox
+        connection, self._outbox = bridge._connection, bridge._outbox
         assert connection is not None
         self._folder = folder
         self._captured, self._answered = _Lines(folder / CAPTURED), _Lines(folder / ANSWERED)

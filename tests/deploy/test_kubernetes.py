@@ -10,9 +10,9 @@ from draft_trainer.cli.main import parse
 from examples.torch_loop.options import build_parser
 from policy_bridge.config import BridgeConfig
 from policy_bridge.outbox import file_bytes
+from slipstream.v1 import rollout_server_pb2
 from tests.deploy.manifests import (
     OVERLAYS,
-    ROOT,
     Manifest,
     container,
     containers,
@@ -32,10 +32,8 @@ kubernetes_validate = pytest.importorskip(
 CUSTOM = {"ServiceMonitor"}
 OLDEST = "1.30"
 NEWEST = kubernetes_validate.latest_version()
-# As the server has it, without loading torch for it.
-READY = re.findall(
-    r'^READY_SERVICE = "(.*)"', (ROOT / "rollout_server" / "service.py").read_text(), re.M
-)
+# rollout_server.service.READY_SERVICE, without an import of vLLM.
+READY = f"{rollout_server_pb2.DESCRIPTOR.services_by_name['RolloutServer'].full_name}/ready"
 
 
 @pytest.fixture(params=OVERLAYS)
@@ -121,7 +119,7 @@ def test_probes_ask_the_ports_that_are_served(manifests: list[Manifest]) -> None
                 assert probe["timeoutSeconds"] >= 5
             assert found == port
             ready = kind == "readinessProbe" and name == "rollout-server"
-            assert service == (READY[0] if ready else "")
+            assert service == (READY if ready else "")
     # Nothing is killed for a moment's silence, and a model may take minutes to load.
     server = container(manifests, "rollout-server")
     assert product(server["livenessProbe"]) >= 60 and product(server["startupProbe"]) >= 600
