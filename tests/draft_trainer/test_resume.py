@@ -69,6 +69,8 @@ def test_killed_at_any_instant_it_ends_with_the_same_bits(tmp_path: Path) -> Non
         if word == "begins":
             # At most the step that was under way is done again.
             assert reported <= int(number) <= reported + 1
+            # Two kills in a row, each after the save and before the line, skip two lines.
+            reported = int(number)
         else:
             assert figures == expected[number]
             assert int(number) > reported
