@@ -23,14 +23,10 @@ from slipstream.errors import RefusedError
 
 Mode = Literal["auto", "on", "off"]
 
-_SOURCES = (
-    *("score_rows.c", "causal.c", "step_keys.c", "rows.c"),
-    *("checked_copy.c", "contents.c", "guarded.c"),
-)
+_SOURCES = ("score_rows.c", "causal.c", "step_keys.c", "rows.c")
 _FUNCTIONS = (
     *("score_rows", "causal_forward", "causal_backward", "step_keys_forward", "step_keys_backward"),
     *("swiglu_forward", "swiglu_backward", "norm_forward", "norm_backward", "rotate"),
-    "contents",
 )
 # No -ffast-math: a NaN must come out as a NaN, that is how a broken step is found.
 _FLAGS = (
@@ -86,11 +82,6 @@ def kernels_for(x: Tensor) -> ctypes.CDLL | None:
     """The kernels, if they run on tensors like ``x``: on a CPU, in float32 or bfloat16."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return None
-    return all_kernels()
-
-
-def all_kernels() -> ctypes.CDLL | None:
-    """The kernels, if they run in this process."""
     return None if _mode == "off" else _built().functions
 
 
@@ -121,9 +112,6 @@ def _built() -> _Built:
         return _Built(None, f"plain torch, because {error}")
     for name in _FUNCTIONS:
         getattr(functions, name).restype = None
-    functions.checked_copy.restype = ctypes.c_uint64
-    if functions.expect_faults():
-        return _Built(None, "plain torch, because SIGBUS cannot be handled here")
     return _Built(functions, said)
 
 

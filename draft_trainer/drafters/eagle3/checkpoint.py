@@ -24,7 +24,7 @@ from draft_trainer.checkpoints.draft import (
     weight_files,
 )
 from draft_trainer.checkpoints.policy import read_embeddings, read_policy_config, size_of
-from draft_trainer.drafters.draft import DraftCheckpoint
+from draft_trainer.drafters.draft import Draft, DraftCheckpoint
 from draft_trainer.drafters.eagle3.config import LAYER_IDS, OWN_EMBEDDINGS
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
 from draft_trainer.drafters.eagle3.layouts import MODELOPT, PLAIN, SPECULATORS, Document, Layout
@@ -238,7 +238,7 @@ def load_head(directory: Path, policy: Path | None = None) -> Eagle3Head:
 
 def save_draft(
     directory: Path,
-    head: Eagle3Head,
+    draft: Draft,
     dtype: torch.dtype = torch.bfloat16,
     *,
     layout: str = "plain",
@@ -251,8 +251,9 @@ def save_draft(
         RefusedError: the head lacks its draft vocabulary, the layout cannot represent it, or
             ``like`` is a draft of another configuration.
     """
-    config = head.config
-    d2t = None if config.full_vocabulary else d2t_of(head.target_ids().cpu())
+    assert isinstance(draft, Eagle3Head), "a draft of another mechanism"
+    config = draft.config
+    d2t = None if config.full_vocabulary else d2t_of(draft.target_ids().cpu())
     check_maps(d2t, None, config.draft_vocab_size, config.vocab_size, "save_draft")
     dtype_name = str(dtype).removeprefix("torch.")
     if like is None:
@@ -271,7 +272,7 @@ def save_draft(
         names = tensor_names(like)
         document, layer = _with_dtype(document, dtype_name), _layer_prefix(names)
         with_t2d = "t2d" in names
-    tensors = {name: t.detach().to("cpu", dtype) for name, t in head.state_dict().items()}
+    tensors = {name: t.detach().to("cpu", dtype) for name, t in draft.state_dict().items()}
     Checkpoint(config, tensors, d2t, document, layer, with_t2d, True).write(directory)
 
 
