@@ -225,21 +225,12 @@ class Counters:
             self.roll_backs.labels("trial").inc()
 
     def healed(self, reason: str, done: bool) -> None:
-        """A server was put on the release that it should serve, or an attempt at it failed.
-
-        Args:
-            reason: other_version, other_content or not_ready.
-            done: whether it is.
-        """
+        """A server was put on the release that it should serve, or an attempt at it failed."""
         (self.heals if done else self.heals_failed).labels(reason).inc()
 
     def released(self, version: int, trained_against: int | None) -> None:
         """A release was written, trained on policy versions up to ``trained_against``."""
         self.newest_release = (version, trained_against)
-
-    def looked(self, servers: Servers) -> None:
-        """Every server was asked what it serves."""
-        self.servers = servers
 
     def fleet_events(self) -> dict[str, int]:
         """How often each event of ``published`` happened, ``healed`` and ``not_healed`` too; those

@@ -365,13 +365,7 @@ class Events:
             self._changed.notify_all()
 
     def published(self, name: str, version: int, reason: str) -> None:
-        """Something was done to the fleet.
-
-        Args:
-            name: of an ``EventKind``, in lower case: committed, stage_failed, rolled_back ...
-            version: the release.
-            reason: for people.
-        """
+        """Something was done to the fleet."""
         kind = getattr(console_pb2, f"EVENT_KIND_{name.upper()}")
         self.note(kind, draft_version=version, reason=reason)
 

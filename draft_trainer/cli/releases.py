@@ -370,10 +370,6 @@ class Diff(Reading):
 def tensor_diffs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """How every tensor that is in either release changed, by name.
 
-    Args:
-        a: parameters by name, any shape and dtype.
-        b: likewise.
-
     Returns:
         For each: ``name``; its ``elements`` and how many ``changed``; ``relative``, the norm of the
         difference over the norm of A's, and ``largest``, the greatest absolute difference, both

@@ -74,12 +74,7 @@ class Interval:
 
 
 class Arm:
-    """One draft version's side of a comparison.
-
-    Args:
-        most: tokens of a draft (k).
-        design_effect: floor, at least 1.
-    """
+    """One draft version's side of a comparison."""
 
     def __init__(self, most: int, design_effect: float) -> None:
         self._most = most
@@ -163,11 +158,6 @@ class AcceptanceWatch:
     One thread and one stream per server, opened again when it ends: a server may come, go and
     restart. Counters only grow while a process lives; one that fell is of a new process and counts
     from 0.
-
-    Args:
-        fleet: the servers.
-        on_growth: called with what each report added: address, the state that came with it, draft
-            version, drafts, accepted per position.
     """
 
     def __init__(
@@ -284,13 +274,7 @@ HISTORY_BATCHES = 64
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How a trial ended.
-
-    Args:
-        trial: which.
-        event: canary_promoted, canary_rolled_back or canary_undecided.
-        reason: the figures, for people.
-    """
+    """How a trial ended."""
 
     trial: Trial
     event: str
@@ -307,12 +291,6 @@ class Canary:
 
     A trial that a restart interrupts goes on: its live acceptance is collected anew, and
     ``max_seconds`` begins again.
-
-    Args:
-        config: shares, bounds and the error rate; ``share`` 0 for no trials.
-        most: tokens of a draft (k).
-        watch: live acceptance.
-        state: holds the trial.
     """
 
     def __init__(
@@ -340,14 +318,7 @@ class Canary:
     def plan(
         self, version: int, incumbent: int, servers: Sequence[str], others: Sequence[str]
     ) -> Trial:
-        """The trial of a release that has just gone live.
-
-        Args:
-            version: on trial.
-            incumbent: the release before it.
-            servers: that serve it.
-            others: that serve the incumbent until there is a result.
-        """
+        """The trial of a release that has just gone live."""
         past: list[Batch] = []
         if not others:
             past = self._watch.before(incumbent, servers, time.monotonic(), HISTORY_SECONDS)

@@ -1,4 +1,7 @@
-"""The rollout servers: who they are, one client each, every call in parallel and with a deadline.
+"""The rollout servers: who they are, one client each, and one server's part of a publish.
+
+Every call has a deadline, and calls to several servers run in parallel. What happened is decided by
+an answer or, where the answer was lost, by reading the server's state; never by assuming.
 
 A server that cannot be reached is a value here (``Failure``), never an exception: the trainer
 outlives its fleet. Texts that servers send are bounded and cleaned here, where they arrive.
@@ -9,9 +12,12 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +25,7 @@ import grpc
 import torch
 
 from draft_trainer.config import DNS, FILE, PublishConfig, split_address
+from draft_trainer.releases.registry import Registry
 from slipstream.client import open_channel, stage
 from slipstream.errors import RefusedError, clean, failure_text
 from slipstream.security import NONE, ClientCredentials
@@ -34,25 +41,15 @@ T = TypeVar("T")
 MAX_STAGED = 64
 """Ids of stages that are read of one server's state; a server holds one or two."""
 
-UNKNOWN_FATE = frozenset(
-    {
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.CANCELLED,
-        grpc.StatusCode.UNKNOWN,
-    }
-)
+UNKNOWN_FATE = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "UNKNOWN")
 """Codes after which the server may or may not have done what it was asked."""
 
 
 class Members:
-    """Rollout-server discovery: addresses, DNS names and membership files. Not thread-safe.
+    """Rollout-server discovery: addresses, DNS names, membership files. Not thread-safe.
 
     A name service that does not answer, or a file that is no list of addresses, says nothing about
     the fleet: its last answer stays in force until there is another.
-
-    Args:
-        entries: as in ``publish.rollout_servers``: ``host:port``, ``dns:name:port``, ``file:path``.
     """
 
     def __init__(self, entries: Sequence[str]) -> None:
@@ -105,7 +102,7 @@ class Failure:
     @property
     def unknown_fate(self) -> bool:
         """The answer was lost: only a read-back tells what happened."""
-        return self.code in UNKNOWN_FATE
+        return self.code.name in UNKNOWN_FATE
 
 
 @dataclass(frozen=True)
@@ -170,8 +167,7 @@ class RolloutClient:
         """Forget stages. Idempotent."""
         request = pb.AbortRequest(stage_ids=stage_ids)
         timeout = self._config.state_timeout_s
-        answer = self._call(lambda: self._stub.Abort(request, timeout=timeout))
-        return answer if isinstance(answer, Failure) else None
+        return self._told(lambda: self._stub.Abort(request, timeout=timeout))
 
     def roll_back(self) -> pb.ServerState | Failure:
         """Back to the draft it served before; the state after it."""
@@ -182,8 +178,7 @@ class RolloutClient:
         """Turn drafting on or off between two steps."""
         request = pb.SetSpeculationRequest(enabled=enabled)
         timeout = self._config.commit_timeout_s
-        answer = self._call(lambda: self._stub.SetSpeculation(request, timeout=timeout))
-        return answer if isinstance(answer, Failure) else None
+        return self._told(lambda: self._stub.SetSpeculation(request, timeout=timeout))
 
     def watch(self, interval_ms: int, timeout: float) -> Iterator[pb.AcceptanceReport]:
         """Acceptance counters as they move, for ``timeout`` seconds; ends early where it fails."""
@@ -198,6 +193,10 @@ class RolloutClient:
     def close(self) -> None:
         """Give up the connection; calls in flight fail."""
         self._channel.close()
+
+    def _told(self, call: Callable[[], object]) -> Failure | None:
+        answer = self._call(call)
+        return answer if isinstance(answer, Failure) else None
 
     def _call(self, call: Callable[[], T]) -> T | Failure:
         try:
@@ -223,13 +222,7 @@ def cleaned(state: pb.ServerState) -> pb.ServerState:
 
 
 class Fleet:
-    """The rollout servers there are now. Owns the clients and the threads that ask them.
-
-    Args:
-        config: who they are, and the deadline of every call.
-        on_states: called with every server's answer, after each look at all of them.
-        credentials: checked; shown to every server.
-    """
+    """The rollout servers there are now. Owns the clients and the threads that ask them."""
 
     MAX_CALLS = 256
     """At a time; threads exist as calls do."""
@@ -264,7 +257,8 @@ class Fleet:
             gone = [self._clients.pop(a) for a in list(self._clients) if a not in wanted]
             for address in wanted:
                 if address not in self._clients:
-                    self._clients[address] = self._connected(address)
+                    client = RolloutClient(address, self.config, self._credentials)
+                    self._clients[address] = client
         for client in gone:
             client.close()
         return wanted
@@ -274,12 +268,9 @@ class Fleet:
         with self._lock:
             client = self._clients.get(address)
         if client is None:
-            client = self._connected(address)
+            client = RolloutClient(address, self.config, self._credentials)
             client.close()
         return client
-
-    def _connected(self, address: str) -> RolloutClient:
-        return RolloutClient(address, self.config, self._credentials)
 
     def each(
         self, ask: Callable[[RolloutClient], T], addresses: Iterable[str] | None = None
@@ -301,10 +292,6 @@ class Fleet:
         """Abort drafts that wait on a server for a commit that will not come: they hold memory.
 
         A trainer that died leaves them, and a connection that was cut before its abort.
-
-        Args:
-            states: the servers, as they answered.
-            staged: ids that a publish under way will commit.
         """
         strays = {
             address: [i for i in state.staged if i.startswith("draft-") and i not in staged]
@@ -325,13 +312,10 @@ class Fleet:
 
 
 class DraftLag:
-    """Turns speculation off where a server's draft is too many policy versions behind.
+    """Turns speculation off where a server's draft is more than ``max_lag`` policy versions behind.
 
     Off before the policy goes live, on again after a draft that is fresh enough: the gap costs
-    speed, and no rollout uses a draft staler than configured.
-
-    Args:
-        max_lag: policy versions that a draft may be behind; 0 for no limit.
+    speed, and no rollout uses a draft staler than configured. 0: no limit.
     """
 
     def __init__(self, max_lag: int) -> None:
@@ -383,3 +367,140 @@ class DraftLag:
                 state.draft_version,
                 state.trained_against_policy_version,
             )
+
+
+@dataclass
+class ServerOutcome:
+    """One server's part in a publish: what is live, why something is not, what it serves now.
+
+    ``committed``: all that was asked of it is live; for a draft with a policy, the policy is, and
+    ``draft_committed`` tells about the draft. ``state`` is None where it was not reached.
+    """
+
+    committed: bool = False
+    draft_committed: bool = False
+    staged: bool = False
+    error: str = ""
+    state: pb.ServerState | None = None
+    commit_seconds: float = 0.0
+    stage_seconds: float = 0.0
+
+    def saw(self, state: pb.ServerState | Failure) -> None:
+        """Keep what the server serves, or why that is not known."""
+        if isinstance(state, Failure):
+            self.state, self.error = None, self.error or f"unreachable: {state.text}"
+        else:
+            self.state = state
+
+
+class Payloads:
+    """Releases ready to stage, read and hashed once. Holds the last two used. Thread-safe."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._lock = threading.Lock()
+        self._held: OrderedDict[int, DraftPayload] = OrderedDict()
+        self._digest = lru_cache(64)(lambda v: digest_of_specs(registry.get(v).tensors))
+
+    def is_served(self, state: pb.ServerState, version: int) -> bool:
+        """Whether a server serves this release, by number and by content."""
+        if state.draft_version != version:
+            return False
+        try:
+            return not state.draft_sha256 or state.draft_sha256 == self._digest(version)
+        except RefusedError:
+            return False
+
+    def get(self, version: int) -> DraftPayload:
+        """One release. Raises RefusedError: there is none, or its files were altered."""
+        with self._lock:
+            if version not in self._held:
+                manifest = self._registry.get(version)
+                known = manifest.HasField("trained_against_policy_version")
+                self._held[version] = DraftPayload(
+                    version,
+                    manifest.trained_against_policy_version if known else None,
+                    self._registry.tensors(version),
+                    list(manifest.tensors),
+                )
+            self._held.move_to_end(version)
+            while len(self._held) > 2:
+                self._held.popitem(last=False)
+            return self._held[version]
+
+
+def stage_on(
+    client: RolloutClient, version: int, payloads: Payloads, stage_id: str
+) -> pb.StageResult | Failure:
+    """Stage a release on one server; an unreadable release is a failure like others."""
+    try:
+        return client.stage(payloads.get(version), stage_id)
+    except RefusedError as error:
+        return Failure(f"{client.address}: {error}", error.code)
+
+
+def commit_on(
+    client: RolloutClient,
+    draft: DraftPayload | None,
+    policy_version: int,
+    policy_stage_id: str,
+    outcome: ServerOutcome,
+) -> None:
+    """Commit on one server; a draft that fails there does not keep the policy back."""
+    policy = [policy_stage_id] if policy_stage_id else []
+    if draft is None and not policy:
+        return outcome.saw(client.state())
+    if draft is not None:
+        answer = _committed(client, draft, policy_version, policy, outcome)
+        if not isinstance(answer, Failure):
+            outcome.draft_committed = True
+            return
+        client.abort([draft.stage_id])
+        outcome.error = f"{draft.stage_id} was not committed: {answer.text}"
+    if policy:
+        answer = _committed(client, None, policy_version, policy, outcome)
+        if not isinstance(answer, Failure):
+            if outcome.error:
+                outcome.error += f"; {policy_stage_id} was committed without it"
+            return
+        alone = f"; {policy_stage_id} alone failed too: " if outcome.error else "commit failed: "
+        outcome.error += alone + answer.text
+    outcome.saw(client.state())
+
+
+def _committed(
+    client: RolloutClient,
+    draft: DraftPayload | None,
+    policy_version: int,
+    policy: list[str],
+    outcome: ServerOutcome,
+) -> pb.ServerState | Failure:
+    """One commit call; where its answer is lost, what the server says of itself."""
+    stage_ids = ([draft.stage_id] if draft is not None else []) + policy
+    began = time.monotonic()
+    answer = client.commit(stage_ids)
+    seconds = time.monotonic() - began
+    if isinstance(answer, Failure) and answer.unknown_fate:
+        state = client.state()
+        if not isinstance(state, Failure):
+            live = not any(stage_id in state.staged for stage_id in stage_ids)
+            live = live and (draft is None or state.draft_version == draft.version)
+            known = state.HasField("policy_version") and state.policy_version == policy_version
+            if live and (not policy or known):
+                answer = state
+    if not isinstance(answer, Failure):
+        outcome.committed, outcome.state, outcome.commit_seconds = True, answer, seconds
+    return answer
+
+
+def put_on(client: RolloutClient, version: int, payloads: Payloads) -> pb.ServerState | Failure:
+    """Put one server on a release: from its own memory if it has it, else by staging."""
+    state = client.state()
+    if isinstance(state, Failure) or payloads.is_served(state, version):
+        return state
+    if state.HasField("previous_draft_version") and state.previous_draft_version == version:
+        back = client.roll_back()
+        if not isinstance(back, Failure) and payloads.is_served(back, version):
+            return back
+    staged = stage_on(client, version, payloads, f"draft-{version}")
+    return staged if isinstance(staged, Failure) else client.commit([f"draft-{version}"])

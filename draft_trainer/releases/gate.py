@@ -204,13 +204,7 @@ class Gate:
     _incumbent: tuple[int, Draft] | None = None
 
     def judge(self, candidate: Draft, run: Run, trained_against: int | None) -> release_pb2.Verdict:
-        """Compare a draft, with the weights that would be served, with the promoted release.
-
-        Args:
-            candidate: on any device.
-            run: whose held-out states.
-            trained_against: newest policy version that it was trained on, if known.
-        """
+        """Compare a draft, with the weights that would be served, with the promoted release."""
         publish = self.config.publish
         with self._lock:
             version, incumbent = self._promoted()
@@ -239,13 +233,7 @@ class Gate:
     def record(
         self, result: release_pb2.Verdict, release: int | None = None, not_written: str = ""
     ) -> None:
-        """Count a result and write it to state.db.
-
-        Args:
-            result: from ``judge``; completed here.
-            release: the release that the candidate became, if it did.
-            not_written: why it did not, though it was to.
-        """
+        """Count a result and write it to state.db."""
         if release is not None:
             result.draft_version = release
         if not_written:

@@ -34,11 +34,6 @@ from slipstream.v1 import release_pb2, tensor_pb2
 def read_foreign(drafter: Drafter, directory: Path, policy: Path | None = None) -> DraftCheckpoint:
     """Read a checkpoint in any layout, as something to be released.
 
-    Args:
-        drafter: the mechanism that it is of.
-        directory: the checkpoint.
-        policy: the folder of its policy, where the checkpoint does not say everything.
-
     Raises:
         RefusedError: a pickle is in it, or ``Drafter.read`` refuses it.
     """
@@ -60,13 +55,6 @@ def release_foreign(
     result: release_pb2.Verdict | None = None,
 ) -> release_pb2.ReleaseManifest:
     """Write an imported draft as a release, which is not promoted by that.
-
-    Args:
-        registry: where.
-        checkpoint: from ``read_foreign``.
-        head: from ``DraftCheckpoint.draft_like``.
-        origin: the folder it was in, for people.
-        result: of the gate, if it was asked.
 
     Raises:
         RefusedError: another process writes the registry.
@@ -96,16 +84,7 @@ _NAME = re.compile(r"[A-Za-z][\w.]{0,255}", re.ASCII)
 
 @dataclass(frozen=True, eq=False)
 class Imports:
-    """Imports one checkpoint at a time. Thread-safe.
-
-    Attributes:
-        registry: where it goes.
-        runs: whose held-out states the gate measures on.
-        gate: compares it with the promoted release, if asked.
-        promotions: what passed is offered to it.
-        retention: applied afterwards.
-        on_promoted: called with the version of an import that was promoted.
-    """
+    """Imports one checkpoint at a time. Thread-safe."""
 
     registry: Registry
     runs: Runs

@@ -58,13 +58,7 @@ class Promotion:
 
 
 class Promotions:
-    """The pointer: which release is wanted, was served, and is about to be committed.
-
-    Args:
-        state: open for writing.
-        check: raises RefusedError where there is no such release; asked before it is pointed at.
-        initial: what is promoted and served where nothing was yet.
-    """
+    """The pointer: which release is wanted, was served, and is about to be committed."""
 
     def __init__(self, state: State, check: Callable[[int], object], initial: int = 0) -> None:
         self.state = state
@@ -117,9 +111,6 @@ class Promotions:
 
     def roll_back(self, unpin: bool = False) -> int:
         """Promote the newest release that was served before the current one, and return it.
-
-        Args:
-            unpin: let the gate replace it.
 
         Raises:
             RefusedError: FAILED_PRECONDITION, there is none; or none of them is there any more.

@@ -23,8 +23,17 @@ from dataclasses import dataclass, field, replace
 
 from draft_trainer.counters import Counters, Servers
 from draft_trainer.releases.canary import Canary
-from draft_trainer.releases.fleet import DraftLag, DraftPayload, Failure, Fleet, RolloutClient
-from draft_trainer.releases.one_server import Payloads, ServerOutcome, commit_on, put_on
+from draft_trainer.releases.fleet import (
+    DraftLag,
+    DraftPayload,
+    Failure,
+    Fleet,
+    Payloads,
+    RolloutClient,
+    ServerOutcome,
+    commit_on,
+    put_on,
+)
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError, StatusCode
@@ -56,15 +65,7 @@ class PublishResult:
 
 
 class Publisher:
-    """Owner of what the fleet serves. Safe to call from several threads.
-
-    Args:
-        fleet: closed by its own owner.
-        registry: where releases are read from.
-        promotions: of that registry.
-        counters: count stages, commits and outcomes.
-        canary: tries releases out; None for no trials.
-    """
+    """Owner of what the fleet serves. Safe to call from several threads."""
 
     def __init__(
         self,
@@ -87,11 +88,6 @@ class Publisher:
         self._staged: PublishResult | None = None
         self._undo_interrupted()
 
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """The rollout servers there are now."""
-        return self.fleet.refresh()
-
     def prepare(self) -> PublishResult:
         """Stage the promoted release on every reachable server that serves another one.
 
@@ -109,12 +105,7 @@ class Publisher:
             return result
 
     def complete(self, policy_version: int, policy_stage_id: str) -> PublishResult:
-        """Commit what ``prepare`` staged, together with a staged policy, in one call per server.
-
-        Args:
-            policy_version: the version of the staged policy.
-            policy_stage_id: empty where the framework syncs the policy itself.
-        """
+        """Commit what ``prepare`` staged, together with a staged policy, in one call per server."""
         with self._handover:
             staged, self._staged = self._staged, None
         with self.committed_alone():
@@ -193,7 +184,7 @@ class Publisher:
         reached = {a: s for a, s in states.items() if not isinstance(s, Failure)}
         served = [self.payloads.is_served(s, now.wanted_on(a)) for a, s in reached.items()]
         ready = [state for state in reached.values() if not state.not_ready]
-        self.counters.looked(Servers(len(states), len(reached), len(ready), sum(served)))
+        self.counters.servers = Servers(len(states), len(reached), len(ready), sum(served))
 
     @contextmanager
     def at_rest(self) -> Iterator[frozenset[str] | None]:
@@ -212,16 +203,28 @@ class Publisher:
             self._staging.release()
 
     def _staged_alone(self) -> AbstractContextManager[None]:
-        return self._alone(self._staging, 2)
+        return self._held(self._staging, 2)
 
     def committed_alone(self) -> AbstractContextManager[None]:
         """Held while something is committed, not while it is staged."""
-        return self._alone(self._committing, 3)
+        return self._held(self._committing, 3)
 
-    def _alone(self, lock: threading.Lock, commits: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def _held(self, lock: threading.Lock, commits: int) -> Iterator[None]:
         c = self.fleet.config
         longest = 3 * c.state_timeout_s + c.stage_timeout_s + commits * c.commit_timeout_s
-        return _held(lock, longest)
+        if not lock.acquire(timeout=longest):
+            raise RefusedError(
+                "publish",
+                f"another publish, for more than {longest:.0f} s",
+                "one publish at a time",
+                "look at the rollout servers' state, then try again",
+                StatusCode.ABORTED,
+            )
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _publish(self, version: int, trial: bool = True) -> PublishResult:
         """Stage and commit.
@@ -286,14 +289,7 @@ class Publisher:
         policy_stage_id: str,
         trial: bool = True,
     ) -> PublishResult:
-        """Commit on every server; a draft that fails on one of its holders is undone on all.
-
-        Args:
-            staged: from ``_stage``; None for a policy alone.
-            policy_version: of the staged policy.
-            policy_stage_id: empty where there is none.
-            trial: on canaries first, where trials are on.
-        """
+        """Commit on every server; a draft that fails on one of its holders is undone on all."""
         if policy_version:
             self.lag.before_policy(self.fleet, policy_version)
         now, canary = self.promotions.now, self._canary if trial else None
@@ -384,15 +380,7 @@ class Publisher:
         why: str,
         policy_committed: bool = False,
     ) -> dict[str, ServerOutcome]:
-        """Put servers, and those that serve ``version`` on trial, on the last good release.
-
-        Args:
-            version: that is taken back.
-            addresses: where it was committed.
-            outcomes: so far, by address.
-            why: for the outcomes, the log and the metrics.
-            policy_committed: the outcome is then a commit all the same.
-        """
+        """Put servers, and those that serve ``version`` on trial, on the last good release."""
         now = self.promotions.now
         affected = dict.fromkeys((*addresses, *now.canaries))
         restored = self._restore(now.last_good, affected, outcomes)
@@ -484,19 +472,3 @@ class Publisher:
         self.counters.published(event)
         self.promotions.state.events.published(event, version, reason)
         logger.warning("draft %d, %s: %s", version, event, reason)
-
-
-@contextmanager
-def _held(lock: threading.Lock, timeout: float) -> Iterator[None]:
-    if not lock.acquire(timeout=timeout):
-        raise RefusedError(
-            "publish",
-            f"another publish, for more than {timeout:.0f} s",
-            "one publish at a time",
-            "look at the rollout servers' state, then try again",
-            StatusCode.ABORTED,
-        )
-    try:
-        yield
-    finally:
-        lock.release()

@@ -18,8 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from draft_trainer.releases.canary import AcceptanceWatch
-from draft_trainer.releases.fleet import Failure, RolloutClient
-from draft_trainer.releases.one_server import put_on, stage_on
+from draft_trainer.releases.fleet import Failure, RolloutClient, put_on, stage_on
 from draft_trainer.releases.publisher import Publisher
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -57,13 +56,7 @@ class Divergence:
 
 
 class Reconciler:
-    """Owns one thread and the watch's.
-
-    Args:
-        publisher: owner of what the fleet serves.
-        watch: live acceptance; follows the fleet's membership from here.
-        on_settled: called when a trial ended.
-    """
+    """Owns one thread and the watch's."""
 
     def __init__(
         self,
@@ -194,7 +187,7 @@ class Reconciler:
         while not self._stopping.is_set():
             try:
                 if time.monotonic() >= due:
-                    self._watch.follow(self._publisher.addresses)
+                    self._watch.follow(self._publisher.fleet.refresh())
                     if self._seconds:
                         self.round()
                     else:

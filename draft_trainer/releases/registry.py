@@ -50,12 +50,7 @@ _LEFTOVER = re.compile(r"\.(staging|removed|release)-.*")
 
 
 class Registry:
-    """The releases under one directory. Thread-safe; one process writes, any number read.
-
-    Args:
-        root: the directory; made if it is missing.
-        drafter: the mechanism whose drafts it holds.
-    """
+    """The releases under one directory. Thread-safe; one process writes, any number read."""
 
     def __init__(self, root: Path, drafter: Drafter = DRAFTERS["eagle3"]) -> None:
         self.drafter = drafter
@@ -116,11 +111,6 @@ class Registry:
         A server takes releases whose tensors have the names of the draft it was started with, so
         layout, fields and names stay those of the imported draft; without one they are plain.
 
-        Args:
-            head: the weights.
-            manifest: what the caller knows: parent, run, policy version, gate ... Completed here.
-            dtype: element type of the weights.
-
         Raises:
             RefusedError: the head is not of the releases' configuration, the oldest release is
                 damaged, or another process writes the registry.
@@ -145,10 +135,6 @@ class Registry:
         that vLLM does: without what it cannot load, without a copy of the policy's embeddings,
         and with the layer numbers in vLLM's place and meaning. Importing the same checkpoint
         again returns release 0 as it is.
-
-        Args:
-            directory: the checkpoint, in any layout.
-            policy: the folder of its policy, where the checkpoint does not say everything.
 
         Raises:
             RefusedError: not a draft checkpoint that the trainer can represent, or release 0
@@ -342,13 +328,7 @@ def uses_of(promotion: Promotion | None) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Retention:
-    """Removes old releases of a registry. Thread-safe.
-
-    Attributes:
-        registry: whose releases.
-        config: the bounds.
-        parent: the release that training goes on from; it stays.
-    """
+    """Removes old releases of a registry. Thread-safe."""
 
     registry: Registry
     config: DraftConfig
@@ -371,12 +351,7 @@ class Retention:
 def list_uses(
     registry: Registry, more: Collection[tuple[int, str]] = ()
 ) -> list[release_pb2.ReleaseUse]:
-    """Every release of a registry, oldest first: bytes, damage, and why retention spares it.
-
-    Args:
-        registry: read only.
-        more: releases that are in use for a reason that state.db does not know.
-    """
+    """Every release of a registry, oldest first: bytes, damage, and why retention spares it."""
     with registry.reading() as state:
         in_use, pins = [*uses_of(read_promotion(state)), *more], state.pins()
     versions, busy = registry.versions(), registry.busy()

@@ -68,10 +68,6 @@ def write_manifest(path: Path, manifest: release_pb2.ReleaseManifest) -> None:
 def read_manifest(path: Path, version: int) -> release_pb2.ReleaseManifest:
     """A release's manifest, if folder, config.json and size of the weights agree with it.
 
-    Args:
-        path: the release's folder.
-        version: its draft version.
-
     Raises:
         RefusedError: DATA_LOSS, with the file and what differs.
     """

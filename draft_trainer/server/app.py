@@ -38,7 +38,6 @@ from draft_trainer.server.metrics import trainer_registry
 from draft_trainer.server.service import (
     SERVICE,
     DraftTrainerService,
-    Releases,
     limits_of,
     workers_for,
 )
@@ -65,10 +64,6 @@ _STOP_SECONDS = 5.0
 
 class TrainerServer:
     """The running trainer. Owns every thread, connection and port of it.
-
-    Args:
-        config: checked, with absolute paths.
-        ranks: of which this process is number 0; the others run ``followers.follow``.
 
     Raises:
         RefusedError: the draft, the registry or a port cannot be used; nothing is left running.
@@ -98,7 +93,6 @@ class TrainerServer:
         config = self._config
         newest = newest_own(registry)
         state = registry.hold()
-        events, verdicts = state.events, state.gate_results
         self._promotions = open_promotions(registry)
         head = registry.drafter.read(registry.path(newest.draft_version)).draft()
         draft = head.config
@@ -123,7 +117,7 @@ class TrainerServer:
             draft, self._store, config.replay.max_policy_lag, config.server.max_sessions
         )
         publish = config.publish
-        fleet_view = FleetView(events)
+        fleet_view = FleetView(state.events)
         acceptance = RecentAcceptance()
         self._fleet = Fleet(publish, fleet_view.looked, self._credentials)
         self._watch = AcceptanceWatch(self._fleet, acceptance.grew)
@@ -189,15 +183,12 @@ class TrainerServer:
             ids.to(torch.int32),
             self.runs,
             ingest,
-            Releases(
-                registry,
-                self.publisher,
-                retention,
-                verdicts,
-                Imports(
-                    *(registry, self.runs, gate, self._promotions, retention),
-                    on_promoted=self._reconciler.released,
-                ),
+            registry,
+            self.publisher,
+            retention,
+            Imports(
+                *(registry, self.runs, gate, self._promotions, retention),
+                on_promoted=self._reconciler.released,
             ),
             self._status,
             self._workers,

@@ -165,13 +165,7 @@ def facts(refused: RefusedCalls) -> tuple[Fact[TrainerStatus], ...]:
 def trainer_registry(
     counters: Counters, status: Callable[[], TrainerStatus], refused: RefusedCalls
 ) -> CollectorRegistry:
-    """Everything that a trainer measures.
-
-    Args:
-        counters: their registry is added to, and returned.
-        status: called once for each scrape.
-        refused: calls.
-    """
+    """Everything that a trainer measures."""
     disable_created_metrics()
     registry = counters.registry
     registry.register(FactCollector(PREFIX, facts(refused), status))

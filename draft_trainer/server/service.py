@@ -21,12 +21,10 @@ from draft_trainer.drafters import DraftShape
 from draft_trainer.ingest.ingest import CreditWindow, Ingest
 from draft_trainer.ingest.run import Runs
 from draft_trainer.releases.imports import MAX_ORIGIN_CHARACTERS, Imports
-from draft_trainer.releases.one_server import ServerOutcome
 from draft_trainer.releases.publisher import Publisher, PublishResult
 from draft_trainer.releases.registry import Registry, Retention
 from draft_trainer.server.status import Status, without_clock
 from draft_trainer.server.stream import StateStream
-from draft_trainer.state import GateResults
 from slipstream.checksum import KINDS
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.guard import CHUNK_MESSAGE_BYTES, Limit
@@ -86,38 +84,19 @@ def workers_for(config: ServerConfig) -> int:
     return slow + _QUICK_WORKERS
 
 
-@dataclass(frozen=True)
-class Releases:
-    """What the calls about releases need."""
-
-    registry: Registry
-    publisher: Publisher
-    retention: Retention
-    verdicts: GateResults
-    imports: Imports
-
-
 @dataclass(eq=False)
 class DraftTrainerService(pb_grpc.DraftTrainerServicer):
-    """See ``draft_trainer.proto``. Used on one event loop.
-
-    Attributes:
-        config: the trainer's.
-        draft: configuration of the head that is trained.
-        draft_vocab_ids: int32 [draft_vocab], ascending.
-        runs: the current run and its sessions.
-        ingest: checks and stores samples.
-        releases: the registry and what changes it.
-        status: what the trainer reports.
-        workers: run what blocks.
-    """
+    """See ``draft_trainer.proto``. Used on one event loop."""
 
     config: TrainerConfig
     draft: DraftShape
     draft_vocab_ids: torch.Tensor
     runs: Runs
     ingest: Ingest
-    releases: Releases
+    registry: Registry
+    publisher: Publisher
+    retention: Retention
+    imports: Imports
     status: Status
     workers: Workers
     _draining: asyncio.Event = field(default_factory=asyncio.Event)
@@ -160,7 +139,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
             num_speculative_tokens=self.config.publish.num_speculative_tokens,
             max_tokens_per_sample=self.ingest.expected.max_tokens,
             latest_policy_version=session.run.latest_policy_version,
-            rollout_servers=self.releases.publisher.addresses,
+            rollout_servers=self.publisher.fleet.refresh(),
             schema_version=SCHEMA_VERSION,
             checksums=KINDS,
         )
@@ -221,10 +200,10 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     ) -> pb.PrepareSyncResponse:
         """See the .proto."""
         self.runs.session(request.session_id)
-        published = await self.workers.run(self.releases.publisher.prepare)
+        published = await self.workers.run(self.publisher.prepare)
         return pb.PrepareSyncResponse(
             draft_version=published.draft_version if published.changes else None,
-            servers=outcome_messages(published),
+            servers=result_message(published).servers,
         )
 
     async def CompleteSync(
@@ -233,7 +212,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         """See the .proto. A session that is not open does not keep the policy from its commit."""
         check_text("policy_stage_id", request.policy_stage_id, MAX_NAME_CHARACTERS)
         published = await self.workers.run(
-            self.releases.publisher.complete, request.policy_version, request.policy_stage_id
+            self.publisher.complete, request.policy_version, request.policy_stage_id
         )
         return pb.CompleteSyncResponse(result=result_message(published))
 
@@ -244,9 +223,9 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         return await self.workers.run(self._list_releases)
 
     def _list_releases(self) -> pb.ListReleasesResponse:
-        uses = self.releases.retention.uses()
+        uses = self.retention.uses()
         sound = [use.draft_version for use in uses if not use.damage]
-        releases = [self.releases.registry.get(version) for version in sound]
+        releases = [self.registry.get(version) for version in sound]
         return pb.ListReleasesResponse(releases=releases, uses=uses)
 
     async def FetchRelease(
@@ -258,10 +237,9 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
                 yield part
 
     def _release(self, version: int) -> Generator[pb.FetchReleaseResponse, None, None]:
-        registry = self.releases.registry
-        with registry.using(version):
-            tensors = registry.tensors(version)
-            yield pb.FetchReleaseResponse(manifest=registry.get(version))
+        with self.registry.using(version):
+            tensors = self.registry.tensors(version)
+            yield pb.FetchReleaseResponse(manifest=self.registry.get(version))
             for chunk in chunks_of(tensors):
                 yield pb.FetchReleaseResponse(chunk=chunk)
 
@@ -272,8 +250,8 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         return await self.workers.run(self._promote, request)
 
     def _promote(self, request: pb.PromoteReleaseRequest) -> pb.PublishResult:
-        with self.releases.registry.using(request.draft_version):
-            published = self.releases.publisher.promote(request.draft_version, request.pin)
+        with self.registry.using(request.draft_version):
+            published = self.publisher.promote(request.draft_version, request.pin)
             return result_message(published)
 
     async def RollBackRelease(
@@ -281,7 +259,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     ) -> pb.PublishResult:
         """See the .proto."""
         check_text("reason", request.reason, MAX_REASON_CHARACTERS)
-        roll_back = self.releases.publisher.roll_back
+        roll_back = self.publisher.roll_back
         return result_message(await self.workers.run(roll_back, request.reason))
 
     async def PinRelease(
@@ -291,9 +269,9 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         return await self.workers.run(self._pin, request)
 
     def _pin(self, request: pb.PinReleaseRequest) -> release_pb2.ReleaseUse:
-        version, releases = request.draft_version, self.releases
-        releases.registry.pin(version, request.pinned)
-        return next(use for use in releases.retention.uses() if use.draft_version == version)
+        version = request.draft_version
+        self.registry.pin(version, request.pinned)
+        return next(use for use in self.retention.uses() if use.draft_version == version)
 
     async def ImportRelease(
         self, request_iterator: AsyncIterator[pb.ImportReleaseRequest], context: ServicerContext
@@ -302,13 +280,15 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         header = (await _first(request_iterator, "header")).header
         check_text("origin", header.origin, MAX_ORIGIN_CHARACTERS)
         chunks = _chunks(self._blocking(request_iterator))
-        return await self.workers.run(self.releases.imports.take, header, chunks)
+        return await self.workers.run(self.imports.take, header, chunks)
 
     async def ListVerdicts(
         self, request: pb.ListVerdictsRequest, context: ServicerContext
     ) -> pb.ListVerdictsResponse:
         """See the .proto."""
-        return pb.ListVerdictsResponse(verdicts=self.releases.verdicts.newest(request.newest))
+        return pb.ListVerdictsResponse(
+            verdicts=self.status.state.gate_results.newest(request.newest)
+        )
 
     async def GetHistory(
         self, request: console_pb2.GetHistoryRequest, context: ServicerContext
@@ -368,12 +348,8 @@ def check_text(name: str, text: str, most: int) -> None:
     """Raise RefusedError for a client's text that is longer than ``most`` characters or would forge
     a line of a log."""
     if not text.isprintable():
-        raise RefusedError(
-            name,
-            clean(text, 128),
-            "one line of printable characters",
-            "send it without the others",
-        )
+        wanted = "one line of printable characters"
+        raise RefusedError(name, clean(text, 128), wanted, "send it without the others")
     if len(text) > most:
         raise RefusedError(
             name, f"{len(text)} characters", f"at most {most} characters", "send a shorter one"
@@ -406,24 +382,17 @@ def _wrong_kind(expected: str, found: str | None) -> RefusedError:
     )
 
 
-def outcome_messages(published: PublishResult) -> list[pb.ServerOutcome]:
-    """One per rollout server."""
-    return [_outcome(address, outcome) for address, outcome in published.outcomes.items()]
-
-
 def result_message(published: PublishResult) -> pb.PublishResult:
     """How a publish ended."""
-    return pb.PublishResult(
-        draft_version=published.draft_version, servers=outcome_messages(published)
-    )
-
-
-def _outcome(address: str, outcome: ServerOutcome) -> pb.ServerOutcome:
-    return pb.ServerOutcome(
-        address=address,
-        committed=outcome.committed,
-        error=outcome.error,
-        state=outcome.state,
-        commit_seconds=outcome.commit_seconds,
-        stage_seconds=outcome.stage_seconds,
-    )
+    servers = [
+        pb.ServerOutcome(
+            address=address,
+            committed=outcome.committed,
+            error=outcome.error,
+            state=outcome.state,
+            commit_seconds=outcome.commit_seconds,
+            stage_seconds=outcome.stage_seconds,
+        )
+        for address, outcome in published.outcomes.items()
+    ]
+    return pb.PublishResult(draft_version=published.draft_version, servers=servers)

@@ -56,15 +56,7 @@ class RecentAcceptance:
         drafts: int,
         accepted: Sequence[int],
     ) -> None:
-        """A server's counters of one release moved on; ``AcceptanceWatch`` calls this.
-
-        Args:
-            address: of the server.
-            state: that came with the counters.
-            version: the release.
-            drafts: verification steps since the last report.
-            accepted: of those, at each position.
-        """
+        """A server's counters of one release moved on; ``AcceptanceWatch`` calls this."""
         number = int(time.time() // SLOT_SECONDS)
         with self._lock:
             if not self._slots or self._slots[-1][0] != number:
@@ -139,11 +131,7 @@ class PolicyClock:
 
 
 class FleetView:
-    """Remembers how every server answered last, and notes each change as an event. Thread-safe.
-
-    Args:
-        events: where changes are noted.
-    """
+    """Remembers how every server answered last, and notes each change as an event. Thread-safe."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
@@ -195,20 +183,7 @@ class FleetView:
 
 @dataclass
 class Status:
-    """Knows everything that the status is made of. Thread-safe.
-
-    Attributes:
-        counters: of this process.
-        runs: the current run.
-        store: its samples.
-        ingest: knows the open streams.
-        registry: the releases' manifests.
-        promotions: which release is wanted and served.
-        state: events, gate results, history.
-        fleet: the servers as they answered last.
-        acceptance: what their drafts did.
-        trial: the canary trial under way.
-    """
+    """Knows everything that the status is made of. Thread-safe."""
 
     counters: Counters
     runs: Runs
@@ -363,11 +338,7 @@ def without_clock(status: pb.TrainerStatus) -> pb.TrainerStatus:
 
 
 class Snapshots:
-    """Owns the thread that adds the status to the history every ``SNAPSHOT_SECONDS``.
-
-    Args:
-        status: is read.
-    """
+    """Owns the thread that adds the status to the history every ``SNAPSHOT_SECONDS``."""
 
     def __init__(self, status: Status) -> None:
         self._status = status

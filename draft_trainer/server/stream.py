@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from draft_trainer.ingest.ingest import CreditWindow, Ingest, Memories
 from draft_trainer.ingest.run import Run
@@ -54,47 +54,26 @@ class Arrived:
         return sum(sample.packed.span.bytes for sample in self.samples) or self.framed.nbytes
 
 
+@dataclass(eq=False)
 class StateStream:
     """Answers the samples of one stream until the client or the server ends it.
 
     One task reads while another one has samples stored, so that gRPC receives during a transaction;
     what arrived meanwhile is the next transaction. What is read ahead is bounded by ``window``.
-
-    Args:
-        requests: after the header.
-        window: what the client may have in flight.
-        ingest: checks and stores samples.
-        run: that is fed.
-        file: the client's, if its states are in shared memory.
-        inline_because: see ``Credit``.
-        idle_seconds: without a message, after which the stream ends; a live client opens another.
-        workers: run what blocks.
     """
 
-    def __init__(
-        self,
-        requests: AsyncIterator[Framed],
-        window: CreditWindow,
-        ingest: Ingest,
-        run: Run,
-        file: SharedFile | None,
-        *,
-        inline_because: str,
-        idle_seconds: float,
-        workers: Workers,
-    ) -> None:
-        self._requests = requests
-        self._window = window
-        self._ingest = ingest
-        self._run = run
-        self._file = file
-        self._inline_because = inline_because
-        self._idle_seconds = idle_seconds
-        self._workers = workers
-        self._waiting: deque[Arrived] = deque()
-        self._arrived = asyncio.Event()
-        self._taken = asyncio.Event()
-        self._ended = False
+    requests: AsyncIterator[Framed]
+    window: CreditWindow
+    ingest: Ingest
+    run: Run
+    file: SharedFile | None
+    inline_because: str
+    idle_seconds: float
+    workers: Workers
+    _waiting: deque[Arrived] = field(default_factory=deque)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _taken: asyncio.Event = field(default_factory=asyncio.Event)
+    _ended: bool = False
 
     def end(self) -> None:
         """End the stream after the batch that is being stored: the server is about to stop."""
@@ -107,12 +86,12 @@ class StateStream:
         Raises:
             RefusedError: a message that may not come, or more than was credited: the stream ends.
         """
-        first = pb.Credit(bytes=self._window.left, inline_because=self._inline_because)
+        first = pb.Credit(bytes=self.window.left, inline_because=self.inline_because)
         yield pb.StreamStatesResponse(credit=first)
         reader = asyncio.create_task(self._read())
         try:
             while await self._has_more(reader):
-                for response in await self._workers.run(self._take, self._next_batch()):
+                for response in await self.workers.run(self._take, self._next_batch()):
                     yield response
             if reader.done():
                 reader.result()
@@ -125,7 +104,7 @@ class StateStream:
         while not self._waiting and not reader.done() and not self._ended:
             self._arrived.clear()
             try:
-                await asyncio.wait_for(self._arrived.wait(), self._idle_seconds)
+                await asyncio.wait_for(self._arrived.wait(), self.idle_seconds)
             except TimeoutError:
                 return False
         return bool(self._waiting) and not self._ended
@@ -143,12 +122,14 @@ class StateStream:
     async def _read(self) -> None:
         try:
             pieces: list[Framed] = []
-            async for framed in self._requests:
+            async for framed in self.requests:
                 is_piece = self._check(framed)
-                self._window.spend(framed.nbytes)
+                self.window.spend(framed.nbytes)
                 if is_piece:
                     pieces.append(framed)
-                    _check_pieces(pieces)
+                    if len(pieces) > MAX_PIECES:
+                        found, most = f"more than {MAX_PIECES} pieces", "pieces of about a MiB"
+                        raise RefusedError("payload", found, most, "send larger pieces")
                     continue
                 while len(self._waiting) >= MAX_WAITING:
                     self._taken.clear()
@@ -182,57 +163,34 @@ class StateStream:
         """Store a batch and answer it; on a worker's thread."""
         samples = []
         for arrived in batch:
-            memories = Memories((*arrived.framed.ahead, arrived.framed.payload), self._file)
+            memories = Memories((*arrived.framed.ahead, arrived.framed.payload), self.file)
             samples += [(message, memories) for message in arrived.samples]
-        acks = self._ingest.take(self._run, samples)
-        self._count(batch, [message for message, _ in samples], acks)
-        return self._answer(batch, acks)
-
-    def _count(
-        self,
-        batch: Sequence[Arrived],
-        messages: Sequence[pb.VerifierStates],
-        acks: Sequence[pb.Ack],
-    ) -> None:
+        acks = self.ingest.take(self.run, samples)
         nbytes = {"grpc": sum(arrived.framed.nbytes for arrived in batch)}
-        if self._file is not None:
+        if self.file is not None:
             # Not of refused ones: the span that they name may never have been written.
             nbytes["shared_memory"] = sum(
                 message.packed.span.bytes
-                for message, ack in zip(messages, acks, strict=True)
+                for (message, _), ack in zip(samples, acks, strict=True)
                 if ack.status != pb.ACK_STATUS_REFUSED
                 and message.packed.span.memory == pb.MEMORY_FILE
             )
         now = time.monotonic()
-        self._ingest.answered(nbytes, [(now - each.at, len(each.samples)) for each in batch])
-
-    def _answer(
-        self, batch: Sequence[Arrived], acks: Sequence[pb.Ack]
-    ) -> list[pb.StreamStatesResponse]:
-        """An ack and a credit for each single sample, and one message for all batches."""
+        self.ingest.answered(nbytes, [(now - each.at, len(each.samples)) for each in batch])
+        # An ack and a credit for each single sample, and one message for all batches.
         responses = []
         together = pb.AckBatch()
         at = 0
         for arrived in batch:
-            nbytes, count = arrived.framed.nbytes, len(arrived.samples)
-            self._window.give_back(nbytes)
+            size, count = arrived.framed.nbytes, len(arrived.samples)
+            self.window.give_back(size)
             if arrived.framed.request.WhichOneof("kind") == "sample":
                 responses.append(pb.StreamStatesResponse(ack=acks[at]))
-                responses.append(pb.StreamStatesResponse(credit=pb.Credit(bytes=nbytes)))
+                responses.append(pb.StreamStatesResponse(credit=pb.Credit(bytes=size)))
             else:
                 together.acks.extend(acks[at : at + count])
-                together.credit_bytes += nbytes
+                together.credit_bytes += size
             at += count
         if together.credit_bytes:
             responses.append(pb.StreamStatesResponse(acks=together))
         return responses
-
-
-def _check_pieces(pieces: Sequence[Framed]) -> None:
-    if len(pieces) > MAX_PIECES:
-        raise RefusedError(
-            "payload",
-            f"more than {MAX_PIECES} pieces",
-            "pieces of about a MiB",
-            "send larger pieces",
-        )

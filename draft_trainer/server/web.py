@@ -63,13 +63,6 @@ def serve_web(
 ) -> WebServer:
     """``/metrics``, the page, and ``/api/status``, ``/api/history``, ``/api/events``.
 
-    Args:
-        status: the facts.
-        metrics: what is scraped, to which ``process_*`` is added.
-        access: who may look.
-        host: address to listen on.
-        port: 0 for a free one.
-
     Raises:
         RefusedError: the port cannot be had.
     """
@@ -183,12 +176,6 @@ def is_private(host: str) -> bool:
 
 class WebServer:
     """Owns the port and the thread that serves it.
-
-    Args:
-        app: answers.
-        access: the certificate.
-        host: address to listen on.
-        port: 0 for a free one.
 
     Raises:
         RefusedError: the port cannot be had.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from draft_trainer.kernels.library import using_kernels
+from tests.draft_trainer.fleet_rig import Rig
 from tests.draft_trainer.recordings import record_tiny
 
 
@@ -22,3 +23,23 @@ def plain_torch() -> Iterator[None]:
     """A command that ran in this process leaves its choice of kernels behind, and with it bits."""
     with using_kernels("off"):
         yield
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    """Makes a fleet with its publisher, which is closed after the test."""
+    rigs: list[Rig] = []
+
+    def make(*arguments: object, **options: object) -> Rig:
+        rigs.append(Rig(tmp_path, *arguments, **options))  # type: ignore[arg-type]
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.fixture
+def rig(make_rig: Callable[..., Rig]) -> Rig:
+    """Three rollout servers, four releases, a publisher."""
+    return make_rig()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -47,13 +46,12 @@ class Running:
 
 
 @pytest.fixture(params=[(4, 0.25), (1, 0.25)], ids=["one-of-four", "alone"])
-def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
+def running(make_rig: Callable[..., Rig], request: pytest.FixtureRequest) -> Iterator[Running]:
     servers, share = request.param
-    rig = Rig(tmp_path, servers, CanaryConfig(share=share, max_seconds=20.0))
+    rig = make_rig(servers, CanaryConfig(share=share, max_seconds=20.0))
     running = Running(rig)
     yield running
     assert running.reconciler.stop(10)
-    rig.close()
 
 
 def test_a_ruined_draft_that_was_forced_is_rolled_back(running: Running) -> None:
@@ -84,133 +82,119 @@ def test_a_draft_as_good_goes_to_everybody(running: Running) -> None:
     assert ("canary_promoted", 1) in rig.events()
 
 
-def test_a_trial_on_some_servers_comes_first(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, 4, CanaryConfig(share=0.5, max_seconds=20.0))
-    try:
-        rig.publisher.promote(1, pin=False)
-        assert sorted(rig.served) == [0, 0, 1, 1]
-        assert rig.promotions.now.wanted_on(rig.promotions.now.canaries[0]) == 1
-        with pytest.raises(RefusedError) as caught:
-            rig.publisher.promote(2, pin=False)
-        assert caught.value.code is StatusCode.ABORTED
-        assert "draft 1 on trial" in caught.value.found
-        rig.promotions.offer(3)
-        assert not rig.publisher.prepare().changes
-        rig.publisher.complete(7, rig.stage_policy(7))
-        assert rig.policies == [7] * 4 and sorted(rig.served) == [0, 0, 1, 1]
-        rig.heal()
-        assert sorted(rig.served) == [0, 0, 1, 1], "canaries are where they should be"
-        assert rig.publisher.roll_back("enough").draft_version == 0
-        assert rig.served == [0] * 4
-        assert rig.promotions.now.canaries == ()
-        assert rig.publisher.prepare().draft_version == 3
-    finally:
-        rig.close()
+def test_a_trial_on_some_servers_comes_first(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(4, CanaryConfig(share=0.5, max_seconds=20.0))
+    rig.publisher.promote(1, pin=False)
+    assert sorted(rig.served) == [0, 0, 1, 1]
+    assert rig.promotions.now.wanted_on(rig.promotions.now.canaries[0]) == 1
+    with pytest.raises(RefusedError) as caught:
+        rig.publisher.promote(2, pin=False)
+    assert caught.value.code is StatusCode.ABORTED
+    assert "draft 1 on trial" in caught.value.found
+    rig.promotions.offer(3)
+    assert not rig.publisher.prepare().changes
+    rig.publisher.complete(7, rig.stage_policy(7))
+    assert rig.policies == [7] * 4 and sorted(rig.served) == [0, 0, 1, 1]
+    rig.heal()
+    assert sorted(rig.served) == [0, 0, 1, 1], "canaries are where they should be"
+    assert rig.publisher.roll_back("enough").draft_version == 0
+    assert rig.served == [0] * 4
+    assert rig.promotions.now.canaries == ()
+    assert rig.publisher.prepare().draft_version == 3
 
 
 @pytest.mark.parametrize("fault", ["stage", "commit"])
 def test_a_promotion_to_the_rest_that_fails_takes_the_canaries_back(
-    tmp_path: Path, fault: str
+    make_rig: Callable[..., Rig], fault: str
 ) -> None:
-    rig = Rig(tmp_path, 3, CanaryConfig(share=0.34))
-    try:
-        rig.publisher.promote(1, pin=False)
-        assert rig.served.count(1) == 1
-        other = next(d for d in rig.doubles if d.state.draft_version == 0)
-        if fault == "stage":
-            other.faults.stage = True
-        else:
-            other.faults.commit = {"draft-1"}
-        rig.publisher._publish(1, trial=False)
-        assert rig.served == [0, 0, 0]
-        assert rig.promotions.now.canaries == ()
-        other.faults.stage, other.faults.commit = False, set()
-        rig.publisher._publish(1, trial=False)
-        assert rig.served == [1, 1, 1]
-    finally:
-        rig.close()
+    rig = make_rig(3, CanaryConfig(share=0.34))
+    rig.publisher.promote(1, pin=False)
+    assert rig.served.count(1) == 1
+    other = next(d for d in rig.doubles if d.state.draft_version == 0)
+    if fault == "stage":
+        other.faults.stage = True
+    else:
+        other.faults.commit = {"draft-1"}
+    rig.publisher._publish(1, trial=False)
+    assert rig.served == [0, 0, 0]
+    assert rig.promotions.now.canaries == ()
+    other.faults.stage, other.faults.commit = False, set()
+    rig.publisher._publish(1, trial=False)
+    assert rig.served == [1, 1, 1]
 
 
-def test_no_traffic_is_no_verdict_but_does_not_hold_a_release_up_for_ever(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, 2, CanaryConfig(share=0.5, max_seconds=0.05))
-    try:
-        assert rig.canary is not None
-        rig.publisher.promote(1, pin=False)
-        deadline = time.monotonic() + 10
-        while not rig.publisher.settle():
-            assert time.monotonic() < deadline
-        assert rig.served == [1, 1]
-        assert rig.counters.fleet_events()["canary_undecided"] == 1
-    finally:
-        rig.close()
+def test_no_traffic_is_no_verdict_but_does_not_hold_a_release_up_for_ever(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(2, CanaryConfig(share=0.5, max_seconds=0.05))
+    assert rig.canary is not None
+    rig.publisher.promote(1, pin=False)
+    deadline = time.monotonic() + 10
+    while not rig.publisher.settle():
+        assert time.monotonic() < deadline
+    assert rig.served == [1, 1]
+    assert rig.counters.fleet_events()["canary_undecided"] == 1
 
 
-def test_no_draft_is_served_further_behind_than_configured(tmp_path: Path) -> None:
+def test_no_draft_is_served_further_behind_than_configured(make_rig: Callable[..., Rig]) -> None:
     """Releases 1 to 3 were trained against policy versions 11 to 13."""
-    rig = Rig(tmp_path, 2, max_draft_lag=2)
+    rig = make_rig(2, max_draft_lag=2)
     speculating = lambda: [d.state.speculation_enabled for d in rig.doubles]  # noqa: E731
-    try:
-        rig.publisher.promote(1, pin=False)
-        for policy, expected in ((12, True), (13, True), (14, False), (15, False)):
-            rig.publisher.prepare()
-            rig.publisher.complete(policy, rig.stage_policy(policy))
-            assert speculating() == [expected] * 2, policy
-        calls = rig.doubles[0].calls
-        off = calls.index(("SetSpeculation", ("False",)))
-        assert off < calls.index(("Commit", ("policy-14",))), "off before the policy is live"
-        rig.doubles[1].state.speculation_enabled = True
-        rig.heal()
-        assert speculating() == [False, False], "it is switched off again where it came back"
-        rig.promotions.offer(3)
+    rig.publisher.promote(1, pin=False)
+    for policy, expected in ((12, True), (13, True), (14, False), (15, False)):
         rig.publisher.prepare()
-        rig.publisher.complete(15, rig.stage_policy(15))
-        assert rig.served == [3, 3] and speculating() == [True, True]
-        # Where the framework syncs the policy itself only its version is known.
-        for double in rig.doubles:
-            double.state.ClearField("policy_version")
-        rig.publisher.complete(16, "")
-        assert speculating() == [False, False]
-    finally:
-        rig.close()
+        rig.publisher.complete(policy, rig.stage_policy(policy))
+        assert speculating() == [expected] * 2, policy
+    calls = rig.doubles[0].calls
+    off = calls.index(("SetSpeculation", ("False",)))
+    assert off < calls.index(("Commit", ("policy-14",))), "off before the policy is live"
+    rig.doubles[1].state.speculation_enabled = True
+    rig.heal()
+    assert speculating() == [False, False], "it is switched off again where it came back"
+    rig.promotions.offer(3)
+    rig.publisher.prepare()
+    rig.publisher.complete(15, rig.stage_policy(15))
+    assert rig.served == [3, 3] and speculating() == [True, True]
+    # Where the framework syncs the policy itself only its version is known.
+    for double in rig.doubles:
+        double.state.ClearField("policy_version")
+    rig.publisher.complete(16, "")
+    assert speculating() == [False, False]
 
 
 @pytest.mark.parametrize("servers", [3, 1], ids=["shared", "alone"])
-def test_a_trial_survives_a_restart_of_the_trainer(tmp_path: Path, servers: int) -> None:
+def test_a_trial_survives_a_restart_of_the_trainer(
+    make_rig: Callable[..., Rig], servers: int
+) -> None:
     """A ruined draft on trial is still found and rolled back by the next trainer."""
-    rig = Rig(tmp_path, servers, CanaryConfig(share=0.34, max_seconds=20.0))
-    try:
-        first = Running(rig)
-        first.history()
-        rig.publisher.promote(2, pin=False)
-        trial = rig.canary.trial
-        assert trial is not None and trial.shared == (servers > 1)
-        assert first.reconciler.stop(10)
-        rig.restart()
-        assert rig.canary.trial == trial
-        second = Running(rig)
-        assert rig.served.count(2) == 1
-        second.draft_until(second.settled.is_set, ruined=2)
-        assert rig.served == [0] * servers
-        assert rig.canary.trial is None and rig.promotions.state.trial is None
-        assert ("canary_rolled_back", 2) in rig.events()
-        assert "interrupted" not in [name for name, _ in rig.events()]
-        assert second.reconciler.stop(10)
-    finally:
-        rig.close()
+    rig = make_rig(servers, CanaryConfig(share=0.34, max_seconds=20.0))
+    first = Running(rig)
+    first.history()
+    rig.publisher.promote(2, pin=False)
+    trial = rig.canary.trial
+    assert trial is not None and trial.shared == (servers > 1)
+    assert first.reconciler.stop(10)
+    rig.restart()
+    assert rig.canary.trial == trial
+    second = Running(rig)
+    assert rig.served.count(2) == 1
+    second.draft_until(second.settled.is_set, ruined=2)
+    assert rig.served == [0] * servers
+    assert rig.canary.trial is None and rig.promotions.state.trial is None
+    assert ("canary_rolled_back", 2) in rig.events()
+    assert "interrupted" not in [name for name, _ in rig.events()]
+    assert second.reconciler.stop(10)
 
 
 def test_a_trial_that_no_disk_knows_of_is_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(tmp_path, 2, CanaryConfig(share=0.5))
-    try:
+    rig = make_rig(2, CanaryConfig(share=0.5))
 
-        def full(trial: object) -> None:
-            raise RefusedError("draft.registry", "No space left", "space", "make some")
+    def full(trial: object) -> None:
+        raise RefusedError("draft.registry", "No space left", "space", "make some")
 
-        monkeypatch.setattr(rig.promotions.state, "set_trial", full)
-        result = rig.publisher.promote(1, pin=False)
-        assert not result.changes and rig.served == [0, 0]
-        assert rig.canary.trial is None and rig.promotions.now.intent is None
-    finally:
-        rig.close()
+    monkeypatch.setattr(rig.promotions.state, "set_trial", full)
+    result = rig.publisher.promote(1, pin=False)
+    assert not result.changes and rig.served == [0, 0]
+    assert rig.canary.trial is None and rig.promotions.now.intent is None

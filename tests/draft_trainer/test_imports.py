@@ -105,7 +105,7 @@ def test_one_import_at_a_time(tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     good = header((source / "config.json").read_text(), tensors)
     with running(make_config(tmp_path), train=False) as (server, client):
-        imports = server._service.releases.imports
+        imports = server._service.imports
         assert imports._one.acquire(blocking=False)
         error = refusal(lambda: send(client, good, tensors))
         assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED

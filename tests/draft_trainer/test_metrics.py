@@ -156,24 +156,20 @@ def test_ten_thousand_releases_leave_a_bounded_number_of_series() -> None:
     assert value(samples, T + "draft_version", which="served") == 10_000
 
 
-def test_a_fleet_that_is_published_to_and_healed(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
-    try:
-        assert rig.promotions.now.served_at is None
-        rig.publisher.promote(2, pin=False)
-        assert rig.counters.servers == Servers(known=3, reachable=3, ready=3, current=3)
-        assert rig.promotions.now.served_at is not None
-        # Somebody else's commit, and a server that says that it is not ready.
-        rig.doubles[0].state.draft_version = 1
-        rig.doubles[1].state.not_ready = "nothing accepted"
-        rig.heal()
-        assert by_label(rig.counters.heals) == {"other_version": 1, "not_ready": 1}
-        rig.doubles[2].stop()
-        rig.heal()
-        servers = rig.counters.servers
-        assert servers is not None and (servers.known, servers.reachable) == (3, 2)
-    finally:
-        rig.close()
+def test_a_fleet_that_is_published_to_and_healed(rig: Rig) -> None:
+    assert rig.promotions.now.served_at is None
+    rig.publisher.promote(2, pin=False)
+    assert rig.counters.servers == Servers(known=3, reachable=3, ready=3, current=3)
+    assert rig.promotions.now.served_at is not None
+    # Somebody else's commit, and a server that says that it is not ready.
+    rig.doubles[0].state.draft_version = 1
+    rig.doubles[1].state.not_ready = "nothing accepted"
+    rig.heal()
+    assert by_label(rig.counters.heals) == {"other_version": 1, "not_ready": 1}
+    rig.doubles[2].stop()
+    rig.heal()
+    servers = rig.counters.servers
+    assert servers is not None and (servers.known, servers.reachable) == (3, 2)
 
 
 def test_a_running_trainer_serves_both_formats(tmp_path: Path) -> None:

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
-import pytest
 
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.fleet_rig import Rig
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
-    yield rig
-    rig.close()
 
 
 def test_draft_and_policy_are_committed_in_one_call_per_server(rig: Rig) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from draft_trainer.releases import reconcile as healing
@@ -13,12 +10,9 @@ from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.fleet_rig import Rig
 
 
-@pytest.fixture
-def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+@pytest.fixture(autouse=True)
+def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(healing, "FIRST_WAIT", 0.0)
-    rig = Rig(tmp_path)
-    yield rig
-    rig.close()
 
 
 def test_server_that_restarts_gets_the_release_of_the_fleet(rig: Rig) -> None:

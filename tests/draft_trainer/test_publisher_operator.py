@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
 
 from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_rig import Rig
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
-    yield rig
-    rig.close()
 
 
 def test_promote_pins_until_promoted_without_a_pin(rig: Rig) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
 
-from draft_trainer.releases import publisher
 from draft_trainer.releases.fleet import Failure
 from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_rig import Rig
@@ -16,11 +15,10 @@ from tests.draft_trainer.registry_rig import flip
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
+def rig(make_rig: Callable[..., Rig]) -> Rig:
+    rig = make_rig()
     rig.publisher.promote(1, pin=False)
-    yield rig
-    rig.close()
+    return rig
 
 
 def flip_a_bit(path: Path) -> None:
@@ -91,9 +89,10 @@ def test_an_unknown_release_is_refused(rig: Rig) -> None:
 
 def test_a_promote_during_a_promote_is_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it ends when the one before takes longer than all its deadlines together."""
-    before, held = rig.promotions.now, publisher._held
+    before = rig.promotions.now
+    none = dict.fromkeys(("state_timeout_s", "stage_timeout_s", "commit_timeout_s"), 0.0)
     with monkeypatch.context() as patch, rig.publisher._staged_alone():
-        patch.setattr(publisher, "_held", lambda lock, timeout: held(lock, 0.0))
+        patch.setattr(rig.fleet, "config", rig.fleet.config.model_copy(update=none))
         for move in (
             lambda: rig.publisher.promote(2, pin=True),
             lambda: rig.publisher.roll_back("x"),
