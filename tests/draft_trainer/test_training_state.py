@@ -94,7 +94,7 @@ def test_damaged_file_is_passed_over_and_said(
         state = store.load()
     assert state is not None and state.step == 9
     assert len(state.passed_over) == 1 and newest.name in state.passed_over[0]
-    assert newest.name in caplog.text and "going on from 9" in caplog.text
+    assert newest.name in caplog.text and "resuming from step 9" in caplog.text
     damage_both = tmp_path / "state-000000000009.safetensors"
     _cut(damage_both)
     with pytest.raises(RefusedError, match=r"state-000000000010.*state-000000000009") as refused:
