@@ -216,8 +216,5 @@ def _estimate(accepted: Tensor, drafts: Tensor, groups: Sequence[str]) -> Accept
 
 def _no_anchor() -> RefusedError:
     return RefusedError(
-        "samples",
-        "no anchor",
-        "at least one sequence with two completion tokens",
-        "wait for samples with completions",
+        "samples", "no anchor", "two completion tokens in a row", "wait for completions"
     )

@@ -106,10 +106,7 @@ class Draft(nn.Module, ABC):
         config = self.config
         if config.draft_vocab_size < config.vocab_size:
             raise RefusedError(
-                "draft_vocab_ids",
-                "nothing",
-                f"the target ids of {config.draft_vocab_size} draft ids",
-                "build the draft with its vocabulary, for example by Drafter.load",
+                "draft_vocab_ids", "nothing", f"{config.draft_vocab_size} ids", "use Drafter.read"
             )
         return torch.arange(config.vocab_size, device=self.lm_head.weight.device)
 

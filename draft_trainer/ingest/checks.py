@@ -26,6 +26,7 @@ LOGPROB_TOLERANCE = 1e-3
 """log p may exceed 0 by rounding of a float32 log-sum-exp, not by more."""
 
 _LARGEST_SCALE = torch.finfo(torch.bfloat16).max / LARGEST
+_OVERFLOW = "look for an overflow in the policy's forward pass"
 _DTYPES = {dtype_to_wire(dtype): dtype for dtype in (*STATE_DTYPES, FLOAT8)}
 
 Integers = NDArray[np.int32]
@@ -53,10 +54,7 @@ def check_sample_id(sample_id: str) -> None:
     """Raise RefusedError for an empty or overlong id."""
     if not 0 < len(sample_id) <= MAX_ID_CHARACTERS:
         raise RefusedError(
-            "sample_id",
-            f"{len(sample_id)} characters",
-            f"1 to {MAX_ID_CHARACTERS} characters",
-            "give every sample an id that is unique within the run",
+            "sample_id", f"{len(sample_id)} characters", f"1 to {MAX_ID_CHARACTERS}", "shorten it"
         )
 
 
@@ -68,50 +66,33 @@ def check_header(header: pb.VerifierStates, expected: Expected) -> Layout:
     """
     if not (math.isfinite(header.temperature) and header.temperature > 0.0):
         raise RefusedError(
-            "temperature",
-            header.temperature,
-            "a finite number > 0",
-            "send the rollout's sampling temperature",
+            "temperature", header.temperature, "a finite number > 0", "send the rollout's"
         )
     layers = decode_layers(header.aux_layers, "aux_layers")
     if layers != expected.aux_layer_ids:
         raise RefusedError(
-            "aux_layers",
-            f"{list(layers)} (after L layers)",
-            f"{list(expected.aux_layer_ids)} (after L layers)",
-            "capture the layers that OpenRun answered, in its convention",
+            "aux_layers", [*layers], [*expected.aux_layer_ids], "capture OpenRun's layers"
         )
     packed, hidden = header.packed, expected.hidden_size
     if not 3 <= packed.tokens <= expected.max_tokens:
         raise RefusedError(
-            "packed.tokens",
-            f"{packed.tokens} tokens",
-            f"3 to {expected.max_tokens} tokens",
-            "send windows of at most OpenRunResponse.max_tokens_per_sample tokens",
+            "packed.tokens", f"{packed.tokens} tokens", f"3 to {expected.max_tokens}", "cut windows"
         )
     if packed.hidden_size != hidden:
         raise RefusedError(
-            "packed.hidden_size",
-            packed.hidden_size,
-            f"{hidden}, the policy's",
-            "send the states of the policy that OpenRun named",
+            "packed.hidden_size", packed.hidden_size, f"{hidden}, the policy's", "send its states"
         )
     if packed.states_dtype not in _DTYPES:
-        known = packed.states_dtype in tensor_pb2.DType.values()
+        names = {number: name for name, number in tensor_pb2.DType.items()}
+        found = names.get(packed.states_dtype, packed.states_dtype)
         raise RefusedError(
-            "packed.states_dtype",
-            tensor_pb2.DType.Name(packed.states_dtype) if known else packed.states_dtype,
-            " or ".join(tensor_pb2.DType.Name(value) for value in _DTYPES),
-            "cast the states before sending them",
+            "packed.states_dtype", found, f"one of {[names[d] for d in _DTYPES]}", "cast them"
         )
     layout = layout_of(packed.tokens, len(layers), hidden, _DTYPES[packed.states_dtype])
     if packed.span.bytes != layout.nbytes:
-        raise RefusedError(
-            "packed.span.bytes",
-            packed.span.bytes,
-            f"{layout.nbytes} for {packed.tokens} tokens of {len(layers) + 1} states of {hidden}",
-            "lay the block out as docs/wire.md says; check the hidden size and the layers",
-        )
+        sizes = f"{packed.tokens} tokens of {len(layers) + 1} states of {hidden}"
+        wanted, advice = f"{layout.nbytes} for {sizes}", "lay the block out as docs/wire.md says"
+        raise RefusedError("packed.span.bytes", packed.span.bytes, wanted, advice)
     return layout
 
 
@@ -142,54 +123,38 @@ def check_contents(sample: Sample, expected: Expected) -> None:
     offsets = steps - np.maximum.accumulate(np.where(starts, steps, 0))
     if not (sample.loss_mask.numpy() & (offsets >= 2)).any():
         raise RefusedError(
-            "loss_mask",
-            "no true at or after the third token of a segment",
-            "at least one target that an anchor can predict",
-            "send windows that contain completion tokens",
+            "loss_mask", "no true for an anchor", "at least one target", "send completions"
         )
-    logprobs = sample.sampled_logprobs.numpy()
-    logits = sample.sampled_logits.numpy()
-    for name, values in (("sampled_logprobs", logprobs), ("sampled_logits", logits)):
-        finite = np.isfinite(values)
-        if not finite.all():
-            raise RefusedError(
-                name,
-                f"{int((~finite).sum())} of {len(values)} values are not finite",
-                "finite values",
-                "look for an overflow in the policy's forward pass",
-            )
-    if logprobs.max() > LOGPROB_TOLERANCE:
+    check_finite("sampled_logprobs", sample.sampled_logprobs)
+    check_finite("sampled_logits", sample.sampled_logits)
+    highest = float(sample.sampled_logprobs.max())
+    if highest > LOGPROB_TOLERANCE:
         raise RefusedError(
-            "sampled_logprobs",
-            f"{float(logprobs.max()):.4g}",
-            "log-probabilities, at most 0",
-            "send log p(x_t | x_<t), normalised over the full vocabulary",
+            "sampled_logprobs", f"{highest:.4g}", "at most 0", "normalise over the vocabulary"
         )
 
 
 def refuse_states(sample: Sample) -> None:
     named = {"aux_hidden_states": sample.aux, "final_hidden_state": sample.final_hidden}
     for name, values in named.items():
-        bad = int((~torch.isfinite(values.float())).sum())
-        if bad:
-            raise RefusedError(
-                name,
-                f"{bad} of {values.numel()} values are not finite",
-                "finite values",
-                "look for an overflow in the policy's forward pass",
-            )
+        check_finite(name, values)
     raise RefusedError(
         "packed", "padding that is not zero", "zeros", "lay the block out as docs/wire.md says"
     )
 
 
+def check_finite(name: str, values: torch.Tensor) -> None:
+    """Raise RefusedError where a value is not finite."""
+    bad = int((~values.float().isfinite()).sum())
+    if bad:
+        found = f"{bad} of {values.numel()} values are not finite"
+        raise RefusedError(name, found, "finite values", _OVERFLOW)
+
+
 def check_scales(scales: torch.Tensor) -> None:
     if not bool(((scales > 0) & (scales <= _LARGEST_SCALE)).all()):
         raise RefusedError(
-            "packed.scales",
-            f"{float(scales.min()):.4g} to {float(scales.max()):.4g}",
-            f"above 0 and at most {_LARGEST_SCALE:.4g}",
-            "look for an overflow in the policy's forward pass",
+            "packed.scales", scales.aminmax(), f"in (0, {_LARGEST_SCALE:.4g}]", _OVERFLOW
         )
 
 
@@ -197,10 +162,7 @@ def _in_range(values: Integers, field: str, bound: int, meaning: str) -> None:
     low, high = int(values.min()), int(values.max())
     if low < 0 or high >= bound:
         raise RefusedError(
-            field,
-            low if low < 0 else high,
-            f"0 to {bound - 1} (below {meaning})",
-            "check the tokenizer and the padding: a padding id is not a token",
+            field, low if low < 0 else high, f"0 to {bound - 1} ({meaning})", "send no padding"
         )
 
 
@@ -210,10 +172,7 @@ def _segment_starts(segments: Integers) -> Mask:
     starts[1:] = segments[1:] != segments[:-1]
     if starts.sum() != len(np.unique(segments)):
         raise RefusedError(
-            "segment_ids",
-            "a number that comes back after another segment",
-            "the tokens of one sequence side by side",
-            "pack whole sequences one after the other",
+            "segment_ids", "one that comes back", "a sequence side by side", "pack sequences whole"
         )
     return starts
 
@@ -224,9 +183,7 @@ def _rising(positions: Integers, starts: Mask) -> None:
     rises = (positions[1:] - positions[:-1] == 1) | starts[1:]
     if not rises.all():
         at = int(np.flatnonzero(~rises)[0]) + 1
+        found = f"{int(positions[at])} after {int(positions[at - 1])} at token {at}"
         raise RefusedError(
-            "positions",
-            f"{int(positions[at])} after {int(positions[at - 1])} at token {at}",
-            "positions that rise by 1 within a segment",
-            "drop padding, and start a new segment where a sequence ends",
+            "positions", found, "positions that rise by 1 within a segment", "drop padding"
         )

@@ -55,10 +55,7 @@ class Memories:
         if span.memory == pb.MEMORY_FILE:
             if self.file is None:
                 raise RefusedError(
-                    "packed.span.memory",
-                    "MEMORY_FILE",
-                    "MEMORY_PAYLOAD: the trainer reads no file of this stream",
-                    "name the file in the stream's header, or send the bytes along",
+                    "packed.span.memory", "MEMORY_FILE", "PAYLOAD: no file is open", "name one"
                 )
             _check_span(span, HEADER_BYTES, self.file.nbytes)
             self.file.read_into(span.offset, block)
@@ -67,10 +64,7 @@ class Memories:
             self._copy(span.offset, block)
         else:
             raise RefusedError(
-                "packed.span.memory",
-                span.memory,
-                "MEMORY_PAYLOAD or MEMORY_FILE",
-                "say what the span points into",
+                "packed.span.memory", span.memory, "MEMORY_PAYLOAD or MEMORY_FILE", "set one"
             )
 
     def _copy(self, start: int, block: Bytes) -> None:
@@ -213,10 +207,7 @@ class Ingest:
         checksum = checksum_of(block, packed.checksum_kind)
         if checksum != packed.checksum:
             raise RefusedError(
-                "packed.checksum",
-                f"{packed.checksum:#x}",
-                f"{checksum:#x} (of the bytes that arrived)",
-                "send it again; if it repeats, look for a faulty link or an altered buffer",
+                "packed.checksum", f"{packed.checksum:#x}", f"{checksum:#x}", "send it again"
             )
         if not all_finite(block[layout.aux_at :], layout.dtype):
             refuse_states(arrived)
@@ -259,12 +250,10 @@ class Ingest:
 
 
 def _check_span(span: pb.Span, first: int, end: int) -> None:
+    found = f"{span.bytes} bytes from {span.offset} on"
     if span.offset < first or span.offset + span.bytes > end:
         raise RefusedError(
-            "packed.span",
-            f"{span.bytes} bytes from {span.offset} on",
-            f"within [{first}, {end})",
-            "describe bytes that were written before the message was sent",
+            "packed.span", found, f"within [{first}, {end})", "write bytes before they are named"
         )
 
 

@@ -44,18 +44,12 @@ def checked_specs(
     for spec in specs:
         if list(spec.shape) != shapes[spec.name]:
             raise RefusedError(
-                f"{spec.name}.shape",
-                list(spec.shape),
-                shapes[spec.name],
-                "send the lm_head rows of OpenRunResponse.draft_vocab_ids and all embeddings",
+                f"{spec.name}.shape", [*spec.shape], shapes[spec.name], "send what OpenRun asks for"
             )
         dtype = dtype_from_wire(spec.dtype, spec.name)
         if dtype not in STATE_DTYPES:
             raise RefusedError(
-                f"{spec.name}.dtype",
-                dtype,
-                f"one of {', '.join(map(str, STATE_DTYPES))}",
-                "send the policy's weights",
+                f"{spec.name}.dtype", dtype, f"one of {STATE_DTYPES}", "send the policy's weights"
             )
     return {spec.name: spec for spec in specs}
 
@@ -105,10 +99,7 @@ def receive_matrices(
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise RefusedError(
-                name,
-                "values that are not finite",
-                "finite values",
-                "do not sync this policy version: its training step diverged",
+                name, "values that are not finite", "finite values", "do not sync a diverged policy"
             )
     return tensors
 
@@ -168,11 +159,7 @@ class MatrixFiles:
             found = str(error)
         if found != name:
             raise RefusedError(
-                str(path),
-                found,
-                "the matrix of this SHA-256",
-                "send it again",
-                StatusCode.DATA_LOSS,
+                str(path), found, "the matrix of this SHA-256", "send it", StatusCode.DATA_LOSS
             )
         return matrix
 

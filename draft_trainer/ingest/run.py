@@ -188,27 +188,15 @@ class Run:
     def check_policy_version(self, version: int) -> None:
         """Raise RefusedError for a sample of an unknown or too old version."""
         known = self.heads.versions
-        if not known:
-            raise RefusedError(
-                "policy_version",
-                version,
-                "a version that was announced; none was yet",
-                "call AnnouncePolicy before the first sample of a version",
-            )
-        if version < known[-1] - self._max_policy_lag:
-            raise RefusedError(
-                "policy_version",
-                f"{version}, {known[-1] - version} behind",
-                f"at most {self._max_policy_lag} behind {known[-1]} (replay.max_policy_lag)",
-                "drop samples this old, or raise replay.max_policy_lag",
-            )
+        lag = known[-1] - version if known else 0
+        if lag > self._max_policy_lag:
+            expected = f"at most {self._max_policy_lag} behind {known[-1]} (replay.max_policy_lag)"
+            advice = "drop samples this old, or raise replay.max_policy_lag"
+            raise RefusedError("policy_version", f"{version}, {lag} behind", expected, advice)
         if version not in known:
-            raise RefusedError(
-                "policy_version",
-                version,
-                f"one of the announced versions {list(known)}",
-                "call AnnouncePolicy before the first sample of a version",
-            )
+            expected = f"one of the announced versions {list(known)}"
+            advice = "call AnnouncePolicy before the first sample of a version"
+            raise RefusedError("policy_version", version, expected, advice)
 
 
 @dataclass(frozen=True)
@@ -280,12 +268,9 @@ class Runs:
                 this run's (INVALID_ARGUMENT), or another run is being fed
                 (FAILED_PRECONDITION).
         """
-        if not 0 < len(request.run_id) <= MAX_RUN_ID_CHARACTERS:
+        if not 0 < (length := len(request.run_id)) <= MAX_RUN_ID_CHARACTERS:
             raise RefusedError(
-                "run_id",
-                f"{len(request.run_id)} characters",
-                f"1 to {MAX_RUN_ID_CHARACTERS} characters",
-                "choose an id for the run",
+                "run_id", f"{length} characters", f"1 to {MAX_RUN_ID_CHARACTERS}", "choose an id"
             )
         sizes = PolicySizes.of(request.policy)
         check_fit(sizes, self._draft)
@@ -295,10 +280,7 @@ class Runs:
                 run = self._begin(request.run_id, sizes)
             elif run.sizes != sizes:
                 raise RefusedError(
-                    "policy",
-                    sizes,
-                    f"{run.sizes}, as run {run.run_id!r} was opened",
-                    "open another run id for another policy",
+                    "policy", sizes, f"{run.sizes}, run {run.run_id!r}'s", "open another run id"
                 )
             session = Session(uuid.uuid4().hex, run, request.client)
             self._sessions[session.session_id] = session
@@ -366,22 +348,12 @@ class Runs:
 
 def check_fit(policy: PolicySizes, draft: DraftShape) -> None:
     """Raise RefusedError unless a policy of these sizes can be captured for this draft."""
-    advice = "start the trainer with a draft made for this policy"
-    if policy.hidden_size != draft.target_hidden_size:
-        raise RefusedError(
-            "policy.hidden_size",
-            policy.hidden_size,
-            f"{draft.target_hidden_size} (the draft's target_hidden_size)",
-            advice,
-        )
-    if policy.vocab_size != draft.vocab_size:
-        raise RefusedError(
-            "policy.vocab_size", policy.vocab_size, f"{draft.vocab_size} (the draft's)", advice
-        )
-    if policy.num_hidden_layers <= max(draft.aux_layer_ids):
-        raise RefusedError(
-            "policy.num_hidden_layers",
-            policy.num_hidden_layers,
-            f"more than {max(draft.aux_layer_ids)}, the draft's last auxiliary layer",
-            advice,
-        )
+    width, vocab, deepest = draft.target_hidden_size, draft.vocab_size, max(draft.aux_layer_ids)
+    for name, fits, expected in (
+        ("hidden_size", policy.hidden_size == width, f"{width}, the draft's target_hidden_size"),
+        ("vocab_size", policy.vocab_size == vocab, f"{vocab}, the draft's"),
+        ("num_hidden_layers", policy.num_hidden_layers > deepest, f"more than {deepest}"),
+    ):
+        if not fits:
+            advice = "start the trainer with a draft made for this policy"
+            raise RefusedError(f"policy.{name}", getattr(policy, name), expected, advice)

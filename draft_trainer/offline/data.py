@@ -46,10 +46,7 @@ class FitConfig(Section):
         k, depth = self.fit.num_speculative_tokens, self.training.ttt_steps
         if depth < k:
             raise RefusedError(
-                "training.ttt_steps",
-                depth,
-                f"at least fit.num_speculative_tokens = {k}",
-                "raise training.ttt_steps, or serve a shorter draft",
+                "training.ttt_steps", depth, f"at least the draft length {k}", "raise it"
             )
         return self
 

@@ -71,10 +71,7 @@ class Recorder:
             self._older_bytes = sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())
         except OSError as error:
             raise RefusedError(
-                "recording.directory",
-                f"{directory} ({error.strerror})",
-                "a folder that can be made and written",
-                "check its owner and mode, or set another recording.directory",
+                "recording.directory", error, "a folder that can be written", "set another"
             ) from error
         self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
 

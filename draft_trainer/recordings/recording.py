@@ -165,11 +165,9 @@ class Recording:
             self._samples += _read_shard(path, entry)
             unknown = sorted(set(entry.policy_versions) - self.index.policies.keys())
             if unknown:
+                found = f"{unknown}, whose lm_head was not recorded"
                 raise RefusedError(
-                    f"{path}: policy_version",
-                    f"{unknown}, whose lm_head was not recorded",
-                    f"one of {sorted(self.index.policies)}",
-                    _RESTORE,
+                    f"{path}: policy_version", found, sorted(self.index.policies), _RESTORE
                 )
             done += entry.bytes
             if on_progress:
@@ -223,11 +221,9 @@ class Recording:
         """
         recorded = self.facts.aux_layer_ids
         if not set(aux_layer_ids) <= set(recorded):
+            found = f"{[*aux_layer_ids]} (after L layers)"
             raise RefusedError(
-                "auxiliary layers",
-                f"{list(aux_layer_ids)} (after L layers)",
-                f"layers among the recorded {list(recorded)}",
-                "choose among them, or record the others",
+                "auxiliary layers", found, f"some of {[*recorded]}", "choose among them"
             )
         self._layers = aux_layer_ids
 
@@ -237,10 +233,7 @@ class Recording:
             recorded, wanted = getattr(self.facts, name), policy.get(name)
             if recorded != wanted:
                 raise RefusedError(
-                    f"the recorded policy's {name}",
-                    recorded,
-                    f"{wanted}, as in the policy's config.json",
-                    "give --policy and --states of one policy",
+                    f"the recorded policy's {name}", recorded, wanted, "give --states of --policy"
                 )
 
     def fit_to(self, draft: DraftShape) -> None:
@@ -255,10 +248,7 @@ class Recording:
         ):
             if recorded != wanted:
                 raise RefusedError(
-                    f"the draft's {name}",
-                    wanted,
-                    f"{recorded}, the recorded policy's",
-                    "give a draft made for this policy (draft-trainer init), or its recording",
+                    f"the draft's {name}", wanted, recorded, "give a draft of the recorded policy"
                 )
         self.select_layers(draft.aux_layer_ids)
 
@@ -325,14 +315,11 @@ def _read_shard(path: Path, entry: ShardEntry) -> list[tuple[pb.VerifierStates, 
     """Headers and memory-mapped blocks of a verified shard."""
     try:
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
-        if found != (entry.sha256, entry.bytes):
-            raise RefusedError(
-                str(path),
-                f"{found[1]} bytes with SHA-256 {found[0]}",
-                f"{entry.bytes} bytes with SHA-256 {entry.sha256}",
-                _RESTORE,
-            )
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        found = f"{path.stat().st_size} bytes with SHA-256 {sha256}"
+        wanted = f"{entry.bytes} bytes with SHA-256 {entry.sha256}"
+        if found != wanted:
+            raise RefusedError(str(path), found, wanted, _RESTORE)
         with safe_open(path, "pt") as shard:
             headers, blocks = (
                 shard.get_tensor("headers").numpy().tobytes(),

@@ -129,12 +129,9 @@ class RecordingWriter:
             OSError: the shard could not be written; its samples are lost.
         """
         check_sample(sample, self.index.facts)
-        if not self.has_policy(sample.policy_version):
+        if (version := sample.policy_version) not in self.index.policies:
             raise RefusedError(
-                "policy_version",
-                sample.policy_version,
-                f"one of {sorted(self.index.policies)}",
-                "call add_policy before the first sample of a version",
+                "policy_version", version, sorted(self.index.policies), "call add_policy before it"
             )
         if self._waiting and self._waiting_bytes + sample.nbytes > self._shard_bytes:
             self.flush()
@@ -210,8 +207,5 @@ def check_sample(sample: Sample, facts: RecordingFacts) -> None:
 
 def _refuse(sample: Sample, name: str, found: object, expected: object) -> None:
     raise RefusedError(
-        f"sample {sample.sample_id!r} {name}",
-        found,
-        expected,
-        "look at the policy's forward pass and at what was captured of it",
+        f"sample {sample.sample_id!r} {name}", found, expected, "look at what was captured"
     )

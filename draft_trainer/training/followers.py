@@ -128,10 +128,7 @@ def follow(ranks: Ranks, config: TrainingConfig) -> None:
     command, facts, tensors = _unpack(ranks.receive(0))
     if facts["config"] != config.model_dump_json():
         raise RefusedError(
-            f"[training] of rank {ranks.rank}",
-            config,
-            f"{facts['config']}, rank 0's",
-            "give every rank the same configuration file",
+            f"[training] of rank {ranks.rank}", config, facts["config"], "configure all ranks alike"
         )
     head = DRAFTERS[facts["kind"]].build(facts["draft"])
     learner = Learner(head.to(ranks.device), config, ranks)

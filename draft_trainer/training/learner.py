@@ -197,10 +197,7 @@ class Learner:
             )
             if found != expected:
                 raise RefusedError(
-                    f"learner state {name}",
-                    found,
-                    expected,
-                    "resume from a state that was saved for this head",
+                    f"learner state {name}", found, expected, "resume a state of this head"
                 )
         for name, tensor in own.items():
             tensor.detach().copy_(state[name])
@@ -241,10 +238,7 @@ class Learner:
         refused = tally[:, -1].nonzero().flatten().tolist()
         if refused:
             raise RefusedError(
-                "samples",
-                f"refused by rank {refused[0]}",
-                "samples that every rank can train on",
-                f"see the log of rank {refused[0]}",
+                "samples", f"refused by rank {refused[0]}", "none refused", "see that rank's log"
             )
         return parts, tally
 

@@ -52,10 +52,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.decay_steps and self.decay_steps <= self.warmup_steps:
             raise RefusedError(
-                "training.warmup_steps",
-                self.warmup_steps,
-                f"fewer than the {self.decay_steps} steps of this training",
-                "train for more steps, or warm up for fewer",
+                "training.warmup_steps", self.warmup_steps, f"below {self.decay_steps}", "lower it"
             )
 
     def rate(self, step: int, since_restart: int) -> float:

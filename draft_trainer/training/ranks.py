@@ -67,13 +67,8 @@ class Ranks:
         device = torch.device("cpu")
         if device_type == "cuda":
             local = _variable("LOCAL_RANK") if size > 1 else 0
-            if local >= torch.cuda.device_count():
-                raise RefusedError(
-                    "LOCAL_RANK",
-                    local,
-                    f"below {torch.cuda.device_count()}, the GPUs that are visible here",
-                    "start fewer ranks on this machine, or train on the cpu",
-                )
+            if local >= (count := torch.cuda.device_count()):
+                raise RefusedError("LOCAL_RANK", local, f"one of {count} GPUs", "start fewer ranks")
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
         if size == 1:

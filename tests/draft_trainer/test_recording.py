@@ -21,6 +21,7 @@ from torch import Tensor
 from draft_trainer.config import RecordingConfig, ReplayConfig
 from draft_trainer.counters import Counters, by_label, total
 from draft_trainer.drafters.policy import PolicyHead
+from draft_trainer.ingest.database import stored_header
 from draft_trainer.ingest.run import PolicySizes, Run
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.recordings import writer as recording_writer
@@ -309,9 +310,12 @@ def test_the_service_records_what_it_accepts(tmp_path: Path) -> None:
         ]
     recording = Recording(tmp_path / "states" / "run-000000")
     assert recording.facts == FACTS.model_copy(update={"run_id": "grpo-1"})
-    samples = Policy().samples(12)
     assert len(recording) == 12
-    assert all(same(recording[i], samples[i]) for i in range(12))
+    for found, sample in zip(
+        map(recording.__getitem__, range(12)), Policy().samples(12), strict=True
+    ):
+        header = pb.VerifierStates.FromString(stored_header(sample))
+        assert same(found, Sample(header, sample.block))
     heads = recording.policy_heads(draft_vocab_ids())
     assert torch.equal(heads.get(1).embed_tokens, Policy().embed)
     assert total(server._counters.samples_recorded) == 12

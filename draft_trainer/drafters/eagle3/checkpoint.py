@@ -55,10 +55,7 @@ def check_fits_policy(config: HeadConfig, policy: Mapping[str, Any]) -> None:
     ):
         if not fits:
             raise RefusedError(
-                f"the draft's {name}",
-                found,
-                f"{expected}, for this policy",
-                "give the draft that was trained for this policy",
+                f"the draft's {name}", found, f"{expected}, for this policy", "give its draft"
             )
 
 

@@ -281,9 +281,5 @@ def _required(config: Mapping[str, Any], name: str) -> Any:
 
 def _refuse(name: str, found: object, expected: object) -> NoReturn:
     raise RefusedError(
-        f"config.json {name}",
-        found,
-        expected,
-        "use a draft whose config.json the trainer can represent, so that what it trains is what "
-        "vLLM serves",
+        f"config.json {name}", found, expected, "use a draft that the trainer can represent"
     )

@@ -223,10 +223,7 @@ class Eagle3Head(Draft):
         window = self.config.max_row_tokens
         if window is not None and tokens > window:
             raise RefusedError(
-                "sliding_window",
-                f"{window}, for rows of {tokens} tokens (their TTT steps included)",
-                "at least as many",
-                "send shorter sequences, or a draft without a window",
+                "sliding_window", window, f"at least {tokens}, the row", "send shorter sequences"
             )
 
 

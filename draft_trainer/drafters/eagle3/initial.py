@@ -103,12 +103,9 @@ def _head_config(
         raise RefusedError(
             "--aux-layers", list(ids), f"ascending layers from 0 to {layers - 1}", "choose others"
         )
-    if not isinstance(policy.get("rms_norm_eps"), float):
+    if not isinstance(found := policy.get("rms_norm_eps"), float):
         raise RefusedError(
-            "the policy's config.json rms_norm_eps",
-            policy.get("rms_norm_eps"),
-            "a number: the draft's norms are RMSNorms",
-            "write the draft's config.json by hand",
+            "the policy's config.json rms_norm_eps", found, "a number", "write the draft's by hand"
         )
     rope = Rope.from_dict(policy)
     return HeadConfig(
@@ -121,7 +118,7 @@ def _head_config(
         vocab_size=size_of(policy, "vocab_size"),
         draft_vocab_size=draft_vocab_size,
         aux_layer_ids=ids,
-        rms_norm_eps=policy["rms_norm_eps"],
+        rms_norm_eps=found,
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         partial_rotary_factor=rope.partial_rotary_factor,

@@ -209,9 +209,5 @@ def _partial(config: Mapping[str, Any], given: Mapping[str, Any], field: str) ->
 
 def _refuse(name: str, found: object, expected: object) -> NoReturn:
     raise RefusedError(
-        f"config.json {name}",
-        found,
-        expected,
-        "use a draft whose rotary embedding does not depend on the server's settings; "
-        "longrope, ntk and mrope cannot be trained here",
+        f"config.json {name}", found, expected, "use a draft with a rope that is listed here"
     )
