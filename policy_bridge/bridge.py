@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -14,9 +16,9 @@ from torch import nn
 from policy_bridge.capture import Capture, CapturePlan, check_temperature
 from policy_bridge.config import FLOAT8, BridgeConfig
 from policy_bridge.connection import Connection
-from policy_bridge.copier import Inline, Runner, Staging, runner_for
-from policy_bridge.guard import CaptureGuard, Cause
-from policy_bridge.model import PolicyModules, find_modules, stamp_of
+from policy_bridge.copier import DeviceRunner, HostRunner, Runner, Staging
+from policy_bridge.guard import CaptureGuard, Cause, thread_ended
+from policy_bridge.model import find_modules, stamp_of
 from policy_bridge.outbox import Outbox
 from policy_bridge.selection import Selector, UniformRandom
 from policy_bridge.session import PolicyMatrices, PolicySnapshot, Session
@@ -26,7 +28,7 @@ from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
-_FLOAT8_NAME = "float8_e4m3fn"
+T = TypeVar("T")
 
 
 class NullCapture:
@@ -38,17 +40,7 @@ class NullCapture:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def ship(
-        self,
-        input_ids: torch.Tensor,
-        *,
-        loss_mask: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        sampled_logprobs: torch.Tensor | None = None,
-        sampled_logits: torch.Tensor | None = None,
-        acceptance: torch.Tensor | Sequence[float] | None = None,
-    ) -> None:
+    def ship(self, *_: object, **__: object) -> None:
         """Does nothing; the arguments of ``Capture.ship``."""
 
 
@@ -69,16 +61,18 @@ class NullSyncWindow:
         raise RefusedError(
             "push_policy",
             "a disabled bridge",
-            "a bridge that reaches the rollout servers",
-            "enable the bridge, or sync the policy by the framework's own means",
+            "an enabled one",
+            "sync by the framework's own means",
         )
 
 
 class DisabledBridge:
     """The methods of ``PolicyBridge``, doing nothing: no thread, no connection."""
 
+    policy_version: int | None = None
+    """The last version given to ``sync``."""
+
     def __init__(self) -> None:
-        self._version: int | None = None
         self._counters = Counters()
 
     def __enter__(self) -> DisabledBridge:
@@ -87,14 +81,9 @@ class DisabledBridge:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def policy_version(self) -> int | None:
-        """The last version given to ``sync``."""
-        return self._version
-
     def sync(self, version: int, *, lead: bool = True) -> NullSyncWindow:
         """A window that does nothing."""
-        self._version = version
+        self.policy_version = version
         return NullSyncWindow(version)
 
     def capture(self, *, temperature: float = 1.0, forwards: int | None = None) -> NullCapture:
@@ -113,21 +102,15 @@ class DisabledBridge:
     def stats(self) -> BridgeStats:
         """Zeros, and how many captures were skipped."""
         return self._counters.snapshot(
-            connected=False,
-            policy_version=self._version,
-            outbox_samples=0,
-            outbox_bytes=0,
-            last_sync=None,
-            capture_off_reason="the bridge is disabled",
+            policy_version=self.policy_version, capture_off_reason="the bridge is disabled"
         )
 
     def close(self) -> None:
         """Nothing to close."""
 
 
-def null_bridge() -> DisabledBridge:
-    """A bridge that does nothing."""
-    return DisabledBridge()
+null_bridge = DisabledBridge
+"""A bridge that does nothing."""
 
 
 class PolicyBridge:
@@ -161,17 +144,17 @@ class PolicyBridge:
         self._config = config
         self._counters = Counters()
         self._guard = CaptureGuard(config, self._counters)
-        self._modules = self._find_modules()
+        self._modules = self._or_off(find_modules, model, config.modules)
         self._matrices = PolicyMatrices(self._modules) if self._modules else None
         self._selector = selector or UniformRandom(config.seed)
         self._outbox = Outbox(config.outbox_bytes, self._counters)
-        self._runner: Runner = Inline()
+        self._runner = Runner()
         self._staging = Staging()
-        self._device: torch.device | None = None
-        shown = config.trainer_credentials
-        self._channel = open_channel(config.trainer, credentials=shown)
+        self._device = ""
+        trainer = partial(open_channel, config.trainer, credentials=config.trainer_credentials)
+        self._channel = trainer()
         # Weight syncs must not wait behind states that a slow trainer has not read yet.
-        self._sync_channel = open_channel(config.trainer, credentials=shown, own_connection=True)
+        self._sync_channel = trainer(own_connection=True)
         self._trainer = pb_grpc.DraftTrainerStub(self._sync_channel)
         self._fleet = RolloutFleet(config)
         # Unique over processes and restarts that continue one run.
@@ -231,7 +214,10 @@ class PolicyBridge:
         if version < 0:
             raise RefusedError("version", version, "a whole number >= 0", "count from 0 up")
         session = self._guard.session_for(version)
-        snapshot = self._snapshot(session, version)
+        snapshot = None
+        if self._matrices is not None:
+            wanted = session if self._config.bytes_per_step else None
+            snapshot = self._or_off(self._matrices.snapshot, wanted, version)
         answers = self._probe.answers()
         window = SyncWindow(
             version,
@@ -277,22 +263,14 @@ class PolicyBridge:
             if forwards is not None and forwards < 1:
                 raise RefusedError("forwards", forwards, "at least 1, or None", "count the passes")
             if self.policy_version is None:
-                raise RefusedError(
-                    "policy_version", "none", "a version", "leave a bridge.sync(version) first"
-                )
+                raise RefusedError("policy_version", "none", "a version", "sync a version first")
         except RefusedError as error:
             self._counters.add(captures_refused=1)
             self._guard.refuse(Cause.CALL, error)
             return NullCapture()
         self._guard.check_trainer()
         if self._runner.died:
-            broken = RefusedError(
-                "bridge",
-                "its thread that copies states ended of an error",
-                "a bridge that can copy",
-                "report the traceback that it printed; a PolicyBridge built anew captures again",
-            )
-            self._guard.refuse(Cause.BRIDGE, broken)
+            self._guard.refuse(Cause.BRIDGE, thread_ended("that copies states"))
         plan = None if self._guard.off_reason() else self._plan(temperature, forwards)
         if plan is None:
             self._counters.add(captures_skipped=1)
@@ -344,19 +322,10 @@ class PolicyBridge:
         if self._connection is not None and not self._connection.join():
             raise TimeoutError("the bridge's sender thread did not end")
 
-    def _find_modules(self) -> PolicyModules | None:
+    def _or_off(self, call: Callable[..., T], *arguments: object) -> T | None:
+        """What ``call`` returns; None where it refuses the model, which turns capture off."""
         try:
-            return find_modules(self._model, self._config.modules)
-        except RefusedError as error:
-            self._guard.refuse(Cause.MODEL, error)
-            return None
-
-    def _snapshot(self, session: Session | None, version: int) -> PolicySnapshot | None:
-        if self._matrices is None:
-            return None
-        wanted = session if self._config.bytes_per_step else None
-        try:
-            return self._matrices.snapshot(wanted, version)
+            return call(*arguments)
         except RefusedError as error:
             self._guard.refuse(Cause.MODEL, error)
             return None
@@ -380,7 +349,7 @@ class PolicyBridge:
         if modules is None or session is None or version is None:
             return None
         self._set_device(modules.head_weight.device)
-        name = _FLOAT8_NAME if config.states_dtype == FLOAT8 else config.states_dtype
+        name = "float8_e4m3fn" if config.states_dtype == FLOAT8 else config.states_dtype
         return CapturePlan(
             modules=modules,
             session=session,
@@ -403,11 +372,11 @@ class PolicyBridge:
 
     def _set_device(self, device: torch.device) -> None:
         """Choose the runner at a window: the policy may be moved after the bridge was built."""
-        if self._device is None or self._device.type != device.type:
+        if self._device != device.type:
             self._runner.close()
-            self._runner = runner_for(device)
-            self._staging = Staging(pinned=device.type == "cuda")
-            self._device = device
+            self._device, cuda = device.type, device.type == "cuda"
+            self._runner = DeviceRunner(device) if cuda else HostRunner()
+            self._staging = Staging(pinned=cuda)
 
     def _check_open(self) -> None:
         if self._closed:

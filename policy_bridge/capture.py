@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 import torch.nn.functional as F
 
-from policy_bridge.copier import Inline, Runner, Staging
+from policy_bridge.copier import Runner, Staging
 from policy_bridge.extraction import (
     Chosen,
     HostRecord,
@@ -108,7 +108,7 @@ class CapturePlan:
     next_id: Callable[[], str]
     offer: Callable[[Sample, int], bool]
     takes: Callable[[int, int], bool] = lambda nbytes, priority: True
-    runner: Runner = field(default_factory=Inline)
+    runner: Runner = field(default_factory=Runner)
     staging: Staging = field(default_factory=Staging)
     refuse: Callable[[RefusedError], None] = raise_error
     done: Callable[[], None] = lambda: None
@@ -134,7 +134,7 @@ class Capture:
         # side stream gets to them, cannot be read later. Its logits hold what is needed.
         head = plan.modules.head_weight
         self._at_once = bool(plan.modules.shards) or head.device.type != "cpu"
-        self._tap = ForwardTap(plan.modules, plan.session.aux_layers, keep_logits=True)
+        self._tap = ForwardTap(plan.modules, plan.session.aux_layers)
         self._records: list[Record] = []
         self._recorded = 0
         self._budget = plan.budget_bytes

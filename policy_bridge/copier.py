@@ -16,19 +16,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from slipstream.errors import RefusedError
 
 Job = Callable[[], None]
+T = TypeVar("T")
 JOBS = 2
 """How many wait at most: each holds the states of a whole window."""
 
 STAGING_BYTES = 16 << 20
 
 _JOIN_SECONDS = 5.0
+# Of the policy's thread. Without it a short loss takes longer.
+_HEAD_START_SECONDS = 0.002
 
 
 class Staging:
@@ -60,24 +63,50 @@ class Staging:
             self._lock.release()
 
 
-class SideThread:
-    """Runs jobs one after the other, in the order in which they came.
+class Runner:
+    """Runs the work of a bridge's windows in order. This one does so in the caller's thread."""
 
-    Args:
-        name: of the thread.
-    """
+    died = False
+    """Whether its thread ended of an unexpected error: it copies nothing any more."""
 
-    def __init__(self, name: str) -> None:
+    def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
+        """Call ``copy`` with what ``choose`` returned, unless that is None; each now or soon.
+
+        Returns:
+            False if too much waits: then neither was called, nor will be.
+
+        Raises:
+            RefusedError: what a job before this one raised.
+        """
+        chosen = choose()
+        if chosen is not None:
+            copy(chosen)
+        return True
+
+    def settle(self) -> None:
+        """Inside ``copy``: wait for the copies it has begun. Between host tensors they are done."""
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Wait until nothing runs or waits; False if that took longer, in seconds."""
+        return True
+
+    def close(self) -> None:
+        """Take no more, finish what waits within a deadline. Idempotent."""
+
+
+class SideThread(Runner):
+    """Runs jobs one after the other in a thread of its own."""
+
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._running = False
         self._closed = False
-        self._died = False
         self._error: RefusedError | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="slipstream-copies", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> bool:
+    def put(self, job: Job) -> bool:
         """Run ``job`` soon; False if too many wait or the thread has ended: it will not be run.
 
         Raises:
@@ -93,18 +122,13 @@ class SideThread:
             self._changed.notify_all()
             return True
 
-    @property
-    def died(self) -> bool:
-        """Whether a job raised something else, which ended the thread."""
-        return self._died
-
     def wait_idle(self, timeout: float) -> bool:
-        """Wait until no job runs or waits; False if that took longer, in seconds."""
+        """See ``Runner``."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs and not self._running, timeout)
 
     def close(self) -> None:
-        """Take no more, finish what waits, end the thread; one that hangs is left. Idempotent."""
+        """See ``Runner``; a job that hangs is left."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -123,7 +147,7 @@ class SideThread:
                 self._ended()
         finally:
             with self._changed:
-                self._died = not self._closed
+                self.died = not self._closed
                 self._closed = True
                 self._jobs.clear()
             self._ended()
@@ -140,97 +164,15 @@ class SideThread:
             self._changed.notify_all()
 
 
-# Of the policy's thread. Without it a loss of five operations took 0.4 ms longer.
-_HEAD_START_SECONDS = 0.002
-
-T = TypeVar("T")
-
-
-class Runner(Protocol):
-    """Runs the work of a bridge's windows, in order."""
-
-    @property
-    def died(self) -> bool:
-        """Whether its thread ended of an unexpected error: it copies nothing any more."""
-        ...
-
-    def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
-        """Call ``copy`` with what ``choose`` returned, unless that is None; each now or soon.
-
-        Returns:
-            False if too much waits: then neither was called, nor will be.
-        """
-        ...
-
-    def settle(self) -> None:
-        """Called inside ``copy``: wait until the copies that it has begun are done."""
-        ...
-
-    def wait_idle(self, timeout: float) -> bool:
-        """Wait until nothing runs or waits; False if that took longer, in seconds."""
-        ...
-
-    def close(self) -> None:
-        """Finish what waits, within a deadline, and run no more."""
-        ...
-
-
-class Inline:
-    """At once, in the caller's thread."""
-
-    died = False
-
-    def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
-        """See ``Runner``."""
-        chosen = choose()
-        if chosen is not None:
-            copy(chosen)
-        return True
-
-    def settle(self) -> None:
-        """Copies between host tensors are done when they return."""
-
-    def wait_idle(self, timeout: float) -> bool:
-        """See ``Runner``: there is nothing to wait for."""
-        return True
-
-    def close(self) -> None:
-        """Nothing runs."""
-
-
-class _Beside:
-    """What runners with a thread of their own share."""
-
-    def __init__(self) -> None:
-        self._thread = SideThread("slipstream-copies")
-
-    @property
-    def died(self) -> bool:
-        """See ``Runner``."""
-        return self._thread.died
-
-    def wait_idle(self, timeout: float) -> bool:
-        """See ``Runner``."""
-        return self._thread.wait_idle(timeout)
-
-    def close(self) -> None:
-        """See ``Runner``."""
-        self._thread.close()
-
-
-class HostRunner(_Beside):
-    """For policies on the CPU: chooses in the caller's thread, copies in one of its own.
+class HostRunner(SideThread):
+    """For policies on the CPU: chooses in the caller's thread, copies in its own.
 
     The copies begin a moment later: at once they would take the interpreter's lock from the
     caller between the operations that lead from the pass to its backward.
     """
 
     def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
-        """See ``Runner``; too much never waits: the caller's thread copies then.
-
-        Raises:
-            RefusedError: what a ``copy`` before this one raised.
-        """
+        """See ``Runner``; too much never waits: the caller's thread copies then."""
         chosen = choose()
         if chosen is None:
             return True
@@ -239,15 +181,12 @@ class HostRunner(_Beside):
             time.sleep(_HEAD_START_SECONDS)
             copy(chosen)
 
-        if not self._thread.submit(job):
+        if not self.put(job):
             copy(chosen)
         return True
 
-    def settle(self) -> None:
-        """Copies between host tensors are done when they return."""
 
-
-class DeviceRunner(_Beside):
+class DeviceRunner(SideThread):
     """For policies on a CUDA device: chooses and copies in a thread and on a stream of its own.
 
     No synchronisation on the policy's stream: ``submit`` records an event there and
@@ -255,9 +194,6 @@ class DeviceRunner(_Beside):
     every ``tolist`` and the final wait are that stream's. The tensors that a job reads are
     referenced by the job until its stream has finished, so the allocator cannot hand their
     memory to the policy meanwhile.
-
-    Args:
-        device: the policy's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -265,11 +201,7 @@ class DeviceRunner(_Beside):
         self._stream = torch.cuda.Stream(device)
 
     def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
-        """See ``Runner``. Call it on the stream that makes the tensors that are read.
-
-        Raises:
-            RefusedError: what a job before this one raised.
-        """
+        """See ``Runner``. Call it on the stream that makes the tensors that are read."""
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._stream.device))
 
@@ -283,13 +215,8 @@ class DeviceRunner(_Beside):
                 finally:
                     self._stream.synchronize()
 
-        return self._thread.submit(job)
+        return self.put(job)
 
     def settle(self) -> None:
         """Wait, in the side thread, for the side stream alone."""
         self._stream.synchronize()
-
-
-def runner_for(device: torch.device) -> Runner:
-    """The runner for a policy on ``device``."""
-    return DeviceRunner(device) if device.type == "cuda" else HostRunner()

@@ -260,7 +260,15 @@ def without_logits(record: Record, modules: PolicyModules, temperature: float) -
     states, logits, logprobs = record.states, record.logits, record.logprobs
     if logits is None or logprobs is None:
         if states.logits is not None:
-            seen = states.unwritten_logits()
+            seen = states.logits
+            if not states.logits_unwritten:
+                raise RefusedError(
+                    "logits",
+                    "written in place between the forward pass and ship",
+                    "the output of lm_head as the pass left it",
+                    "divide by the temperature out of place, or pass sampled_logits and "
+                    "sampled_logprobs",
+                )
             own_logits = picked_logits(seen, record.token_ids)
             if logprobs is None:
                 logprobs = picked_logprobs(seen, record.token_ids, temperature)

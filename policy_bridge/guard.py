@@ -41,6 +41,16 @@ class Cause(Enum):
     """A wrong call in a window: with the next window that is right."""
 
 
+def thread_ended(which: str) -> RefusedError:
+    """For a bridge whose thread (``which``) ended of an unexpected error."""
+    return RefusedError(
+        "bridge",
+        f"its thread {which} ended with an error",
+        "a bridge whose threads run",
+        "report the traceback that it printed; a PolicyBridge built anew captures again",
+    )
+
+
 class CaptureGuard:
     """What a bridge may capture now. ``refuse`` and ``clear`` may be called from any thread.
 
@@ -106,12 +116,8 @@ class CaptureGuard:
         # The first version of a bridge may be the trainer's newest: a policy that was resumed.
         resumed = self.version is None and version == known
         if floor is not None and version <= floor and not resumed:
-            error = RefusedError(
-                "policy_version",
-                version,
-                f"> {floor}",
-                "count the policy's versions up, or choose another run_id",
-            )
+            step = "count the policy's versions up, or choose another run_id"
+            error = RefusedError("policy_version", version, f"> {floor}", step)
             self.refuse(Cause.VERSION, error)
             return None
         self.clear(Cause.VERSION)
@@ -129,13 +135,7 @@ class CaptureGuard:
         refusal = self._counters.run_refusal
         count, field = self._counters.refused_in_a_row
         if self.connection is not None and self.connection.died:
-            error = RefusedError(
-                "bridge",
-                "its thread to the trainer ended with an error",
-                "a bridge that can send",
-                "report the traceback that it printed; build another PolicyBridge to capture again",
-            )
-            self.refuse(Cause.BRIDGE, error)
+            self.refuse(Cause.BRIDGE, thread_ended("to the trainer"))
         elif refusal is not None and not self.connected:
             self.refuse(Cause.TRAINER, refusal)
         elif count >= MAX_REFUSALS_IN_A_ROW:
@@ -143,7 +143,7 @@ class CaptureGuard:
                 f"samples.{field}",
                 f"{count} samples in a row refused for it",
                 "samples that the trainer takes",
-                "see the trainer's log; capture is tried again at the next version",
+                "see the trainer's log; the next version is captured again",
             )
             self.refuse(Cause.TRAINER, error)
         elif self.connected:

@@ -22,7 +22,7 @@ from .doubles import DEADLINE, FakeTrainer
 
 @pytest.fixture
 def side() -> Iterator[SideThread]:
-    side = SideThread("test")
+    side = SideThread()
     yield side
     side.close()
 
@@ -35,7 +35,7 @@ def hold(side: SideThread) -> threading.Event:
         begun.set()
         assert go_on.wait(DEADLINE)
 
-    assert side.submit(job)
+    assert side.put(job)
     assert begun.wait(DEADLINE)
     return go_on
 
@@ -44,8 +44,8 @@ def test_jobs_run_in_order_in_a_thread_of_their_own(side: SideThread) -> None:
     ran: list[tuple[int, int]] = []
     go_on = hold(side)
     for number in range(JOBS):
-        assert side.submit(lambda n=number: ran.append((n, threading.get_ident())))  # type: ignore[misc]
-    assert not side.submit(lambda: ran.append((-1, 0)))
+        assert side.put(lambda n=number: ran.append((n, threading.get_ident())))  # type: ignore[misc]
+    assert not side.put(lambda: ran.append((-1, 0)))
     assert not side.wait_idle(0.0)
     go_on.set()
     assert side.wait_idle(DEADLINE)
@@ -57,36 +57,36 @@ def test_an_error_is_raised_once_by_the_next_submit(side: SideThread) -> None:
     def job() -> None:
         raise RefusedError("states", "late", "early", "hurry")
 
-    assert side.submit(job)
+    assert side.put(job)
     assert side.wait_idle(DEADLINE)
     with pytest.raises(RefusedError, match="hurry"):
-        side.submit(lambda: None)
-    assert side.submit(lambda: None)
+        side.put(lambda: None)
+    assert side.put(lambda: None)
 
 
 def test_closing_finishes_what_waits_and_takes_no_more(side: SideThread) -> None:
     ran: list[int] = []
     go_on = hold(side)
     for number in range(JOBS):
-        assert side.submit(lambda n=number: ran.append(n))  # type: ignore[misc]
+        assert side.put(lambda n=number: ran.append(n))  # type: ignore[misc]
     closing = threading.Thread(target=side.close)
     closing.start()
     go_on.set()
     closing.join(DEADLINE)
     assert ran == list(range(JOBS))
-    assert not side.submit(lambda: None)
+    assert not side.put(lambda: None)
     assert side.wait_idle(0.0)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_broke_takes_no_more(side: SideThread) -> None:
     go_on = hold(side)
-    assert side.submit(lambda: [][0])
-    assert side.submit(lambda: None)
+    assert side.put(lambda: [][0])
+    assert side.put(lambda: None)
     go_on.set()
     side._thread.join(DEADLINE)
     assert side.wait_idle(0.0)
-    assert not side.submit(lambda: None)
+    assert not side.put(lambda: None)
     assert side.died
 
 
@@ -121,7 +121,7 @@ def test_on_a_host_the_choice_is_made_at_once_and_copied_beside() -> None:
     assert runner.wait_idle(DEADLINE)
     assert len(threads) == 2
     # Too much waits: nothing is given up, the caller copies.
-    go_on = hold(runner._thread)
+    go_on = hold(runner)
     for _ in range(JOBS + 1):
         assert runner.submit(choose, copy)
     assert [thread for what, thread in threads[2:] if what == "copy"] == [caller]
@@ -184,7 +184,7 @@ def test_on_a_device_nothing_waits_but_the_side(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RefusedError, match="hurry"):
         runner.submit(choose, copy)
     # Too much waits: neither is called.
-    go_on = hold(runner._thread)
+    go_on = hold(runner)
     assert [runner.submit(choose, copy) for _ in range(JOBS + 1)] == [True] * JOBS + [False]
     go_on.set()
     runner.close()
@@ -231,7 +231,8 @@ def test_close_ships_what_is_still_to_be_copied(
         ship(bridge, model, batch((7, 8)))
         closing = threading.Thread(target=bridge.close)
         closing.start()
-        side = bridge._runner._thread  # type: ignore[attr-defined]
+        side = bridge._runner
+        assert isinstance(side, SideThread)
         with side._changed:
             assert side._changed.wait_for(lambda: side._closed, DEADLINE)
         held.set()

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from policy_bridge import ModulePaths
 from policy_bridge.extraction import picked_logits
-from policy_bridge.hooks import ForwardTap
 from policy_bridge.model import find_modules
 from policy_bridge.session import PolicyMatrices
 from policy_bridge.sync import policy_tensors
@@ -24,7 +23,7 @@ from slipstream.errors import RefusedError
 from .conftest import batch, make_model
 from .test_models import check_states, qwen3
 from .test_peft import adapted
-from .windows import LAYERS, Windows, assert_same_bits, gradients, session_of
+from .windows import Windows, assert_same_bits, gradients, session_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,7 +114,6 @@ def test_logits_that_the_loop_scaled_in_place_are_not_shipped(given: bool) -> No
     capture = windows.open(temperature=0.5)
     # As where the weights cannot be read later: the numbers come from the pass's own logits.
     capture._at_once = True
-    capture._tap = ForwardTap(windows.modules, LAYERS, keep_logits=True)
     with torch.no_grad(), capture:
         logits = model(data["input_ids"], attention_mask=data["attention_mask"]).logits
         own = picked_logits(logits, data["input_ids"])
