@@ -32,19 +32,11 @@ if TYPE_CHECKING:
     from policy_bridge.sync import PolicySyncError
 
 _HOMES = {
-    "BridgeConfig": "config",
-    "BridgeStats": "stats",
-    "Candidate": "selection",
-    "DisabledBridge": "bridge",
-    "ModulePaths": "config",
-    "MostRejected": "selection",
-    "NewestFirst": "selection",
-    "PolicyBridge": "bridge",
-    "PolicySyncError": "sync",
-    "Selector": "selection",
-    "SyncResult": "stats",
-    "UniformRandom": "selection",
-    "null_bridge": "bridge",
+    "bridge": ("DisabledBridge", "PolicyBridge", "null_bridge"),
+    "config": ("BridgeConfig", "ModulePaths"),
+    "selection": ("Candidate", "MostRejected", "NewestFirst", "Selector", "UniformRandom"),
+    "stats": ("BridgeStats", "SyncResult"),
+    "sync": ("PolicySyncError",),
 }
 
 __all__ = [
@@ -66,11 +58,10 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Load a public name from its module on first use (PEP 562)."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,6 @@ from policy_bridge.extraction import (
     Record,
     candidates_of,
     fill,
-    layout_for,
     sampled_of,
     state_dtype,
     with_logits,
@@ -30,7 +28,7 @@ from policy_bridge.selection import Selector, bytes_per_token, choose
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
-from slipstream.sample import Layout, Sample, header_of
+from slipstream.sample import Layout, Sample, header_of, layout_of
 
 
 def raise_error(error: RefusedError) -> None:
@@ -41,20 +39,11 @@ def raise_error(error: RefusedError) -> None:
 def check_temperature(temperature: float) -> None:
     """Raise RefusedError unless ``temperature`` is a finite number above 0."""
     if not math.isfinite(temperature) or temperature <= 0:
-        raise RefusedError(
-            "temperature", temperature, "a finite number > 0", "pass the rollouts' temperature"
-        )
+        step = "pass the rollouts' temperature"
+        raise RefusedError("temperature", temperature, "a finite number > 0", step)
 
 
-def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raise RefusedError unless ``tensor`` has the forward pass's shape [B, S]."""
-    if tuple(tensor.shape) != shape:
-        raise RefusedError(
-            name, list(tensor.shape), f"the pass's {list(shape)}", "pass what was run"
-        )
-
-
-def aligned(name: str, values: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
+def _aligned(name: str, values: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
     """``values`` as [B, S], detached, a missing first column padded with 0."""
     if values is None:
         return None
@@ -62,12 +51,8 @@ def aligned(name: str, values: torch.Tensor | None, shape: tuple[int, ...]) -> t
     if tuple(values.shape) == (shape[0], shape[1] - 1):
         return F.pad(values, (1, 0))
     if tuple(values.shape) != shape:
-        raise RefusedError(
-            name,
-            list(values.shape),
-            f"{list(shape)} (or without the first column)",
-            "align it with input_ids",
-        )
+        expected = f"{list(shape)} (or without the first column)"
+        raise RefusedError(name, list(values.shape), expected, "align it with input_ids")
     return values
 
 
@@ -145,12 +130,7 @@ class Capture:
         self._counters.add(captures=1)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._tap.__exit__()
         try:
             if kind is None and not self._refused:
@@ -225,12 +205,9 @@ class Capture:
     ) -> None:
         states = self._tap.take()
         if states is None:
-            raise RefusedError(
-                "capture.ship",
-                "no complete forward pass since the last ship",
-                "one forward pass through lm_head per ship",
-                "call the model first; set modules.final_norm if the loss is fused",
-            )
+            found = "no complete forward pass since the last ship"
+            step = "call the model first; set modules.final_norm if the loss is fused"
+            raise RefusedError("capture.ship", found, "a forward pass through lm_head", step)
         shape = tuple(states.final.shape[:2])
         for name, tensor in (
             ("input_ids", input_ids),
@@ -238,16 +215,14 @@ class Capture:
             ("attention_mask", attention_mask),
             ("position_ids", position_ids),
         ):
-            if tensor is not None:
-                check_shape(name, tensor, shape)
+            if tensor is not None and tuple(tensor.shape) != shape:
+                expected = f"the pass's {list(shape)}"
+                raise RefusedError(name, list(tensor.shape), expected, "pass what was run")
         for layer, aux in zip(self._plan.session.aux_layers, states.aux, strict=True):
             if aux.shape != states.final.shape:
-                raise RefusedError(
-                    f"hidden state after {layer} layers",
-                    list(aux.shape),
-                    f"the final one's {list(states.final.shape)}",
-                    "run lm_head on every position (no logits_to_keep)",
-                )
+                name, expected = f"hidden state after {layer} layers", f"{list(states.final.shape)}"
+                step = "run lm_head on every position (no logits_to_keep)"
+                raise RefusedError(name, list(aux.shape), f"the final one's {expected}", step)
         if stamp_of(self._plan.weights or self._plan.modules.weights()) != self._plan.weights_stamp:
             # An optimizer step since the sync: these states belong to no announced version.
             self._counters.shed("policy_moved", len(input_ids), 0)
@@ -258,8 +233,8 @@ class Capture:
             loss_mask=_own(loss_mask).bool(),
             attention_mask=None if attention_mask is None else _own(attention_mask),
             position_ids=None if position_ids is None else _own(position_ids),
-            logprobs=aligned("sampled_logprobs", logprobs, shape),
-            logits=aligned("sampled_logits", logits, shape),
+            logprobs=_aligned("sampled_logprobs", logprobs, shape),
+            logits=_aligned("sampled_logits", logits, shape),
             acceptance=acceptance,
         )
         if self._at_once:
@@ -319,7 +294,7 @@ class Capture:
             dtype = state_dtype(plan.states_dtype, states.final)
             token_bytes = bytes_per_token(len(states.aux), states.final.shape[-1], dtype)
             most = plan.session.max_sample_tokens(token_bytes)
-            candidates += candidates_of(index, host, dtype, most)
+            candidates += candidates_of(index, host, token_bytes, most)
         # Choices are made one after the other: what the last one left is known here.
         wanted = choose(plan.selector, candidates, self._budget // passes_left)
         self._budget -= sum(candidate.nbytes for candidate in wanted)
@@ -364,8 +339,10 @@ class Capture:
         plan = self._plan
         group: list[tuple[Chosen, Layout]] = []
         for one in chosen:
-            dtype = state_dtype(plan.states_dtype, one.host.record.states.final)
-            layout = layout_for(one, dtype)
+            states = one.host.record.states
+            dtype = state_dtype(plan.states_dtype, states.final)
+            width = states.final.shape[-1]
+            layout = layout_of(one.candidate.tokens, len(states.aux), width, dtype)
             nbytes = layout.nbytes + sum(other.nbytes for _, other in group)
             if group and nbytes > plan.staging.nbytes:
                 yield group

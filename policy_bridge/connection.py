@@ -167,9 +167,8 @@ class Connection:
 
     def _connect_and_send(self) -> bool:
         """One connection. Whether the next one may follow at once: the trainer took samples."""
-        self._open_run()
+        session = self._open_run()
         again = self._outbox.requeue_sent()
-        session = self._require_session()
         file, why_inline = self._shared_file()
         header = pb.StreamHeader(session_id=session.session_id)
         try:
@@ -207,7 +206,9 @@ class Connection:
             if stream.error is not None:
                 self._note(refused_from(stream.error) or stream.error)
             elif not stalled and not stream.acknowledged and (short or len(self._outbox)):
-                self._note(_closed_by_trainer())
+                found = "ended by the trainer without an acknowledgement"
+                step = "see the trainer's log; the bridge goes on trying"
+                self._note(RefusedError("StreamStates", found, "one that takes samples", step))
         return stream.acknowledged > 0 or not short
 
     def _on_open(self, inline_because: str) -> None:
@@ -334,7 +335,7 @@ class Connection:
                 self._outbox.give_up(entry, "no_credit")
                 return False
 
-    def _open_run(self) -> None:
+    def _open_run(self) -> Session:
         config = self._config
         response = self._stub.OpenRun(
             pb.OpenRunRequest(
@@ -358,6 +359,7 @@ class Connection:
             # captures see its session, is what waits all there is of them.
             self._outbox.shed("draft_changed")
         self._set_connected(True)
+        return session
 
     def _announce_due(self, entry: Entry | None) -> bool:
         """Register a version if ``entry`` waits for it, or if nothing waits. Whether it did."""
@@ -373,9 +375,8 @@ class Connection:
             refusal = refused_from(error)
             # A trainer that restarted does not know the session: a new run mends that. One that
             # has too much to do just now ("server.max_calls") is asked again.
-            if refusal is None or refusal.field.endswith("session_id"):
-                raise
-            if refusal.field.startswith("server."):
+            field = "session_id" if refusal is None else refusal.field
+            if refusal is None or field.endswith("session_id") or field.startswith("server."):
                 raise
             self._note(refusal)
             self._announcer.give_up(version)
@@ -406,12 +407,6 @@ class Connection:
         self._outbox.requeue(*unread)
         self._outbox.settle(*settled)
 
-    def _require_session(self) -> Session:
-        session = self.session
-        if session is None:
-            raise RefusedError("session", "none", "an open run", "open the run first")
-        return session
-
     def _set_connected(self, value: bool) -> None:
         with self._changed:
             self._connected = value
@@ -433,12 +428,3 @@ def _message_bytes(entry: Entry, shared: BlockFile | None) -> int:
         return DESCRIPTION_BYTES
     pieces = entry.nbytes // PIECE_BYTES + 1
     return DESCRIPTION_BYTES + entry.nbytes + pieces * _FIELD_BYTES
-
-
-def _closed_by_trainer() -> RefusedError:
-    return RefusedError(
-        "StreamStates",
-        "ended by the trainer without an acknowledgement",
-        "a stream that takes the samples that wait",
-        "see the trainer's log; the bridge goes on trying",
-    )

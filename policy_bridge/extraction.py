@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from policy_bridge.hooks import ForwardStates
 from policy_bridge.model import PolicyModules
-from policy_bridge.selection import Candidate, Span, bytes_per_token, scores_of, spans_of, windows
+from policy_bridge.selection import Candidate, Span, scores_of, spans_of, windows
 from slipstream.errors import RefusedError
-from slipstream.sample import FLOAT8, STATE_DTYPES, Layout, Sample, layout_of
+from slipstream.sample import FLOAT8, STATE_DTYPES, Sample
 from slipstream.tensors import quantize
 
 Floats = NDArray[np.float32]
@@ -112,28 +112,25 @@ def state_dtype(wanted: torch.dtype | None, state: torch.Tensor) -> torch.dtype:
     """The dtype in which states are sent. Raises RefusedError for one that is not sent."""
     dtype = wanted or state.dtype
     if dtype not in (*STATE_DTYPES, FLOAT8):
-        raise RefusedError(
-            "hidden_states.dtype", dtype, f"one of {STATE_DTYPES}", "set states_dtype"
-        )
+        expected = f"one of {STATE_DTYPES}"
+        raise RefusedError("hidden_states.dtype", dtype, expected, "set states_dtype")
     return dtype
 
 
 def candidates_of(
-    index: int, host: HostRecord, dtype: torch.dtype, max_sample_tokens: int
+    index: int, host: HostRecord, token_bytes: int, max_sample_tokens: int
 ) -> list[Candidate]:
     """Every sequence of a pass, or the windows of it, that could be sent.
 
     Args:
         index: the pass's place among those that are chosen from.
         host: the pass.
-        dtype: of the states as they are sent.
+        token_bytes: see ``bytes_per_token``.
         max_sample_tokens: the longest sample that the trainer takes.
 
     Raises:
         RefusedError: an acceptance that does not fit the pass.
     """
-    states = host.record.states
-    token_bytes = bytes_per_token(len(states.aux), states.final.shape[-1], dtype)
     scores = scores_of("acceptance", host.record.acceptance, len(host.spans))
     return [
         candidate
@@ -171,12 +168,6 @@ def sampled_of(
     mask = _mask_of(host, chosen)
     found[:, ~mask] = np.where(np.isfinite(found[:, ~mask]), found[:, ~mask], 0.0)
     return found if np.isfinite(found).all() else None
-
-
-def layout_for(chosen: Chosen, dtype: torch.dtype) -> Layout:
-    """The layout of its block."""
-    states = chosen.host.record.states
-    return layout_of(chosen.candidate.tokens, len(states.aux), states.final.shape[-1], dtype)
 
 
 def fill(sample: Sample, chosen: Chosen) -> None:
@@ -221,14 +212,11 @@ def gather_into(host: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         return
     at = 0
     for part in parts:
-        tokens, width = part.shape
+        width = part.shape[1]
         columns = host.narrow(1, at, width)
         rows = max(1, _COPY_VALUES // width)
-        if tokens <= rows:
-            columns.copy_(part)
-        else:
-            for to, block in zip(columns.split(rows), part.split(rows), strict=True):
-                to.copy_(block)
+        for to, block in zip(columns.split(rows), part.split(rows), strict=True):
+            to.copy_(block)
         at += width
 
 
@@ -262,23 +250,16 @@ def without_logits(record: Record, modules: PolicyModules, temperature: float) -
         if states.logits is not None:
             seen = states.logits
             if not states.logits_unwritten:
-                raise RefusedError(
-                    "logits",
-                    "written in place between the forward pass and ship",
-                    "the output of lm_head as the pass left it",
-                    "divide by the temperature out of place, or pass sampled_logits and "
-                    "sampled_logprobs",
-                )
+                found = "written in place between the forward pass and ship"
+                step = "divide by the temperature out of place, or pass the sampled ones"
+                raise RefusedError("logits", found, "the output of lm_head as it was", step)
             own_logits = picked_logits(seen, record.token_ids)
             if logprobs is None:
                 logprobs = picked_logprobs(seen, record.token_ids, temperature)
         elif modules.shards:
-            raise RefusedError(
-                "sampled_logits",
-                "not given, of a pass that does not call lm_head",
-                "sampled_logits and sampled_logprobs",
-                "pass both, or let the pass call lm_head (no modules.final_norm)",
-            )
+            found = "not given, of a pass that does not call lm_head"
+            step = "pass both, or let the pass call lm_head (no modules.final_norm)"
+            raise RefusedError("sampled_logits", found, "sampled logits and log-probs", step)
         else:
             rows = [
                 _sampled(record, modules, temperature, row, slice(None))

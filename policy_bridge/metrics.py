@@ -11,7 +11,8 @@ prometheus_client is not among the bridge's own packages: nothing else here impo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Protocol
 
 from policy_bridge.stats import BridgeStats
@@ -35,14 +36,16 @@ class Counting(Protocol):
         ...
 
 
-def _counter(
-    name: str,
-    help: str,
-    read: Callable[[BridgeStats], Value],
-    label: str = "",
-    values: Sequence[str] = (),
+def _counted(
+    name: str, help: str, field: str = "", label: str = "", values: Sequence[str] = ()
 ) -> Fact[BridgeStats]:
+    """A counter that is a field of the statistics, of the same name if none is given."""
+    read = attrgetter(field or name)
     return Fact(name, help, read, {label: values} if label else {}, "counter")
+
+
+def _number(name: str, help: str) -> Fact[BridgeStats]:
+    return Fact(name, help, attrgetter(name))
 
 
 def _refused(stats: BridgeStats) -> Value:
@@ -53,19 +56,11 @@ def _refused(stats: BridgeStats) -> Value:
     return dict(fields)
 
 
-def _sync_seconds(stats: BridgeStats) -> Value:
-    last = stats.last_sync
-    if last is None:
-        return {}
-    return {
-        "prepare": last.prepare_seconds,
-        "stage": last.stage_seconds,
-        "commit": last.commit_seconds,
-    }
-
-
+_PHASES = ("prepare", "stage", "commit")
+_OUTCOMES = ("accepted", "duplicate", "refused")
+_CAPTURES = {"taken": "captures", "skipped": "captures_skipped", "refused": "captures_refused"}
 FACTS: tuple[Fact[BridgeStats], ...] = (
-    Fact("connected", "1 while a run is open and its stream is up.", lambda s: s.connected),
+    _number("connected", "1 while a run is open and its stream is up."),
     Fact(
         "transport",
         "1; the label says how the states travel. No series before the first stream.",
@@ -77,78 +72,49 @@ FACTS: tuple[Fact[BridgeStats], ...] = (
         "1 while the next capture window would take states.",
         lambda s: not s.capture_off_reason,
     ),
-    _counter("connects", "Runs opened, the first included.", lambda s: s.connects),
-    _counter(
+    _counted("connects", "Runs opened, the first included."),
+    Fact(
         "captures",
         "Capture windows: `taken`; `skipped` because capture was off; `refused` for a call that "
         "could not be served.",
-        lambda s: {
-            "taken": s.captures,
-            "skipped": s.captures_skipped,
-            "refused": s.captures_refused,
-        },
-        "outcome",
-        ("taken", "skipped", "refused"),
+        lambda s: {outcome: getattr(s, field) for outcome, field in _CAPTURES.items()},
+        {"outcome": tuple(_CAPTURES)},
+        "counter",
     ),
-    _counter(
-        "captured_tokens",
-        "Unpadded tokens of the forward passes given to `ship`.",
-        lambda s: s.captured_tokens,
-    ),
-    _counter(
-        "chosen_samples", "Samples that the selector took of them.", lambda s: s.chosen_samples
-    ),
-    _counter("chosen_tokens", "Tokens of these.", lambda s: s.chosen_tokens),
-    _counter(
-        "not_chosen_samples",
-        "Samples that it left, to stay within the budget.",
-        lambda s: s.not_chosen_samples,
-    ),
-    _counter("sent_samples", "Samples sent, repeats included.", lambda s: s.sent_samples),
-    _counter(
-        "sent_bytes",
-        "Bytes of these, through shared memory or serialized.",
-        lambda s: s.sent_bytes,
-    ),
-    _counter("resent_samples", "Repeats after a lost stream.", lambda s: s.resent_samples),
-    _counter(
+    _counted("captured_tokens", "Unpadded tokens of the forward passes given to `ship`."),
+    _counted("chosen_samples", "Samples that the selector took of them."),
+    _counted("chosen_tokens", "Tokens of these."),
+    _counted("not_chosen_samples", "Samples that it left, to stay within the budget."),
+    _counted("sent_samples", "Samples sent, repeats included."),
+    _counted("sent_bytes", "Bytes of these, through shared memory or serialized."),
+    _counted("resent_samples", "Repeats after a lost stream."),
+    Fact(
         "acknowledgements",
         "The trainer's answers.",
-        lambda s: {"accepted": s.accepted, "duplicate": s.duplicate, "refused": s.refused},
-        "outcome",
-        ("accepted", "duplicate", "refused"),
+        lambda s: {outcome: getattr(s, outcome) for outcome in _OUTCOMES},
+        {"outcome": _OUTCOMES},
+        "counter",
     ),
-    _counter(
+    Fact(
         "samples_refused",
         "Refused samples, by field as in `slipstream_trainer_samples_refused_total`.",
         _refused,
-        "field",
+        {"field": ()},
+        "counter",
     ),
-    _counter(
-        "shed_samples", "Samples given up, by reason.", lambda s: s.shed, "reason", SHED_REASONS
-    ),
-    _counter("shed_bytes", "Bytes of samples given up.", lambda s: s.shed_bytes),
-    Fact(
-        "outbox_samples",
-        "Samples that wait, unacknowledged ones included.",
-        lambda s: s.outbox_samples,
-    ),
-    Fact("outbox_bytes", "Bytes of the samples that wait.", lambda s: s.outbox_bytes),
-    Fact("outbox_capacity_bytes", "Bound of `outbox_bytes`.", lambda s: s.outbox_capacity_bytes),
-    Fact(
-        "policy_version",
-        f"Last policy version whose sync ended well. {_NO_SYNC}",
-        lambda s: s.policy_version,
-    ),
-    _counter(
-        "announced_policies", "Policy versions that the trainer was told of.", lambda s: s.announced
-    ),
-    _counter("syncs", "Sync windows that ended well.", lambda s: s.syncs),
+    _counted("shed_samples", "Samples given up, by reason.", "shed", "reason", SHED_REASONS),
+    _counted("shed_bytes", "Bytes of samples given up."),
+    _number("outbox_samples", "Samples that wait, unacknowledged ones included."),
+    _number("outbox_bytes", "Bytes of the samples that wait."),
+    _number("outbox_capacity_bytes", "Bound of `outbox_bytes`."),
+    _number("policy_version", f"Last policy version whose sync ended well. {_NO_SYNC}"),
+    _counted("announced_policies", "Policy versions that the trainer was told of.", "announced"),
+    _counted("syncs", "Sync windows that ended well."),
     Fact(
         "last_sync_seconds",
         f"Time of the last sync: staging the draft, staging the policy, committing. {_NO_SYNC}",
-        _sync_seconds,
-        {"phase": ("prepare", "stage", "commit")},
+        lambda s: {p: getattr(s.last_sync, f"{p}_seconds") for p in _PHASES if s.last_sync},
+        {"phase": _PHASES},
     ),
     Fact(
         "last_sync_draft_errors",

@@ -1,12 +1,7 @@
-"""Finds the parts of a causal language model that the bridge needs, by structure.
+"""Finds the parts of a causal language model that the bridge needs, through its wrappers.
 
-Hugging Face models are recognised by shape, not by class, so that this package
-never imports transformers: a training image's version of it is not our business.
-
-What may stand between the model that a caller holds and its decoder layers.
-
-Recognised by structure and by class name, so that nothing is imported that the
-training image may not have.
+Models are recognised by structure and by class name, so that nothing is imported that the training
+image may not have.
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ _INNER = {
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
-_INFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
@@ -40,32 +34,20 @@ def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
     inner: nn.Module | None = model
     while inner is not None:
         if type(inner).__name__ == "FullyShardedDataParallel":
-            raise RefusedError(
-                "model",
-                "FullyShardedDataParallel (FSDP1)",
-                "FSDP2: torch.distributed.fsdp.fully_shard",
-                "shard with fully_shard, which keeps lm_head a matrix",
-            )
+            step = "shard with fully_shard, which keeps lm_head a matrix"
+            raise RefusedError("model", "FullyShardedDataParallel (FSDP1)", "FSDP2", step)
         yield inner
-        inner = _inside(inner)
+        children = dict(inner.named_children())
+        name = _INNER.get(type(inner).__name__)
+        # PEFT: PeftModel.base_model is a tuner whose .model is the policy. Not Hugging Face's
+        # own base_model, which is a property and no child.
+        tuner = children.get("base_model") if name is None else None
+        inside = children if tuner is None else dict(tuner.named_children())
+        inner = inside.get((name or "") if tuner is None else "model")
 
 
-def _inside(module: nn.Module) -> nn.Module | None:
-    children = dict(module.named_children())
-    name = _INNER.get(type(module).__name__)
-    if name is not None:
-        return children.get(name)
-    # PEFT: PeftModel.base_model is a tuner whose .model is the policy. Not Hugging Face's
-    # own base_model, which is a property and no child.
-    tuner = children.get("base_model")
-    return dict(tuner.named_children()).get("model") if tuner is not None else None
-
-
-def refuse_compiled(path: list[nn.Module]) -> None:
-    """Raise RefusedError if a module that contains the decoder layers is compiled as a whole.
-
-    A compiled graph runs without calling its inner modules, so nothing can be seen there.
-    """
+def _refuse_compiled(path: list[nn.Module]) -> None:
+    # A compiled graph runs without calling its inner modules, so nothing can be seen there.
     for module in path:
         whole = (
             type(module).__name__ == "OptimizedModule"
@@ -73,24 +55,9 @@ def refuse_compiled(path: list[nn.Module]) -> None:
             or hasattr(module.forward, "_torchdynamo_orig_callable")
         )
         if whole:
-            raise RefusedError(
-                "model",
-                f"{type(module).__name__} compiled as a whole",
-                "compiled layer by layer, or not compiled",
-                "compile each decoder layer: for layer in model.model.layers: layer.compile()",
-            )
-
-
-def refuse_adapted(name: str, module: nn.Module) -> None:
-    """Raise RefusedError if a matrix that the trainer needs is behind an adapter."""
-    children = dict(module.named_children())
-    if "base_layer" in children or "modules_to_save" in children:
-        raise RefusedError(
-            f"modules.{name}",
-            f"{type(module).__name__}, an adapter around it",
-            "a plain module, whose weight is all there is",
-            f"leave {name} out of the adapter's target_modules and modules_to_save",
-        )
+            found = f"{type(module).__name__} compiled as a whole"
+            step = "compile each decoder layer: for layer in model.model.layers: layer.compile()"
+            raise RefusedError("model", found, "compiled layer by layer, or not compiled", step)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -107,9 +74,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def plain_name(name: str) -> str:
     """A parameter's name without what compiling and checkpointing put into it."""
-    for infix in _INFIXES:
-        name = name.replace(infix, "")
-    return name
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 _LAYER_PATHS = (
@@ -124,12 +89,7 @@ _LAYER_PATHS = (
 
 # A model that changes logits after lm_head breaks "logit = final hidden state x
 # lm_head row", and with it log Z: the teacher would be wrong without an error.
-_LOGIT_CHANGES = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-)
+_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 @dataclass(frozen=True)
@@ -172,7 +132,7 @@ class PolicyModules:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the final hidden state."""
+        """H, columns of lm_head."""
         return int(self.head_weight.shape[1])
 
     @property
@@ -181,7 +141,7 @@ class PolicyModules:
         return int(self.head_weight.shape[0])
 
     def spec(self, model_name: str) -> pb.PolicySpec:
-        """What the trainer must know about this policy."""
+        """What OpenRun tells the trainer of this policy."""
         return pb.PolicySpec(
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
@@ -229,16 +189,24 @@ def find_modules(model: nn.Module, paths: ModulePaths) -> PolicyModules:
     lm_head = _part(inside, paths.lm_head, "get_output_embeddings", "lm_head")
     embed_tokens = _part(inside, paths.embed_tokens, "get_input_embeddings", "embed_tokens")
     for name, part in (("lm_head", lm_head), ("embed_tokens", embed_tokens)):
-        refuse_adapted(name, part)
+        if {"base_layer", "modules_to_save"} & dict(part.named_children()).keys():
+            step = f"leave {name} out of the adapter's target_modules and modules_to_save"
+            found = f"{type(part).__name__}, an adapter"
+            raise RefusedError(f"modules.{name}", found, "a plain module", step)
         weight = getattr(part, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
             raise RefusedError(
                 f"modules.{name}", type(part).__name__, "a weight [vocab, hidden]", "fix the path"
             )
-    _refuse_changed_logits(inside[-1])
+    for name in _LOGIT_CHANGES:
+        value = getattr(getattr(inside[-1], "config", None), name, None)
+        if value is not None and value != 1.0:
+            expected = "absent: logits must be the final hidden state times lm_head"
+            step = "this policy cannot be captured"
+            raise RefusedError(f"model.config.{name}", value, expected, step)
     parents = layers_path.split(".")[:-1]
     around = [owner.get_submodule(".".join(parents[:depth])) for depth in range(len(parents) + 1)]
-    refuse_compiled([*inside[: inside.index(owner)], *around])
+    _refuse_compiled([*inside[: inside.index(owner)], *around])
     norm = _submodule(inside, paths.final_norm, "modules.final_norm") if paths.final_norm else None
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
     return PolicyModules(
@@ -262,12 +230,9 @@ def _layers(inside: list[nn.Module], path: str) -> tuple[nn.Module, str]:
             if isinstance(modules.get(known), nn.ModuleList):
                 return owner, known
     model = type(inside[-1]).__name__
-    raise RefusedError(
-        "modules.decoder_layers",
-        path or f"none of {', '.join(_LAYER_PATHS)} in {model}",
-        f"the path of a ModuleList of decoder layers in {model}",
-        "set modules.decoder_layers; see model.named_modules()",
-    )
+    found = path or f"none of {', '.join(_LAYER_PATHS)}"
+    expected = f"the path of a ModuleList of decoder layers in {model}"
+    raise RefusedError("modules.decoder_layers", found, expected, "see model.named_modules()")
 
 
 def _submodule(inside: list[nn.Module], path: str, field: str) -> nn.Module:
@@ -275,9 +240,8 @@ def _submodule(inside: list[nn.Module], path: str, field: str) -> nn.Module:
         found = dict(owner.named_modules()).get(path)
         if found is not None:
             return found
-    raise RefusedError(
-        field, path, f"a module of {type(inside[-1]).__name__}", "see model.named_modules()"
-    )
+    expected = f"a module of {type(inside[-1]).__name__}"
+    raise RefusedError(field, path, expected, "see model.named_modules()")
 
 
 def _part(inside: list[nn.Module], path: str, getter: str, name: str) -> nn.Module:
@@ -287,23 +251,7 @@ def _part(inside: list[nn.Module], path: str, getter: str, name: str) -> nn.Modu
     get = cast("Callable[[], object] | None", getattr(model, getter, None))
     found = get() if get is not None else None
     if not isinstance(found, nn.Module):
-        raise RefusedError(
-            f"modules.{name}",
-            f"{type(model).__name__} without {getter}()",
-            "a Hugging Face causal language model",
-            f"set modules.{name} to its path",
-        )
+        model_found = f"{type(model).__name__} without {getter}()"
+        step = f"set modules.{name} to its path"
+        raise RefusedError(f"modules.{name}", model_found, "a Hugging Face causal model", step)
     return found
-
-
-def _refuse_changed_logits(model: nn.Module) -> None:
-    config = getattr(model, "config", None)
-    for name in _LOGIT_CHANGES:
-        value = getattr(config, name, None)
-        if value is not None and value != 1.0:
-            raise RefusedError(
-                f"model.config.{name}",
-                value,
-                "absent: logits must be the final hidden state times lm_head",
-                "this policy cannot be captured",
-            )

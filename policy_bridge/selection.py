@@ -106,12 +106,8 @@ class NewestFirst:
 
     def __call__(self, candidates: Sequence[Candidate], budget_bytes: int) -> list[int]:
         """See ``Selector``."""
-
-        def place(index: int) -> tuple[int, int, int]:
-            candidate = candidates[index]
-            return candidate.forward, candidate.row, candidate.start
-
-        order = sorted(range(len(candidates)), key=place, reverse=True)
+        places = [(one.forward, one.row, one.start) for one in candidates]
+        order = sorted(range(len(candidates)), key=places.__getitem__, reverse=True)
         return fill(order, candidates, budget_bytes)
 
 
@@ -131,12 +127,8 @@ class MostRejected:
         def accepted(index: int) -> float:
             value = candidates[index].acceptance
             if value is None:
-                raise RefusedError(
-                    "acceptance",
-                    "none",
-                    "one number for every sequence",
-                    "pass acceptance to capture.ship, or choose another selector",
-                )
+                step = "pass acceptance to capture.ship, or choose another selector"
+                raise RefusedError("acceptance", "none", "a number for every sequence", step)
             return value
 
         order = list(range(len(candidates)))
@@ -154,15 +146,13 @@ def choose(
     """
     indices = list(selector(candidates, budget_bytes))
     if len(set(indices)) != len(indices) or not all(0 <= i < len(candidates) for i in indices):
-        raise RefusedError(
-            "selector", indices, f"indices below {len(candidates)}, each once", "fix the selector"
-        )
+        expected = f"indices below {len(candidates)}, each once"
+        raise RefusedError("selector", indices, expected, "fix the selector")
     chosen = [candidates[index] for index in indices]
     total = sum(candidate.nbytes for candidate in chosen)
     if total > budget_bytes:
-        raise RefusedError(
-            "selector", f"{total} bytes", f"at most {budget_bytes} bytes", "fix the selector"
-        )
+        expected = f"at most {budget_bytes} bytes"
+        raise RefusedError("selector", f"{total} bytes", expected, "fix the selector")
     return chosen
 
 
@@ -251,21 +241,17 @@ def spans_of(
     begins[:, 1:] &= ~real[:, :-1]
     if position_ids is None:
         if (begins.sum(1) > 1).any():
-            raise RefusedError(
-                "attention_mask", "a row with gaps", "left or right padding", "pad at one end"
-            )
+            found, expected = "a row with gaps", "left or right padding"
+            raise RefusedError("attention_mask", found, expected, "pad at one end")
     else:
         positions = position_ids.detach().long().cpu().numpy()
         goes_on = np.zeros(shape, dtype=np.bool_)
         goes_on[:, 1:] = positions[:, 1:] == positions[:, :-1] + 1
         begins |= real & ~goes_on
         if positions[begins].any():
-            raise RefusedError(
-                "position_ids",
-                f"a sequence that begins at {int(positions[begins].max())}",
-                "0 where a sequence begins, else one more than the token before",
-                "pass the positions that the forward pass was given",
-            )
+            found = f"a sequence that begins at {int(positions[begins].max())}"
+            expected = "0 where a sequence begins, else one more than the token before"
+            raise RefusedError("position_ids", found, expected, "pass those of the forward pass")
     # A sequence ends where the next token is padding or begins another one.
     ends = real.copy()
     ends[:, :-1] &= (begins | ~real)[:, 1:]
@@ -282,10 +268,7 @@ def scores_of(
         return [None] * sequences
     numbers = values.tolist() if isinstance(values, torch.Tensor) else list(values)
     if len(numbers) != sequences or not all(math.isfinite(number) for number in numbers):
-        raise RefusedError(
-            name,
-            f"{len(numbers)} numbers",
-            f"a finite number for each of the {sequences} sequences",
-            "give one per row, or per sequence of a packed row",
-        )
+        expected = f"a finite number for each of the {sequences} sequences"
+        step = "give one per row, or per sequence of a packed row"
+        raise RefusedError(name, f"{len(numbers)} numbers", expected, step)
     return [float(number) for number in numbers]

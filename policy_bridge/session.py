@@ -1,20 +1,8 @@
-"""What the trainer answered to OpenRun, checked against the policy.
+"""An open run, and the policy versions that are made known in it before their first sample.
 
-Makes policy versions known to the trainer before their first sample goes out.
-
-The matrices were copied when the version was synced (``matrices``); they are hashed and
-sent later, off the policy's thread and at a pace that it does not notice (``pacing``).
-
-Keeps long background work out of the policy's way.
-
-A thread that copies under the interpreter's lock stops the policy's thread for as long, and on
-a machine without a free core every second of it is one of the policy's. So it works in small
-blocks and sleeps between them, in proportion to the CPU time that each block took.
-
-Copies the policy's matrices for the trainer when a version is synced.
-
-The policy moves on while its samples wait, so they are copied then and hashed and
-sent later, off the policy's thread (``announce``). The copies' memory is used again.
+The trainer's answer to OpenRun is checked against the policy. When a version is synced, the
+matrices that the trainer needs are copied; they are hashed and sent later, off the policy's thread
+and in small blocks with pauses between them.
 """
 
 from __future__ import annotations
@@ -25,7 +13,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import grpc
@@ -84,44 +72,29 @@ def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Sessi
         RefusedError: another schema version, layers the policy does not have, vocabulary ids
             out of range or not ascending, or no room for a sample.
     """
-    check_schema(
-        response.schema_version,
-        "the trainer's",
-        "install the same release of slipstream in the policy's image and in the trainer's",
-    )
+    step = "install the same release of slipstream in the policy's image and in the trainer's"
+    check_schema(response.schema_version, "the trainer's", step)
+    other_draft = "start the trainer with a draft made for this policy"
     layers = decode_layers(response.aux_layers, "aux_layers")
     # The residual stream after the last layer is not the input of any layer, and
     # Hugging Face's hidden_states[n] is not it either: that one is normed.
     if layers[-1] >= len(policy.layers):
-        raise RefusedError(
-            "aux_layers.ids",
-            list(layers),
-            f"each below the policy's {len(policy.layers)} decoder layers",
-            "start the trainer with a draft made for this policy",
-        )
+        expected = f"each below the policy's {len(policy.layers)} decoder layers"
+        raise RefusedError("aux_layers.ids", list(layers), expected, other_draft)
     ids = decode(response.draft_vocab_ids, "draft_vocab_ids")
     if ids.dtype != torch.int32 or ids.dim() != 1 or not len(ids):
-        raise RefusedError(
-            "draft_vocab_ids",
-            f"{ids.dtype} {list(ids.shape)}",
-            "int32 [draft_vocab]",
-            "use a trainer that speaks slipstream.v1",
-        )
+        found = f"{ids.dtype} {list(ids.shape)}"
+        raise RefusedError("draft_vocab_ids", found, "int32 [draft_vocab]", step)
     values = ids.tolist()
     ascending = all(a < b for a, b in pairwise(values))
     if not ascending or values[0] < 0 or values[-1] >= policy.vocab_size:
-        raise RefusedError(
-            "draft_vocab_ids",
-            f"{values[0]} to {values[-1]}, ascending: {ascending}",
-            f"ascending ids below the policy's vocabulary of {policy.vocab_size}",
-            "start the trainer with a draft made for this policy",
-        )
+        found = f"{values[0]} to {values[-1]}, ascending: {ascending}"
+        expected = f"ascending ids below the policy's vocabulary of {policy.vocab_size}"
+        raise RefusedError("draft_vocab_ids", found, expected, other_draft)
     if response.max_tokens_per_sample < 2:
+        found = str(response.max_tokens_per_sample)
         raise RefusedError(
-            "max_tokens_per_sample",
-            response.max_tokens_per_sample,
-            "at least 2",
-            "raise the trainer's limit",
+            "max_tokens_per_sample", found, "at least 2", "raise the trainer's limit"
         )
     known = response.HasField("latest_policy_version")
     return Session(
@@ -142,7 +115,9 @@ _SHARE = 0.02
 
 
 class Pace:
-    """Of one thread, from its construction on.
+    """Pauses of one thread between blocks, in proportion to the CPU time that each block took.
+
+    A thread that copies under the interpreter's lock stops the policy's thread for as long.
 
     Args:
         nbytes: how many there are to work on; for a block or less there is no pause.
@@ -166,24 +141,24 @@ _METHOD = pb.DESCRIPTOR.services_by_name["DraftTrainer"].methods_by_name["Announ
 # were shed for want of it when syncs came faster than announcements.
 _OF_DEADLINE, _OF_INTERVAL = 0.25, 0.125
 _DROPPED = 256
+_KEPT = 2
 # Before the second sync.
 _FIRST_INTERVAL = 8.0
 
-LM_HEAD = "lm_head.weight"
-EMBED_TOKENS = "embed_tokens.weight"
 
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PolicySnapshot:
     """What the trainer's teacher needs of one policy version, on CPU, in the policy's dtype.
 
     Attributes:
         policy_version: its number.
         tensors: ``lm_head.weight`` [draft_vocab, H] and ``embed_tokens.weight`` [vocab, H].
+        specs: of these, with their hashes, once it was announced.
     """
 
     policy_version: int
     tensors: dict[str, torch.Tensor]
+    specs: list[tensor_pb2.TensorSpec] = field(default_factory=list)
 
 
 class Announcer:
@@ -191,21 +166,16 @@ class Announcer:
 
     Args:
         channel: to the trainer.
-        keep: snapshots held, of two or more: the newest, and before it one that is being announced
-            rather than one that waits. To a slow trainer each was given up before it was known,
-            and not a sample went out.
     """
 
-    def __init__(self, channel: grpc.Channel, keep: int = 2) -> None:
+    def __init__(self, channel: grpc.Channel) -> None:
         # Not through the stub, which copies a chunk five times under the interpreter's lock.
         self._call = channel.stream_unary(
             f"/{_METHOD.containing_service.full_name}/{_METHOD.name}",
             response_deserializer=pb.AnnouncePolicyResponse.FromString,
         )
-        self._keep = keep
         self._lock = threading.Lock()
         self._snapshots: OrderedDict[int, PolicySnapshot] = OrderedDict()
-        self._specs: dict[int, list[tensor_pb2.TensorSpec]] = {}
         self._offered_at: float | None = None
         self._interval = _FIRST_INTERVAL
         self._session: Session | None = None
@@ -224,10 +194,11 @@ class Announcer:
             self._offered_at = now
             self._snapshots[snapshot.policy_version] = snapshot
             dropped = []
-            while len(self._snapshots) > self._keep:
+            # The newest stays, and before it one that is being announced rather than one that
+            # waits: to a slow trainer each would be given up before it is known.
+            while len(self._snapshots) > _KEPT:
                 version = next(kept for kept in self._snapshots if kept != self._announcing)
                 del self._snapshots[version]
-                self._specs.pop(version, None)
                 if not self._knows(version):
                     dropped.append(version)
             self._dropped.extend(dropped)
@@ -238,7 +209,6 @@ class Announcer:
         with self._lock:
             if forget:
                 self._snapshots.clear()
-                self._specs.clear()
             self._session = session
             self._known = session.latest_policy_version
             self._held_hashes.clear()
@@ -268,44 +238,29 @@ class Announcer:
         """
         with self._lock:
             session, snapshot = self._session, self._snapshots.get(version)
-            specs = self._specs.get(version)
             pauses = min(timeout * _OF_DEADLINE, self._interval * _OF_INTERVAL)
             if session is None or snapshot is None:
                 raise RefusedError("policy_version", version, "a version that is due", "call due()")
             self._announcing = version
         try:
-            self._tell(session, snapshot, specs, timeout, pauses)
+            specs = snapshot.specs = snapshot.specs or _specs_of(snapshot.tensors, pauses)
+            header = pb.AnnouncePolicyHeader(
+                session_id=session.session_id, policy_version=version, tensors=specs
+            )
+            names = {spec.name for spec in specs if spec.sha256 not in self._held_hashes}
+            try:
+                self._send(header, snapshot, names, timeout, pauses)
+            except grpc.RpcError as error:
+                if refused_from(error) is None or len(names) == len(specs):
+                    raise
+                # The trainer may have let go of a tensor that it had: send all of them.
+                self._send(header, snapshot, set(snapshot.tensors), timeout, pauses)
+            with self._lock:
+                self._held_hashes.update(spec.sha256 for spec in specs)
+                self._known = version
         finally:
             with self._lock:
                 self._announcing = None
-
-    def _tell(
-        self,
-        session: Session,
-        snapshot: PolicySnapshot,
-        specs: list[tensor_pb2.TensorSpec] | None,
-        timeout: float,
-        pauses: float,
-    ) -> None:
-        version = snapshot.policy_version
-        if specs is None:
-            specs = _specs_of(snapshot.tensors, pauses)
-        header = pb.AnnouncePolicyHeader(
-            session_id=session.session_id, policy_version=version, tensors=specs
-        )
-        names = {spec.name for spec in specs if spec.sha256 not in self._held_hashes}
-        try:
-            self._send(header, snapshot, names, timeout, pauses)
-        except grpc.RpcError as error:
-            if refused_from(error) is None or len(names) == len(specs):
-                raise
-            # The trainer may have let go of a tensor that it had: send all of them.
-            self._send(header, snapshot, set(snapshot.tensors), timeout, pauses)
-        with self._lock:
-            self._held_hashes.update(spec.sha256 for spec in specs)
-            self._known = version
-            if version in self._snapshots:
-                self._specs[version] = specs
 
     def _send(
         self,
@@ -332,7 +287,6 @@ class Announcer:
         """Drop a version that the trainer will not take."""
         with self._lock:
             self._snapshots.pop(version, None)
-            self._specs.pop(version, None)
 
     def _knows(self, version: int) -> bool:
         return self._known is not None and version <= self._known
@@ -347,28 +301,17 @@ def _specs_of(tensors: Mapping[str, torch.Tensor], pauses: float) -> list[tensor
         for offset in range(0, len(data), BLOCK_BYTES):
             digest.update(data[offset : offset + BLOCK_BYTES])
             pace.rest()
-        tensor = tensors[name]
-        specs.append(
-            tensor_pb2.TensorSpec(
-                name=name,
-                dtype=dtype_to_wire(tensor.dtype),
-                shape=list(tensor.shape),
-                sha256=digest.digest(),
-            )
-        )
+        dtype, shape = dtype_to_wire(tensors[name].dtype), list(tensors[name].shape)
+        spec = tensor_pb2.TensorSpec(name=name, dtype=dtype, shape=shape, sha256=digest.digest())
+        specs.append(spec)
     return specs
 
 
 class PolicyMatrices:
-    """Takes snapshots of one policy.
-
-    Args:
-        modules: the policy.
-    """
+    """Takes snapshots of one policy. Their memory is used again once the announcer let go of it."""
 
     def __init__(self, modules: PolicyModules) -> None:
         self._modules = modules
-        # Of earlier snapshots: their memory is used again once the announcer has let go of them.
         self._slots: list[tuple[weakref.ref[PolicySnapshot], dict[str, torch.Tensor]]] = []
 
     def snapshot(self, session: Session | None, policy_version: int) -> PolicySnapshot | None:
@@ -379,11 +322,8 @@ class PolicyMatrices:
         all ranks alike whether or not they reach the trainer.
 
         Args:
-            session: says which rows; None: this rank wants none.
+            session: says which rows; None: this rank wants none, and gets None.
             policy_version: whose weights these are.
-
-        Returns:
-            None without a session.
 
         Raises:
             RefusedError: the policy was sharded after the bridge was built.
@@ -393,22 +333,22 @@ class PolicyMatrices:
         if modules.shards:
             if not self._wanted_by_any(session is not None):
                 return None
-            tied = embed is head
-            head = full_tensor(head)
-            embed = head if tied else full_tensor(embed)
+            whole = full_tensor(head)
+            head, embed = whole, whole if embed is head else full_tensor(embed)
         elif is_sharded(head) or is_sharded(embed):
-            raise RefusedError(
-                "model",
-                "sharded after the bridge was built",
-                "sharded before it",
-                "call fully_shard, then build the PolicyBridge",
-            )
+            found, step = "sharded after the bridge was built", "call fully_shard before that"
+            raise RefusedError("model", found, "sharded before it", step)
         if session is None:
             return None
         head, embed = head.detach(), embed.detach()
         ids = session.draft_vocab_ids.to(head.device)
-        tensors = self._memory({LM_HEAD: (head, len(ids)), EMBED_TOKENS: (embed, len(embed))})
-        rows, copied = tensors[LM_HEAD], tensors[EMBED_TOKENS]
+        tensors = self._memory(
+            {
+                "lm_head.weight": (len(ids), head.shape[1], head.dtype),
+                "embed_tokens.weight": (*embed.shape, embed.dtype),
+            }
+        )
+        rows, copied = tensors.values()
         if head.device.type == "cpu":
             torch.index_select(head, 0, ids, out=rows)
         else:
@@ -426,19 +366,11 @@ class PolicyMatrices:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
         return bool(flag.item())
 
-    def _memory(self, like: Mapping[str, tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
-        """CPU memory for a snapshot, of a snapshot that is gone if there is one."""
+    def _memory(self, like: Mapping[str, tuple[int, int, torch.dtype]]) -> dict[str, torch.Tensor]:
+        """CPU memory of these sizes, of a snapshot that is gone if there is one."""
         for number, (snapshot, tensors) in enumerate(self._slots):
             if snapshot() is None:
                 del self._slots[number]
-                same = all(
-                    tensors[name].shape == (rows, tensor.shape[1])
-                    and tensors[name].dtype == tensor.dtype
-                    for name, (tensor, rows) in like.items()
-                )
-                if same:
+                if like == {name: (*held.shape, held.dtype) for name, held in tensors.items()}:
                     return tensors
-        return {
-            name: torch.empty((rows, tensor.shape[1]), dtype=tensor.dtype)
-            for name, (tensor, rows) in like.items()
-        }
+        return {name: torch.empty(*shape, dtype=dtype) for name, (*shape, dtype) in like.items()}

@@ -11,8 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from types import TracebackType
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TypeVar
 
 import grpc
@@ -32,6 +31,7 @@ from slipstream.v1 import rollout_server_pb2 as rollout_pb
 from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
 
 T = TypeVar("T")
+Tensors = Mapping[str, torch.Tensor]
 
 
 def describe(error: BaseException) -> str:
@@ -49,11 +49,7 @@ class RolloutFleet:
         self._channels: dict[str, grpc.Channel] = {}
 
     def stage(
-        self,
-        addresses: Sequence[str],
-        stage_id: str,
-        version: int,
-        tensors: Mapping[str, torch.Tensor],
+        self, addresses: Sequence[str], stage_id: str, version: int, tensors: Tensors
     ) -> dict[str, str]:
         """Stage a policy on every server. Errors by address; empty when all hold it."""
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
@@ -103,13 +99,9 @@ class RolloutFleet:
 
     def abort(self, addresses: Sequence[str], stage_id: str) -> dict[str, str]:
         """Drop a stage on every server. Errors by address."""
-
-        def one(stub: rollout_grpc.RolloutServerStub) -> rollout_pb.AbortResponse:
-            return stub.Abort(
-                rollout_pb.AbortRequest(stage_ids=[stage_id]), timeout=self._config.rpc_seconds
-            )
-
-        return self._each(addresses, one)[1]
+        request = rollout_pb.AbortRequest(stage_ids=[stage_id])
+        seconds = self._config.rpc_seconds
+        return self._each(addresses, lambda stub: stub.Abort(request, timeout=seconds))[1]
 
     def close(self) -> None:
         """Close every connection."""
@@ -175,10 +167,11 @@ class PolicySyncError(RuntimeError):
         )
 
 
+@dataclass(eq=False)
 class SyncWindow:
     """``with bridge.sync(version) as window: ...``
 
-    Args:
+    Attributes:
         version: of the policy.
         model: whose weights ``push_policy`` pushes by default.
         config: of the bridge.
@@ -187,50 +180,40 @@ class SyncWindow:
         servers: host:port of every rollout server.
         fleet: the connections to them.
         lead: whether this process stages the draft and pushes the policy.
-
-    Attributes:
         result: what was done; set at the end of the window.
         trainer_silent: whether the trainer let a deadline pass.
     """
 
-    def __init__(
-        self,
-        version: int,
-        model: nn.Module,
-        config: BridgeConfig,
-        trainer: pb_grpc.DraftTrainerStub,
-        session: Session | None,
-        servers: Sequence[str],
-        fleet: RolloutFleet,
-        lead: bool,
-    ) -> None:
-        self._model = model
-        self._config = config
-        self._trainer = trainer
-        self._session = session
-        self._servers = servers
-        self._fleet = fleet
-        self._lead = lead
+    version: InitVar[int]
+    model: nn.Module
+    config: BridgeConfig
+    trainer: pb_grpc.DraftTrainerStub
+    session: Session | None
+    servers: Sequence[str]
+    fleet: RolloutFleet
+    lead: bool
+    result: SyncResult | None = field(default=None, init=False)
+    trainer_silent: bool = field(default=False, init=False)
+
+    def __post_init__(self, version: int) -> None:
         self._push_error: PolicySyncError | None = None
         self._so_far = SyncResult(version)
         self._stage_id = ""
         self._prepared = False
-        self.result: SyncResult | None = None
-        self.trainer_silent = False
 
     def __enter__(self) -> SyncWindow:
-        if not self._lead:
+        if not self.lead:
             return self
-        if self._session is None:
-            self._draft_error(f"the draft trainer at {self._config.trainer} is not reached")
+        if self.session is None:
+            self._draft_error(f"the draft trainer at {self.config.trainer} is not reached")
             return self
         started = time.monotonic()
         try:
-            response = self._trainer.PrepareSync(
+            response = self.trainer.PrepareSync(
                 pb.PrepareSyncRequest(
-                    session_id=self._session.session_id, policy_version=self._so_far.policy_version
+                    session_id=self.session.session_id, policy_version=self._so_far.policy_version
                 ),
-                timeout=self._config.sync_seconds,
+                timeout=self.config.sync_seconds,
             )
             self._prepared = True
             self._keep_errors(response.servers)
@@ -239,7 +222,7 @@ class SyncWindow:
         self._so_far = replace(self._so_far, prepare_seconds=time.monotonic() - started)
         return self
 
-    def push_policy(self, source: nn.Module | Mapping[str, torch.Tensor] | None = None) -> None:
+    def push_policy(self, source: nn.Module | Tensors | None = None) -> None:
         """Stage the policy on every rollout server; it becomes live when the window ends.
 
         Args:
@@ -252,24 +235,18 @@ class SyncWindow:
                 another process leads.
             PolicySyncError: a server did not take it; the window then aborts.
         """
-        if not self._lead:
+        if not self.lead:
             raise RefusedError("push_policy", "lead=False", "the process that leads", "push there")
         if self._stage_id:
             raise RefusedError("push_policy", "a second call", "one per window", "push once")
-        if not self._servers:
-            raise RefusedError(
-                "rollout_servers",
-                "none, neither in the configuration nor from the trainer",
-                "at least one host:port",
-                "set rollout_servers in BridgeConfig",
-            )
+        if not self.servers:
+            found = "none, neither in the configuration nor from the trainer"
+            raise RefusedError("rollout_servers", found, "at least one", "set it in BridgeConfig")
         started = time.monotonic()
-        tensors = policy_tensors(
-            self._model if source is None else source, self._config.policy_dtype
-        )
+        tensors = policy_tensors(self.model if source is None else source, self.config.policy_dtype)
         version = self._so_far.policy_version
         self._stage_id = f"policy-{version}-{uuid.uuid4().hex[:8]}"
-        errors = self._fleet.stage(self._servers, self._stage_id, version, tensors)
+        errors = self.fleet.stage(self.servers, self._stage_id, version, tensors)
         self._so_far = replace(
             self._so_far, policy_pushed=True, stage_seconds=time.monotonic() - started
         )
@@ -277,12 +254,7 @@ class SyncWindow:
             self._push_error = PolicySyncError("staged", errors, self._so_far)
             raise self._push_error
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if self._stage_id and (kind is not None or self._push_error is not None):
                 self._abort()
@@ -301,8 +273,8 @@ class SyncWindow:
             states.update(self._complete())
         failed: dict[str, str] = {}
         if self._stage_id:
-            live, failed = self._fleet.make_live(
-                self._servers, self._stage_id, self._so_far.policy_version
+            live, failed = self.fleet.make_live(
+                self.servers, self._stage_id, self._so_far.policy_version
             )
             states.update(live)
         self._so_far = replace(
@@ -315,15 +287,15 @@ class SyncWindow:
             raise PolicySyncError("committed", failed, self._so_far)
 
     def _complete(self) -> dict[str, rollout_pb.ServerState]:
-        assert self._session is not None  # PrepareSync went through it
+        assert self.session is not None  # PrepareSync went through it
         try:
-            response = self._trainer.CompleteSync(
+            response = self.trainer.CompleteSync(
                 pb.CompleteSyncRequest(
-                    session_id=self._session.session_id,
+                    session_id=self.session.session_id,
                     policy_version=self._so_far.policy_version,
                     policy_stage_id=self._stage_id,
                 ),
-                timeout=self._config.sync_seconds,
+                timeout=self.config.sync_seconds,
             )
         except grpc.RpcError as error:
             self._trainer_error("CompleteSync", error)
@@ -339,7 +311,7 @@ class SyncWindow:
                 self._draft_error(f"{outcome.address}: {outcome.error}")
 
     def _abort(self) -> None:
-        errors = self._fleet.abort(self._servers, self._stage_id)
+        errors = self.fleet.abort(self.servers, self._stage_id)
         for address, text in errors.items():
             self._draft_error(f"abort at {address}: {text}")
 
@@ -352,9 +324,7 @@ class SyncWindow:
         self._so_far = replace(self._so_far, draft_errors=(*self._so_far.draft_errors, text))
 
 
-def policy_tensors(
-    source: nn.Module | Mapping[str, torch.Tensor], dtype_name: str
-) -> dict[str, torch.Tensor]:
+def policy_tensors(source: nn.Module | Tensors, dtype_name: str) -> dict[str, torch.Tensor]:
     """The policy's parameters by checkpoint name, on CPU, floating ones cast to ``dtype_name``.
 
     Of tensors that share their memory (a tied lm_head) only the first is kept, as in a saved
@@ -382,12 +352,9 @@ def policy_tensors(
 def _plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
     for inner in unwrapped(model):
         if "base_model" in dict(inner.named_children()):
-            raise RefusedError(
-                "push_policy",
-                f"{type(inner).__name__} with adapters",
-                "the merged weights under the base model's names",
-                "merge the adapters and pass their state dict: window.push_policy(merged)",
-            )
+            found = f"{type(inner).__name__} with adapters"
+            step = "merge the adapters and pass their state dict: window.push_policy(merged)"
+            raise RefusedError("push_policy", found, "weights by the base model's names", step)
         model = inner
     return {plain_name(name): tensor for name, tensor in model.state_dict().items()}
 
@@ -400,10 +367,6 @@ class TrainerProbe:
 
     A hung trainer would otherwise cost every weight sync its whole deadline. At most one call is
     in flight. Used from one thread.
-
-    Args:
-        trainer: the sidecar.
-        deadline_seconds: of one call.
     """
 
     def __init__(self, trainer: pb_grpc.DraftTrainerStub, deadline_seconds: float) -> None:
