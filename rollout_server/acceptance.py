@@ -82,8 +82,7 @@ class AcceptanceTracker:
     ) -> None:
         """One engine step's counts (vLLM's ``SpecDecodingStats``).
 
-        Raises:
-            LookupError: before ``start``: no version could be credited.
+        Raises LookupError: before ``start``: no version could be credited.
         """
         while self._boundaries and self._seen >= self._boundaries[0][0]:
             self._version = self._boundaries.pop(0)[1]
@@ -137,9 +136,6 @@ class AcceptanceGuard:
 
     Judges windows of verification steps of one draft version and one commit. Fewer steps say
     nothing: no drafts yet is no number.
-
-    Args:
-        min_drafts: length of a window in verification steps.
     """
 
     MIN_ACCEPTED = 0.005
@@ -153,12 +149,7 @@ class AcceptanceGuard:
         self._found = ""
 
     def check(self, version: int, commits: int) -> str:
-        """Empty, or why the live draft is not to be trusted.
-
-        Args:
-            version: that is live.
-            commits: of drafts so far; another commit begins a new window.
-        """
+        """Empty, or why the live draft is not to be trusted."""
         counters = self._tracker.counters().get(version, Counters())
         now = (counters.drafts, counters.accepted_tokens)
         if self._window != (version, commits):

@@ -19,7 +19,7 @@ from rollout_server.checkpoint import (
     read_manifest,
     weight_files,
 )
-from rollout_server.control import DRAFT, POLICY, CommitObserver, RolloutControl, Weights
+from rollout_server.control import DRAFT, POLICY, Committed, RolloutControl, Weights
 from rollout_server.engine import Description, Engine, VllmEngine
 from rollout_server.metrics import CommitCounts, Observed, RolloutCollector, negotiate
 from rollout_server.plugins import API, Settings, is_active
@@ -60,7 +60,7 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
         settings,
         read_layout(settings.model_dir, "model"),
         API.tracker,
-        commits,
+        commits.committed,
         pb.ServerState(model=str(args.model), http_port=int(args.port)),
     )
     API.closers.append(service.workers.close)
@@ -91,7 +91,7 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
     await server.start(settings.control_host, settings.control_port)
     API.control_server = server
     probe = control.without_speculation if settings.time_plain_steps else None
-    API.cost_watch = CostWatch(engine, API.tracker, costs, probe)
+    API.cost_watch = CostWatch(engine.step_sums, API.tracker, costs, probe)
     API.cost_watch.start()
 
 
@@ -101,17 +101,12 @@ async def control_plane(
     settings: Settings,
     policy_layout: Layout,
     tracker: AcceptanceTracker,
-    observer: CommitObserver,
+    committed: Committed,
     shown: pb.ServerState,
 ) -> tuple[RolloutControl, RolloutService]:
     """State and gRPC service over a running engine, with the first draft in the store.
 
-    Args:
-        policy_layout: what a pushed policy must look like.
-        shown: ``model`` and ``http_port`` of the state.
-
-    Raises:
-        RefusedError: draft and verifier share memory, or a checkpoint cannot be used.
+    Raises RefusedError: draft and verifier share memory, or a checkpoint cannot be used.
     """
     description = await engine.describe()
     refuse_shared(description.shared)
@@ -120,7 +115,7 @@ async def control_plane(
     policy = Weights(POLICY, None, WeightSource(directory=str(settings.model_dir)))
     shown.num_speculative_tokens = settings.draft_length
     shown.draft_sample_method = settings.draft_sample_method
-    control = RolloutControl(engine, store, tracker, observer, draft, policy, shown)
+    control = RolloutControl(engine, store, tracker, committed, draft, policy, shown)
     expected = {
         DRAFT: _expected_draft(draft, description),
         POLICY: Expected(POLICY, policy_layout, description.served_dtype),

@@ -52,25 +52,13 @@ Layout = Mapping[str, TensorLayout]
 def read_config(directory: Path, option: str) -> dict[str, Any]:
     """``config.json`` of a checkpoint.
 
-    Args:
-        directory: the checkpoint.
-        option: how a refusal names it, for example "--draft".
-
-    Raises:
-        RefusedError: no directory, no such file, or not a JSON object.
+    Raises RefusedError: no directory, no such file, or not a JSON object.
     """
-    if not directory.is_dir():
-        raise RefusedError(
-            option,
-            f"{directory}: {'a file' if directory.exists() else 'nothing there'}",
-            "a checkpoint directory",
-            "give a directory with config.json and model.safetensors (download a hub model first)",
-        )
     path = directory / "config.json"
     if not path.is_file():
-        raise RefusedError(
-            option, f"{directory} without config.json", "config.json", "complete the checkpoint"
-        )
+        found = "nothing there" if not directory.exists() else "without config.json"
+        next_step = "give a checkpoint directory (download a hub model first)"
+        raise RefusedError(option, f"{directory}: {found}", "config.json", next_step)
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
@@ -83,8 +71,7 @@ def read_config(directory: Path, option: str) -> dict[str, Any]:
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint: those its index names, else all of them.
 
-    Raises:
-        RefusedError: the index is damaged, or names a file that is not beside it.
+    Raises RefusedError: the index is damaged, or names a file that is not beside it.
     """
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
@@ -102,16 +89,15 @@ def weight_files(directory: Path) -> list[Path]:
 def read_layout(directory: Path, option: str) -> dict[str, TensorLayout]:
     """Names, dtypes and shapes of every tensor of a checkpoint.
 
-    Raises:
-        RefusedError: no safetensors file, a damaged one, or a dtype that cannot be staged.
+    Raises RefusedError: no safetensors file, a damaged one, or a dtype that cannot be staged.
     """
     files = weight_files(directory)
     if not files:
         raise RefusedError(
             option,
             f"{directory} without model.safetensors",
-            "at least one safetensors file",
-            "save the weights as safetensors (pickled weights are not read)",
+            "a safetensors file",
+            "save them as safetensors",
         )
     layout: dict[str, TensorLayout] = {}
     for path in files:
@@ -126,7 +112,7 @@ def read_layout(directory: Path, option: str) -> dict[str, TensorLayout]:
                     f"{path}: {name}",
                     tensor.get_dtype(),
                     f"one of {sorted(_SAFETENSORS_DTYPES)}",
-                    "quantized checkpoints cannot be swapped live; serve the unquantized one",
+                    "serve the unquantized checkpoint",
                 )
             dtype = _SAFETENSORS_DTYPES[tensor.get_dtype()]
             layout[name] = TensorLayout(dtype, tuple(tensor.get_shape()))
@@ -136,8 +122,7 @@ def read_layout(directory: Path, option: str) -> dict[str, TensorLayout]:
 def read_manifest(directory: Path) -> release_pb2.ReleaseManifest | None:
     """``manifest.json`` of a release, or None for a checkpoint from elsewhere.
 
-    Raises:
-        RefusedError: there is one and it cannot be read.
+    Raises RefusedError: there is one and it cannot be read.
     """
     path = directory / "manifest.json"
     if not path.exists():
@@ -150,8 +135,8 @@ def read_manifest(directory: Path) -> release_pb2.ReleaseManifest | None:
         raise RefusedError(
             str(path),
             f"unreadable ({error})",
-            "a slipstream.v1.ReleaseManifest as protobuf JSON",
-            "write the release again, or delete manifest.json to serve it as version 0",
+            "a ReleaseManifest as JSON",
+            "write the release again",
         ) from error
 
 
@@ -183,8 +168,7 @@ class Expected:
     def check(self, specs: Iterable[tensor_pb2.TensorSpec]) -> None:
         """Refuse tensors that cannot replace the model.
 
-        Raises:
-            RefusedError: naming the first tensor at fault.
+        Raises RefusedError: naming the first tensor at fault.
         """
         seen: set[str] = set()
         for spec in specs:
@@ -200,7 +184,7 @@ class Expected:
                 "tensors",
                 f"{len(missing)} missing: {_some(missing)}",
                 f"all {len(self.layout)} of the served {self.kind}",
-                "name every tensor of the checkpoint (resident ones are not sent again)",
+                "name every tensor of the checkpoint",
             )
 
     def _check_one(self, spec: tensor_pb2.TensorSpec) -> None:
@@ -213,9 +197,9 @@ class Expected:
         if wanted is None:
             raise RefusedError(
                 field_name,
-                "a name that the served checkpoint does not have",
+                "an unknown name",
                 f"one of {_some(sorted(self.layout))}",
-                f"stage the {self.kind} that this server was started with, by its names",
+                f"stage the {self.kind} that this server was started with",
             )
         if tuple(spec.shape) != wanted.shape:
             next_step = f"stage weights of the served {self.kind}'s architecture"

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.engine import Engine, UntrustedEngineError
@@ -97,29 +97,19 @@ class Readiness:
             del self._reasons[source]
 
 
-class CommitObserver(Protocol):
-    """Receives the result of every change, for metrics."""
-
-    def committed(self, kind: str, outcome: str, result: Result | None) -> None:
-        """A change of ``kind`` ended as "ok", "failed" or "untrusted"."""
-        ...
+Committed = Callable[[str, str, Result | None], None]
+"""Receives what a change was of, "ok", "failed" or "untrusted", and its result, for metrics."""
 
 
 class RolloutControl:
-    """See the module.
-
-    Args:
-        draft: what the server was started with; its content is in the store.
-        policy: what the server was started with.
-        constants: the fields of ``ServerState`` that never change.
-    """
+    """See the module."""
 
     def __init__(
         self,
         engine: Engine,
         store: ContentStore,
         tracker: AcceptanceTracker,
-        observer: CommitObserver,
+        committed: Committed,
         draft: Weights,
         policy: Weights,
         constants: pb.ServerState | None = None,
@@ -127,7 +117,7 @@ class RolloutControl:
         self.engine = engine
         self.store = store
         self.tracker = tracker
-        self._observer = observer
+        self._committed = committed
         self._constants = constants or pb.ServerState()
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -164,8 +154,7 @@ class RolloutControl:
     def already_staged(self, weights: Weights) -> bool:
         """Whether this very stage is held already.
 
-        Raises:
-            RefusedError: its id is staged with other content, or too many stages are held.
+        Raises RefusedError: its id is staged with other content, or too many stages are held.
         """
         known = self.staged.get(weights.stage_id)
         if known is not None:
@@ -241,8 +230,7 @@ class RolloutControl:
     async def without_speculation(self) -> AsyncIterator[None]:
         """Drafting off inside; afterwards as the last ``set_speculation`` says.
 
-        Raises:
-            RefusedError: the engine did not answer.
+        Raises RefusedError: the engine did not answer.
         """
         await self._to_the_end(lambda _: self._set_speculation(False))
         try:
@@ -253,8 +241,7 @@ class RolloutControl:
     async def read_back(self) -> None:
         """Have the workers hash the draft in their memory; the finding goes to ``readiness``.
 
-        Raises:
-            RefusedError: the engine did not answer.
+        Raises RefusedError: the engine did not answer.
         """
         async with self._changing:
             self.readiness.report(READ_BACK, await self.engine.read_back())
@@ -327,7 +314,7 @@ class RolloutControl:
         try:
             result = await self.engine.apply(changes)
         except UntrustedEngineError as error:
-            self._observer.committed(label, "untrusted", None)
+            self._committed(label, "untrusted", None)
             self.untrusted.set()
             raise RefusedError(
                 "rollback" if label == "rollback" else "commit",
@@ -337,7 +324,7 @@ class RolloutControl:
                 StatusCode.DATA_LOSS,
             ) from error
         except RefusedError:
-            self._observer.committed(label, "failed", None)
+            self._committed(label, "failed", None)
             raise
         for weights in todo:
             self.commits[weights.kind] += 1
@@ -345,7 +332,7 @@ class RolloutControl:
                 self.readiness.report(READ_BACK, "")
                 self.tracker.switch(weights.version, result.steps_before)
         result = replace(result, seconds=time.perf_counter() - arrival)
-        self._observer.committed(label, "ok", result)
+        self._committed(label, "ok", result)
         self.tracker.wake()
         return result
 

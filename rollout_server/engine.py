@@ -57,10 +57,6 @@ class Engine(Protocol):
     async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
         """Make a draft's standby copy while the engine generates.
 
-        Args:
-            source: the draft.
-            keep: another that must stay ready.
-
         Returns:
             Empty, or why the commit will have to load it.
         """
@@ -87,11 +83,7 @@ class Engine(Protocol):
 
 
 class VllmEngine:
-    """``Engine`` over vLLM's ``AsyncLLM``.
-
-    Args:
-        client: vLLM's engine client in the API server.
-    """
+    """``Engine`` over vLLM's ``AsyncLLM``."""
 
     def __init__(self, client: Any) -> None:
         self._client = client

@@ -20,9 +20,6 @@ class VerificationSteps:
 
     vLLM's statistics reach the API server through a queue that a commit's answer can overtake. The
     count makes the boundary independent of that: "the first N steps belong to the old release".
-
-    Args:
-        engine_core: vLLM's ``EngineCore``.
     """
 
     def __init__(self, engine_core: Any) -> None:
@@ -62,9 +59,6 @@ class PrefixCacheSalt:
     that arrives after a commit never hits an older block, requests in flight keep their blocks, and
     old blocks are evicted as usual. The salt is given once, when the engine takes the request, so
     blocks that an older request fills later stay on its own side.
-
-    Args:
-        engine_core: vLLM's ``EngineCore``; nothing is hooked when it caches no prefixes.
     """
 
     def __init__(self, engine_core: Any) -> None:
@@ -92,9 +86,6 @@ class SchedulerSwitch:
     Off, the scheduler plans zero draft tokens (vLLM's own dynamic speculative length, with a table
     of zeros), and the engine no longer asks the workers for draft tokens. ``worker.DraftingSwitch``
     is the other half.
-
-    Args:
-        engine_core: vLLM's ``EngineCore``.
     """
 
     def __init__(self, engine_core: Any) -> None:
@@ -116,10 +107,6 @@ class StepClock:
     A step lasts from one step's output to the next while the engine is busy throughout: that is
     what a waiting request sees, with and without asynchronous scheduling. The interval around a
     worker call (a commit) is not counted.
-
-    Args:
-        engine_core: vLLM's ``EngineCore``.
-        switch: whether drafts are planned.
     """
 
     def __init__(self, engine_core: Any, switch: SchedulerSwitch) -> None:
@@ -186,11 +173,7 @@ def rounded_up(requests: int) -> int:
 
 
 class EngineHooks:
-    """Slipstream's part of one engine core. Public methods are calls of the control plane.
-
-    Args:
-        engine_core: vLLM's ``EngineCore``, before its first request.
-    """
+    """Slipstream's part of one engine core. Public methods are calls of the control plane."""
 
     def __init__(self, engine_core: Any) -> None:
         self._rpc = engine_core.collective_rpc
@@ -217,15 +200,7 @@ class EngineHooks:
         return list(self._rpc("slipstream_prepare", None, (source, keep)))
 
     def apply(self, messages: list[Mapping[str, Any]], timeout: float) -> dict[str, Any]:
-        """Apply changes in one worker call; when workers disagree, put the old weights back.
-
-        Args:
-            messages: ``Change.to_message`` each.
-            timeout: seconds for the worker call.
-
-        Returns:
-            The workers' results as one ``reload.Result``, as a dict.
-        """
+        """Apply changes in one worker call; when workers disagree, put the old weights back."""
         steps_before = self._steps.proposed_so_far()
         results = [Result(**r) for r in self._rpc("slipstream_apply", timeout, (messages,))]
         errors = [result.error for result in results if result.error]

@@ -36,8 +36,7 @@ _OTHER_GROUPS = (
 def serve(arguments: Sequence[str]) -> int:
     """Check everything, then serve until a signal. Returns the exit status.
 
-    Raises:
-        RefusedError: an option, a path, a checkpoint or a port cannot be used.
+    Raises RefusedError: an option, a path, a checkpoint or a port cannot be used.
     """
     check_paths()
     choose_plugins()
@@ -58,16 +57,12 @@ def serve(arguments: Sequence[str]) -> int:
 def choose_plugins() -> None:
     """Set ``VLLM_PLUGINS`` so that ours load and no other stops loading.
 
-    Raises:
-        RefusedError: our entry points are not installed, so vLLM would start without us.
+    Raises RefusedError: our entry points are not installed, so vLLM would start without us.
     """
     installed = {entry.name for entry in entry_points(group="vllm.endpoint_plugins")}
     if PLUGIN not in installed:
         raise RefusedError(
-            "entry point vllm.endpoint_plugins:slipstream",
-            "not installed",
-            "installed",
-            "install the package (pip install -e .) in the environment that runs vLLM",
+            f"entry point vllm.endpoint_plugins:{PLUGIN}", "none", "installed", "pip install -e ."
         )
     chosen = os.environ.get("VLLM_PLUGINS")
     if chosen is None:
@@ -141,8 +136,7 @@ def build_parser() -> Any:
 def settings_of(args: argparse.Namespace) -> Settings:
     """Check the options and put the speculative configuration into ``args``.
 
-    Raises:
-        RefusedError: naming the option, directory or port at fault.
+    Raises RefusedError: naming the option, directory or port at fault.
     """
     _check_supported(args)
     if args.model_tag is None:
@@ -221,9 +215,6 @@ def handle_early_signals(closers: Iterable[Callable[[], None]]) -> None:
 
     vLLM raises KeyboardInterrupt from its own handler during start-up, which gets lost under uvloop
     and pyzmq: the process starts all the same, or waits for an engine that was stopped.
-
-    Args:
-        closers: called before leaving, for what outlives a process (shared memory).
     """
 
     def stop(number: int, frame: FrameType | None) -> None:

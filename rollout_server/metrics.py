@@ -45,7 +45,7 @@ _NO_POLICY = "No series until one was pushed through Slipstream."
 
 
 class CommitCounts:
-    """Counts commits; a ``control.CommitObserver``.
+    """Counts commits; ``committed`` is a ``control.Committed``.
 
     Attributes:
         registry: holds the metrics here.
@@ -72,7 +72,6 @@ class CommitCounts:
             self.stall.labels(kind)
 
     def committed(self, kind: str, outcome: str, result: Result | None) -> None:
-        """A commit ended."""
         self.commits.labels(kind, outcome).inc()
         if result is not None:
             self.seconds.labels(kind).observe(result.seconds)
@@ -91,18 +90,7 @@ class CommitCounts:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a scrape reads.
-
-    Attributes:
-        tracker: acceptance per draft version.
-        control: what is live and staged.
-        store: weights on the host.
-        commits: that were tried.
-        costs: of engine steps.
-        refused: calls of the control plane that ended with an error.
-        access: calls of the control plane without the right to make them.
-        draft_length: num_speculative_tokens.
-    """
+    """What a scrape reads."""
 
     tracker: AcceptanceTracker
     control: RolloutControl
@@ -161,10 +149,7 @@ FACTS: tuple[Fact[Observed], ...] = (
     ),
     _counter("draft_tokens", "Tokens proposed.", _by_version("draft_tokens"), _BY_VERSION),
     _counter(
-        "accepted_tokens",
-        "Proposed tokens accepted.",
-        _by_version("accepted_tokens"),
-        _BY_VERSION,
+        "accepted_tokens", "Proposed tokens accepted.", _by_version("accepted_tokens"), _BY_VERSION
     ),
     _counter(
         "accepted_per_position",
@@ -224,11 +209,7 @@ FACTS: tuple[Fact[Observed], ...] = (
         lambda o: o.control.speculation_enabled,
     ),
     Fact("draft_length", "Tokens that a draft proposes at most (k).", lambda o: o.draft_length),
-    Fact(
-        "draft_version",
-        "Draft version that proposes.",
-        lambda o: o.control.live[DRAFT].version,
-    ),
+    Fact("draft_version", "Draft version that proposes.", lambda o: o.control.live[DRAFT].version),
     Fact(
         "trained_against_policy_version",
         "Policy version that the live draft was trained against. No series for a draft that was "
@@ -263,28 +244,18 @@ FACTS: tuple[Fact[Observed], ...] = (
         lambda o: o.store.capacity,
     ),
     Fact("stages", "Stages that are held and not live.", lambda o: len(o.control.staged)),
-    Fact(
-        "ready",
-        "1 while requests may be sent there.",
-        lambda o: not o.control.readiness.reason,
-    ),
+    Fact("ready", "1 while requests may be sent there.", lambda o: not o.control.readiness.reason),
 )
 
 
 class RolloutCollector(FactCollector[Observed]):
-    """One scrape of everything.
-
-    Args:
-        observed: read at every scrape.
-        vllm: its version.
-    """
+    """One scrape of everything."""
 
     def __init__(self, observed: Observed, vllm: str) -> None:
         super().__init__(PREFIX, FACTS, lambda: observed, vllm=vllm)
         self._commits = observed.commits.registry
 
     def collect(self) -> Iterator[Metric]:
-        """Called by prometheus_client."""
         yield from super().collect()
         yield from self._commits.collect()
 
@@ -293,10 +264,6 @@ def negotiate(app: Any, registry: Any) -> None:
     """Serve ``/metrics`` as OpenMetrics to who asks for it, else as text, ahead of vLLM's route.
 
     vLLM's own answers with text whatever is asked.
-
-    Args:
-        app: vLLM's FastAPI application.
-        registry: what is served.
     """
 
     def metrics(request: Request) -> Response:

@@ -25,20 +25,7 @@ MARK = "SLIPSTREAM_ROLLOUT_SERVER"
 
 @dataclass(frozen=True)
 class Settings:
-    """The launcher's options, checked.
-
-    Attributes:
-        model_dir: the policy's checkpoint.
-        draft_dir: the draft's checkpoint.
-        access: who may use the control plane.
-        control_host: address the control plane listens on.
-        control_port: its port.
-        draft_length: num_speculative_tokens.
-        draft_sample_method: "probabilistic" or "greedy".
-        stage_bytes: bound of the content store.
-        guard_drafts: verification steps after which acceptance is judged.
-        time_plain_steps: turn drafting off for a moment where a plain step's cost is unknown.
-    """
+    """The launcher's options, checked."""
 
     model_dir: Path
     draft_dir: Path
@@ -79,8 +66,7 @@ def is_active() -> bool:
 def register_general() -> None:
     """``vllm.general_plugins``: runs in every vLLM process; safe to call more than once.
 
-    Raises:
-        RefusedError: this vLLM lacks something that losslessness depends on.
+    Raises RefusedError: this vLLM lacks something that losslessness depends on.
     """
     if not is_active():
         return

@@ -56,8 +56,8 @@ def check_paths() -> None:
         raise RefusedError(
             variable if variable in os.environ else "TMPDIR",
             cache,
-            "a path without a space (inductor's compiler command splits at it)",
-            f"set {variable} to another folder",
+            "a path without a space",
+            f"set {variable}",
         )
 
 
@@ -190,8 +190,5 @@ def check_port_free(option: str, host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise RefusedError(
-                option,
-                f"{host}:{port} ({error.strerror})",
-                "an address that is free",
-                "stop what listens there, or choose another port",
+                option, f"{host}:{port} ({error.strerror})", "a free address", "choose another port"
             ) from error

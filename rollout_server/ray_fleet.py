@@ -19,7 +19,6 @@ import argparse
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,7 +31,7 @@ from typing import Any
 
 import grpc
 
-from rollout_server.preflight import check_paths
+from rollout_server.preflight import check_paths, check_port_free
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.security import NONE, ClientCredentials
@@ -93,14 +92,7 @@ class FleetPlan:
 
 @dataclass(frozen=True)
 class Report:
-    """State of a replica.
-
-    Attributes:
-        pid: the actor's process.
-        control: its control plane's address; empty until it serves.
-        http: its OpenAI API; empty until it serves.
-        refused: the server refused its options at its first start.
-    """
+    """State of a replica."""
 
     pid: int
     control: str = ""
@@ -166,10 +158,14 @@ class Replica:
 
     def _wait_for_ports(self) -> None:
         deadline = time.monotonic() + PORTS_SECONDS
-        ports = (self._port, self._control_port)
-        # Still taken after that: by another program, and the server refuses it by name.
-        while not all(_free(self._host, port) for port in ports) and time.monotonic() < deadline:
-            self._stopping.wait(0.2)
+        for port in (self._port, self._control_port):
+            # Still taken after that: by another program, and the server refuses it by name.
+            while time.monotonic() < deadline:
+                try:
+                    check_port_free("port", self._host, port)
+                    break
+                except RefusedError:
+                    self._stopping.wait(0.2)
 
     def _watch(self, server: subprocess.Popen[bytes]) -> str:
         """Until the server ended or hangs; which of the two."""
@@ -189,16 +185,6 @@ class Replica:
         return f"ended with status {server.returncode}"
 
 
-def _free(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
 def _ended(server: subprocess.Popen[bytes], seconds: float) -> bool:
     try:
         server.wait(seconds)
@@ -215,12 +201,7 @@ def _kill_all(server: subprocess.Popen[bytes]) -> None:
 
 
 class RayFleet:
-    """Owns the actors. ``ray.init`` was called before.
-
-    Args:
-        plan: what is placed.
-        on_change: receives the reports of all replicas that answer, by index, when one changed.
-    """
+    """Owns the actors. ``ray.init`` was called before."""
 
     def __init__(
         self, plan: FleetPlan, on_change: Callable[[dict[int, Report]], None] = lambda r: None
@@ -283,17 +264,17 @@ class RayFleet:
             except ActorDiedError as error:
                 raise RefusedError(
                     "rollout server",
-                    f"replica {index} cannot be started again: {error}",
-                    "an actor that Ray can start",
-                    "fix what it says and start again",
+                    f"replica {index}: {error}",
+                    "an actor that starts",
+                    "fix what it says",
                 ) from error
         refused = [index for index, report in now.items() if report.refused]
         if refused:
             raise RefusedError(
                 "rollout server",
                 f"replica {refused[0]} refused to start",
-                "options, files and ports that every node has",
-                "read its message above, fix that and start again",
+                "a start",
+                "read its message above",
             )
         if now != self._reports:
             self._reports = now

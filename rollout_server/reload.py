@@ -74,13 +74,7 @@ class Result:
 
 @dataclass(frozen=True)
 class LiveModel:
-    """A model in a worker's memory.
-
-    Attributes:
-        model: the module.
-        config: vLLM's configuration of it.
-        standby: copies that can be swapped with it; None: it is always reloaded.
-    """
+    """A model in a worker's memory."""
 
     model: nn.Module
     config: ModelConfig

@@ -5,6 +5,8 @@ bounded: capacity in the content store is reserved before the first byte, and a 
 heap as soon as it is complete and verified.
 """
 
+# ruff: noqa: N802 (gRPC's names)
+
 from __future__ import annotations
 
 import asyncio
@@ -14,6 +16,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import grpc
 
@@ -92,12 +95,6 @@ class Upload:
     """The missing tensors of one stage, while they arrive.
 
     Use as a context: on leaving it without ``keep``, what arrived is forgotten.
-
-    Args:
-        specs: every tensor of the stage, checked.
-        weights: that they will be.
-        store: where they go.
-        workers: hash and write them.
     """
 
     def __init__(
@@ -126,11 +123,7 @@ class Upload:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Reserve capacity and retain the content while the upload lasts.
-
-        Raises:
-            RefusedError: the store has no room for it.
-        """
+        """Reserve capacity and retain the content while the upload lasts."""
         keys = list(self._keys.values())
         self._store.retain(keys)
         try:
@@ -158,8 +151,8 @@ class Upload:
             raise RefusedError(
                 "chunk.name",
                 clean(chunk.name),
-                f"one of the names in StageNeeded that is not complete ({len(self._missing)})",
-                "send only what is needed, once",
+                "a name in StageNeeded",
+                "send what is needed, once",
             )
         spec = self._missing[chunk.name]
         if chunk.name not in self._arriving:
@@ -211,22 +204,16 @@ def refuse_shared(shared: Sequence[str]) -> None:
 
 
 class RolloutService(pb_grpc.RolloutServerServicer):
-    """Translates between messages and ``RolloutControl``; ``Guard`` makes refusals statuses.
-
-    Args:
-        control: the state.
-        expected: what a stage must look like, by kind.
-    """
+    """Translates between messages and ``RolloutControl``; ``Guard`` makes refusals statuses."""
 
     def __init__(self, control: RolloutControl, expected: Mapping[str, Expected]) -> None:
         self._control = control
         self._expected = expected
         self.workers = Workers(_WORKERS, "stage")
 
-    async def Stage(  # noqa: N802 (gRPC's name)
-        self, request_iterator: AsyncIterator[pb.StageRequest], context: grpc.aio.ServicerContext
+    async def Stage(
+        self, request_iterator: AsyncIterator[pb.StageRequest], context: Any
     ) -> AsyncIterator[pb.StageResponse]:
-        """See the .proto."""
         start = time.perf_counter()
         header = await _header(request_iterator)
         kind = kind_of(header)
@@ -268,43 +255,29 @@ class RolloutService(pb_grpc.RolloutServerServicer):
             )
         )
 
-    async def Commit(  # noqa: N802
-        self, request: pb.CommitRequest, context: grpc.aio.ServicerContext
-    ) -> pb.CommitResponse:
-        """See the .proto."""
+    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         return await self._committed(self._control.commit(request.stage_ids))
 
-    async def RollBack(  # noqa: N802
-        self, request: pb.RollBackRequest, context: grpc.aio.ServicerContext
-    ) -> pb.CommitResponse:
-        """See the .proto."""
+    async def RollBack(self, request: pb.RollBackRequest, context: Any) -> pb.CommitResponse:
         return await self._committed(self._control.roll_back())
 
-    async def SetSpeculation(  # noqa: N802
-        self, request: pb.SetSpeculationRequest, context: grpc.aio.ServicerContext
+    async def SetSpeculation(
+        self, request: pb.SetSpeculationRequest, context: Any
     ) -> pb.CommitResponse:
-        """See the .proto."""
         return await self._committed(self._control.set_speculation(request.enabled))
 
-    async def Abort(  # noqa: N802
-        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext
-    ) -> pb.AbortResponse:
-        """See the .proto."""
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         self._control.abort(request.stage_ids)
         return pb.AbortResponse()
 
-    async def GetState(  # noqa: N802
-        self, request: pb.GetStateRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ServerState:
-        """See the .proto."""
+    async def GetState(self, request: pb.GetStateRequest, context: Any) -> pb.ServerState:
         if request.read_back:
             await self._control.read_back()
         return self._control.state()
 
-    async def WatchAcceptance(  # noqa: N802
-        self, request: pb.WatchAcceptanceRequest, context: grpc.aio.ServicerContext
+    async def WatchAcceptance(
+        self, request: pb.WatchAcceptanceRequest, context: Any
     ) -> AsyncIterator[pb.AcceptanceReport]:
-        """See the .proto."""
         interval = (request.min_interval_ms or 1000) / 1000
         while True:
             yield self._report()
@@ -379,14 +352,6 @@ class ControlServer:
     Health is SERVING from the moment the OpenAI API answers until the engine dies, cannot be
     trusted any more, or the server stops; ``READY_SERVICE`` only while ``Readiness`` has no reason
     against it, too.
-
-    Args:
-        service: the servicer.
-        control: watched for an engine that died or cannot be trusted.
-        guard: watches acceptance.
-        http_started: whether the OpenAI API accepts requests.
-        announce: called once when everything is ready.
-        access: who may call.
     """
 
     def __init__(

@@ -11,10 +11,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 from rollout_server.acceptance import AcceptanceTracker, Counters
 from slipstream.errors import RefusedError
@@ -82,7 +81,6 @@ class StepCosts:
         return self._readings[-1].sums if self._readings else {}
 
     def add(self, at: float, sums: StepSums, live: Accepted) -> None:
-        """Add what engine and tracker say at ``at`` (monotonic seconds)."""
         if not self._readings:
             self._readings.append(_Reading(at, {}, None))
         self._readings.append(_Reading(at, sums, live))
@@ -100,11 +98,7 @@ class StepCosts:
         return None if self._plain(key[1]).steps >= LEAST_STEPS else key[1]
 
     def pays(self, now: float) -> bool | None:
-        """Whether it does over the last minute; None where that is not known.
-
-        Args:
-            now: monotonic seconds.
-        """
+        """Whether it does over the last minute; None where that is not known."""
         length = self._length(now)
         if length is None or self.break_even is None:
             return None
@@ -146,14 +140,6 @@ class StepCosts:
         return speculative / plain if plain else None
 
 
-class StepSource(Protocol):
-    """The engine, as far as it times steps."""
-
-    async def step_sums(self, measure: bool) -> StepSums:
-        """Since the start; raises RefusedError where the engine does not answer."""
-        ...
-
-
 class CostWatch:
     """Owns one task, which asks the engine every few seconds while it generates.
 
@@ -164,12 +150,12 @@ class CostWatch:
 
     def __init__(
         self,
-        engine: StepSource,
+        step_sums: Callable[[bool], Awaitable[StepSums]],
         tracker: AcceptanceTracker,
         costs: StepCosts,
         without_speculation: Callable[[], AbstractAsyncContextManager[None]] | None = None,
     ) -> None:
-        self._engine = engine
+        self._step_sums = step_sums
         self._tracker = tracker
         self._costs = costs
         self._without_speculation = without_speculation
@@ -178,11 +164,9 @@ class CostWatch:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin, inside a running event loop."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
-        """End."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -193,7 +177,7 @@ class CostWatch:
         if tracker.live is None or tracker.all.generated_tokens == self._seen:
             return
         self._seen = tracker.all.generated_tokens
-        sums = await self._engine.step_sums(True)
+        sums = await self._step_sums(True)
         live = tracker.exposed().get(tracker.live, Counters())
         accepted = Accepted(tracker.live, live.drafts, live.accepted_tokens)
         self._costs.add(time.monotonic(), sums, accepted)

@@ -65,12 +65,7 @@ class Reservation:
 
 
 class ContentStore:
-    """See the module. Not thread-safe: the event loop owns it, except for ``write``.
-
-    Args:
-        directory: private, exists; removed by ``close``.
-        capacity: bound in bytes.
-    """
+    """See the module. Not thread-safe: the event loop owns it, except for ``write``."""
 
     def __init__(self, directory: Path, capacity: int) -> None:
         self._directory = directory
@@ -110,8 +105,7 @@ class ContentStore:
     def reserve(self, size: int) -> Iterator[Reservation]:
         """Set ``size`` bytes aside while tensors arrive.
 
-        Raises:
-            RefusedError: they do not fit beside what is retained (RESOURCE_EXHAUSTED).
+        Raises RefusedError: they do not fit beside what is retained (RESOURCE_EXHAUSTED).
         """
         for key in [key for key in self._resident if key not in self._references]:
             if self.bytes + size <= self.capacity:
@@ -135,8 +129,7 @@ class ContentStore:
     def write(self, key: Key, tensor: torch.Tensor) -> None:
         """Write a tensor's bytes; may run in several threads. ``add`` makes them count.
 
-        Raises:
-            RefusedError: the directory is full, or cannot be written (RESOURCE_EXHAUSTED).
+        Raises RefusedError: the directory is full, or cannot be written (RESOURCE_EXHAUSTED).
         """
         # A unique name: two stages with the same content may write at the same time.
         partial = self.path(key).with_suffix(f".{uuid.uuid4().hex}")
@@ -199,8 +192,7 @@ class StagedTensor:
     def map(self) -> torch.Tensor:
         """The tensor over its file's pages, private to this process.
 
-        Raises:
-            OSError: the file is missing, or not of the size that the shape needs.
+        Raises OSError: the file is missing, or not of the size that the shape needs.
         """
         dtype, size = getattr(torch, self.key.dtype), self.key.size
         found = Path(self.path).stat().st_size
@@ -238,11 +230,7 @@ class WeightSource:
         return cls(message["directory"], tuple(tensors))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every (name, tensor), CPU, memory-mapped.
-
-        Raises:
-            OSError: a file is missing or short.
-        """
+        """Every (name, tensor), CPU, memory-mapped. Raises OSError: a file is missing or short."""
         for tensor in self.tensors:
             yield tensor.name, tensor.map()
         for path in weight_files(Path(self.directory)) if self.directory else ():

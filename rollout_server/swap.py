@@ -75,9 +75,6 @@ class ReadBack:
     memory fault. The hash is an XOR over the raw elements, one pass at the memory's speed: it finds
     damage, not malice. Left out are parameters in the verifier's memory, which a policy push
     changes, and those that a CPU build packs away at load (they are empty).
-
-    Args:
-        policy: answers the live policy's module, and draft the live draft's.
     """
 
     def __init__(self, policy: GetModel, draft: GetModel) -> None:
@@ -126,10 +123,6 @@ class StandbyCopy:
     """One draft's weights beside the live ones.
 
     Made between two engine steps, because it reads the live modules; loaded in a thread.
-
-    Args:
-        policy: whose modules the draft may share; those are left alone.
-        draft: the live module.
 
     Raises:
         NotSwappableError: the two share more than modules, or vLLM kept no metadata.
@@ -297,8 +290,7 @@ def _drop_unloaded(copy: nn.Module) -> None:
 def pairs_of(modules: Iterable[tuple[nn.Module, nn.Module]]) -> list[Pair]:
     """(live, standby) tensors of (live, copy) modules: all that kernels read.
 
-    Raises:
-        NotSwappableError: they do not correspond.
+    Raises NotSwappableError: they do not correspond.
     """
     return [pair for live, copy in modules for pair in _pairs(live, copy)]
 
@@ -377,19 +369,14 @@ class _Entry:
     state: str = WORKING
 
     def start(self, work: Callable[[], str], evicted: list[_Entry]) -> None:
-        """Run ``work`` in a thread, on a stream of its own; its answer is the new state.
-
-        Args:
-            work: raises ``NotSwappableError`` or one of ``LOAD_FAILURES``.
-            evicted: entries whose memory the thread frees first: that takes longer than the engine
-                has between two steps.
-        """
+        """Run ``work`` in a thread, on a stream of its own; its answer is the new state."""
         self.state = WORKING
         name = "slipstream-prepare"
         thread = threading.Thread(target=self._run, args=(work, evicted), name=name, daemon=True)
         thread.start()
 
     def _run(self, work: Callable[[], str], evicted: list[_Entry]) -> None:
+        # Frees their memory here: that takes longer than the engine has between two steps.
         evicted.clear()
         began = time.perf_counter()
         state = "the preparation ended; see the worker's log"
@@ -408,10 +395,6 @@ class Standby:
     """The standby copies of one worker: at most the staged draft's and the previous one's.
 
     Called between two engine steps only. Copies are made in one thread, one after the other.
-
-    Args:
-        policy: answers the live policy's module, and draft the live draft's.
-        read_back: learns what is in memory after a swap.
     """
 
     def __init__(self, policy: GetModel, draft: GetModel, read_back: ReadBack) -> None:
@@ -420,10 +403,6 @@ class Standby:
 
     def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
         """Begin to make these weights ready, or say how far that is.
-
-        Args:
-            source: the weights.
-            keep: others that must stay ready, if they are.
 
         Returns:
             ``READY``, ``WORKING``, or why the commit will have to load them instead.
@@ -453,8 +432,7 @@ class Standby:
     def swap(self, new: WeightSource, old: WeightSource) -> bool:
         """Make ``new`` live in place of ``old`` if it is ready; False if it is not.
 
-        Raises:
-            RuntimeError: the device failed in the middle; nothing is ready any more.
+        Raises RuntimeError: the device failed in the middle; nothing is ready any more.
         """
         entry = self._entries.get(new)
         if entry is None or entry.state != READY:

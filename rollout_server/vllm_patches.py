@@ -39,8 +39,7 @@ Expand = Callable[..., torch.Tensor]
 def install() -> None:
     """Patch the vLLM of this process.
 
-    Raises:
-        RefusedError: its version cannot be read, or what samples the drafts is unknown.
+    Raises RefusedError: its version cannot be read, or what samples the drafts is unknown.
     """
     import vllm.v1.sample.rejection_sampler as rejection_sampler
     from vllm.platforms import current_platform
@@ -210,8 +209,7 @@ def repair_sampler(module: ModuleType, release: tuple[int, int]) -> bool:
 def release_of(version: str) -> tuple[int, int]:
     """``(major, minor)`` of a vLLM version such as "0.32.0+cpu".
 
-    Raises:
-        RefusedError: not of that form (a development build without a tag).
+    Raises RefusedError: not of that form (a development build without a tag).
     """
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:

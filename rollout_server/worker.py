@@ -28,9 +28,6 @@ class DraftingSwitch:
     vLLM would run it at length zero, to keep the draft's KV cache filled. Skipping it costs
     acceptance for requests that are decoded while it is off, never correctness: every proposed
     token is verified.
-
-    Args:
-        runner: vLLM's ``GPUModelRunner`` (V1) or a subclass of it; hooked from now on.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -82,9 +79,6 @@ class WorkerHooks:
 
     Made at the engine's start: the first fingerprint is taken while the draft is known to be what
     was loaded.
-
-    Args:
-        worker: vLLM's ``Worker``.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -138,13 +132,7 @@ def slipstream_apply(self: Any, messages: list[Mapping[str, Any]]) -> dict[str, 
 
 
 def slipstream_prepare(self: Any, source: Mapping[str, Any], keep: Mapping[str, Any] | None) -> str:
-    """Begin to make a draft's standby copy, or say how far that is (``Standby.prepare``).
-
-    Args:
-        self: vLLM's ``Worker``.
-        source: the draft (``WeightSource.to_message``).
-        keep: another that stays ready if it is.
-    """
+    """Begin to make a draft's standby copy, or say how far that is (``Standby.prepare``)."""
     if self.get_draft_model() is None:
         return READY
     kept = None if keep is None else WeightSource.from_message(keep)

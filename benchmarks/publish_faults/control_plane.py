@@ -17,8 +17,7 @@ from slipstream.security import Access
 from slipstream.v1 import rollout_server_pb2 as pb
 
 
-class _NoMetrics:
-    def committed(self, kind: str, outcome: str, result: Result | None) -> None: ...
+def _no_metrics(kind: str, outcome: str, result: Result | None) -> None: ...
 
 
 async def control_plane(
@@ -37,7 +36,7 @@ async def control_plane(
     layout = read_layout(draft_dir, "draft")
     del layout["t2d"]
     shown = pb.ServerState(model="policy", http_port=1)
-    control, service = await build(engine, store, settings, layout, tracker, _NoMetrics(), shown)
+    control, service = await build(engine, store, settings, layout, tracker, _no_metrics, shown)
 
     def server() -> ControlServer:
         guard = AcceptanceGuard(tracker, settings.guard_drafts)

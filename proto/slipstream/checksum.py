@@ -44,12 +44,11 @@ def checksum_of(block: Bytes, kind: int) -> int:
         return xxh3_64_intdigest(block)  # type: ignore[arg-type]
     if kind == CRC32:
         return zlib.crc32(block)  # type: ignore[arg-type]
-    known = pb.ChecksumKind.values()
     raise RefusedError(
         "packed.checksum_kind",
-        pb.ChecksumKind.Name(kind) if kind in known else kind,  # type: ignore[arg-type]
-        " or ".join(pb.ChecksumKind.Name(each) for each in KINDS),
-        "use a checksum that OpenRunResponse.checksums names",
+        kind,
+        " or ".join(map(pb.ChecksumKind.Name, KINDS)),
+        "use one of these",
     )
 
 

@@ -43,12 +43,6 @@ def open_channel(
 ) -> grpc.Channel:
     """A lazy channel to ``host:port``; connects on the first call.
 
-    Args:
-        address: of the server.
-        credentials: to show, and to know the server by.
-        own_connection: share no connection with other channels to it. A small call then
-            does not wait behind what a slow reader has not read of a large one.
-
     Raises:
         RefusedError: a file of ``credentials`` cannot be used, or its token would cross a network
             without TLS.
@@ -91,7 +85,6 @@ class _SendToken(
     def intercept_unary_unary(
         self, continuation: Callable[[Any, Any], Any], client_call_details: Any, request: Any
     ) -> Any:
-        """gRPC's hook."""
         call = client_call_details
         metadata = (*(call.metadata or ()), ("authorization", f"Bearer {self._token.now()}"))
         rest = (call.credentials, call.wait_for_ready, call.compression)
@@ -114,16 +107,6 @@ def stage(
     timeout: float,
 ) -> pb.StageResult:
     """Stage ``tensors`` on one rollout server and wait until it holds them.
-
-    Args:
-        stub: the server.
-        stage_id: the name it is committed or aborted by.
-        kind: ``STAGE_KIND_DRAFT`` or ``STAGE_KIND_POLICY``.
-        version: draft version or policy version.
-        tensors: parameters by checkpoint name, any shape, CPU.
-        specs: their specs if they are known already (hashing takes time).
-        trained_against_policy_version: for a draft.
-        timeout: seconds for the whole exchange.
 
     Raises:
         grpc.RpcError: refused (see ``slipstream.errors``), unreachable or too late.
@@ -155,10 +138,7 @@ def stage(
                 unknown = next((name for name in names if name not in tensors), None)
                 if unknown is not None:
                     raise RefusedError(
-                        "needed.names",
-                        clean(unknown),
-                        f"names of the {len(tensors)} tensors that were offered",
-                        "look at the rollout server: it asks for what it was not offered",
+                        "needed.names", clean(unknown), "a name that was offered", "look at its log"
                     )
                 needed.put(names)
             else:

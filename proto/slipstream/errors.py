@@ -42,15 +42,7 @@ def clean(text: str, limit: int = MAX_TEXT_BYTES) -> str:
 
 
 class RefusedError(Exception):
-    """A request, file or option that cannot be taken.
-
-    Args:
-        field: the field, option or file at fault, as the caller names it.
-        found: what was there.
-        expected: what would have been taken.
-        next_step: what the caller should do.
-        code: the gRPC status it travels under.
-    """
+    """A request, file or option that cannot be taken."""
 
     def __init__(
         self,
@@ -88,9 +80,7 @@ class RefusedError(Exception):
 
     @classmethod
     def from_proto(
-        cls,
-        refusal: release_pb2.Refusal,
-        code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT,
+        cls, refusal: release_pb2.Refusal, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT
     ) -> RefusedError:
         """The inverse of ``to_proto``; the texts are the other side's and are cleaned."""
         texts = (refusal.field, refusal.found, refusal.expected, refusal.next_step)
@@ -99,12 +89,7 @@ class RefusedError(Exception):
 
 
 def abort_with(error: RefusedError, context: Any) -> Any:
-    """End a server's call with ``error``: gRPC raises here, or where asyncio code awaits this.
-
-    Args:
-        error: becomes the status and the trailing metadata.
-        context: of ``grpc`` or ``grpc.aio``.
-    """
+    """End a server's call with ``error``: gRPC raises here, or where asyncio code awaits this."""
     context.set_trailing_metadata(((METADATA_KEY, error.to_proto().SerializeToString()),))
     return context.abort(error.code, error.for_wire())
 

@@ -80,39 +80,21 @@ class Unreadable:
 
 
 def reader(parse: Callable[[bytes], Any], method: str, most: int) -> Callable[[bytes], Any]:
-    """``parse`` that answers ``Unreadable`` where gRPC would log a stack trace and say INTERNAL.
-
-    Args:
-        parse: bytes to a message; DecodeError or RefusedError.
-        method: whose requests they are.
-        most: bytes.
-    """
+    """``parse`` that answers ``Unreadable`` where gRPC would log a stack trace and say INTERNAL."""
     field = f"{_short(method)} request"
 
     def read(data: bytes) -> Any:
-        if len(data) > most:
-            return Unreadable(
-                RefusedError(
-                    field,
-                    f"{len(data)} bytes",
-                    f"at most {most} bytes",
-                    "send less at a time",
-                    StatusCode.RESOURCE_EXHAUSTED,
-                )
-            )
+        found = f"{len(data)} bytes"
         try:
+            if len(data) > most:
+                expected, code = f"at most {most} bytes", StatusCode.RESOURCE_EXHAUSTED
+                raise RefusedError(field, found, expected, "send less at a time", code)
             return parse(data)
         except RefusedError as error:
             return Unreadable(error)
         except DecodeError:
-            return Unreadable(
-                RefusedError(
-                    field,
-                    f"{len(data)} bytes that are no such message",
-                    "protobuf of slipstream.v1",
-                    "look for a faulty link, or a client of another service",
-                )
-            )
+            next_step = "look for a faulty link, or a client of another service"
+            return Unreadable(RefusedError(field, found, "protobuf of slipstream.v1", next_step))
 
     return read
 
@@ -121,10 +103,6 @@ class CallRate:
     """Bounds the calls of one connection: a client in an endless loop leaves time for the others.
 
     Two seconds' worth may come at once.
-
-    Args:
-        per_second: calls of one connection.
-        clock: seconds.
     """
 
     def __init__(self, per_second: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -143,8 +121,8 @@ class CallRate:
         if left < 1.0:
             raise RefusedError(
                 "server.calls_per_s",
-                "more calls of one connection",
-                f"at most {self._rate:g} a second",
+                "more calls",
+                f"at most {self._rate:g} a second of one connection",
                 "look for a loop without a pause",
                 StatusCode.RESOURCE_EXHAUSTED,
             )
@@ -154,9 +132,6 @@ class RefusedCalls:
     """Counts refused calls, and logs each kind at most once a minute, with how many there were.
 
     Thread-safe. A kind is a method and a status: what a client writes makes no new ones.
-
-    Args:
-        clock: seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -191,14 +166,6 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     Every method is registered as one that takes and answers streams, and its handler as a
     coroutine: only so can the first request have a deadline, an unreadable one be refused by name,
     and a slow reader be timed out.
-
-    Args:
-        access: who may call.
-        limits: by method, ``/package.Service/Method``, beside ``COMMON_LIMITS``.
-        otherwise: of every other method.
-        message_seconds: longest wait for a request.
-        calls_per_second: of one connection.
-        refused: counts and logs calls that were refused.
     """
 
     def __init__(
@@ -225,7 +192,6 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:
-        """gRPC's hook: the handler of one call."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -246,8 +212,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 refusal = RefusedError(
                     _short(method),
                     "a call",
-                    "none: it is not implemented here",
-                    "ask the reflection service what is",
+                    "none",
+                    "ask the reflection service",
                     StatusCode.UNIMPLEMENTED,
                 )
             except RefusedError as error:

@@ -42,8 +42,7 @@ def encode_layers(ids: Sequence[int]) -> tensor_pb2.AuxLayers:
 def decode_layers(message: tensor_pb2.AuxLayers, field: str) -> tuple[int, ...]:
     """Layer numbers of a message, as "after L layers".
 
-    Raises:
-        RefusedError: no convention, no layer, or not strictly ascending.
+    Raises RefusedError: no convention, no layer, or not strictly ascending.
     """
     shifts = {
         tensor_pb2.LAYER_ID_CONVENTION_AFTER_LAYERS: 0,
@@ -54,7 +53,7 @@ def decode_layers(message: tensor_pb2.AuxLayers, field: str) -> tuple[int, ...]:
             f"{field}.convention",
             message.convention,
             "LAYER_ID_CONVENTION_AFTER_LAYERS or LAYER_ID_CONVENTION_LAYER_OUTPUT",
-            "say which layers the ids mean; an off-by-one trains without an error",
+            "say which layers the ids mean",
         )
     ids = tuple(int(layer) + shifts[message.convention] for layer in message.ids)
     if not ids or ids[0] < 0 or any(a >= b for a, b in pairwise(ids)):

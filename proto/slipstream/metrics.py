@@ -62,14 +62,7 @@ class Fact(Generic[T]):
 
 
 class FactCollector(Collector, Generic[T]):
-    """Exposes facts and the build's version to prometheus_client.
-
-    Args:
-        prefix: of every name.
-        facts: what is exposed.
-        source: called once for each scrape; ``Fact.read`` gets what it returns.
-        build: further labels of ``build_info``, beside version and commit.
-    """
+    """Exposes facts and the build's version to prometheus_client."""
 
     def __init__(
         self, prefix: str, facts: Sequence[Fact[T]], source: Callable[[], T], **build: str
@@ -81,7 +74,6 @@ class FactCollector(Collector, Generic[T]):
         self._build = {"version": version, "commit": commit, **build}
 
     def collect(self) -> Iterator[Metric]:
-        """The families that have a series."""
         info = InfoMetricFamily(self._prefix + "build", "The code that runs.")
         info.add_metric((), self._build)
         yield info

@@ -219,7 +219,6 @@ class Sample:
 
     @property
     def sample_id(self) -> str:
-        """Unique within the run."""
         return self.header.sample_id
 
     @property

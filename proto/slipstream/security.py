@@ -122,10 +122,6 @@ class TokenFiles:
     The files' content of this instant counts: a token is revoked by removing its line, or the file.
     A file that cannot be used opens nothing until it is mended.
 
-    Args:
-        files: the files of each role; a token may be in several.
-        field: what a file is called in refusals, with the role in place of ``{role}``.
-
     Raises:
         RefusedError: a file cannot be used, or holds no token.
     """
@@ -179,11 +175,7 @@ _GIVE_ONE = (
 
 
 class AccessRefusals:
-    """Counts what was refused, and logs each peer once a minute. Thread-safe.
-
-    Args:
-        count: told every reason too, for metrics kept elsewhere.
-    """
+    """Counts what was refused, and logs each peer once a minute. Thread-safe."""
 
     def __init__(self, count: Callable[[str], None] = lambda reason: None) -> None:
         self._count = count
@@ -197,13 +189,7 @@ class AccessRefusals:
             return dict(self._counts)
 
     def add(self, reason: str, peer: str, what: str) -> None:
-        """One more.
-
-        Args:
-            reason: of ``REASONS``.
-            peer: as gRPC or the socket names it, with the port last.
-            what: was asked for, and why not.
-        """
+        """One more."""
         host, now = peer.rpartition(":")[0] or peer, time.monotonic()
         with self._lock:
             self._counts[reason] += 1
@@ -227,14 +213,7 @@ class Refused:
 
 
 class Access:
-    """What a server asks of its callers. Thread-safe.
-
-    Args:
-        tls: its certificate; None for plain text.
-        tokens: which roles they open.
-        names: for each role, names of client certificates that open it, or ``ANY_NAME``.
-        refusals: where they are counted and logged.
-    """
+    """What a server asks of its callers. Thread-safe."""
 
     def __init__(
         self,
@@ -286,8 +265,7 @@ class Access:
         reason: str, found: str, needed: str, code: StatusCode = StatusCode.UNAUTHENTICATED
     ) -> Refused:
         return Refused(
-            reason,
-            RefusedError("authorization", found, f"the role {needed}", _GIVE_ONE, code),
+            reason, RefusedError("authorization", found, f"the role {needed}", _GIVE_ONE, code)
         )
 
 
@@ -315,18 +293,7 @@ def open_to_all() -> Access:
 
 @dataclass(frozen=True)
 class AccessOptions:
-    """What a server's configuration says of access: paths and names, never secrets.
-
-    Attributes:
-        host: the address to listen on.
-        certificate: PEM of the server's certificate; turns TLS on.
-        key: PEM of its private key.
-        client_ca: PEM of a CA; every client needs a certificate of it.
-        tokens: token files by the role that they open.
-        names: names in client certificates by the role that they open, or ``ANY_NAME``.
-        allow_plaintext: listen on the network without TLS.
-        allow_anonymous: listen on the network without asking who calls.
-    """
+    """What a server's configuration says of access: paths and names, never secrets."""
 
     host: str
     certificate: Path | None = None
@@ -340,26 +307,18 @@ class AccessOptions:
     def open(self, name: OptionName, refusals: AccessRefusals | None = None) -> Access:
         """Read and check everything.
 
-        Args:
-            name: what the user calls an attribute; also of ``ROLE_tokens`` and ``ROLE_names``.
-            refusals: where refused calls are counted and logged.
-
         Raises:
             RefusedError: a file cannot be used, an option is given without what it needs, or
                 ``host`` is not loopback and there is no TLS or nothing is asked of callers.
         """
         named = next((f"{role}_names" for role in Role if self.names.get(role)), None)
-        for option, given, needed, other in (
+        _check_given_together(
+            name,
             ("certificate", self.certificate, "key", self.key),
             ("key", self.key, "certificate", self.certificate),
             ("client_ca", self.client_ca, "certificate", self.certificate),
             (named or "", named, "client_ca", self.client_ca),
-        ):
-            if given is not None and other is None:
-                missing = name(needed)
-                raise RefusedError(
-                    name(option), f"given without {missing}", "both", f"set {missing} too"
-                )
+        )
         tls = None
         if self.certificate is not None and self.key is not None:
             tls = TlsFiles(TlsPaths(self.certificate, self.key, self.client_ca), name)
@@ -387,6 +346,15 @@ class AccessOptions:
                 f"set {name('operate_tokens')}, or {name('allow_anonymous')} where everybody who "
                 "reaches this port may replace weights",
             )
+
+
+def _check_given_together(
+    name: OptionName, *pairs: tuple[str, object | None, str, object | None]
+) -> None:
+    for option, given, needed, other in pairs:
+        if given is not None and other is None:
+            missing = name(needed)
+            raise RefusedError(name(option), f"given without {missing}", "both", f"set {missing}")
 
 
 def is_loopback(host: str) -> bool:
@@ -435,35 +403,22 @@ class ClientCredentials:
     def check(self, prefix: str) -> None:
         """Check all files. Call it at the start.
 
-        Args:
-            prefix: of the fields' names in refusals, such as ``credentials.``.
-
-        Raises:
-            RefusedError: a file cannot be used, or one is given without what it needs.
+        Raises RefusedError: a file cannot be used, or one is given without what it needs.
         """
-        for name, given, needs, other in (
+        _check_given_together(
+            lambda name: _named(prefix, name),
             ("certificate", self.certificate, "key", self.key),
             ("key", self.key, "certificate", self.certificate),
             ("certificate", self.certificate, "ca", self.ca),
             ("server_name", self.server_name or None, "ca", self.ca),
-        ):
-            if given is not None and other is None:
-                missing = _named(prefix, needs)
-                raise RefusedError(
-                    _named(prefix, name), f"{given} without {missing}", "both", f"set {missing}"
-                )
+        )
         self.tls(prefix)
         self.token(prefix)
 
     def check_address(self, address: str, field: str) -> None:
         """Refuse an address to which the token would go readable.
 
-        Args:
-            address: ``host:port``.
-            field: the option that named it.
-
-        Raises:
-            RefusedError: a token, no TLS, and not loopback.
+        Raises RefusedError: a token, no TLS, and not loopback.
         """
         if self.token_file is None or self.ca is not None or self.allow_plaintext:
             return

@@ -84,12 +84,7 @@ def server_options(max_message_bytes: int, keepalive_s: float) -> tuple[tuple[st
 
 
 class Workers:
-    """Threads for what would block the event loop. At most ``threads`` calls run at a time.
-
-    Args:
-        threads: most of them.
-        name: prefix of their names.
-    """
+    """Threads for what would block the event loop. At most ``threads`` calls run at a time."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
@@ -126,12 +121,7 @@ class Workers:
 
 
 def blocking(requests: AsyncIterator[T], seconds: float) -> Iterator[T]:
-    """A call's requests for a worker's thread: each is received on this event loop.
-
-    Args:
-        requests: of the running call.
-        seconds: longest wait for one, above the call's own deadlines; TimeoutError after it.
-    """
+    """A call's requests for a worker's thread; TimeoutError after ``seconds`` without one."""
     loop = asyncio.get_running_loop()
 
     async def receive() -> T | None:
@@ -148,11 +138,7 @@ def blocking(requests: AsyncIterator[T], seconds: float) -> Iterator[T]:
 
 
 class LoopThread:
-    """An event loop on a thread of its own, for a program that is not asyncio itself.
-
-    Args:
-        name: of the thread.
-    """
+    """An event loop on a thread of its own, for a program that is not asyncio itself."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -160,11 +146,9 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result."""
         return self.submit(coroutine).result(_START_SECONDS)
 
     def close(self, timeout: float) -> bool:
@@ -178,11 +162,7 @@ class LoopThread:
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """The standard health service. The stock one keeps a record of every name that is watched.
-
-    Args:
-        names: of the services whose health is set; "" is the whole process.
-    """
+    """The standard health service. The stock one keeps a record of every name that is watched."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._serving = dict.fromkeys(names, False)
@@ -196,16 +176,13 @@ class Health(health_pb2_grpc.HealthServicer):
             self._changed = asyncio.Event()
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 (gRPC's name)
-        """See health.proto."""
         return self._response(request.service)
 
     async def List(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """See health.proto."""
         statuses = {name: self._response(name) for name in self._serving}
         return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """See health.proto."""
         told = None
         while True:
             changed, response = self._changed, self._response(request.service)
@@ -219,8 +196,8 @@ class Health(health_pb2_grpc.HealthServicer):
             raise RefusedError(
                 "service",
                 clean(name),
-                f"one of {sorted(self._serving)}",
-                "ask the reflection service for names",
+                sorted(self._serving),
+                "ask for one of these",
                 StatusCode.NOT_FOUND,
             )
         status = health_pb2.HealthCheckResponse.ServingStatus
@@ -231,15 +208,6 @@ class Health(health_pb2_grpc.HealthServicer):
 
 class GrpcServer:
     """A ``grpc.aio`` server with health and reflection. Made and used on one event loop.
-
-    Args:
-        guard: before every call.
-        access: its certificate, if it has one.
-        service: full name of the service; its health is reported under it and under "".
-        more_health: other names whose health is set.
-        max_message_bytes: largest message of any method.
-        keepalive_s: between pings; a client that is gone without a word is noticed after one and a
-            half such pauses.
 
     Attributes:
         grpc: to register the service with.
@@ -271,16 +239,7 @@ class GrpcServer:
     def bind(self, host: str, port: int, field: str) -> str:
         """Take the port; calls are answered from ``grpc.start()`` on.
 
-        Args:
-            host: name or address.
-            port: 0 for a free one.
-            field: the option that names the port, for the refusal.
-
-        Returns:
-            The address, ``host:port``.
-
-        Raises:
-            RefusedError: the port cannot be had.
+        Raises RefusedError: the port cannot be had.
         """
         host = f"[{host}]" if ":" in host and not host.startswith("[") else host
         at, tls = f"{host}:{port}", self._access.tls
@@ -292,10 +251,7 @@ class GrpcServer:
             )
         except RuntimeError as error:
             raise RefusedError(
-                field,
-                f"{at} in use ({error})",
-                "a free port of this machine, or 0",
-                f"stop what listens there, or set another {field}",
+                field, f"{at} in use ({error})", "a free port, or 0", f"set another {field}"
             ) from error
         return f"{host}:{found}"
 
@@ -317,8 +273,7 @@ TIMEOUT = 5.0
 def serving(channel: grpc.Channel, service: str = "", timeout: float = TIMEOUT) -> bool:
     """Whether it says SERVING. ``service`` empty: the process as a whole.
 
-    Raises:
-        grpc.RpcError: it does not answer, or knows no such service.
+    Raises grpc.RpcError: it does not answer, or knows no such service.
     """
     request = health_pb2.HealthCheckRequest(service=service)
     answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)

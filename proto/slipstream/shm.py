@@ -63,8 +63,7 @@ class SharedFile:
     def create(cls, directory: Path, nbytes: int) -> SharedFile:
         """A new file, locked while this process lives; memory is taken as it is written.
 
-        Raises:
-            RefusedError: no such directory, or less free in it than ``nbytes``.
+        Raises RefusedError: no such directory, or less free in it than ``nbytes``.
         """
         path = directory / f"slipstream-samples-{secrets.token_hex(16)}"
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -97,16 +96,12 @@ class SharedFile:
     def open(cls, directory: Path, name: str, nbytes: int, nonce: bytes) -> SharedFile:
         """The file that a client names, to be read.
 
-        Raises:
-            RefusedError: it is not there, or it is not the client's.
+        Raises RefusedError: it is not there, or it is not the client's.
         """
         advice = f"mount the directory of the policy's shared memory here too; {_INLINE}"
         if not _NAME.fullmatch(name) or nbytes <= HEADER_BYTES:
             raise RefusedError(
-                "shared_memory.name",
-                f"{name[:64]!r} of {nbytes} bytes",
-                _NAME.pattern,
-                advice,
+                "shared_memory.name", f"{name[:64]!r} of {nbytes} bytes", _NAME.pattern, advice
             )
         path = directory / name
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -124,14 +119,14 @@ class SharedFile:
                 raise RefusedError(
                     "shared_memory",
                     f"{path} of another kind, owner or size",
-                    f"a regular file of user {os.geteuid()} and of {nbytes} bytes",
+                    f"{nbytes} bytes",
                     advice,
                 )
             if len(nonce) != NONCE_BYTES or os.pread(descriptor, _HEADER.size, 0) != header:
                 raise RefusedError(
                     "shared_memory",
                     f"{path} with another format or nonce",
-                    "the file that the client made",
+                    "the client's file",
                     advice,
                 )
         except (OSError, RefusedError):
@@ -209,12 +204,7 @@ def remove_stale(directory: Path) -> list[str]:
 
 
 class FreeList:
-    """The free parts of [start, end), sorted and merged; the first that fits is taken.
-
-    Args:
-        start: first byte.
-        end: one beyond the last byte.
-    """
+    """The free parts of [start, end), sorted and merged; the first that fits is taken."""
 
     def __init__(self, start: int, end: int) -> None:
         self._gaps = [(start, end)] if start < end else []

@@ -1,22 +1,13 @@
-"""Tensors on the wire: whole ones inside a message, large ones in chunks.
+"""Tensors on the wire: whole ones inside a message, large ones in chunks, states in eight bits.
 
-Every decode checks shape, size and checksum and raises ``RefusedError`` naming
-the field, so that a damaged or lying message never becomes a tensor.
+Every decode checks shape, size and checksum and raises ``RefusedError`` naming the field, so that
+no damaged message becomes a tensor.
 
-Which revision of slipstream.v1 a peer must speak.
+A float8 e4m3 row is one token's state after one layer, with a scale of its own: the layers'
+magnitudes differ by far, so auxiliary states, several layers side by side, have one for each.
 
-States in eight bits: float8 e4m3, with a scale for each row.
-
-A row is one token's state after one layer. The layers' magnitudes differ by far, so the auxiliary
-states, which are several layers side by side, have a scale for each of them.
-
-One checksum for a whole draft: what a server reads back, compared with a release's manifest.
-
-Requests with their payload left where it is: of StreamStates, and chunks of AnnouncePolicy.
-
-protobuf's Python runtime copies a bytes field on the way in and again on the way out of a message,
-and holds the interpreter's lock meanwhile; at 32 KiB a token that costs more than the checks. The
-bytes here are those that protobuf would write: the payload is put behind the rest.
+``frame`` puts a request's payload behind what protobuf serialized: its Python runtime copies a
+bytes field on the way into a message and out of it, and holds the interpreter's lock meanwhile.
 """
 
 from __future__ import annotations
@@ -65,7 +56,7 @@ def dtype_from_wire(value: int, field: str) -> torch.dtype:
             f"{field}.dtype",
             value,
             f"one of {sorted(_TORCH_DTYPES)} (slipstream.v1.DType)",
-            "send a supported element type",
+            "cast it",
         )
     return _TORCH_DTYPES[value]
 
@@ -90,19 +81,8 @@ def encode(tensor: torch.Tensor) -> tensor_pb2.Tensor:
 def decode(message: tensor_pb2.Tensor, field: str) -> torch.Tensor:
     """The tensor inside a message, owning its memory.
 
-    Args:
-        message: from ``encode``, here or elsewhere.
-        field: how a refusal names it.
-
-    Raises:
-        RefusedError: unknown dtype, negative size, wrong length or wrong CRC-32.
+    Raises RefusedError: unknown dtype, negative size, wrong length or wrong CRC-32.
     """
-    data = bytearray(checked_data(message, field))
-    return from_bytes(data, dtype_from_wire(message.dtype, field), tuple(message.shape))
-
-
-def checked_data(message: tensor_pb2.Tensor, field: str) -> bytes:
-    """The bytes inside a message, of the right number and checksum. Raises as ``decode``."""
     dtype = dtype_from_wire(message.dtype, field)
     shape = tuple(message.shape)
     _check_shape(shape, field)
@@ -123,7 +103,7 @@ def checked_data(message: tensor_pb2.Tensor, field: str) -> bytes:
             f"{checksum:#010x} (of the bytes that arrived)",
             "send it again; if it repeats, look for a faulty link or an altered buffer",
         )
-    return data
+    return from_bytes(bytearray(data), dtype, shape)
 
 
 def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -176,10 +156,7 @@ class ChunkAssembler:
             total += _spec_bytes(spec)
             if len(spec.sha256) != hashlib.sha256().digest_size:
                 raise RefusedError(
-                    f"{spec.name}.sha256",
-                    f"{len(spec.sha256)} bytes",
-                    "32 bytes",
-                    "send the SHA-256 of the tensor's bytes",
+                    f"{spec.name}.sha256", f"{len(spec.sha256)} bytes", "32 bytes", "send it"
                 )
         if total > max_bytes:
             raise RefusedError(
@@ -226,7 +203,7 @@ class ChunkAssembler:
                     f"{name}.sha256",
                     hashlib.sha256(buffer).hexdigest(),
                     spec.sha256.hex(),
-                    "send it again; if it repeats, look for a faulty link or an altered buffer",
+                    "send it again",
                 )
             tensors[name] = from_bytes(buffer, dtype_from_wire(spec.dtype, name), tuple(spec.shape))
         return tensors
@@ -247,13 +224,7 @@ SCHEMA_VERSION = 3
 
 
 def check_schema(found: int, whose: str, upgrade: str) -> None:
-    """Raise RefusedError (FAILED_PRECONDITION) unless a peer speaks this revision.
-
-    Args:
-        found: its ``schema_version``; 0, an absent one, means 1.
-        whose: "the trainer's", for the error.
-        upgrade: how to make it speak this revision.
-    """
+    """Raise RefusedError (FAILED_PRECONDITION) unless a peer speaks this revision."""
     version = found or 1
     if version != SCHEMA_VERSION:
         raise RefusedError(
@@ -435,9 +406,9 @@ def unframe(data: bytes) -> Framed:
         if fields > _MOST_FIELDS:
             raise RefusedError(
                 "request",
-                f"more than {_MOST_FIELDS} fields",
-                "a header, sample or batch, and a payload",
-                "send one message at a time",
+                f"over {_MOST_FIELDS} fields",
+                "a StreamStatesRequest",
+                "send one at a time",
             )
         tag, at = _read_varint(data, at)
         if tag & 7 != _LENGTH_DELIMITED:

@@ -64,10 +64,7 @@ def read_file(path: Path, field: str, *, secret: bool) -> bytes:
 
 def _unusable(path: Path, field: str, why: str) -> RefusedError:
     return RefusedError(
-        field,
-        f"{path} ({why})",
-        "a file that this process can read",
-        "check the path, and the file's owner and mode",
+        field, f"{path} ({why})", "a file that this process can read", "check path, owner and mode"
     )
 
 
@@ -158,10 +155,6 @@ class TlsFiles:
 
     New files are used from the next connection on. Where they cannot be used the old ones stay and
     the log says why: a bad rotation does not take a running service down.
-
-    Args:
-        paths: with ``ca``, every client must have a certificate of it.
-        name: of ``certificate``, ``key`` and ``client_ca`` in refusals.
 
     Raises:
         RefusedError: a file is missing, the key is everybody's or another certificate's, or the

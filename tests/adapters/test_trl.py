@@ -72,10 +72,7 @@ class FixedRollouts:
         # Captured from the training passes: generation and optimizer step go together.
         ({"gradient_accumulation_steps": 2}, {0: 16, 1: 16, 2: 16}),
         # Two optimizer steps per generation: TRL does a log-prob pass over all of it first.
-        (
-            {"steps_per_generation": 2, "gradient_accumulation_steps": 1},
-            {0: 16, 2: 16},
-        ),
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 1}, {0: 16, 2: 16}),
     ],
 )
 def test_training_is_the_same_to_the_bit_and_every_sequence_ships_once(

@@ -56,10 +56,7 @@ def test_there_are_commands() -> None:
 
 @pytest.mark.parametrize(("page", "words"), commands(), ids=lambda value: str(value)[:60])
 def test_a_command_is_understood(
-    page: str,
-    words: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    page: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program, *arguments = words
     if program == "make":

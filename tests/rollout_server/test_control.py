@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -53,14 +52,6 @@ class FakeEngine:
         return True
 
 
-class Outcomes:
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str]] = []
-
-    def committed(self, kind: str, outcome: str, result: Result | None) -> None:
-        self.seen.append((kind, outcome))
-
-
 def weights(kind: str, version: int, stage_id: str = "") -> Weights:
     name = f"{kind}-{version}"
     tensor = StagedTensor("w", Key(f"{name}", "float32", 10), (2,), name)
@@ -73,13 +64,14 @@ def name_of(source: WeightSource | None) -> str:
 
 class Plane:
     def __init__(self, directory: Path) -> None:
-        self.engine, self.outcomes = FakeEngine(), Outcomes()
+        self.engine = FakeEngine()
+        self.outcomes: list[tuple[str, str]] = []
         self.store = ContentStore(directory, 1000)
         self.control = RolloutControl(
             self.engine,
             self.store,
             AcceptanceTracker(),
-            self.outcomes,
+            lambda kind, outcome, result: self.outcomes.append((kind, outcome)),
             weights(DRAFT, 0),
             weights(POLICY, 0),
         )
@@ -90,133 +82,115 @@ class Plane:
         return stage_id
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 20))
+@pytest.fixture
+def plane(tmp_path: Path) -> Plane:
+    return Plane(tmp_path)
 
 
-def test_policy_and_draft_in_one_call(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        plane = Plane(tmp_path)
-        await plane.control.commit([plane.stage(DRAFT, 1), plane.stage(POLICY, 4)])
-        assert plane.engine.live == {DRAFT: "draft-1", POLICY: "policy-4"}
-        assert plane.control.commits == {DRAFT: 1, POLICY: 1}
-        assert plane.control.staged == {}
-        assert plane.outcomes.seen == [("both", "ok")]
-
-    run(scenario())
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
-def test_a_refused_apply_changes_nothing_and_keeps_the_stage(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        plane = Plane(tmp_path)
-        stage = plane.stage(DRAFT, 1)
-        plane.engine.failure = RefusedError("commit", "x", "y", "z", grpc.StatusCode.ABORTED)
-        with pytest.raises(RefusedError):
-            await plane.control.commit([stage])
-        assert plane.control.live[DRAFT].version == 0
-        assert list(plane.control.staged) == [stage]
-        plane.engine.failure = None
+@pytest.mark.anyio
+async def test_policy_and_draft_in_one_call(plane: Plane) -> None:
+    await plane.control.commit([plane.stage(DRAFT, 1), plane.stage(POLICY, 4)])
+    assert plane.engine.live == {DRAFT: "draft-1", POLICY: "policy-4"}
+    assert plane.control.commits == {DRAFT: 1, POLICY: 1}
+    assert plane.control.staged == {}
+    assert plane.outcomes == [("both", "ok")]
+
+
+@pytest.mark.anyio
+async def test_a_refused_apply_changes_nothing_and_keeps_the_stage(plane: Plane) -> None:
+    stage = plane.stage(DRAFT, 1)
+    plane.engine.failure = RefusedError("commit", "x", "y", "z", grpc.StatusCode.ABORTED)
+    with pytest.raises(RefusedError):
         await plane.control.commit([stage])
-        assert plane.control.live[DRAFT].version == 1
-        assert plane.outcomes.seen == [("draft", "failed"), ("draft", "ok")]
-
-    run(scenario())
-
-
-def test_unknown_weights_end_the_server(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        plane = Plane(tmp_path)
-        plane.engine.failure = UntrustedEngineError("lost")
-        with pytest.raises(RefusedError) as refusal:
-            await plane.control.commit([plane.stage(DRAFT, 1)])
-        assert refusal.value.code == grpc.StatusCode.DATA_LOSS
-        assert plane.control.untrusted.is_set()
-
-    run(scenario())
+    assert plane.control.live[DRAFT].version == 0
+    assert list(plane.control.staged) == [stage]
+    plane.engine.failure = None
+    await plane.control.commit([stage])
+    assert plane.control.live[DRAFT].version == 1
+    assert plane.outcomes == [("draft", "failed"), ("draft", "ok")]
 
 
-def test_a_commit_goes_on_when_its_caller_leaves(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        plane = Plane(tmp_path)
-        plane.engine.gate = asyncio.Event()
-        first, second = plane.stage(DRAFT, 1), plane.stage(DRAFT, 2)
-        caller = asyncio.ensure_future(plane.control.commit([first]))
-        other = asyncio.ensure_future(plane.control.commit([second]))
-        await asyncio.sleep(0)
-        caller.cancel()
-        plane.engine.gate.set()
-        await other
-        assert plane.control.live[DRAFT].version == 2
-        assert plane.control.previous_draft is not None
-        assert plane.control.previous_draft.version == 1, "serialised, and the first one finished"
-        await plane.control.close()
-
-    run(scenario())
-
-
-def test_roll_back_restores_the_previous_draft_once(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        plane = Plane(tmp_path)
-        with pytest.raises(RefusedError):
-            await plane.control.roll_back()
+@pytest.mark.anyio
+async def test_unknown_weights_end_the_server(plane: Plane) -> None:
+    plane.engine.failure = UntrustedEngineError("lost")
+    with pytest.raises(RefusedError) as refusal:
         await plane.control.commit([plane.stage(DRAFT, 1)])
-        await plane.control.commit([plane.stage(DRAFT, 2)])
+    assert refusal.value.code == grpc.StatusCode.DATA_LOSS
+    assert plane.control.untrusted.is_set()
+
+
+@pytest.mark.anyio
+async def test_a_commit_goes_on_when_its_caller_leaves(plane: Plane) -> None:
+    plane.engine.gate = asyncio.Event()
+    first, second = plane.stage(DRAFT, 1), plane.stage(DRAFT, 2)
+    caller = asyncio.ensure_future(plane.control.commit([first]))
+    other = asyncio.ensure_future(plane.control.commit([second]))
+    await asyncio.sleep(0)
+    caller.cancel()
+    plane.engine.gate.set()
+    await other
+    assert plane.control.live[DRAFT].version == 2
+    assert plane.control.previous_draft is not None
+    assert plane.control.previous_draft.version == 1, "serialised, and the first one finished"
+    await plane.control.close()
+
+
+@pytest.mark.anyio
+async def test_roll_back_restores_the_previous_draft_once(plane: Plane) -> None:
+    with pytest.raises(RefusedError):
         await plane.control.roll_back()
-        assert plane.engine.live[DRAFT] == "draft-1"
-        with pytest.raises(RefusedError):
-            await plane.control.roll_back()
-
-    run(scenario())
-
-
-def test_a_draft_is_prepared_and_what_it_replaced_stays_ready(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        plane = Plane(tmp_path)
-        for version in (1, 2):
-            await plane.control.prepare(weights(DRAFT, version))
-            await plane.control.commit([plane.stage(DRAFT, version)])
-        await plane.control.prepare(weights(POLICY, 5))
-        await plane.control.prepare(weights(DRAFT, 3))
-        assert plane.engine.prepared == [
-            ("draft-1", ""),
-            ("draft-2", "draft-0"),
-            ("draft-3", "draft-1"),
-        ]
-
-    run(scenario())
+    await plane.control.commit([plane.stage(DRAFT, 1)])
+    await plane.control.commit([plane.stage(DRAFT, 2)])
+    await plane.control.roll_back()
+    assert plane.engine.live[DRAFT] == "draft-1"
+    with pytest.raises(RefusedError):
+        await plane.control.roll_back()
 
 
-def test_bad_commits_are_refused(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        plane = Plane(tmp_path)
-        two = [plane.stage(DRAFT, 1), plane.stage(DRAFT, 2)]
-        for stage_ids, code in (
-            ([], grpc.StatusCode.INVALID_ARGUMENT),
-            (two, grpc.StatusCode.INVALID_ARGUMENT),
-            (["never"], grpc.StatusCode.NOT_FOUND),
-        ):
-            with pytest.raises(RefusedError) as refusal:
-                await plane.control.commit(stage_ids)
-            assert refusal.value.code == code
-        assert plane.engine.live[DRAFT] == "draft-0"
-
-    run(scenario())
+@pytest.mark.anyio
+async def test_a_draft_is_prepared_and_what_it_replaced_stays_ready(plane: Plane) -> None:
+    for version in (1, 2):
+        await plane.control.prepare(weights(DRAFT, version))
+        await plane.control.commit([plane.stage(DRAFT, version)])
+    await plane.control.prepare(weights(POLICY, 5))
+    await plane.control.prepare(weights(DRAFT, 3))
+    assert plane.engine.prepared == [
+        ("draft-1", ""),
+        ("draft-2", "draft-0"),
+        ("draft-3", "draft-1"),
+    ]
 
 
-def test_stages_are_bounded_and_ids_mean_one_content(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        plane = Plane(tmp_path)
-        for version in range(MAX_STAGED):
-            plane.stage(DRAFT, version)
-        plane.stage(DRAFT, 0)  # the same again
+@pytest.mark.anyio
+async def test_bad_commits_are_refused(plane: Plane) -> None:
+    two = [plane.stage(DRAFT, 1), plane.stage(DRAFT, 2)]
+    for stage_ids, code in (
+        ([], grpc.StatusCode.INVALID_ARGUMENT),
+        (two, grpc.StatusCode.INVALID_ARGUMENT),
+        (["never"], grpc.StatusCode.NOT_FOUND),
+    ):
         with pytest.raises(RefusedError) as refusal:
-            plane.control.add_stage(weights(DRAFT, 7, "draft-0"))
-        assert refusal.value.code == grpc.StatusCode.ALREADY_EXISTS
-        with pytest.raises(RefusedError) as refusal:
-            plane.stage(DRAFT, MAX_STAGED)
-        assert refusal.value.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+            await plane.control.commit(stage_ids)
+        assert refusal.value.code == code
+    assert plane.engine.live[DRAFT] == "draft-0"
 
-    run(scenario())
+
+@pytest.mark.anyio
+async def test_stages_are_bounded_and_ids_mean_one_content(plane: Plane) -> None:
+    for version in range(MAX_STAGED):
+        plane.stage(DRAFT, version)
+    plane.stage(DRAFT, 0)  # the same again
+    with pytest.raises(RefusedError) as refusal:
+        plane.control.add_stage(weights(DRAFT, 7, "draft-0"))
+    assert refusal.value.code == grpc.StatusCode.ALREADY_EXISTS
+    with pytest.raises(RefusedError) as refusal:
+        plane.stage(DRAFT, MAX_STAGED)
+    assert refusal.value.code == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_a_moment_without_speculation_ends_as_was_asked_for_last(tmp_path: Path) -> None:
@@ -246,31 +220,25 @@ def test_reasons_come_and_go_by_source() -> None:
     assert readiness.reason == "one"
 
 
-def test_a_commit_withdraws_the_read_backs_finding(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        plane = Plane(tmp_path)
-        plane.engine.damage = "draft read back from memory: worker 0: differs"
-        await plane.control.read_back()
-        assert plane.control.readiness.reason == plane.engine.damage
-        await plane.control.commit([plane.stage(DRAFT, 1)])
-        assert plane.control.readiness.reason == ""
-        plane.engine.damage = ""
-        await plane.control.read_back()
-        assert plane.control.readiness.reason == ""
-
-    run(scenario())
+@pytest.mark.anyio
+async def test_a_commit_withdraws_the_read_backs_finding(plane: Plane) -> None:
+    plane.engine.damage = "draft read back from memory: worker 0: differs"
+    await plane.control.read_back()
+    assert plane.control.readiness.reason == plane.engine.damage
+    await plane.control.commit([plane.stage(DRAFT, 1)])
+    assert plane.control.readiness.reason == ""
+    plane.engine.damage = ""
+    await plane.control.read_back()
+    assert plane.control.readiness.reason == ""
 
 
-def test_committing_the_same_release_again_keeps_what_can_be_rolled_back_to(
-    tmp_path: Path,
+@pytest.mark.anyio
+async def test_committing_the_same_release_again_keeps_what_can_be_rolled_back_to(
+    plane: Plane,
 ) -> None:
-    async def scenario() -> None:
-        plane = Plane(tmp_path)
-        await plane.control.commit([plane.stage(DRAFT, 1)])
-        await plane.control.commit([plane.stage(DRAFT, 1)])
-        assert plane.control.previous_draft is not None
-        assert plane.control.previous_draft.version == 0
-        await plane.control.roll_back()
-        assert plane.engine.live[DRAFT] == "draft-0"
-
-    run(scenario())
+    await plane.control.commit([plane.stage(DRAFT, 1)])
+    await plane.control.commit([plane.stage(DRAFT, 1)])
+    assert plane.control.previous_draft is not None
+    assert plane.control.previous_draft.version == 0
+    await plane.control.roll_back()
+    assert plane.engine.live[DRAFT] == "draft-0"

@@ -39,7 +39,7 @@ class Server:
             engine,
             self.store,
             self.tracker,
-            self.commits,
+            self.commits.committed,
             weights(DRAFT, 0),
             weights(POLICY, None),  # type: ignore[arg-type]
         )

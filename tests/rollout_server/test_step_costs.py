@@ -30,7 +30,7 @@ class Source:
 
 def test_an_engine_that_generates_nothing_is_not_asked() -> None:
     source, tracker, costs = Source(), AcceptanceTracker(), StepCosts()
-    watch = CostWatch(source, tracker, costs)
+    watch = CostWatch(source.step_sums, tracker, costs)
 
     async def look() -> None:
         await watch.read()
@@ -52,7 +52,7 @@ def test_a_slow_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     source.broken = True
 
     async def watch() -> None:
-        watch = CostWatch(source, tracker, StepCosts())
+        watch = CostWatch(source.step_sums, tracker, StepCosts())
         watch.start()
         while source.asked < 3:
             tracker.generated(1)
@@ -92,7 +92,7 @@ def probed(monkeypatch: pytest.MonkeyPatch, plain: bool) -> tuple[Drafting, Step
     tracker.start(0)
     tracker.generated(1)
     engine = Drafting(tracker, plain)
-    watch = CostWatch(engine, tracker, costs, engine.without_speculation)
+    watch = CostWatch(engine.step_sums, tracker, costs, engine.without_speculation)
 
     async def look_twice() -> None:
         for _ in range(2):

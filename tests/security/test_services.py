@@ -158,10 +158,7 @@ def test_a_refusal_says_what_to_do_and_not_what_would_have_matched(
     access = Access(None, token_files(tmp_path), {})
     wrong = "w" * 40
     credentials = ClientCredentials(token_file=write_token(tmp_path / "wrong", wrong))
-    with (
-        start(access) as address,
-        open_channel(address, credentials=credentials) as channel,
-    ):
+    with start(access) as address, open_channel(address, credentials=credentials) as channel:
         for _ in range(20):
             with pytest.raises(grpc.RpcError) as caught:
                 pb_grpc.RolloutServerStub(channel).Commit(pb.CommitRequest(), timeout=DEADLINE)
@@ -223,9 +220,7 @@ def test_the_server_is_known_by_its_certificate(
     if case == "expired":
         old = authority.sign("server", hosts=hosts, ends=-HOUR / 2, file=f"old-{tmp_path.name}")
         files._pem._value = dataclasses.replace(
-            files._pem.now(),
-            certificate=old.certificate.read_bytes(),
-            key=old.key.read_bytes(),
+            files._pem.now(), certificate=old.certificate.read_bytes(), key=old.key.read_bytes()
         )
     ca = Authority(tmp_path / "other").path if case == "wrong CA" else authority.path
     token = write_token(tmp_path / "mine", OBSERVE)

@@ -21,14 +21,7 @@ from slipstream.tensors import (
 )
 from slipstream.v1 import tensor_pb2
 
-DTYPES = [
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.bool,
-]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool]
 SHAPES = [(), (0,), (1,), (3, 4), (2, 0, 5), (2, 3, 4)]
 
 
