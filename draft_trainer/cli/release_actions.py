@@ -21,14 +21,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keeping(Connection):
-    """Options of a command that changes what a running trainer keeps."""
-
-    json: bool = False
-    """The answer as JSON."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Promote(Reading):
     """Stage and commit a release on every rollout server, past the gate.
 
@@ -42,7 +34,6 @@ class Promote(Reading):
     """No candidate of the gate replaces it, until a release is promoted without --pin."""
 
     def run(self) -> int:
-        """Prints what every server serves."""
         if self.registry is not None:
             from draft_trainer.releases.registry import promote_offline
 
@@ -65,7 +56,6 @@ class Rollback(Reading):
     """For the trainer's log."""
 
     def run(self) -> int:
-        """Prints what every server serves."""
         if self.registry is not None:
             from draft_trainer.releases.registry import roll_back_offline
 
@@ -91,38 +81,28 @@ def _report(result: pb.PublishResult, as_json: bool) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pin(Keeping):
+class Pin(Connection):
     """Keep a release whatever draft.keep_releases and draft.keep_bytes say, over restarts."""
 
     version: Version
     """Draft version of the release."""
+    json: bool = False
+    """The answer as JSON."""
 
     def run(self) -> int:
-        """Prints why the release is kept."""
-        return _pin(self, self.version, pinned=True)
+        request = pb.PinReleaseRequest(draft_version=self.version, pinned=type(self) is Pin)
+        with self.trainer() as stub:
+            use = stub.PinRelease(request, timeout=self.timeout)
+        if self.json:
+            print_json(as_dict(use))
+        else:
+            print(f"draft {use.draft_version} is kept as: {', '.join(use.kept_as) or 'nothing'}")
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unpin(Keeping):
+class Unpin(Pin):
     """Let draft.keep_releases and draft.keep_bytes decide on a release again."""
-
-    version: Version
-    """Draft version of the release."""
-
-    def run(self) -> int:
-        """Prints why the release is kept."""
-        return _pin(self, self.version, pinned=False)
-
-
-def _pin(command: Keeping, version: int, pinned: bool) -> int:
-    request = pb.PinReleaseRequest(draft_version=version, pinned=pinned)
-    with command.trainer() as stub:
-        use = stub.PinRelease(request, timeout=command.timeout)
-    if command.json:
-        print_json(as_dict(use))
-    else:
-        print(f"draft {use.draft_version} is kept as: {', '.join(use.kept_as) or 'nothing'}")
-    return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +124,6 @@ class Export(Reading):
     """The policy's folder, which speculators' layout names."""
 
     def run(self) -> int:
-        """Writes the folder."""
         from draft_trainer.files import check_free, folder_written_whole
 
         check_free(self.folder, "DIR")
@@ -211,7 +190,6 @@ class Import(Reading):
     """Measure it on the trainer's held-out states; a pass promotes it."""
 
     def run(self) -> int:
-        """Prints the number of the release, and the gate's result."""
         from draft_trainer.drafters import DRAFTERS
         from draft_trainer.releases.imports import read_foreign
 

@@ -149,23 +149,15 @@ class List(Reading):
     """
 
     def run(self) -> int:
-        """Prints the list."""
         with self.source() as releases:
             manifests, uses = releases.listing()
         known = {manifest.draft_version: manifest for manifest in manifests}
         if self.json:
-            print_json(
-                [
-                    {
-                        **as_dict(
-                            known.get(use.draft_version)
-                            or Manifest(draft_version=use.draft_version)
-                        ),
-                        "use": as_dict(use),
-                    }
-                    for use in uses
-                ]
-            )
+            described = [
+                known.get(v, Manifest(draft_version=v)) for v in (u.draft_version for u in uses)
+            ]
+            pairs = zip(described, uses, strict=True)
+            print_json([{**as_dict(manifest), "use": as_dict(use)} for manifest, use in pairs])
             return 0
         rows: list[list[object]] = [
             ["draft", "source ", "parent", "policy", "length", "gain ", "MiB", "kept as "]
@@ -214,7 +206,6 @@ class Show(Reading):
     """Draft version of the release."""
 
     def run(self) -> int:
-        """Prints it."""
         with self.source() as releases:
             manifest, use = _find(releases.listing(), self.version)
         if self.json:
@@ -297,17 +288,14 @@ class Verdicts(Reading):
     """So many; 0: all that are kept."""
 
     def run(self) -> int:
-        """Prints them."""
         at_least("--newest", self.newest, 0)
         with self.source() as releases:
             verdicts = releases.verdicts(self.newest)
         if self.json:
             print_json([as_dict(verdict) for verdict in verdicts])
             return 0
+        head = ["judged ", "verdict ", "draft", "against", "policy", "reason "]
         rows: list[list[object]] = [
-            ["judged ", "verdict ", "draft", "against", "policy", "reason "]
-        ]
-        rows += [
             [
                 when(verdict.judged_at),
                 verdict.outcome,
@@ -318,7 +306,7 @@ class Verdicts(Reading):
             ]
             for verdict in verdicts
         ]
-        print_table(rows)
+        print_table([head, *rows])
         return 0
 
 
@@ -336,19 +324,12 @@ class Diff(Reading):
     """Draft version to compare with it."""
 
     def run(self) -> int:
-        """Prints the comparison."""
         with self.source() as releases:
             manifest_a, tensors_a = releases.tensors(self.a)
             manifest_b, tensors_b = releases.tensors(self.b)
         diffs = tensor_diffs(tensors_a, tensors_b)
         if self.json:
-            print_json(
-                {
-                    "a": as_dict(manifest_a),
-                    "b": as_dict(manifest_b),
-                    "tensors": diffs,
-                }
-            )
+            print_json({"a": as_dict(manifest_a), "b": as_dict(manifest_b), "tensors": diffs})
             return 0
         ours, theirs = _described(manifest_a), _described(manifest_b)
         same = manifest_a.config_json == manifest_b.config_json
@@ -395,14 +376,8 @@ def _tensor_diff(name: str, a: Tensor | None, b: Tensor | None) -> dict[str, Any
         changed = int((difference != 0).sum())
         relative = float(difference.norm()) / norm if norm else None
         largest = float(difference.abs().max())
-    return {
-        "name": name,
-        "elements": elements,
-        "changed": changed,
-        "relative": relative,
-        "largest": largest,
-        "note": note,
-    }
+    sizes = {"elements": elements, "changed": changed}
+    return {"name": name, **sizes, "relative": relative, "largest": largest, "note": note}
 
 
 def _row(diff: Mapping[str, Any]) -> list[object]:
@@ -425,7 +400,6 @@ class Verify(Reading):
     """Draft versions; all by default."""
 
     def run(self) -> int:
-        """Prints a line for each."""
         damage: dict[int, str] = {}
         with self.source() as releases:
             versions = self.versions or [use.draft_version for use in releases.listing()[1]]

@@ -71,7 +71,6 @@ class Status(Connection):
     """The whole status as JSON."""
 
     def run(self) -> int:
-        """Prints it."""
         with self.trainer() as stub:
             status = stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout)
         if self.json:
@@ -180,7 +179,6 @@ class Events(Connection):
     """One JSON object a line."""
 
     def run(self) -> int:
-        """Prints them."""
         at_least("--newest", self.newest, 0)
         at_least("--after", self.after, 0)
         for event in self._wanted():
@@ -225,15 +223,7 @@ class Events(Connection):
 
 @dataclass
 class Seen:
-    """What a trainer answered.
-
-    Attributes:
-        address: of the trainer.
-        status: newest.
-        past: snapshots of the last minutes, oldest first.
-        events: newest last.
-        error: why the last question was not answered; empty when it was.
-    """
+    """What a trainer answered."""
 
     address: str
     status: pb.TrainerStatus
@@ -270,12 +260,7 @@ class Seen:
 
 
 def picture(seen: Seen, servers: int = SERVERS_SHOWN) -> Group:
-    """Everything on one screen, the newest event first.
-
-    Args:
-        seen: what is drawn.
-        servers: how many are shown at most, those with a problem first.
-    """
+    """Everything on one screen, the newest event first."""
     status = seen.status
     ready = sum(_state_of(server) == "ready" for server in status.servers)
     parts: list[RenderableType] = [_title(seen), _versions(status)]

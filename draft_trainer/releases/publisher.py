@@ -44,18 +44,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PublishResult:
-    """How a publish ended, or what it has done so far.
-
-    Attributes:
-        draft_version: the release that every reachable server serves or, after a stage, will serve.
-        outcomes: one per rollout server.
-        changes: a draft is staged (``prepare``) or was committed.
-        draft: the draft that is staged everywhere, or was; None for none.
-    """
+    """How a publish ended, or what it has done so far."""
 
     draft_version: int
+    """The release that every reachable server serves or, after a stage, will serve."""
     outcomes: dict[str, ServerOutcome] = field(default_factory=dict)
     changes: bool = False
+    """A draft is staged (``prepare``) or was committed."""
     draft: DraftPayload | None = None
 
     @property
@@ -399,11 +394,7 @@ class Publisher:
     def _roll_back(self, event: str, reason: str, failed: bool = False) -> PublishResult:
         """To the last good release from a trial on some servers, else to the one before it.
 
-        Args:
-            event: for the events and the metrics.
-            reason: for people.
-            failed: the release failed its trial. A pin holds a release that an operator rolled
-                back to, and not one that a failed trial did.
+        A pin holds a release that an operator rolled back to, not one that a failed trial did.
         """
         self._drop_staged()
         reason = reason or "no reason given"

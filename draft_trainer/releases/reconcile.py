@@ -40,14 +40,7 @@ LONGEST_WAIT = 60.0
 
 @dataclass
 class Divergence:
-    """What is wrong with a server, and when it may be tried again.
-
-    Attributes:
-        reason: other_version, other_content or not_ready, for the metrics.
-        text: for people.
-        attempts: in a row that changed nothing.
-        not_before: monotonic seconds.
-    """
+    """What is wrong with a server, and when it may be tried again."""
 
     reason: str = ""
     text: str = ""

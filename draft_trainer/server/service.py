@@ -115,7 +115,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def OpenRun(
         self, request: pb.OpenRunRequest, context: ServicerContext
     ) -> pb.OpenRunResponse:
-        """See the .proto."""
         for name, text in (
             ("run_id", request.run_id),
             ("client", request.client),
@@ -147,7 +146,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def StreamStates(
         self, request_iterator: AsyncIterator[Framed], context: ServicerContext
     ) -> AsyncIterator[pb.StreamStatesResponse]:
-        """See the .proto."""
         limits = self.config.server
         header = (await _first(request_iterator, "header", lambda framed: framed.request)).header
         session = self.runs.enter_stream(header.session_id, limits.max_streams)
@@ -187,7 +185,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def AnnouncePolicy(
         self, request_iterator: AsyncIterator[pb.AnnouncePolicyRequest], context: ServicerContext
     ) -> pb.AnnouncePolicyResponse:
-        """See the .proto."""
         header = (await _first(request_iterator, "header")).header
         run = self.runs.session(header.session_id).run
         chunks = _chunks(self._blocking(request_iterator))
@@ -198,7 +195,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def PrepareSync(
         self, request: pb.PrepareSyncRequest, context: ServicerContext
     ) -> pb.PrepareSyncResponse:
-        """See the .proto."""
         self.runs.session(request.session_id)
         published = await self.workers.run(self.publisher.prepare)
         return pb.PrepareSyncResponse(
@@ -219,7 +215,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def ListReleases(
         self, request: pb.ListReleasesRequest, context: ServicerContext
     ) -> pb.ListReleasesResponse:
-        """See the .proto."""
         return await self.workers.run(self._list_releases)
 
     def _list_releases(self) -> pb.ListReleasesResponse:
@@ -231,7 +226,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def FetchRelease(
         self, request: pb.FetchReleaseRequest, context: ServicerContext
     ) -> AsyncIterator[pb.FetchReleaseResponse]:
-        """See the .proto."""
         async with aclosing(self.workers.iterate(self._release(request.draft_version))) as parts:
             async for part in parts:
                 yield part
@@ -246,7 +240,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def PromoteRelease(
         self, request: pb.PromoteReleaseRequest, context: ServicerContext
     ) -> pb.PublishResult:
-        """See the .proto."""
         return await self.workers.run(self._promote, request)
 
     def _promote(self, request: pb.PromoteReleaseRequest) -> pb.PublishResult:
@@ -257,7 +250,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def RollBackRelease(
         self, request: pb.RollBackReleaseRequest, context: ServicerContext
     ) -> pb.PublishResult:
-        """See the .proto."""
         check_text("reason", request.reason, MAX_REASON_CHARACTERS)
         roll_back = self.publisher.roll_back
         return result_message(await self.workers.run(roll_back, request.reason))
@@ -265,7 +257,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def PinRelease(
         self, request: pb.PinReleaseRequest, context: ServicerContext
     ) -> release_pb2.ReleaseUse:
-        """See the .proto."""
         return await self.workers.run(self._pin, request)
 
     def _pin(self, request: pb.PinReleaseRequest) -> release_pb2.ReleaseUse:
@@ -276,7 +267,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def ImportRelease(
         self, request_iterator: AsyncIterator[pb.ImportReleaseRequest], context: ServicerContext
     ) -> pb.ImportReleaseResponse:
-        """See the .proto."""
         header = (await _first(request_iterator, "header")).header
         check_text("origin", header.origin, MAX_ORIGIN_CHARACTERS)
         chunks = _chunks(self._blocking(request_iterator))
@@ -285,7 +275,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def ListVerdicts(
         self, request: pb.ListVerdictsRequest, context: ServicerContext
     ) -> pb.ListVerdictsResponse:
-        """See the .proto."""
         return pb.ListVerdictsResponse(
             verdicts=self.status.state.gate_results.newest(request.newest)
         )
@@ -293,13 +282,11 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def GetHistory(
         self, request: console_pb2.GetHistoryRequest, context: ServicerContext
     ) -> pb.History:
-        """See the .proto."""
         return await self.workers.run(self.status.history)
 
     async def WatchEvents(
         self, request: console_pb2.WatchEventsRequest, context: ServicerContext
     ) -> AsyncIterator[console_pb2.Event]:
-        """See the .proto."""
         events = self.status.events
         # Once only: a log that was begun anew numbers from 1 again.
         seen, newest, last = request.after, request.newest, not request.follow
@@ -316,13 +303,11 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def GetStatus(
         self, request: pb.GetStatusRequest, context: ServicerContext
     ) -> pb.TrainerStatus:
-        """See the .proto."""
         return await self.workers.run(self.status.read)
 
     async def WatchStatus(
         self, request: pb.WatchStatusRequest, context: ServicerContext
     ) -> AsyncIterator[pb.TrainerStatus]:
-        """See the .proto."""
         interval = max((request.min_interval_ms or 1000) / 1000.0, _SHORTEST_INTERVAL)
         shown = None
         while True:

@@ -96,11 +96,7 @@ def _drafted(version: int, counts: Counter[int]) -> console.Drafted:
 
 
 class PolicyClock:
-    """When the newest ``VERSIONS_KEPT`` policy versions were registered. Thread-safe.
-
-    Args:
-        known: newest version that a restarted trainer knows already; it counts from now on.
-    """
+    """When the newest ``VERSIONS_KEPT`` policy versions were registered. Thread-safe."""
 
     def __init__(self, known: int | None = None) -> None:
         self._lock = threading.Lock()

@@ -95,11 +95,6 @@ class Guarded:
 
     The role comes by ``Authorization: Bearer TOKEN``, as Prometheus sends it; by HTTP's Basic with
     the token as password, for which browsers ask; or by a client certificate.
-
-    Args:
-        app: what is guarded.
-        access: decides.
-        page: HTML whose inline script and style the browser may run.
     """
 
     def __init__(self, app: ASGIApp, access: Access, page: bytes = b"") -> None:

@@ -80,6 +80,15 @@ def running(config: TrainerConfig, train: bool = True) -> Iterator[tuple[Trainer
         assert server.stop()
 
 
+@contextmanager
+def feeding(config: TrainerConfig, train: bool = True) -> Iterator[tuple[TrainerServer, Client]]:
+    """``running``, with a run that is open and its policy version 1 announced."""
+    with running(config, train) as (server, client):
+        client.open()
+        client.announce(1)
+        yield server, client
+
+
 class Client:
     """What the bridge does, one call at a time."""
 

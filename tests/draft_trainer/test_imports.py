@@ -19,6 +19,7 @@ from slipstream.v1 import release_pb2
 from tests.draft_trainer.rig import (
     DEADLINE,
     Client,
+    feeding,
     make_config,
     refusal,
     rollouts,
@@ -123,9 +124,7 @@ def test_the_gate_judges_an_import_when_asked(
     """
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    with running(make_config(tmp_path / "a")) as (server, client):
-        client.open()
-        client.announce(1)
+    with feeding(make_config(tmp_path / "a")) as (server, client):
         version = train_until_released(client)
         manifest = client.stub.ListReleases(pb.ListReleasesRequest(), timeout=DEADLINE).releases[-1]
         assert manifest.draft_version == version and manifest.parent_version == version - 1

@@ -12,7 +12,7 @@ from draft_trainer.server.app import TrainerServer
 from slipstream.sample import TENSORS, Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
-from tests.draft_trainer.rig import Client, make_config, rollouts, running
+from tests.draft_trainer.rig import Client, feeding, make_config, rollouts
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB
 
 T = 16
@@ -25,9 +25,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainerS
         tmp_path_factory.mktemp("ingest"),
         server={"max_tokens_per_sample": 32, "receive_window_bytes": 1 << 17},
     )
-    with running(config, train=False) as (server, client):
-        client.open()
-        client.announce(1)
+    with feeding(config, train=False) as (server, client):
         yield server, client
 
 

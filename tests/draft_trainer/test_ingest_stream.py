@@ -13,6 +13,7 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import (
     Client,
     Stream,
+    feeding,
     make_config,
     refusal,
     request_of,
@@ -27,9 +28,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainerS
         tmp_path_factory.mktemp("ingest"),
         server={"max_tokens_per_sample": 32, "receive_window_bytes": 1 << 17},
     )
-    with running(config, train=False) as (server, client):
-        client.open()
-        client.announce(1)
+    with feeding(config, train=False) as (server, client):
         yield server, client
 
 
@@ -87,9 +86,7 @@ def test_stream_cut_in_the_middle_and_opened_again(
 
 def test_replay_is_bounded_and_sheds_the_oldest(tmp_path: Path) -> None:
     config = make_config(tmp_path, replay={"capacity_bytes": 40_000, "held_out_fraction": 0.01})
-    with running(config, train=False) as (_, client):
-        client.open()
-        client.announce(1)
+    with feeding(config, train=False) as (_, client):
         messages = rollouts(100, seed=2)
         peak = 0
         with Stream(client) as stream:
@@ -103,9 +100,7 @@ def test_replay_is_bounded_and_sheds_the_oldest(tmp_path: Path) -> None:
 
 
 def test_one_sample_larger_than_the_replay_is_refused_and_not_remembered(tmp_path: Path) -> None:
-    with running(make_config(tmp_path, replay={"capacity_bytes": 64}), train=False) as (_, client):
-        client.open()
-        client.announce(1)
+    with feeding(make_config(tmp_path, replay={"capacity_bytes": 64}), train=False) as (_, client):
         (message,) = rollouts(1)
         for ack in client.send(message, message):
             assert ack.status == pb.ACK_STATUS_REFUSED

@@ -22,6 +22,7 @@ from tests.draft_trainer.rig import (
     LAYERS,
     SPEC,
     Stream,
+    feeding,
     make_config,
     refusal,
     rollouts,
@@ -134,9 +135,7 @@ def test_announce_refusals_leave_no_trace(tmp_path: Path) -> None:
 
 
 def test_known_content_is_named_and_not_sent(tmp_path: Path) -> None:
-    with running(make_config(tmp_path), train=False) as (_, client):
-        client.open()
-        client.announce(1)
+    with feeding(make_config(tmp_path), train=False) as (_, client):
         assert client.announce(2, send=[]).policy_version == 2
         moved = Policy()
         moved.lm_head = moved.lm_head + 1.0

@@ -18,6 +18,7 @@ from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.rig import (
     Client,
     Stream,
+    feeding,
     make_config,
     refusal,
     rollouts,
@@ -30,9 +31,7 @@ from tests.draft_trainer.rig import (
 def test_trains_gates_releases_and_publishes_with_the_policy(tmp_path: Path) -> None:
     double = RolloutDouble()
     config = make_config(tmp_path, publish={"rollout_servers": [double.address]})
-    with running(config) as (_, client):
-        client.open()
-        client.announce(1)
+    with feeding(config) as (_, client):
         version = train_until_released(client)
         status = client.status()
         assert status.promoted_release == version
@@ -77,9 +76,7 @@ def _assert_fetched(client: Client, version: int, double: RolloutDouble) -> None
 
 
 def test_released_tensors_never_change_while_training_goes_on(tmp_path: Path) -> None:
-    with running(make_config(tmp_path)) as (server, client):
-        client.open()
-        client.announce(1)
+    with feeding(make_config(tmp_path)) as (server, client):
         version = train_until_released(client)
         registry = server.publisher._registry
         before = registry.tensors(version)
@@ -90,9 +87,7 @@ def test_released_tensors_never_change_while_training_goes_on(tmp_path: Path) ->
 
 def test_duplicate_is_not_trained_twice(tmp_path: Path) -> None:
     config = make_config(tmp_path, replay={"held_out_fraction": 0.01, "max_epochs": 1})
-    with running(config) as (_, client):
-        client.open()
-        client.announce(1)
+    with feeding(config) as (_, client):
         train(client, 0)
         tokens = client.status().tokens_trained
         acks = client.send(*rollouts(60, 0))
@@ -107,9 +102,7 @@ def test_duplicate_is_not_trained_twice(tmp_path: Path) -> None:
 
 
 def test_too_few_held_out_states_are_no_pass(tmp_path: Path) -> None:
-    with running(make_config(tmp_path, gate={"min_anchors": 100_000})) as (_, client):
-        client.open()
-        client.announce(1)
+    with feeding(make_config(tmp_path, gate={"min_anchors": 100_000})) as (_, client):
         status = train(client, 0)
         status = client.wait_for(lambda s: s.last_gate != "")
         assert "too few held-out states" in status.last_gate
@@ -121,9 +114,7 @@ def test_too_few_held_out_states_are_no_pass(tmp_path: Path) -> None:
 def test_publishing_on_promotion_needs_no_sync_window(tmp_path: Path) -> None:
     double = RolloutDouble()
     config = make_config(tmp_path, publish={"rollout_servers": [double.address], "on": "promotion"})
-    with running(config) as (_, client):
-        client.open()
-        client.announce(1)
+    with feeding(config) as (_, client):
         version = train_until_released(client)
         client.wait_for(lambda status: status.publishes["committed"])
         assert double.state.draft_version == version
@@ -131,9 +122,7 @@ def test_publishing_on_promotion_needs_no_sync_window(tmp_path: Path) -> None:
 
 
 def test_pinned_release_is_not_replaced(tmp_path: Path) -> None:
-    with running(make_config(tmp_path)) as (_, client):
-        client.open()
-        client.announce(1)
+    with feeding(make_config(tmp_path)) as (_, client):
         assert client.promote(0, pin=True).draft_version == 0
         version = train_until_released(client)
         status = client.status()
@@ -147,9 +136,7 @@ def test_restart_resumes_with_the_promoted_release_and_the_whole_training_state(
     tmp_path: Path,
 ) -> None:
     config = make_config(tmp_path, training={"weight_averaging": 0.5})
-    with running(config) as (server, client):
-        client.open()
-        client.announce(1)
+    with feeding(config) as (server, client):
         version = train_until_released(client)
         client.promote(0, pin=True)
         train(client, 900)
@@ -170,9 +157,7 @@ def test_restart_resumes_with_the_promoted_release_and_the_whole_training_state(
 
 def test_restart_without_a_training_state_takes_the_newest_release(tmp_path: Path) -> None:
     config = make_config(tmp_path, training={"state_every_steps": 0})
-    with running(config) as (_, client):
-        client.open()
-        client.announce(1)
+    with feeding(config) as (_, client):
         version = train_until_released(client)
     assert not (config.draft.registry / "training-state").exists()
     with running(config, train=False) as (server, _):
@@ -185,16 +170,12 @@ def test_restart_without_a_training_state_takes_the_newest_release(tmp_path: Pat
 
 def test_state_from_before_the_newest_release_is_not_resumed(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    with running(config) as (server, client):
-        client.open()
-        client.announce(1)
+    with feeding(config) as (server, client):
         for seed in range(5):
             train(client, seed)
     before = server.loop.learner.steps
     without = make_config(tmp_path, training={"state_every_steps": 0})
-    with running(without) as (_, client):
-        client.open()
-        client.announce(1)
+    with feeding(without) as (_, client):
         version = train_until_released(client, first_seed=5)
     with running(config) as (server, client):
         tensors = server.publisher._registry.tensors(version)
@@ -236,9 +217,7 @@ def test_another_run_begins_with_fresh_moments_and_a_warm_up(tmp_path: Path) -> 
 
 def test_fleet_that_is_away_never_takes_the_trainer_down(tmp_path: Path) -> None:
     config = make_config(tmp_path, publish={"rollout_servers": ["127.0.0.1:9"]})
-    with running(config) as (_, client):
-        client.open()
-        client.announce(1)
+    with feeding(config) as (_, client):
         version = train_until_released(client)
         prepared = client.prepare(2)
         assert not prepared.HasField("draft_version")
