@@ -15,8 +15,8 @@ a_j and a_s of one chain are correlated through the tokens in between.
 
 **Which anchors.** vLLM drafts where a verification ended and nowhere else: from the last prompt
 position, then a + 1 further when a drafts were accepted. Hard tokens end chains, so the visited
-anchors are not a uniform sample. ``"replay"`` walks each recording with the exact probabilities of
-being at every anchor (a renewal recursion); ``"per_anchor"`` weighs all anchors equally.
+anchors are not a uniform sample: each recording is walked with the exact probabilities of being at
+every anchor (a renewal recursion).
 
 **The end of a recording.** A draft behind the last recorded token counts as drafted and not
 accepted. vLLM counts such drafts too (its counters run before the stop check), and measured on vLLM
@@ -41,7 +41,6 @@ from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 
 Method = Literal["probabilistic", "greedy"]
-Estimator = Literal["replay", "per_anchor"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +51,7 @@ class AcceptanceEstimate:
         acceptance_length: mean tokens per verification step, bonus token included; in [1, k + 1].
         accepted_per_position: k probabilities that the draft at a position is accepted (together
             with all before it), as vLLM's per-position counters over its number of drafts.
-        drafts: expected number of verification steps ("replay") or anchors ("per_anchor").
+        drafts: expected number of verification steps.
         sequences: sequences with at least one anchor.
         per_sequence: float64 [sequences], pseudo-values: their mean is ``acceptance_length``, and
             their standard deviation over sqrt(sequences) is its standard error (linearised ratio).
@@ -75,18 +74,16 @@ def expected_acceptance(
     policy_heads: PolicyHeads,
     k: int,
     method: Method,
-    estimator: Estimator = "replay",
     max_batch_tokens: int = 8192,
 ) -> AcceptanceEstimate:
     """Predict the acceptance of ``head`` at draft length ``k`` on the samples' policy.
 
     Args:
         head: with its draft vocabulary.
-        samples: rollouts of the policy (whole completions, for "replay" to start where vLLM does).
+        samples: rollouts of the policy (whole completions, to start where vLLM does).
         policy_heads: must hold the samples' policy versions.
         k: served draft length, at least 1.
         method: how vLLM drafts.
-        estimator: which anchors count; see the module's text.
         max_batch_tokens: tokens of one forward pass, padding included.
 
     Raises:
@@ -106,12 +103,7 @@ def expected_acceptance(
             groups.extend(batch.groups)
             known = valid_targets(batch, k)
             rate, survival = step_acceptance(head, batch, known, method)
-            visits = (
-                visit_probabilities(survival, known, batch.loss_mask)
-                if estimator == "replay"
-                else known[0].double()
-            )
-            alive = visits * known[0]
+            alive = visit_probabilities(survival, known, batch.loss_mask) * known[0]
             drafts_parts.append(alive.sum(1))
             for step in range(k):
                 alive = alive * known[step]

@@ -45,27 +45,23 @@ class PolicyHeads:
         if keep < 1:
             raise RefusedError("keep", keep, "at least 1", "hold at least one policy version")
         self.keep = keep
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._heads: dict[int, PolicyHead] = {}
         self._digests: dict[int, tuple[bytes, bytes]] = {}
 
-    def add(self, head: PolicyHead, digests: tuple[bytes, bytes] | None = None) -> tuple[int, ...]:
+    def add(self, head: PolicyHead, digests: tuple[bytes, bytes] | None = None) -> None:
         """Register a version.
 
         Args:
             head: the version.
             digests: what ``digests`` returns for it, if they are computed already.
 
-        Returns:
-            The versions that were forgotten for it, oldest first. Their samples can no longer be
-            trained on.
-
         Raises:
             RefusedError: the version is not higher than every one added before.
         """
         digests = digests or (digest(head.lm_head_rows), digest(head.embed_tokens))
         with self._lock:
-            self._check_newer(head.policy_version)
+            self.check_newer(head.policy_version)
             held = self._by_digest()
             self._heads[head.policy_version] = PolicyHead(
                 head.policy_version,
@@ -73,15 +69,17 @@ class PolicyHeads:
                 held.get(digests[1], head.embed_tokens),
             )
             self._digests[head.policy_version] = digests
-            forgotten = tuple(sorted(self._heads)[: -self.keep])
-            for version in forgotten:
+            for version in sorted(self._heads)[: -self.keep]:
                 del self._heads[version], self._digests[version]
-        return forgotten
 
     def check_newer(self, version: int) -> None:
         """Raise RefusedError unless ``add`` would take this version now."""
         with self._lock:
-            self._check_newer(version)
+            newest = max(self._heads, default=-1)
+        if version <= newest:
+            advice = "number policy versions in ascending order; a new run starts again at 0"
+            code = StatusCode.FAILED_PRECONDITION
+            raise RefusedError("policy_version", version, f"higher than {newest}", advice, code)
 
     def get(self, version: int) -> PolicyHead:
         """The matrices of a version. Raises RefusedError when it is not held."""
@@ -110,27 +108,11 @@ class PolicyHeads:
         with self._lock:
             return version in self._heads
 
-    def _check_newer(self, version: int) -> None:
-        newest = max(self._heads, default=-1)
-        if version <= newest:
-            raise RefusedError(
-                "policy_version",
-                version,
-                f"higher than {newest}",
-                "register every policy version once, in ascending order",
-                StatusCode.FAILED_PRECONDITION,
-            )
-
     def _check(self, version: int) -> None:
         if version not in self._heads:
-            raise RefusedError(
-                "policy_version",
-                version,
-                f"one of {sorted(self._heads)}",
-                "register the policy version before its first sample, and send its samples "
-                f"before {self.keep} newer versions are registered",
-                StatusCode.FAILED_PRECONDITION,
-            )
+            found, code = f"one of {sorted(self._heads)}", StatusCode.FAILED_PRECONDITION
+            advice = f"send samples before {self.keep} newer policy versions are registered"
+            raise RefusedError("policy_version", version, found, advice, code)
 
     def _by_digest(self) -> Mapping[bytes, Tensor]:
         held: dict[bytes, Tensor] = {}

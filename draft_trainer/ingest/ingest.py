@@ -10,7 +10,7 @@ change any more.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +99,7 @@ class Ingest:
     ) -> None:
         self.expected = expected
         self._store = store
-        self._counters = counters
+        self.counters = counters
         self._arrived = arrived
         self._directory = directory
         self._on_accepted = on_accepted
@@ -174,15 +174,6 @@ class Ingest:
             self._accept(run, taken)
         return acks
 
-    def answered(self, nbytes: Mapping[str, int], waited: Sequence[tuple[float, int]]) -> None:
-        """Count samples that are acknowledged now.
-
-        Args:
-            nbytes: that they took, by transport.
-            waited: seconds since they arrived, and how many of them, by message.
-        """
-        self._counters.received(nbytes, waited)
-
     def _count(self, transport: str, change: int) -> None:
         with self._lock:
             self._streams[transport] += change
@@ -235,18 +226,18 @@ class Ingest:
             if self._on_accepted is not None:
                 self._on_accepted(run, sample)
         if accepted := sum(fresh):
-            self._counters.samples.labels("accepted").inc(accepted)
+            self.counters.samples.labels("accepted").inc(accepted)
             self._arrived.set()
 
     def _duplicate(self, ack: pb.Ack) -> None:
         ack.status = pb.ACK_STATUS_DUPLICATE
-        self._counters.samples.labels("duplicate").inc()
+        self.counters.samples.labels("duplicate").inc()
 
     def _refuse(self, ack: pb.Ack, error: RefusedError) -> None:
         ack.status = pb.ACK_STATUS_REFUSED
         ack.refusal.CopyFrom(error.to_proto())
         # The first word is a field of VerifierStates: a bounded set of metric labels.
-        self._counters.refused(error.field.partition(".")[0])
+        self.counters.refused(error.field.partition(".")[0])
 
 
 def _check_span(span: pb.Span, first: int, end: int) -> None:
@@ -276,21 +267,13 @@ class CreditWindow:
         """Raise RefusedError (RESOURCE_EXHAUSTED) when more is sent than was credited."""
         with self._lock:
             if size > self.left:
-                raise overrun(size, self.left)
+                found = f"a message of {size} bytes with {self.left} bytes of credit left"
+                advice = "wait for credit before sending, and open the stream again"
+                code = StatusCode.RESOURCE_EXHAUSTED
+                raise RefusedError("credit", found, "at most the credit granted", advice, code)
             self.left -= size
 
     def give_back(self, size: int) -> None:
         """The bytes are free again."""
         with self._lock:
             self.left += size
-
-
-def overrun(size: int, left: int) -> RefusedError:
-    """The refusal of a client that sends more than it may."""
-    return RefusedError(
-        "credit",
-        f"a message of {size} bytes with {left} bytes of credit left",
-        "samples within the credit that was granted",
-        "wait for credit before sending, and open the stream again",
-        StatusCode.RESOURCE_EXHAUSTED,
-    )

@@ -112,7 +112,7 @@ class Run:
         Raises:
             RefusedError: wrong matrices, or a version that is not new (FAILED_PRECONDITION).
         """
-        version, latest = header.policy_version, self.latest_policy_version
+        version = header.policy_version
         if version > _MOST_VERSION:
             raise RefusedError(
                 "policy_version", version, f"at most {_MOST_VERSION}", "count up from 0"
@@ -121,15 +121,8 @@ class Run:
         digests = (specs[LM_HEAD].sha256, specs[EMBED_TOKENS].sha256)
         if self._is_known(version, digests):
             return
-        if latest is not None and version <= latest:
-            # Before the tensors are received, which may be a gigabyte.
-            raise RefusedError(
-                "policy_version",
-                version,
-                f"higher than {latest}",
-                "number policy versions in ascending order; a new run starts again at 0",
-                StatusCode.FAILED_PRECONDITION,
-            )
+        # Before the tensors are received, which may be a gigabyte.
+        self.heads.check_newer(version)
         tensors = receive_matrices(specs, chunks, self.heads.tensor)
         try:
             self.add_policy(PolicyHead(version, tensors[LM_HEAD], tensors[EMBED_TOKENS]))
@@ -294,13 +287,10 @@ class Runs:
         """The session of an id. Raises RefusedError (FAILED_PRECONDITION) if it is not open."""
         with self._lock:
             if session_id not in self._sessions:
-                raise RefusedError(
-                    "session_id",
-                    repr(session_id),
-                    "the id that OpenRun answered, of the current run",
-                    "call OpenRun again: the trainer restarted or another run began",
-                    StatusCode.FAILED_PRECONDITION,
-                )
+                expected = "the id that OpenRun answered, of the current run"
+                advice = "call OpenRun again: the trainer restarted or another run began"
+                code = StatusCode.FAILED_PRECONDITION
+                raise RefusedError("session_id", repr(session_id), expected, advice, code)
             self._sessions.move_to_end(session_id)
             return self._sessions[session_id]
 
@@ -314,13 +304,10 @@ class Runs:
         with self._lock:
             streams = self._streaming.total()
             if streams >= limit:
-                raise RefusedError(
-                    "StreamStates",
-                    f"{streams} open streams",
-                    f"at most {limit} (server.max_streams)",
-                    "send from fewer processes, or raise server.max_streams",
-                    StatusCode.RESOURCE_EXHAUSTED,
-                )
+                found, expected = f"{streams} open streams", f"at most {limit} (server.max_streams)"
+                advice = "send from fewer processes, or raise server.max_streams"
+                code = StatusCode.RESOURCE_EXHAUSTED
+                raise RefusedError("StreamStates", found, expected, advice, code)
             self._streaming[session_id] += 1
         return session
 
@@ -333,13 +320,9 @@ class Runs:
     def _begin(self, run_id: str, sizes: PolicySizes) -> Run:
         streams = self._streaming.total()
         if self._run is not None and streams:
-            raise RefusedError(
-                "run_id",
-                run_id,
-                f"{self._run.run_id!r}, which {streams} stream(s) feed now",
-                "end that run first, or start another draft-trainer for this one",
-                StatusCode.FAILED_PRECONDITION,
-            )
+            expected = f"{self._run.run_id!r}, which {streams} stream(s) feed now"
+            advice = "end that run first, or start another draft-trainer for this one"
+            raise RefusedError("run_id", run_id, expected, advice, StatusCode.FAILED_PRECONDITION)
         self._sessions.clear()
         self._store.begin(run_id, asdict(sizes))
         self._run = Run(run_id, sizes, self._store, self._max_policy_lag)

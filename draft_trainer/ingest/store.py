@@ -354,13 +354,8 @@ class SampleStore:
             RefusedError: the run is not the current one (FAILED_PRECONDITION).
         """
         if run_id != self._run_id:
-            raise RefusedError(
-                "run_id",
-                run_id,
-                f"{self._run_id!r}, which began meanwhile",
-                "end that run first, or start another draft-trainer for this one",
-                StatusCode.FAILED_PRECONDITION,
-            )
+            expected, advice = f"{self._run_id!r}, which began meanwhile", "open this run again"
+            raise RefusedError("run_id", run_id, expected, advice, StatusCode.FAILED_PRECONDITION)
         with self._db.transaction():
             self._db.put_policy(version, names)
 

@@ -143,7 +143,7 @@ class Recorder:
         assert writer is not None
         head = None
         size = sample.nbytes
-        if not writer.has_policy(sample.policy_version):
+        if sample.policy_version not in writer.index.policies:
             try:
                 head = run.heads.get(sample.policy_version)
             except RefusedError:

@@ -80,10 +80,6 @@ class RecordingWriter:
         """Samples that are in no shard yet."""
         return len(self._waiting)
 
-    def has_policy(self, version: int) -> bool:
-        """Whether ``add_policy`` was called for this version."""
-        return version in self.index.policies
-
     def add_policy(
         self, version: int, lm_head: Tensor, lm_head_ids: Tensor | None, embed_tokens: Tensor
     ) -> None:
@@ -109,7 +105,7 @@ class RecordingWriter:
             if list(matrix.shape) != wanted or not matrix.is_floating_point():
                 found = f"{matrix.dtype} {list(matrix.shape)}"
                 raise RefusedError(name, found, f"floating point {wanted}", "pass the policy's own")
-        if self.has_policy(version):
+        if version in self.index.policies:
             raise RefusedError(
                 "policy_version", version, "a version that was not added", "add each of them once"
             )

@@ -176,7 +176,9 @@ class StateStream:
                 and message.packed.span.memory == pb.MEMORY_FILE
             )
         now = time.monotonic()
-        self.ingest.answered(nbytes, [(now - each.at, len(each.samples)) for each in batch])
+        self.ingest.counters.received(
+            nbytes, [(now - each.at, len(each.samples)) for each in batch]
+        )
         # An ack and a credit for each single sample, and one message for all batches.
         responses = []
         together = pb.AckBatch()

@@ -50,9 +50,10 @@ class Schedule:
     decay_share: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.decay_steps and self.decay_steps <= self.warmup_steps:
+        if self.decay_steps and self.decay_steps <= (found := self.warmup_steps):
+            expected = f"fewer than the {self.decay_steps} steps of this training"
             raise RefusedError(
-                "training.warmup_steps", self.warmup_steps, f"below {self.decay_steps}", "lower it"
+                "training.warmup_steps", found, expected, "train longer, or lower it"
             )
 
     def rate(self, step: int, since_restart: int) -> float:

@@ -68,7 +68,7 @@ class Ranks:
         if device_type == "cuda":
             local = _variable("LOCAL_RANK") if size > 1 else 0
             if local >= (count := torch.cuda.device_count()):
-                raise RefusedError("LOCAL_RANK", local, f"one of {count} GPUs", "start fewer ranks")
+                raise RefusedError("LOCAL_RANK", local, f"below {count} GPUs", "start fewer ranks")
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
         if size == 1:

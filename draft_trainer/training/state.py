@@ -48,13 +48,11 @@ class TrainingState:
         tensors: what ``Learner.state_dict`` gave.
         step: the number it was saved under.
         position: what the caller needs besides the tensors, as it was given.
-        passed_over: newer files that were damaged, and why; empty as a rule.
     """
 
     tensors: dict[str, Tensor]
     step: int
     position: dict[str, Any]
-    passed_over: tuple[str, ...] = ()
 
 
 class StateStore:
@@ -122,7 +120,7 @@ class StateStore:
         for step in reversed(self._steps()):
             path = self._path(step)
             try:
-                state = self._read(path, step, tuple(damaged))
+                state = self._read(path, step)
             except _DamagedError as error:
                 damaged.append(f"{path.name}: {error}")
                 continue
@@ -141,7 +139,7 @@ class StateStore:
             )
         return None
 
-    def _read(self, path: Path, step: int, passed_over: tuple[str, ...]) -> TrainingState:
+    def _read(self, path: Path, step: int) -> TrainingState:
         try:
             with safe_open(path, framework="pt") as file:
                 facts = dict(file.metadata() or {})
@@ -159,7 +157,7 @@ class StateStore:
         for name in sorted(self._belongs_to.keys() | found.keys()):
             if found.get(name) != self._belongs_to.get(name):
                 raise _unfit(name, found.get(name), self._belongs_to.get(name), path)
-        return TrainingState(tensors, step, json.loads(facts["position"]), passed_over)
+        return TrainingState(tensors, step, json.loads(facts["position"]))
 
     def _path(self, step: int) -> Path:
         return self.folder / f"state-{step:012d}.safetensors"

@@ -59,11 +59,11 @@ def test_a_window_without_its_prompt_is_a_group_of_its_own() -> None:
 def test_policy_heads_share_equal_matrices_and_stay_bounded() -> None:
     store = PolicyHeads(keep=2)
     embed, rows = torch.randn(24, 16), torch.randn(16, 16)
-    assert store.add(PolicyHead(1, rows, embed)) == ()
-    assert store.add(PolicyHead(3, rows + 1, embed.clone())) == ()
+    store.add(PolicyHead(1, rows, embed))
+    store.add(PolicyHead(3, rows + 1, embed.clone()))
     assert store.get(3).embed_tokens is embed
     assert store.tensor(digest(rows)) is rows
-    assert store.add(PolicyHead(4, rows + 2, embed.clone())) == (1,)
+    store.add(PolicyHead(4, rows + 2, embed.clone()))
     assert store.versions == (3, 4) and 1 not in store and 4 in store
     assert store.tensor(digest(rows)) is None
     assert store.get(4).embed_tokens is embed
