@@ -34,12 +34,7 @@ VOCABULARY_MAPS = ("d2t", "t2d")
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A tensor without its values.
-
-    Attributes:
-        dtype: torch's name, for example "bfloat16".
-        shape: sizes, outermost first.
-    """
+    """A tensor without its values."""
 
     dtype: str
     shape: tuple[int, ...]

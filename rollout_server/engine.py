@@ -29,13 +29,7 @@ _STEP_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Description:
-    """What the workers say about the models in memory.
-
-    Attributes:
-        shares_embedding: the draft uses the verifier's embedding.
-        shared: other draft parameters in the verifier's memory.
-        served_dtype: of the policy.
-    """
+    """What the workers say about the models in memory."""
 
     shares_embedding: bool
     shared: tuple[str, ...]

@@ -245,32 +245,18 @@ def add_access_options(group: Any) -> None:
         ("--control-client-ca", "PEM of a CA; every client needs a certificate of it."),
     ):
         group.add_argument(option, type=Path, metavar="FILE", help=what)
-    group.add_argument(
-        "--control-token",
-        action="append",
-        default=[],
-        metavar="ROLE=FILE",
-        help="File of tokens that have the role observe or operate. May be given several times.",
-    )
-    group.add_argument(
-        "--control-name",
-        action="append",
-        default=[],
-        metavar="ROLE=NAME",
-        help="Name in client certificates that have the role observe or operate; * for all. May "
-        "be given several times.",
-    )
-    group.add_argument(
-        "--control-allow-plaintext",
-        action="store_true",
-        help="Let the control plane listen on other addresses than loopback without TLS.",
-    )
-    group.add_argument(
-        "--control-allow-anonymous",
-        action="store_true",
-        help="Let it listen there without asking who calls: whoever reaches it can replace the "
-        "weights.",
-    )
+    for option, value, what in (
+        ("--control-token", "FILE", "File of tokens that"),
+        ("--control-name", "NAME", "Name in client certificates (* for all) that"),
+    ):
+        text = f"{what} have the role observe or operate. May be given several times."
+        kind = {"action": "append", "default": [], "metavar": f"ROLE={value}"}
+        group.add_argument(option, help=text, **kind)
+    for option, what in (
+        ("--control-allow-plaintext", "Let it listen beyond loopback without TLS."),
+        ("--control-allow-anonymous", "Let whoever reaches it there replace the weights."),
+    ):
+        group.add_argument(option, action="store_true", help=what)
 
 
 def access_of(args: argparse.Namespace) -> Access:

@@ -45,11 +45,7 @@ _NO_POLICY = "No series until one was pushed through Slipstream."
 
 
 class CommitCounts:
-    """Counts commits; ``committed`` is a ``control.Committed``.
-
-    Attributes:
-        registry: holds the metrics here.
-    """
+    """Counts commits; ``committed`` is a ``control.Committed``."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

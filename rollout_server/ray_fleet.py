@@ -62,19 +62,10 @@ _ADDRESSES = ("--port", "--control-host", "--control-port")
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """What is placed.
+    """What is placed; replica i listens on the first ports plus i.
 
-    Attributes:
-        command: of every server; its replica appends ``--host``, ``--port`` and the same two of the
-            control plane.
-        replicas: how many.
-        members: the file that lists the control planes that serve.
-        cpus: that Ray reserves for each, and gpus.
-        first_port: of the OpenAI API of replica 0; replica i has i more, likewise its control port.
-        ready_seconds: longest that a start may take until health says SERVING.
-        host: that all listen on; empty: each its node's address.
-        credentials: for health checks.
-        stop_seconds: that a server has to end.
+    ``command`` gets ``--host``, ``--port`` and the same two of the control plane appended; an empty
+    ``host`` is each node's address.
     """
 
     command: tuple[str, ...]

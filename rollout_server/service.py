@@ -325,9 +325,6 @@ async def _next(
 ) -> pb.StageRequest | None:
     """The client's next message; None at its end.
 
-    Args:
-        left: seconds that the whole stage may still take.
-
     Raises:
         RefusedError: it sent nothing for ``CHUNK_SECONDS``, or too little until now.
     """

@@ -54,11 +54,7 @@ def install() -> None:
 
 
 def keep_own_lm_head(proposer_class: type) -> None:
-    """Make the V1 runner's proposer leave an lm_head alone that the checkpoint brought.
-
-    Args:
-        proposer_class: vLLM's class with ``_maybe_share_lm_head(self, target)``.
-    """
+    """Make the V1 runner's proposer leave an lm_head alone that the checkpoint brought."""
     original: Callable[[Any, nn.Module], None] = proposer_class._maybe_share_lm_head  # type: ignore[attr-defined]
     if getattr(original, "_slipstream", False):
         return
@@ -74,11 +70,7 @@ def keep_own_lm_head(proposer_class: type) -> None:
 
 
 def keep_own_lm_head_v2(module: ModuleType) -> None:
-    """The same for Model Runner V2.
-
-    Args:
-        module: vLLM's ``v1.worker.gpu.spec_decode.eagle.utils``.
-    """
+    """The same for Model Runner V2."""
     original: Callable[..., bool] = module._should_share
     if getattr(original, "_slipstream", False):
         return

@@ -103,15 +103,7 @@ def header_of(
     aux_layers: Sequence[int],
     layout: Layout,
 ) -> pb.VerifierStates:
-    """The header of a sample, without checksum and span.
-
-    Args:
-        sample_id: unique within the run.
-        policy_version: the version whose forward pass made the states.
-        temperature: of the rollout.
-        aux_layers: "after L layers" numbers, ascending, ``layout.aux_layers`` of them.
-        layout: of the block.
-    """
+    """The header of a sample, without checksum and span."""
     return pb.VerifierStates(
         sample_id=sample_id,
         policy_version=policy_version,
@@ -336,11 +328,6 @@ def group_of(sample_id: str, token_ids: torch.Tensor, loss_mask: torch.Tensor) -
     GRPO draws many completions of one prompt. A head that has trained on some of them knows
     the others, so they are held out together and are not independent evidence. A window that
     begins inside a completion has no prompt and is a group of its own.
-
-    Args:
-        sample_id: of the sample.
-        token_ids: int32 or int64 [T].
-        loss_mask: bool [T].
     """
     prompt = int(loss_mask.int().argmax())
     if prompt == 0:

@@ -235,13 +235,7 @@ class Access:
     def judge(
         self, role: Role | None, authorization: str | None, names: Collection[str] = ()
     ) -> Refused | None:
-        """None if a call that needs ``role`` may be made.
-
-        Args:
-            role: None: nobody may.
-            authorization: the header's value, if there was one.
-            names: in the client's verified certificate.
-        """
+        """None if a call that needs ``role`` may be made."""
         if self.anonymous and role is not None:
             return None
         token = bearer(authorization)

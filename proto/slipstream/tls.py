@@ -127,13 +127,7 @@ OptionName = Callable[[str], str]
 
 @dataclass(frozen=True)
 class TlsPaths:
-    """PEM files.
-
-    Attributes:
-        certificate: the certificate, then those between it and its CA, if any.
-        key: its private key, not encrypted.
-        ca: of those who call, or are called; None where their certificates are not asked for.
-    """
+    """PEM files."""
 
     certificate: Path
     key: Path

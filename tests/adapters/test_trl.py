@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 pytest.importorskip("trl")
 
 from examples.arithmetic_grpo.processes import Services
-from examples.arithmetic_grpo.task import Problem
 from examples.arithmetic_grpo.tokenizer import token_ids
 from examples.local_services import draft_trainer
 from examples.trl_grpo.train import grpo_trainer, open_bridge
@@ -27,6 +25,7 @@ from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
+from tests.adapters.ranks import FixedRollouts, any_score
 from tests.policy_bridge.doubles import DEADLINE, FakeTrainer
 from tests.rollout_server.checkpoints import load
 from tests.rollout_server.live import Live
@@ -47,23 +46,6 @@ SMALL: dict[str, Any] = {
 
 def load_policy(policy_dir: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
-
-
-def any_score(problem: Problem, text: str) -> float:
-    """Tells random completions apart, so that there are advantages to train on."""
-    return float(len(text) % 7)
-
-
-class FixedRollouts:
-    """Completions that depend on the prompts alone, however the policy moves."""
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
-    ) -> list[Completion]:
-        assert sampling["temperature"] == TEMPERATURE
-        rng = random.Random(str(prompts))
-        rows = [[*(rng.randrange(4, 100) for _ in range(rng.randrange(4, 20))), 2] for _ in prompts]
-        return [Completion(row, [-1.0] * len(row)) for row in rows]
 
 
 @pytest.mark.parametrize(

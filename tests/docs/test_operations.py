@@ -60,7 +60,7 @@ def test_every_event_is_documented() -> None:
 def test_every_option_of_the_rollout_server_is_documented() -> None:
     text = (ROOT / "rollout_server" / "launch.py").read_text()
     options = re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", text)
-    options += re.findall(r"\(\"(--[\w-]+)\", \"PEM", text)
+    options += re.findall(r"\(\"(--control-[\w-]+)\", \"", text)
     assert len(options) >= 6
     for option in options:
         assert f"`{option}" in OPERATIONS, option

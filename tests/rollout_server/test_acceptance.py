@@ -7,9 +7,14 @@ import pytest
 from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceGuard, AcceptanceTracker
 
 
-def test_steps_before_the_boundary_belong_to_the_old_version() -> None:
+@pytest.fixture
+def tracker() -> AcceptanceTracker:
     tracker = AcceptanceTracker()
     tracker.start(0)
+    return tracker
+
+
+def test_steps_before_the_boundary_belong_to_the_old_version(tracker: AcceptanceTracker) -> None:
     tracker.record(4, 12, 5, [3, 1, 1])
     # The commit's answer overtakes the statistics of two steps of 4 drafts.
     tracker.switch(7, steps_before=12)
@@ -23,9 +28,7 @@ def test_steps_before_the_boundary_belong_to_the_old_version() -> None:
     assert (new.drafts, new.accepted_tokens, new.accepted_per_position) == (4, 12, [4, 4, 4])
 
 
-def test_commits_in_a_row_without_drafts_leave_no_entry() -> None:
-    tracker = AcceptanceTracker()
-    tracker.start(0)
+def test_commits_in_a_row_without_drafts_leave_no_entry(tracker: AcceptanceTracker) -> None:
     tracker.switch(1, 0)
     tracker.switch(2, 0)
     assert tracker.counters() == {}
@@ -33,9 +36,7 @@ def test_commits_in_a_row_without_drafts_leave_no_entry() -> None:
     assert set(tracker.counters()) == {2}
 
 
-def test_a_version_that_returns_goes_on_counting() -> None:
-    tracker = AcceptanceTracker()
-    tracker.start(0)
+def test_a_version_that_returns_goes_on_counting(tracker: AcceptanceTracker) -> None:
     tracker.record(2, 6, 2, [2, 0, 0])
     tracker.switch(1, 2)
     tracker.record(3, 9, 0, [0, 0, 0])
@@ -44,9 +45,7 @@ def test_a_version_that_returns_goes_on_counting() -> None:
     assert {v: c.drafts for v, c in tracker.counters().items()} == {0: 7, 1: 3}
 
 
-def test_only_the_newest_versions_are_kept() -> None:
-    tracker = AcceptanceTracker()
-    tracker.start(0)
+def test_only_the_newest_versions_are_kept(tracker: AcceptanceTracker) -> None:
     for version in range(1, 3 * KEPT_VERSIONS):
         tracker.record(1, 3, 0, [0, 0, 0])
         tracker.switch(version, version)

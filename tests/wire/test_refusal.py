@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from collections.abc import Iterator
 from concurrent import futures
@@ -59,14 +60,19 @@ class Refuser(pb_grpc.DraftTrainerServicer):
 
 
 @pytest.fixture
-def stub() -> Iterator[pb_grpc.DraftTrainerStub]:
+def address() -> Iterator[str]:
     server = grpc.server(futures.ThreadPoolExecutor(2), options=SERVER_OPTIONS)
     pb_grpc.add_DraftTrainerServicer_to_server(Refuser(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    with open_channel(f"127.0.0.1:{port}") as channel:
-        yield pb_grpc.DraftTrainerStub(channel)
+    yield f"127.0.0.1:{port}"
     server.stop(None).wait(10.0)
+
+
+@pytest.fixture
+def stub(address: str) -> Iterator[pb_grpc.DraftTrainerStub]:
+    with open_channel(address) as channel:
+        yield pb_grpc.DraftTrainerStub(channel)
 
 
 def check(refusal: RefusedError | None) -> None:
@@ -91,26 +97,16 @@ def test_through_a_stream_after_its_first_answer(stub: pb_grpc.DraftTrainerStub)
     check(refused_from(failed.value))
 
 
-async def _aio_refusal(port: int) -> RefusedError | None:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        try:
-            await pb_grpc.DraftTrainerStub(channel).OpenRun(
-                pb.OpenRunRequest(run_id="r"), timeout=10.0
-            )
-        except grpc.RpcError as error:
-            return refused_from(error)
-    return None
+def test_through_an_asyncio_client(address: str) -> None:
+    async def refusal() -> RefusedError | None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            with pytest.raises(grpc.RpcError) as failed:
+                await pb_grpc.DraftTrainerStub(channel).OpenRun(
+                    pb.OpenRunRequest(run_id="r"), timeout=10.0
+                )
+        return refused_from(failed.value)
 
-
-def test_through_an_asyncio_client() -> None:
-    import asyncio
-
-    server = grpc.server(futures.ThreadPoolExecutor(2), options=SERVER_OPTIONS)
-    pb_grpc.add_DraftTrainerServicer_to_server(Refuser(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    check(asyncio.run(_aio_refusal(port)))
-    server.stop(None).wait(10.0)
+    check(asyncio.run(refusal()))
 
 
 def test_other_failures_are_not_refusals(stub: pb_grpc.DraftTrainerStub) -> None:
