@@ -42,10 +42,12 @@ Connect = Callable[..., PolicyBridge]
 
 @pytest.fixture
 def connect(model: Qwen3ForCausalLM) -> Iterator[Connect]:
-    """``connect(trainer_address, **settings)``: a bridge that has opened its run."""
+    """``connect(address, **settings)``: a bridge that has opened its run and synced ``version``."""
     bridges = []
 
-    def build(address: str, *, wait: bool = True, **settings: object) -> PolicyBridge:
+    def build(
+        address: str, *, wait: bool = True, version: int | None = None, **settings: object
+    ) -> PolicyBridge:
         settings = {"max_backoff_seconds": 0.1, "drain_seconds": 0.2, **settings}
         used = settings.pop("model", model)
         selector = settings.pop("selector", None)
@@ -57,6 +59,9 @@ def connect(model: Qwen3ForCausalLM) -> Iterator[Connect]:
         bridges.append(bridge)
         if wait:
             assert bridge.wait_connected(DEADLINE)
+        if version is not None:
+            with bridge.sync(version):
+                pass
         return bridge
 
     yield build

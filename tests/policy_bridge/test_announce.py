@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from policy_bridge import session as announce
-from policy_bridge import session as pacing
 from policy_bridge.session import BLOCK_BYTES, Pace, Session
 from slipstream.client import open_channel
 from slipstream.tensors import bytes_of, frame_chunk, spec_of
@@ -39,8 +38,8 @@ def test_pauses_are_in_proportion_to_the_work_and_bounded(monkeypatch: pytest.Mo
     slept: list[float] = []
     # When it begins, then before and after each of the two pauses.
     used = iter([0.0, 0.001, 0.001, 0.101, 0.101, 0.0, 9.0, 9.0])
-    monkeypatch.setattr(pacing.time, "thread_time", lambda: next(used))
-    monkeypatch.setattr(pacing.time, "sleep", slept.append)
+    monkeypatch.setattr(announce.time, "thread_time", lambda: next(used))
+    monkeypatch.setattr(announce.time, "sleep", slept.append)
     pace = Pace(20 * BLOCK_BYTES, most_seconds=10.0)
     pace.rest()
     pace.rest()
@@ -82,9 +81,7 @@ def test_a_version_of_many_blocks_arrives(
     monkeypatch.setattr(announce, "BLOCK_BYTES", 100)
     embed = model.get_input_embeddings().weight
     with trainer.serve() as server:
-        bridge = connect(server.address)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, version=1)
         trainer.wait_for(lambda: 1 in trainer.tensors)
         assert torch.equal(trainer.tensors[1]["embed_tokens.weight"], embed)
         assert bridge.stats().last_error == ""

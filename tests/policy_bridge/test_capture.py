@@ -32,9 +32,7 @@ def test_states_equal_the_models_own(
         hidden = model(**inputs, output_hidden_states=True).hidden_states
     hook.remove()
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
         assert len(trainer.samples) == 3
@@ -58,9 +56,7 @@ def test_layer_zero_is_the_embeddings(trainer: FakeTrainer, connect: Connect) ->
     model, data = make_model(), batch((6,))
     trainer.layers = (0, 7)
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
         (sample,) = trainer.samples.values()
@@ -76,9 +72,7 @@ def test_a_fused_loss_is_captured_at_the_final_norm(trainer: FakeTrainer, connec
     model, data = make_model(), batch((9, 7))
     modules = ModulePaths(final_norm="model.norm")
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model, modules=modules)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, modules=modules, version=1)
         with torch.no_grad(), bridge.capture() as capture:
             final = model.model(
                 data["input_ids"], attention_mask=data["attention_mask"]
@@ -95,9 +89,7 @@ def test_a_fused_loss_is_captured_at_the_final_norm(trainer: FakeTrainer, connec
 def test_states_dtype_casts_what_is_shipped(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((9,))
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model, states_dtype="bfloat16")
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, states_dtype="bfloat16", version=1)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
         (sample,) = trainer.samples.values()
@@ -113,9 +105,7 @@ def test_log_z_is_the_full_vocabularys(
 ) -> None:
     model, data = make_model(), batch((11, 7))
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         inputs = {k: data[k] for k in ("input_ids", "attention_mask")}
         with torch.no_grad(), bridge.capture(temperature=temperature) as capture:
             logits = model(**inputs).logits.float() / temperature
@@ -141,9 +131,7 @@ def test_bfloat16_logits_are_rounded_as_the_policy_rounds_them(
 ) -> None:
     model, data = make_model(torch.bfloat16), batch((40,))
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
         (sample,) = trainer.samples.values()
@@ -181,9 +169,7 @@ def test_gradients_are_bit_identical(
     plain = gradients(None, make_model())
     with trainer.serve() as server:
         model = make_model()
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         bridged = gradients(bridge, model)
         assert bridge.flush(DEADLINE)
         assert len(trainer.samples) == 3
@@ -201,9 +187,7 @@ def test_what_is_held_back_for_the_wire_does_not_follow_the_policy(
     model, data = make_model(), batch((8,))
     trainer.hang.add("AnnouncePolicy")
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         head = model.lm_head.weight.detach().clone()
         with torch.no_grad():
             final = model.model(data["input_ids"]).last_hidden_state[0].clone()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from policy_bridge.outbox import Entry, Outbox, file_bytes
-from policy_bridge.stats import BridgeStats, Counters
+from policy_bridge.stats import Counters
 from slipstream.sample import Sample, header_of, layout_of
 from slipstream.shm import MemoryLostError, SharedFile
 
@@ -30,12 +30,6 @@ def sample(name: str, version: int, units: int = 1) -> Sample:
     return Sample(header_of(name, version, 1.0, (1,), layout), block)
 
 
-def stats(counters: Counters) -> BridgeStats:
-    return counters.snapshot(
-        connected=False, policy_version=None, outbox_samples=0, outbox_bytes=0, last_sync=None
-    )
-
-
 def take_one(outbox: Outbox) -> Entry | None:
     """The next sample, which counts as sent."""
     return next(iter(outbox.take(lambda entry: True, 1, outbox.blocks)), None)
@@ -50,10 +44,10 @@ def test_it_never_holds_more_than_its_bound(counters: Counters) -> None:
     outbox = Outbox(5 * UNIT, counters)
     taken = sum(outbox.put(sample(f"a{i}", 1), 1.0) for i in range(10))
     assert (taken, outbox.nbytes, len(outbox)) == (5, 5 * UNIT, 5)
-    assert stats(counters).shed == {"outbox_full": 5}
-    assert stats(counters).shed_bytes == 5 * UNIT
+    assert counters.snapshot().shed == {"outbox_full": 5}
+    assert counters.snapshot().shed_bytes == 5 * UNIT
     assert not outbox.put(sample("big", 9, units=6), 1.0)
-    assert stats(counters).shed == {"outbox_full": 5, "too_large": 1}
+    assert counters.snapshot().shed == {"outbox_full": 5, "too_large": 1}
     assert outbox.nbytes == 5 * UNIT
 
 
@@ -64,7 +58,7 @@ def test_older_policies_make_room_and_newer_ones_do_not(counters: Counters) -> N
     assert outbox.put(sample("f", 3), 1.0)  # a goes
     assert outbox.put(sample("g", 3, units=2), 1.0)  # c and b go
     assert not outbox.put(sample("h", 2), 1.0)  # nothing is older
-    assert stats(counters).shed == {"superseded": 3, "outbox_full": 1}
+    assert counters.snapshot().shed == {"superseded": 3, "outbox_full": 1}
     order = []
     while head := take_one(outbox):
         order.append(head.sample_id)
@@ -89,7 +83,7 @@ def test_among_one_versions_samples_the_least_wanted_make_room(counters: Counter
         assert taken == (name in "fgh")
     # The older version whatever its priority, then the lowest, the oldest of equals; never equals.
     assert gone == ["d", "b", "c"]
-    assert stats(counters).shed == {"superseded": 3, "outbox_full": 1}
+    assert counters.snapshot().shed == {"superseded": 3, "outbox_full": 1}
     assert outbox.put(sample("j", 3), 1.0, 0)
     assert set(outbox._held) == {"a", "f", "g", "h", "j"}
 
@@ -151,7 +145,7 @@ def test_what_is_shed_in_flight_keeps_its_part_of_the_file(counters: Counters) -
     assert first is not None and outbox.flight == UNIT
     block, place = first.read(), first.header.packed.span.offset
     assert outbox.put(sample("f", 2), 1.0)
-    assert stats(counters).shed == {"superseded": 1} and "a" not in outbox._held
+    assert counters.snapshot().shed == {"superseded": 1} and "a" not in outbox._held
     newest = outbox._held["f"]
     assert newest.header.packed.span.offset != place
     assert first.read().tobytes() == block.tobytes()
@@ -170,7 +164,7 @@ def test_what_is_held_moves_to_another_file(counters: Counters, tmp_path: Path) 
     os.pwrite(damaged.blocks.file._descriptor, b"x" * 9, damaged.header.packed.span.offset)
     made = SharedFile.create(tmp_path, file_bytes(8 * UNIT))
     blocks = outbox.move_to(made)
-    assert stats(counters).shed == {"shared_memory_lost": 1}
+    assert counters.snapshot().shed == {"shared_memory_lost": 1}
     for name in "acd":
         assert outbox._held[name].blocks is blocks
         assert outbox._held[name].read().tobytes() == given[name].block.numpy().tobytes()
@@ -198,7 +192,7 @@ def test_what_is_taken_is_asked_before_anything_is_copied(counters: Counters) ->
     assert outbox.takes(UNIT, 2, 0, 1.0) and outbox.takes(UNIT, 1, 8, 1.0)
     assert not outbox.takes(UNIT, 1, 7, 1.0)
     assert len(outbox) == 5
-    assert stats(counters).shed == {"too_large": 1, "outbox_full": 1}
+    assert counters.snapshot().shed == {"too_large": 1, "outbox_full": 1}
 
 
 def test_a_sample_too_large_for_what_is_older_displaces_nothing(counters: Counters) -> None:
@@ -207,7 +201,7 @@ def test_a_sample_too_large_for_what_is_older_displaces_nothing(counters: Counte
         assert outbox.put(sample(name, version), 1.0)
     assert not outbox.put(sample("f", 2, units=2), 1.0)
     assert len(outbox) == 5
-    assert stats(counters).shed == {"outbox_full": 1}
+    assert counters.snapshot().shed == {"outbox_full": 1}
 
 
 def test_sent_samples_count_until_acknowledged_and_come_again_in_order(
@@ -238,7 +232,7 @@ def test_a_sample_shed_after_the_peek_is_not_sent(counters: Counters) -> None:
     assert outbox.put(sample("b", 2), 1.0)
     assert not outbox.holds(head)
     assert [entry.sample_id for entry in outbox.take(lambda entry: True, 9)] == ["b"]
-    assert stats(counters).shed == {"superseded": 1}
+    assert counters.snapshot().shed == {"superseded": 1}
 
 
 def test_an_offer_keeps_its_deadline_and_counts(counters: Counters) -> None:
@@ -256,7 +250,7 @@ def test_an_offer_keeps_its_deadline_and_counts(counters: Counters) -> None:
     assert not outbox.put(sample("a", 1), 0.01)
     done.set()
     thread.join(10.0)
-    assert stats(counters).shed == {"deadline": 1}
+    assert counters.snapshot().shed == {"deadline": 1}
 
 
 def test_close_wakes_the_waiter_sheds_the_rest_and_takes_no_more(counters: Counters) -> None:
@@ -268,7 +262,7 @@ def test_close_wakes_the_waiter_sheds_the_rest_and_takes_no_more(counters: Count
     thread.join(10.0)
     assert found == [None]
     assert not outbox.put(sample("a", 1), 1.0)
-    assert stats(counters).shed["closed"] == 1
+    assert counters.snapshot().shed["closed"] == 1
 
 
 def test_every_sample_of_many_threads_is_settled_or_shed(counters: Counters) -> None:
@@ -293,4 +287,4 @@ def test_every_sample_of_many_threads_is_settled_or_shed(counters: Counters) -> 
     outbox.close()
     drain.join(30.0)
     assert len(settled) == len(set(settled))
-    assert len(settled) + sum(stats(counters).shed.values()) == 800
+    assert len(settled) + sum(counters.snapshot().shed.values()) == 800

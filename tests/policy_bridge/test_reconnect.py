@@ -25,9 +25,7 @@ def killed_with_three_unacknowledged(
     model, data = make_model(), batch((10,) * 3)
     trainer.ack = False
     server = trainer.serve()
-    bridge = connect(server.address, model=model)
-    with bridge.sync(1):
-        pass
+    bridge = connect(server.address, model=model, version=1)
     ship(bridge, model, data)
     trainer.wait_for(lambda: len(trainer.received) == 3)
     server.kill()
@@ -73,9 +71,7 @@ def test_a_trainer_with_too_much_to_do_is_asked_again(
     trainer.refuse_announcements = [busy, busy, busy]
     model = make_model()
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         ship(bridge, model, batch((10,) * 3))
         assert bridge.flush(DEADLINE)
     assert (bridge.stats().accepted, bridge.stats().shed) == (3, {})
@@ -86,9 +82,7 @@ def test_a_stream_without_news_is_opened_again(trainer: FakeTrainer, connect: Co
     model = make_model()
     trainer.ack = False
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model, stall_seconds=0.3)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, stall_seconds=0.3, version=1)
         ship(bridge, model, batch((10,)))
         trainer.wait_for(lambda: len(trainer.received) == 1)
         trainer.ack = True
@@ -103,9 +97,7 @@ def test_a_stream_whose_first_credit_never_comes_is_opened_again(
     model = make_model()
     trainer.hang.add("StreamStates")
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model, stall_seconds=0.3)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, stall_seconds=0.3, version=1)
         ship(bridge, model, batch((10, 10)))
         trainer.wait_for(lambda: trainer.events.count(("StreamStates", -1)) == 2)
         assert "does not answer" in bridge.stats().last_error
@@ -186,9 +178,7 @@ def test_states_that_come_after_the_draft_changed_are_not_taken_for_its_own(
     model, data = make_model(), batch((10, 7))
     with trainer.serve() as server:
         port = server.port
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         window = bridge.capture()
         window.__enter__()
         with torch.no_grad():
@@ -260,9 +250,7 @@ def test_what_waits_for_a_hung_trainer_is_copied_into_memory_that_was_there(
     model = make_model()
     trainer.hang = {"AnnouncePolicy"}
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         trainer.wait_for(lambda: ("AnnouncePolicy", -1) in trainer.events)
         assert bridge._matrices is not None
         used = set()

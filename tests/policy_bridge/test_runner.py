@@ -209,9 +209,7 @@ def test_flush_waits_for_copies(
     trainer: FakeTrainer, connect: Connect, held: threading.Event
 ) -> None:
     with trainer.serve() as server:
-        bridge = connect(server.address, model=(model := make_model()))
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=(model := make_model()), version=1)
         ship(bridge, model, batch((9, 12)))
         assert not bridge.flush(0.0)
         held.set()
@@ -223,9 +221,9 @@ def test_close_ships_what_is_still_to_be_copied(
     trainer: FakeTrainer, connect: Connect, held: threading.Event
 ) -> None:
     with trainer.serve() as server:
-        bridge = connect(server.address, model=(model := make_model()), drain_seconds=DEADLINE)
-        with bridge.sync(1):
-            pass
+        bridge = connect(
+            server.address, model=(model := make_model()), drain_seconds=DEADLINE, version=1
+        )
         # One copy runs, another one waits.
         ship(bridge, model, batch((9, 12)))
         ship(bridge, model, batch((7, 8)))
@@ -252,9 +250,7 @@ def test_what_the_loop_writes_after_ship_does_not_go_out(
     }
     before = {name: tensor.clone() for name, tensor in given.items()}
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         with torch.no_grad(), bridge.capture() as capture:
             model(data["input_ids"])
             capture.ship(**given)
@@ -277,9 +273,7 @@ def test_log_probs_are_of_the_weights_that_made_the_pass(
         logits = model(data["input_ids"]).logits[0, :-1]
     expected = logits.log_softmax(-1).gather(-1, data["input_ids"][0, 1:, None]).squeeze(-1)
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         ship(bridge, model, data)
         with torch.no_grad():
             model.lm_head.weight.mul_(2.0)
@@ -296,9 +290,7 @@ def test_states_written_between_ship_and_copy_are_refused(
     seen: list[torch.Tensor] = []
     model.model.layers[4].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model, strict=True)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, strict=True, version=1)
         with torch.no_grad():
             ship(bridge, model, data)
             seen[0].mul_(2.0)
@@ -315,16 +307,12 @@ def test_float8_states_are_quantized_as_they_are_captured(
 ) -> None:
     model, data = make_model(torch.bfloat16), batch((9, 12))
     with trainer.serve() as server:
-        whole = connect(server.address, model=model)
-        with whole.sync(1):
-            pass
+        whole = connect(server.address, model=model, version=1)
         ship(whole, model, data)
         assert whole.flush(DEADLINE)
         plain = {bytes(s.token_ids.numpy()): s for s in trainer.samples.values()}
         trainer.samples.clear()
-        bridge = connect(server.address, model=model, states_dtype="float8_e4m3")
-        with bridge.sync(2):
-            pass
+        bridge = connect(server.address, model=model, states_dtype="float8_e4m3", version=2)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
         assert len(trainer.samples) == 2
@@ -345,9 +333,7 @@ def test_a_device_without_memory_costs_the_window_and_not_the_run(
 
     model, data = make_model(), batch((9, 12))
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model, strict=True)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, strict=True, version=1)
         for name in ("with_logits", "fill"):
             monkeypatch.setattr(capture, name, full)
             ship(bridge, model, data)

@@ -133,9 +133,7 @@ def test_the_budget_bounds_what_is_shipped(trainer: FakeTrainer, connect: Connec
     token = bytes_per_token(3, HIDDEN, torch.float32)
     assert token == 4 * HIDDEN * 4 + 21
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model, bytes_per_step=35 * token)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, bytes_per_step=35 * token, version=1)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
         stats = bridge.stats()
@@ -153,9 +151,7 @@ def test_the_budget_holds_over_micro_batches(
     model, data = make_model(), batch((10,) * 12)
     budget = 60 * bytes_per_token(3, HIDDEN, torch.float32)
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model, bytes_per_step=budget)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, bytes_per_step=budget, version=1)
         with torch.no_grad(), bridge.capture(forwards=forwards) as capture:
             for start in range(0, 12, 3):
                 rows = slice(start, start + 3)
@@ -171,9 +167,7 @@ def test_a_selector_of_ones_own(trainer: FakeTrainer, connect: Connect) -> None:
 
     model, data = make_model(), batch((8, 13, 9))
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model, selector=longest)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, selector=longest, version=1)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
         (sample,) = trainer.samples.values()
@@ -184,9 +178,7 @@ def test_long_sequences_arrive_as_windows(trainer: FakeTrainer, connect: Connect
     trainer.max_tokens = 16
     model, data = make_model(), batch((40,), "left")
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
         ids, targets = data["input_ids"][0].tolist(), []

@@ -63,9 +63,7 @@ def test_credits_are_never_overdrawn(trainer: FakeTrainer, connect: Connect) -> 
     model, data = make_model(), batch((10,) * 8)
     trainer.credit = 2 * SAMPLE_BYTES  # One message with its overhead, not two.
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
     assert trainer.overdrawn == 0
@@ -78,9 +76,7 @@ def test_a_sample_larger_than_the_trainers_window_does_not_block_the_others(
     model = make_model()
     trainer.credit = 2 * SAMPLE_BYTES
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model, stall_seconds=0.3)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, stall_seconds=0.3, version=1)
         ship(bridge, model, batch((40, 10, 10)))
         assert bridge.flush(DEADLINE)
         assert bridge.stats().shed == {"no_credit": 1}
@@ -92,9 +88,7 @@ def test_close_interrupts_a_call_that_hangs(trainer: FakeTrainer, connect: Conne
     model = make_model()
     trainer.hang.add("AnnouncePolicy")
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         ship(bridge, model, batch((10, 10)))
         trainer.wait_for(lambda: ("AnnouncePolicy", -1) in trainer.events)
         bridge.close()
@@ -133,9 +127,7 @@ def test_refusals_are_counted_by_field_and_the_stream_goes_on(
         RefusedError("token_ids", 7, 10, "send ten") if s.token_ids.shape[0] == 7 else None
     )
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
         stats = bridge.stats()
@@ -199,9 +191,7 @@ def test_a_mistake_in_the_bridges_own_thread_costs_samples_not_the_run(
     monkeypatch.setattr("policy_bridge.connection.Connection._send_batch", mistake)
     model, data = make_model(), batch((10, 10))
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model, strict=strict)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, strict=strict, version=1)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
         assert not bridge.wait_connected(DEADLINE)

@@ -66,9 +66,7 @@ def test_a_call_that_does_not_fit_costs_its_window(
 ) -> None:
     model, data = make_model(), batch((8, 6))
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model, strict=strict)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, strict=strict, version=1)
         if strict:
             with pytest.raises(RefusedError) as refused, torch.no_grad(), bridge.capture() as taken:
                 CALLS[field](model, data, taken)  # type: ignore[arg-type]
@@ -99,9 +97,7 @@ def test_a_wrong_call_in_every_step_is_logged_once(
 ) -> None:
     model = make_model()
     with trainer.serve() as server, caplog.at_level(logging.ERROR):
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         for width in (5, 6, 7):
             with torch.no_grad(), bridge.capture() as capture:
                 wrong_mask(model, batch((width,)), capture)  # type: ignore[arg-type]
@@ -115,9 +111,7 @@ def test_a_version_that_goes_backwards_turns_capture_off_until_one_rises(
 ) -> None:
     model, data = make_model(), batch((8,))
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model, strict=strict)
-        with bridge.sync(5):
-            pass
+        bridge = connect(server.address, model=model, strict=strict, version=5)
         if strict:
             with pytest.raises(RefusedError, match=r"policy_version: found 4, expected > 5"):
                 bridge.sync(4).__enter__()
@@ -145,16 +139,12 @@ def test_a_resumed_run_below_what_the_trainer_knows_is_told_so(
             with before.sync(7):
                 pass
             trainer.wait_for(lambda: 7 in trainer.tensors)
-        bridge = connect(server.address, model=model)
-        with bridge.sync(3):
-            pass
+        bridge = connect(server.address, model=model, version=3)
         assert "policy_version: found 3, expected > 7" in bridge.stats().capture_off_reason
         ship(bridge, model, data)
         assert not trainer.samples
         # The very version that the trainer knows is what a resumed policy is.
-        resumed = connect(server.address, model=model)
-        with resumed.sync(7):
-            pass
+        resumed = connect(server.address, model=model, version=7)
         assert resumed.stats().capture_off_reason == ""
 
 
@@ -211,9 +201,7 @@ def test_samples_that_are_all_refused_stop_until_the_next_version(
     bad = [RefusedError("aux_hidden_states", "not finite", "finite", "look at the policy")]
     trainer.refuse = lambda _: bad[0] if bad else None
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, version=1)
         for _ in range(3):
             ship(bridge, model, data)
             assert bridge.flush(DEADLINE)
@@ -275,9 +263,7 @@ def test_a_selector_that_lacks_its_numbers_costs_the_window(
 ) -> None:
     model, data = make_model(), batch((8,))
     with trainer.serve() as server:
-        bridge = connect(server.address, model=model, selector=MostRejected())
-        with bridge.sync(1):
-            pass
+        bridge = connect(server.address, model=model, selector=MostRejected(), version=1)
         ship(bridge, model, data)
         assert bridge.stats().capture_off_reason.startswith("acceptance: found none")
 

@@ -47,13 +47,7 @@ class Sender:
         assert self.outbox.wait_empty(DEADLINE)
 
     def stats(self) -> BridgeStats:
-        return self.counters.snapshot(
-            connected=self.connection.connected,
-            policy_version=1,
-            outbox_samples=len(self.outbox),
-            outbox_bytes=self.outbox.nbytes,
-            last_sync=None,
-        )
+        return self.counters.snapshot(connected=self.connection.connected)
 
 
 @contextmanager
