@@ -175,15 +175,49 @@ class Capture:
             self._tap.__exit__()
             return
         try:
-            self._ship(
-                input_ids,
-                loss_mask,
-                attention_mask,
-                position_ids,
-                sampled_logprobs,
-                sampled_logits,
-                acceptance,
+            states = self._tap.take()
+            if states is None:
+                found = "no complete forward pass since the last ship"
+                step = "call the model first; set modules.final_norm if the loss is fused"
+                raise RefusedError("capture.ship", found, "a forward pass through lm_head", step)
+            shape = tuple(states.final.shape[:2])
+            for name, tensor in (
+                ("input_ids", input_ids),
+                ("loss_mask", loss_mask),
+                ("attention_mask", attention_mask),
+                ("position_ids", position_ids),
+            ):
+                if tensor is not None and tuple(tensor.shape) != shape:
+                    expected = f"the pass's {list(shape)}"
+                    raise RefusedError(name, list(tensor.shape), expected, "pass what was run")
+            for layer, aux in zip(self._plan.session.aux_layers, states.aux, strict=True):
+                if aux.shape != states.final.shape:
+                    name = f"hidden state after {layer} layers"
+                    step = "run lm_head on every position (no logits_to_keep)"
+                    raise RefusedError(name, aux.shape, states.final.shape, step)
+            plan = self._plan
+            if stamp_of(plan.weights or plan.modules.weights()) != plan.weights_stamp:
+                # An optimizer step since the sync: these states belong to no announced version.
+                self._counters.shed("policy_moved", len(input_ids), 0)
+                return
+            record = Record(
+                states=states,
+                token_ids=_own(input_ids),
+                loss_mask=_own(loss_mask).bool(),
+                attention_mask=None if attention_mask is None else _own(attention_mask),
+                position_ids=None if position_ids is None else _own(position_ids),
+                logprobs=_aligned("sampled_logprobs", sampled_logprobs, shape),
+                logits=_aligned("sampled_logits", sampled_logits, shape),
+                acceptance=acceptance,
             )
+            if self._at_once:
+                record = without_logits(record, self._plan.modules, self._plan.temperature)
+            else:
+                record = with_logits(record)
+            self._records.append(record)
+            self._recorded += 1
+            if self._plan.forwards is not None:
+                self._submit(max(1, self._plan.forwards - self._recorded + 1))
         except RefusedError as error:
             self._tap.__exit__()
             self._records = []
@@ -192,59 +226,6 @@ class Capture:
             # The loop needs the device's memory more than the draft needs this window.
             self._records = []
             self._counters.shed("device_memory", len(input_ids), 0)
-
-    def _ship(
-        self,
-        input_ids: torch.Tensor,
-        loss_mask: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        logprobs: torch.Tensor | None,
-        logits: torch.Tensor | None,
-        acceptance: torch.Tensor | Sequence[float] | None,
-    ) -> None:
-        states = self._tap.take()
-        if states is None:
-            found = "no complete forward pass since the last ship"
-            step = "call the model first; set modules.final_norm if the loss is fused"
-            raise RefusedError("capture.ship", found, "a forward pass through lm_head", step)
-        shape = tuple(states.final.shape[:2])
-        for name, tensor in (
-            ("input_ids", input_ids),
-            ("loss_mask", loss_mask),
-            ("attention_mask", attention_mask),
-            ("position_ids", position_ids),
-        ):
-            if tensor is not None and tuple(tensor.shape) != shape:
-                expected = f"the pass's {list(shape)}"
-                raise RefusedError(name, list(tensor.shape), expected, "pass what was run")
-        for layer, aux in zip(self._plan.session.aux_layers, states.aux, strict=True):
-            if aux.shape != states.final.shape:
-                name, expected = f"hidden state after {layer} layers", f"{list(states.final.shape)}"
-                step = "run lm_head on every position (no logits_to_keep)"
-                raise RefusedError(name, list(aux.shape), f"the final one's {expected}", step)
-        if stamp_of(self._plan.weights or self._plan.modules.weights()) != self._plan.weights_stamp:
-            # An optimizer step since the sync: these states belong to no announced version.
-            self._counters.shed("policy_moved", len(input_ids), 0)
-            return
-        record = Record(
-            states=states,
-            token_ids=_own(input_ids),
-            loss_mask=_own(loss_mask).bool(),
-            attention_mask=None if attention_mask is None else _own(attention_mask),
-            position_ids=None if position_ids is None else _own(position_ids),
-            logprobs=_aligned("sampled_logprobs", logprobs, shape),
-            logits=_aligned("sampled_logits", logits, shape),
-            acceptance=acceptance,
-        )
-        if self._at_once:
-            record = without_logits(record, self._plan.modules, self._plan.temperature)
-        else:
-            record = with_logits(record)
-        self._records.append(record)
-        self._recorded += 1
-        if self._plan.forwards is not None:
-            self._submit(max(1, self._plan.forwards - self._recorded + 1))
 
     def _refuse(self, error: RefusedError) -> None:
         # Also called from the side: then the hooks come off with the next call of the window.

@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE = 0.05
 _TICK = 0.2
 _JOIN_SECONDS = 5.0
-_DIED = "shipper_died"
 
 # Samples that wait are described together: what the trainer does once for a batch costs as much as
 # a MiB of states. Inline, more than one message's worth of them is not faster.
@@ -61,6 +60,11 @@ class Connection:
         outbox: where samples wait.
         config: deadlines and names.
         counters: where everything is counted.
+
+    Attributes:
+        session: the last run that was opened, whether the trainer is up now or not.
+        connected: whether a run is open now.
+        died: whether the thread ended of an unexpected error; it does not come back.
     """
 
     def __init__(
@@ -79,38 +83,19 @@ class Connection:
         self._config = config
         self._counters = counters
         self._changed = threading.Condition()
-        self._session: Session | None = None
+        self.session: Session | None = None
+        self.connected = self.died = False
         self._shared: BlockFile | None = None
-        self._connected = False
         self._attempted = False
-        self._died = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="slipstream-sender", daemon=True)
         self._thread.start()
 
-    @property
-    def session(self) -> Session | None:
-        """The last run that was opened, whether the trainer is up now or not."""
-        with self._changed:
-            return self._session
-
-    @property
-    def connected(self) -> bool:
-        """Whether a run is open now."""
-        with self._changed:
-            return self._connected
-
-    @property
-    def died(self) -> bool:
-        """Whether the thread ended of an unexpected error; it does not come back."""
-        with self._changed:
-            return self._died
-
     def wait_connected(self, timeout: float) -> bool:
         """Wait for an open run; False if there is none, or will be none, by then."""
         with self._changed:
-            self._changed.wait_for(lambda: self._connected or self._died, timeout)
-            return self._connected
+            self._changed.wait_for(lambda: self.connected or self.died, timeout)
+            return self.connected
 
     def wait_first_attempt(self, timeout: float) -> None:
         """Wait until the trainer was reached, or was found to be unreachable, once."""
@@ -153,17 +138,13 @@ class Connection:
                 self._stop.wait(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, self._config.max_backoff_seconds)
         finally:
+            self.died = not self._stop.is_set()
             self._set_connected(False)
-            if not self._stop.is_set():
-                self._on_crash()
-
-    def _on_crash(self) -> None:
-        """The thread ends of a bug in the bridge: shed the outbox so that no waiter blocks."""
-        with self._changed:
-            self._died = True
-            self._changed.notify_all()
-        self._counters.error("the bridge's thread to the trainer ended of an error; see the log")
-        self._outbox.close(_DIED)
+            if self.died:
+                # A bug in the bridge: shed the outbox so that no waiter blocks.
+                text = "the bridge's thread to the trainer ended of an error; see the log"
+                self._counters.error(text)
+                self._outbox.close("shipper_died")
 
     def _connect_and_send(self) -> bool:
         """One connection. Whether the next one may follow at once: the trainer took samples."""
@@ -258,7 +239,7 @@ class Connection:
 
     def _send_batch(self, stream: StateStream, first: Entry) -> list[str]:
         """Send ``first`` and what waits behind it, within the credit and the bounds of a batch."""
-        credit, layers = stream.credit, first.header.aux_layers
+        credit, layers, knows = stream.credit, first.header.aux_layers, self._announcer.knows
         shared = self._readable()
         bound = PIECE_BYTES if shared is None else _BATCH_BYTES
         flight = flight_bytes(self._config.outbox_bytes) - self._outbox.flight
@@ -267,7 +248,7 @@ class Connection:
         def fits(entry: Entry) -> bool:
             nonlocal message, size, lent
             most, before = _message_bytes(entry, shared), message
-            if before and (entry.header.aux_layers != layers or not self._knows(entry)):
+            if before and (entry.header.aux_layers != layers or not knows(entry.version)):
                 return False
             if before and (size + most > bound or lent + entry.nbytes > flight):
                 return False
@@ -306,9 +287,6 @@ class Connection:
         """The file that the trainer reads; None where every block goes inline."""
         shared = self._shared
         return None if shared is None or shared.lost else shared
-
-    def _knows(self, entry: Entry) -> bool:
-        return self._announcer.knows(entry.version)
 
     def _wait_to_send(self, stream: StateStream, entry: Entry) -> bool:
         """Wait until a sample may be sent: credit, and no more than its share in flight."""
@@ -353,7 +331,7 @@ class Connection:
         self._counters.add(connects=1)
         self._outbox.checksum_kind = next(kind for kind in KINDS if kind in session.checksums)
         with self._changed:
-            self._session = session
+            self.session = session
         if other:
             # A trainer with another draft came up: old states do not fit it. Only now, when new
             # captures see its session, is what waits all there is of them.
@@ -365,7 +343,7 @@ class Connection:
         """Register a version if ``entry`` waits for it, or if nothing waits. Whether it did."""
         version = self._announcer.due(None if entry is None else entry.version)
         if version is None:
-            if entry is not None and not self._knows(entry):
+            if entry is not None and not self._announcer.knows(entry.version):
                 self._outbox.shed("policy_not_announced", entry.version)
                 return True
             return False
@@ -409,7 +387,7 @@ class Connection:
 
     def _set_connected(self, value: bool) -> None:
         with self._changed:
-            self._connected = value
+            self.connected = value
             self._attempted = True
             self._changed.notify_all()
 

@@ -53,10 +53,7 @@ def file_bytes(capacity_bytes: int) -> int:
 
 
 class BlockFile:
-    """A file, and which parts of it hold blocks. Its outbox has the lock.
-
-    Args:
-        file: anonymous, or shared with a trainer.
+    """A file, anonymous or shared with a trainer, and its free parts. Its outbox has the lock.
 
     Attributes:
         lost: it was cut short, or its memory is full: nothing new is written to it.
@@ -198,7 +195,9 @@ class Outbox:
             try:
                 entry.blocks.file.write(header.packed.span.offset, block)
             except MemoryLostError as error:
-                self._unreserve(entry)
+                with self._changed:
+                    self._reserved -= nbytes
+                    self._free(entry)
                 self.lose(entry.blocks, str(error))
                 continue
             return self._add(entry, deadline_seconds)
@@ -244,12 +243,9 @@ class Outbox:
     def take(
         self, wanted: Callable[[Entry], bool], most: int, shared: BlockFile | None = None
     ) -> list[Entry]:
-        """Move samples from the front to "sent", at once.
+        """Move samples from the front to "sent", ``most`` at most, until ``wanted`` says no.
 
-        Args:
-            wanted: asked of one after the other, until it says no.
-            most: samples.
-            shared: the file that the trainer reads; blocks in it are lent from now on.
+        Blocks in ``shared``, the file that the trainer reads, are lent from now on.
         """
         taken: list[Entry] = []
         with self._changed:
@@ -382,12 +378,6 @@ class Outbox:
         finally:
             self._changed.release()
 
-    def _unreserve(self, entry: Entry) -> None:
-        with self._changed:
-            self._reserved -= entry.nbytes
-            self._free(entry)
-            self._changed.notify_all()
-
     def _add(self, entry: Entry, deadline_seconds: float) -> bool:
         """Hold a sample whose block was written."""
         if not self._changed.acquire(timeout=deadline_seconds):
@@ -468,7 +458,6 @@ class Outbox:
             self._free(entry)
 
     def _take_back(self, entry: Entry) -> None:
-        """A sample that was sent is with the trainer no more."""
         del self._sent[entry.sample_id]
         if entry.lent:
             entry.lent = False

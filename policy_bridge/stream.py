@@ -29,6 +29,8 @@ class StateStream:
         on_acks: told of acknowledgements.
 
     Attributes:
+        credit: bytes that may be sent now.
+        is_open: whether the trainer may still take samples here.
         answered: the first credit came.
         acknowledged: samples that were answered here.
         error: how the trainer ended the call, if not in order.
@@ -44,10 +46,10 @@ class StateStream:
         self._on_open = on_open
         self._on_acks = on_acks
         self._changed = threading.Condition()
-        self._credit = 0
+        self.credit = 0
         self._waiting: set[str] = set()
         self._news = time.monotonic()
-        self._open = True
+        self.is_open = True
         self._closing = False
         self.answered = False
         self.acknowledged = 0
@@ -63,23 +65,11 @@ class StateStream:
         self._reader = threading.Thread(target=self._read, name="slipstream-acks", daemon=True)
         self._reader.start()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the trainer may still take samples here."""
-        with self._changed:
-            return self._open
-
     def wait_credit(self, size: int, timeout: float) -> bool:
         """Wait until ``size`` bytes may be sent. False: not in time, or the stream ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._credit >= size or not self._open, timeout)
-            return self._open and self._credit >= size
-
-    @property
-    def credit(self) -> int:
-        """Bytes that may be sent now."""
-        with self._changed:
-            return self._credit
+            self._changed.wait_for(lambda: self.credit >= size or not self.is_open, timeout)
+            return self.is_open and self.credit >= size
 
     def send(self, request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> int:
         """Send a batch for which there is credit; the bytes of its messages."""
@@ -91,7 +81,7 @@ class StateStream:
         for parts in frames(request, payload):
             size = sum(map(len, parts))
             with self._changed:
-                self._credit -= size
+                self.credit -= size
             self._requests.put(parts)
             sent += size
         return sent
@@ -127,7 +117,7 @@ class StateStream:
                     self.answered = True
                     self.acknowledged += len(acks)
                     self._news = time.monotonic()
-                    self._credit += credit
+                    self.credit += credit
                     self._waiting.difference_update([ack.sample_id for ack in acks])
                     self._changed.notify_all()
         except grpc.RpcError as error:
@@ -138,7 +128,7 @@ class StateStream:
             pass
         finally:
             with self._changed:
-                self._open = False
+                self.is_open = False
                 self._changed.notify_all()
             # Lets gRPC's request thread end.
             self._requests.put(None)

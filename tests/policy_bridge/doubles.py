@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+import socket
 import threading
 from collections.abc import Callable
 from concurrent import futures
@@ -18,11 +20,12 @@ from slipstream.errors import RefusedError, abort_with
 from slipstream.layers import encode_layers
 from slipstream.sample import Sample
 from slipstream.serving import SERVER_OPTIONS
-from slipstream.tensors import SCHEMA_VERSION, ChunkAssembler, encode
+from slipstream.tensors import SCHEMA_VERSION, ChunkAssembler, digest, dtype_from_wire, encode
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import rollout_server_pb2 as rollout_pb
 from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
+from slipstream.v1 import tensor_pb2
 
 DEADLINE = 120.0
 
@@ -122,7 +125,7 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
             spec.sha256: tensors[spec.name]
             for tensors in self.tensors.values()
             for spec in header.tensors
-            if _sha(tensors[spec.name]) == spec.sha256
+            if digest(tensors[spec.name]) == spec.sha256
         }
         assembler = ChunkAssembler(header.tensors, 1 << 30)
         sent = set()
@@ -133,8 +136,6 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
         for spec in header.tensors:
             if spec.name in wanted:
                 data = wanted[spec.name].contiguous().view(torch.uint8).numpy().tobytes()
-                from slipstream.v1 import tensor_pb2
-
                 assembler.feed(tensor_pb2.TensorChunk(name=spec.name, offset=0, data=data))
         with self.changed:
             assert all(header.policy_version > v for v in self.tensors)
@@ -177,16 +178,11 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
             self.changed.notify_all()
         if not answer:
             return []
+        status = pb.ACK_STATUS_DUPLICATE if again else pb.ACK_STATUS_ACCEPTED
         if refusal is not None:
-            ack = pb.Ack(
-                sample_id=sample.sample_id,
-                status=pb.ACK_STATUS_REFUSED,
-                refusal=refusal.to_proto(),
-            )
-        else:
-            status = pb.ACK_STATUS_DUPLICATE if again else pb.ACK_STATUS_ACCEPTED
-            ack = pb.Ack(sample_id=sample.sample_id, status=status)
-        return [ack]
+            status = pb.ACK_STATUS_REFUSED
+        told = refusal and refusal.to_proto()
+        return [pb.Ack(sample_id=sample.sample_id, status=status, refusal=told)]
 
     def PrepareSync(self, request, context):  # type: ignore[no-untyped-def]
         self._maybe_hang("PrepareSync")
@@ -214,12 +210,6 @@ def received(header: pb.VerifierStates, payload: bytes) -> Sample:
     sample = Sample(header, torch.from_numpy(block))
     assert sample.nbytes == packed.span.bytes
     return sample
-
-
-def _sha(tensor: torch.Tensor) -> bytes:
-    from slipstream.tensors import digest
-
-    return digest(tensor)
 
 
 @dataclass
@@ -284,10 +274,6 @@ class FakeRollout(rollout_grpc.RolloutServerServicer):
 
 
 def _total(specs) -> int:  # type: ignore[no-untyped-def]
-    import math
-
-    from slipstream.tensors import dtype_from_wire
-
     return sum(math.prod(s.shape) * dtype_from_wire(s.dtype, "t").itemsize for s in specs)
 
 
@@ -295,8 +281,6 @@ class BlackHole:
     """An address that takes connections and never answers: a hung process."""
 
     def __enter__(self) -> str:
-        import socket
-
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self._socket.listen(16)

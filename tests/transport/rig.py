@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -70,6 +70,14 @@ def sending(address: str, connected: bool = True, **settings: Any) -> Iterator[S
         outbox.close()
         channel.close()
         assert connection.join()
+
+
+def deliver(address: str, given: Sequence[Sample], **settings: Any) -> BridgeStats:
+    """Send samples until all were answered or shed; what became of them."""
+    with sending(address, **settings) as sender:
+        sender.send(*given)
+        sender.flush()
+        return sender.stats()
 
 
 def kept(server: TrainerServer) -> dict[str, Sample]:
