@@ -160,21 +160,12 @@ class RolloutControl:
         if known is not None:
             if known.same_content(weights):
                 return True
-            raise RefusedError(
-                "stage_id",
-                f"{weights.stage_id}, staged with other content",
-                "a new id",
-                "abort the old stage first, or choose another id",
-                StatusCode.ALREADY_EXISTS,
-            )
+            found, code = f"{weights.stage_id}, with other content", StatusCode.ALREADY_EXISTS
+            raise RefusedError("stage_id", found, "a new id", "abort the old stage first", code)
         if len(self.staged) >= MAX_STAGED:
-            raise RefusedError(
-                "stage_id",
-                f"{len(self.staged)} stages that were neither committed nor aborted",
-                f"at most {MAX_STAGED}",
-                "commit or abort them",
-                StatusCode.RESOURCE_EXHAUSTED,
-            )
+            found, code = f"{len(self.staged)} stages held", StatusCode.RESOURCE_EXHAUSTED
+            expected = f"at most {MAX_STAGED}"
+            raise RefusedError("stage_id", found, expected, "commit or abort them", code)
         return False
 
     def add_stage(self, weights: Weights) -> None:
@@ -284,13 +275,9 @@ class RolloutControl:
     async def _roll_back(self, arrival: float) -> Result:
         previous = self.previous_draft
         if previous is None:
-            raise RefusedError(
-                "previous_draft_version",
-                "none",
-                "a draft that was served before the current one",
-                "stage and commit the release that you want",
-                StatusCode.FAILED_PRECONDITION,
-            )
+            expected, code = "a draft that was served before", StatusCode.FAILED_PRECONDITION
+            next_step = "stage and commit the release that you want"
+            raise RefusedError("previous_draft_version", "none", expected, next_step, code)
         # Usually ready; if not, it is prepared while the engine generates.
         await self.engine.prepare(previous.source, None)
         result = await self._apply([previous], "rollback", arrival)

@@ -146,13 +146,9 @@ class VllmEngine:
         done, _ = await asyncio.wait({call}, timeout=limit)
         if not done:
             call.cancel()
-            raise RefusedError(
-                method,
-                f"no answer in {limit:.0f} s",
-                "an answer",
-                "look at the engine's log; restart the server if it hangs",
-                StatusCode.DEADLINE_EXCEEDED,
-            )
+            found, code = f"no answer in {limit:.0f} s", StatusCode.DEADLINE_EXCEEDED
+            next_step = "look at the engine's log; restart the server if it hangs"
+            raise RefusedError(method, found, "an answer", next_step, code)
         # Looked at, not caught: vLLM reports a failed call as a bare Exception.
         error = call.exception()
         if isinstance(error, EngineDeadError):

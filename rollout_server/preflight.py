@@ -155,30 +155,23 @@ def _check_vocabulary(rows: int, vocab: int, layout: Layout, draft_dir: Path) ->
 def _check_maps(maps: Mapping[str, torch.Tensor], rows: int, vocab: int, draft_dir: Path) -> None:
     d2t = maps.get("d2t")
     if d2t is None or d2t.shape != (rows,) or d2t.is_floating_point():
-        raise RefusedError(
-            f"{draft_dir}: d2t",
-            "absent" if d2t is None else f"{d2t.dtype} {list(d2t.shape)}",
-            f"int64 [{rows}]: target id minus draft id",
-            "save the draft with the map of its reduced vocabulary",
-        )
+        found = "absent" if d2t is None else f"{d2t.dtype} {list(d2t.shape)}"
+        expected = f"int64 [{rows}]: target id minus draft id"
+        raise RefusedError(f"{draft_dir}: d2t", found, expected, "save the draft with this map")
     ids = torch.arange(rows) + d2t.long()
     if int(ids.min()) < 0 or int(ids.max()) >= vocab or bool((ids.diff() <= 0).any()):
+        found = f"target ids from {int(ids.min())} to {int(ids.max())}"
+        expected = f"strictly ascending ids from 0 to {vocab - 1}"
         raise RefusedError(
-            f"{draft_dir}: d2t",
-            f"target ids from {int(ids.min())} to {int(ids.max())}",
-            f"strictly ascending ids from 0 to {vocab - 1} (draft id + d2t[draft id])",
-            "d2t holds offsets, not target ids; write it again",
+            f"{draft_dir}: d2t", found, expected, "d2t holds offsets: write it again"
         )
     t2d = maps.get("t2d")
     if t2d is not None and (
         t2d.shape != (vocab,) or not torch.equal(t2d.bool().nonzero().flatten(), ids)
     ):
-        raise RefusedError(
-            f"{draft_dir}: t2d",
-            f"{int(t2d.bool().sum())} ids that are not those of d2t",
-            f"bool [{vocab}], true at the {rows} ids of d2t",
-            "write both maps from the same list of ids",
-        )
+        found = f"{int(t2d.bool().sum())} ids that are not those of d2t"
+        expected = f"bool [{vocab}], true at the {rows} ids of d2t"
+        raise RefusedError(f"{draft_dir}: t2d", found, expected, "write both maps from one list")
 
 
 def check_port_free(option: str, host: str, port: int) -> None:

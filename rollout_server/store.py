@@ -112,13 +112,9 @@ class ContentStore:
                 break
             self._remove(key)
         if self.bytes + size > self.capacity:
-            raise RefusedError(
-                "tensors",
-                f"{size} bytes beside {self.bytes} that are retained",
-                f"at most {self.capacity} bytes",
-                "abort stages that are not needed, or raise --stage-bytes",
-                StatusCode.RESOURCE_EXHAUSTED,
-            )
+            found, code = f"{size} bytes beside {self.bytes}", StatusCode.RESOURCE_EXHAUSTED
+            next_step = "abort stages that are not needed, or raise --stage-bytes"
+            raise RefusedError("tensors", found, f"at most {self.capacity}", next_step, code)
         self._reserved += size
         reservation = Reservation(size)
         try:

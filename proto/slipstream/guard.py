@@ -302,13 +302,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             refused = waiting.cancelled()
             waiting.cancel()
         if refused:
-            raise RefusedError(
-                "server.max_calls",
-                f"{MAX_SILENT_CALLS} calls that sent nothing yet",
-                "a request with the call",
-                "call again, and send at once",
-                StatusCode.RESOURCE_EXHAUSTED,
-            )
+            found, code = f"{MAX_SILENT_CALLS} silent calls", StatusCode.RESOURCE_EXHAUSTED
+            raise RefusedError("server.max_calls", found, "a request at once", "call again", code)
         if not waiting.done():
             raise silent(self._seconds)
         return waiting.result()
@@ -317,13 +312,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def place(self, method: str, most: int) -> Iterator[None]:
         """A place among the calls of a method. Raises RefusedError: ``most`` are in progress."""
         if self._calls[method] >= most:
-            raise RefusedError(
-                "server.max_calls",
-                f"{most} calls of {_short(method)} in progress",
-                f"at most {most}",
-                "wait for one of them to end, then call again",
-                StatusCode.RESOURCE_EXHAUSTED,
-            )
+            found, code = f"{most} calls of {_short(method)}", StatusCode.RESOURCE_EXHAUSTED
+            raise RefusedError("server.max_calls", found, f"at most {most}", "call later", code)
         self._calls[method] += 1
         try:
             yield

@@ -45,13 +45,9 @@ def read_file(path: Path, field: str, *, secret: bool) -> bytes:
                 kind = "Is a directory" if stat.S_ISDIR(mode) else "not a regular file"
                 raise _unusable(path, field, kind)
             if secret and mode & _OTHERS:
-                raise RefusedError(
-                    field,
-                    f"{path}, which everybody on this machine may read",
-                    "a secret's file, for its owner and group alone",
-                    f"chmod o= {path} (in Kubernetes: defaultMode: 0440 on the secret's volume), "
-                    "and replace the secret if others use this machine",
-                )
+                found = f"{path}, which everybody on this machine may read"
+                next_step = f"chmod o= {path} (Kubernetes: defaultMode: 0440); replace the secret"
+                raise RefusedError(field, found, "a file of its owner and group", next_step)
             data = file.read(MAX_FILE_BYTES + 1)
     except IsADirectoryError as error:
         raise _unusable(path, field, "Is a directory") from error
