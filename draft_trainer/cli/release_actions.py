@@ -195,10 +195,7 @@ class Import(Reading):
 
         if self.registry is not None and self.gate:
             raise RefusedError(
-                "--gate",
-                "--registry",
-                "a running trainer, which has the states to measure it on",
-                "leave one of them out",
+                "--gate", "--registry", "a running trainer with held-out states", "leave one out"
             )
         checkpoint = read_foreign(DRAFTERS["eagle3"], self.folder, self.policy)
         origin = str(self.folder.resolve())

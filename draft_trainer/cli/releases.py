@@ -238,11 +238,7 @@ def _find(listing: Listing, version: int) -> tuple[Manifest, release_pb2.Release
         )
     if use.damage:
         raise RefusedError(
-            f"draft {version}",
-            use.damage,
-            "a sound release",
-            "restore it from a copy",
-            StatusCode.DATA_LOSS,
+            f"draft {version}", use.damage, "no damage", "restore a copy", StatusCode.DATA_LOSS
         )
     return next(one for one in manifests if one.draft_version == version), use
 

@@ -72,8 +72,7 @@ class Members:
 def look_up(entry: str) -> list[str]:
     """The addresses that an entry stands for now.
 
-    A file holds a ``host:port`` a line, as ``rollout-server fleet`` writes it; an empty one is an
-    empty fleet. It has to be replaced as a whole: half a file would be half a fleet.
+    A file holds a ``host:port`` a line and is replaced as a whole; an empty one is an empty fleet.
 
     Raises:
         OSError: no name service (``socket.gaierror``) or no such file.
@@ -360,13 +359,9 @@ class DraftLag:
     @staticmethod
     def _set(client: RolloutClient, state: pb.ServerState, enabled: bool) -> None:
         if state.speculation_enabled != enabled and client.set_speculation(enabled) is None:
-            logger.warning(
-                "%s: speculation %s: draft %d was trained against policy version %d",
-                client.address,
-                "on" if enabled else "off",
-                state.draft_version,
-                state.trained_against_policy_version,
-            )
+            switched = f"{'on' if enabled else 'off'} for draft {state.draft_version}"
+            against = state.trained_against_policy_version
+            logger.warning("%s: speculation %s (policy %d)", client.address, switched, against)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE
 from draft_trainer.config import DraftConfig
 from draft_trainer.drafters import DRAFTERS, Draft, Drafter
 from draft_trainer.files import folder_written_whole
-from draft_trainer.releases.promotions import Promotion, Promotions, read_promotion
+from draft_trainer.releases.promotions import Promotions, read_promotion
 from draft_trainer.releases.release import (
     FILES,
     check_names,
@@ -317,15 +317,6 @@ class Registry:
             write_manifest(staging, manifest)
 
 
-def uses_of(promotion: Promotion | None) -> list[tuple[int, str]]:
-    """What the fleet may ask for at any time, each with a word that says for what."""
-    if promotion is None:
-        return []
-    uses = [(promotion.promoted, "promoted"), (promotion.last_good, "served")]
-    uses += [(version, "previous") for version in dict.fromkeys(promotion.served[:-1])]
-    return uses if promotion.intent is None else [*uses, (promotion.intent, "staged")]
-
-
 @dataclass(frozen=True)
 class Retention:
     """Removes old releases of a registry. Thread-safe."""
@@ -353,7 +344,13 @@ def list_uses(
 ) -> list[release_pb2.ReleaseUse]:
     """Every release of a registry, oldest first: bytes, damage, and why retention spares it."""
     with registry.reading() as state:
-        in_use, pins = [*uses_of(read_promotion(state)), *more], state.pins()
+        now, pins = read_promotion(state), state.pins()
+    in_use: list[tuple[int | None, str]] = []
+    if now is not None:
+        in_use = [(now.promoted, "promoted"), (now.last_good, "served")]
+        in_use += [(version, "previous") for version in dict.fromkeys(now.served[:-1])]
+        in_use += [(now.intent, "staged")]
+    in_use += more
     versions, busy = registry.versions(), registry.busy()
     uses = []
     for version in versions:

@@ -118,9 +118,8 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
         if self.faults.evil:
             abort_with(RefusedError(*[self.faults.evil] * 4), context)
         if self.faults.stage:
-            abort_with(
-                RefusedError("tensors", "a wrong shape", "the model's", "fix the draft"), context
-            )
+            error = RefusedError("tensors", "a wrong shape", "the model's", "fix the draft")
+            abort_with(error, context)
         with self._lock:
             held = {
                 s.name: self._content[s.sha256] for s in header.tensors if s.sha256 in self._content
@@ -158,21 +157,17 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
             self._die(context)
         bad = self.faults.commit & set(request.stage_ids)
         if bad:
-            abort_with(
-                RefusedError("stage", sorted(bad), "weights that load", "look at the log"), context
-            )
+            error = RefusedError("stage", sorted(bad), "weights that load", "look at the log")
+            abort_with(error, context)
         with self._lock:
             unknown = [i for i in request.stage_ids if i not in self._staged]
             if not unknown:
                 for stage_id in request.stage_ids:
                     self._apply(self._staged.pop(stage_id))
         if unknown:
-            abort_with(
-                RefusedError(
-                    "stage_ids", unknown, "staged ids", "stage first", grpc.StatusCode.NOT_FOUND
-                ),
-                context,
-            )
+            code = grpc.StatusCode.NOT_FOUND
+            error = RefusedError("stage_ids", unknown, "staged ids", "stage first", code)
+            abort_with(error, context)
         if self.faults.die == "after":
             self._die(context)
         if self.faults.lose_answer:
@@ -202,16 +197,9 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
                 self.state.ClearField("previous_draft_version")
                 self._before = None
         if before is None or self.faults.roll_back:
-            abort_with(
-                RefusedError(
-                    "draft",
-                    "nothing",
-                    "a draft served before",
-                    "stage one",
-                    grpc.StatusCode.FAILED_PRECONDITION,
-                ),
-                context,
-            )
+            code = grpc.StatusCode.FAILED_PRECONDITION
+            error = RefusedError("draft", "nothing", "a draft served before", "stage one", code)
+            abort_with(error, context)
         return pb.CommitResponse(state=self._state())
 
     def GetState(
