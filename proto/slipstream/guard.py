@@ -312,7 +312,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def place(self, method: str, most: int) -> Iterator[None]:
         """A place among the calls of a method. Raises RefusedError: ``most`` are in progress."""
         if self._calls[method] >= most:
-            found, code = f"{most} calls of {_short(method)}", StatusCode.RESOURCE_EXHAUSTED
+            code = StatusCode.RESOURCE_EXHAUSTED
+            found = f"{most} calls of {_short(method)} in progress"
             raise RefusedError("server.max_calls", found, f"at most {most}", "call later", code)
         self._calls[method] += 1
         try:
