@@ -56,10 +56,6 @@ class Connection:
 
     Args:
         channel: to the trainer; the caller closes it to interrupt calls.
-        modules: the policy that is captured.
-        outbox: where samples wait.
-        config: deadlines and names.
-        counters: where everything is counted.
 
     Attributes:
         session: the last run that was opened, whether the trainer is up now or not.

@@ -93,14 +93,7 @@ class HostRecord:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A candidate that goes out.
-
-    Attributes:
-        host: its pass.
-        candidate: which rows of it.
-        sampled: float32 [2, T], its log-probs and logits.
-        priority: 0 to ``PRIORITIES`` - 1.
-    """
+    """A candidate that goes out, with its log-probs and logits, ``sampled``: float32 [2, T]."""
 
     host: HostRecord
     candidate: Candidate
@@ -122,11 +115,7 @@ def candidates_of(
 ) -> list[Candidate]:
     """Every sequence of a pass, or the windows of it, that could be sent.
 
-    Args:
-        index: the pass's place among those that are chosen from.
-        host: the pass.
-        token_bytes: see ``bytes_per_token``.
-        max_sample_tokens: the longest sample that the trainer takes.
+    ``index`` is the pass's place among those that are chosen from.
 
     Raises:
         RefusedError: an acceptance that does not fit the pass.

@@ -54,10 +54,6 @@ def thread_ended(which: str) -> RefusedError:
 class CaptureGuard:
     """What a bridge may capture now. ``refuse`` and ``clear`` may be called from any thread.
 
-    Args:
-        config: of the bridge.
-        counters: what the trainer answered.
-
     Attributes:
         connection: to the trainer; None where the policy cannot be captured.
         version: the highest version whose sync ended well; None before it.

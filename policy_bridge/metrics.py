@@ -125,11 +125,7 @@ FACTS: tuple[Fact[BridgeStats], ...] = (
 
 
 class BridgeCollector(FactCollector[BridgeStats]):
-    """Everything that the bridge counts.
-
-    Args:
-        bridge: asked at every scrape; unregister this before the bridge is dropped.
-    """
+    """Everything that a bridge counts; unregister it before the bridge is dropped."""
 
     def __init__(self, bridge: Counting) -> None:
         super().__init__(PREFIX, FACTS, bridge.stats)

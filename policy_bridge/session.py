@@ -162,11 +162,7 @@ class PolicySnapshot:
 
 
 class Announcer:
-    """Keeps the newest snapshots and announces each once per trainer that lacks it.
-
-    Args:
-        channel: to the trainer.
-    """
+    """Keeps the newest snapshots and announces each once per trainer that lacks it."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         # Not through the stub, which copies a chunk five times under the interpreter's lock.

@@ -148,21 +148,6 @@ def test_a_refused_run_is_logged_once_and_shown(
     assert sum("policy.hidden_size" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize(
-    ("layers", "vocab", "field"),
-    [((2, 4, 8), [1, 2], "aux_layers"), ((2,), [1, 64], "draft_vocab"), ((2,), [2, 1], "draft_v")],
-)
-def test_a_draft_that_does_not_fit_is_refused_by_the_bridge(
-    connect: Connect, layers: tuple[int, ...], vocab: list[int], field: str
-) -> None:
-    trainer = FakeTrainer(layers=layers, vocab_ids=torch.tensor(vocab))
-    with trainer.serve() as server:
-        bridge = connect(server.address, wait=False)
-        trainer.wait_for(lambda: trainer.sessions >= 2)
-        assert not bridge.stats().connected
-        assert field in bridge.stats().last_error
-
-
 def test_close_drains_and_ends_every_thread(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((10,) * 3)
     with trainer.serve() as server:

@@ -150,7 +150,11 @@ def test_a_resumed_run_below_what_the_trainer_knows_is_told_so(
 
 @pytest.mark.parametrize(
     ("layers", "vocab", "field"),
-    [((2, 4, 8), [1, 2], "aux_layers.ids"), ((2,), [1, 64], "draft_vocab_ids")],
+    [
+        ((2, 4, 8), [1, 2], "aux_layers.ids"),
+        ((2,), [1, 64], "draft_vocab_ids"),
+        ((2,), [2, 1], "draft_vocab_ids"),
+    ],
 )
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_draft_that_does_not_fit_turns_capture_off(
