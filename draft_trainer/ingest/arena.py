@@ -53,13 +53,9 @@ class Arena:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise RefusedError(
-                "replay.directory",
-                f"{path} ({error.strerror})",
-                f"a folder with space for {size} bytes (replay.capacity_bytes)",
-                "free space there, set another replay.directory, or lower replay.capacity_bytes",
-                StatusCode.RESOURCE_EXHAUSTED,
-            ) from error
+            expected = f"a folder with space for {size} bytes (replay.capacity_bytes)"
+            advice, code = "free space there, or lower it", StatusCode.RESOURCE_EXHAUSTED
+            raise RefusedError("replay.directory", error, expected, advice, code) from error
         self._address = np.frombuffer(self._map, np.uint8).ctypes.data
         self.size = size
         self._views: dict[int, int] = {}  # start -> number of views

@@ -126,13 +126,10 @@ class Database:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
             if code & 0xFF not in _NO_SPACE or code in _UNREADABLE:
                 raise DamagedError(str(error)) from None
-            raise RefusedError(
-                "replay.directory",
-                f"{self.path}: {error}",
-                "space for the index of samples",
-                "free space there, and check the owner and mode of the folder",
-                StatusCode.RESOURCE_EXHAUSTED,
-            ) from error
+            found, expected = f"{self.path}: {error}", "space for the index of samples"
+            advice = "free space there, and check the owner and mode of the folder"
+            code = StatusCode.RESOURCE_EXHAUSTED
+            raise RefusedError("replay.directory", found, expected, advice, code) from error
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

@@ -63,13 +63,11 @@ class SampleFolder:
                 os.close(self._lock)
                 raise
         except OSError as error:
-            raise RefusedError(
-                "replay.directory",
-                f"{error.filename or self.path} ({error.strerror})",
-                "a folder of its own that can be made and written",
-                "check its owner, its mode and the free space, or set another replay.directory",
-                StatusCode.RESOURCE_EXHAUSTED,
-            ) from error
+            found = f"{error.filename or self.path} ({error.strerror})"
+            expected = "a folder of its own that can be made and written"
+            advice = "check its owner, its mode and the free space, or set another replay.directory"
+            code = StatusCode.RESOURCE_EXHAUSTED
+            raise RefusedError("replay.directory", found, expected, advice, code) from error
         logger.info("samples are kept in %s", self.path)
 
     def close(self, keep: bool) -> None:
@@ -158,13 +156,7 @@ class SampleFolder:
             in_use = True
         if in_use:
             os.close(descriptor)
-            raise RefusedError(
-                "replay.directory",
-                f"{self.path}, which another draft-trainer uses",
-                "a folder that no other process uses",
-                "stop the other one, or give each its own draft.registry and replay.directory",
-                StatusCode.FAILED_PRECONDITION,
-            )
+            raise self._refused("another draft-trainer uses it", "stop that one, or set another")
         return descriptor
 
     def _clear(self) -> None:

@@ -88,13 +88,9 @@ def receive_matrices(
             sent.add(chunk.name)
     absent = sorted(missing.keys() - sent)
     if absent:
-        raise RefusedError(
-            "tensors",
-            f"no chunks of {', '.join(absent)}",
-            "chunks of every tensor that the trainer does not hold under its SHA-256",
-            "send it: the trainer restarted, or the versions that held it were forgotten",
-            StatusCode.FAILED_PRECONDITION,
-        )
+        found, expected = f"no chunks of {', '.join(absent)}", "those of every tensor not held"
+        advice = "send it: the trainer restarted, or the versions that held it were forgotten"
+        raise RefusedError("tensors", found, expected, advice, StatusCode.FAILED_PRECONDITION)
     tensors |= assembler.finish()
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
@@ -181,10 +177,5 @@ class MatrixFiles:
             return matrix
 
     def _refused(self, path: Path, error: Exception, expected: str) -> RefusedError:
-        return RefusedError(
-            "replay.directory",
-            f"{path}: {error}",
-            expected,
-            "free space there, or set another replay.directory",
-            StatusCode.RESOURCE_EXHAUSTED,
-        )
+        advice, code = "free space there, or set another folder", StatusCode.RESOURCE_EXHAUSTED
+        return RefusedError("replay.directory", f"{path}: {error}", expected, advice, code)

@@ -106,13 +106,9 @@ def _guarded(
                     store._repair(cause)
                     return method(store, *args, **options)
             except DamagedError as error:
-                raise RefusedError(
-                    "replay.directory",
-                    f"{store.folder} ({error})",
-                    "a sound file system: the index of samples was just rebuilt there",
-                    "check the disk, or set another replay.directory",
-                    StatusCode.DATA_LOSS,
-                ) from error
+                found, expected = f"{store.folder} ({error})", "the index as it was just rebuilt"
+                advice, code = "check the disk, or set another folder", StatusCode.DATA_LOSS
+                raise RefusedError("replay.directory", found, expected, advice, code) from error
 
     return call
 
@@ -185,13 +181,10 @@ class SampleStore:
         if size <= self.capacity_bytes:
             busy = self._arena.pinned
             expected = f"space in {self.capacity_bytes} bytes, {busy} of them read or received now"
-        raise RefusedError(
-            "sample",
-            f"{nbytes} bytes",
-            f"{expected} (replay.capacity_bytes)",
-            "send shorter windows, or raise replay.capacity_bytes",
-            StatusCode.RESOURCE_EXHAUSTED,
-        )
+        advice = "send shorter windows, or raise replay.capacity_bytes"
+        code = StatusCode.RESOURCE_EXHAUSTED
+        expected = f"{expected} (replay.capacity_bytes)"
+        raise RefusedError("sample", f"{nbytes} bytes", expected, advice, code)
 
     @_guarded
     def accept(self, samples: Sequence[Sample]) -> list[bool]:

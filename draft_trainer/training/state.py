@@ -130,13 +130,9 @@ class StateStore:
                 )
             return state
         if damaged:
-            raise RefusedError(
-                str(self.folder),
-                "; ".join(damaged),
-                "at least one sound training state",
-                "restore one from a copy, or remove the folder to train on from the weights alone",
-                StatusCode.DATA_LOSS,
-            )
+            found, expected = "; ".join(damaged), "at least one sound training state"
+            advice = "restore one, or remove the folder to train on from the weights alone"
+            raise RefusedError(str(self.folder), found, expected, advice, StatusCode.DATA_LOSS)
         return None
 
     def _read(self, path: Path, step: int) -> TrainingState:
@@ -177,13 +173,9 @@ class _DamagedError(Exception):
 
 
 def _unfit(name: str, found: object, expected: object, path: Path) -> RefusedError:
-    return RefusedError(
-        f"training state {name}",
-        f"{found} in {path}",
-        expected,
-        "resume with what the state was saved with, or remove its folder to start over",
-        StatusCode.FAILED_PRECONDITION,
-    )
+    advice = "resume with what the state was saved with, or remove its folder to start over"
+    code = StatusCode.FAILED_PRECONDITION
+    return RefusedError(f"training state {name}", f"{found} in {path}", expected, advice, code)
 
 
 def _write(path: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> None:
