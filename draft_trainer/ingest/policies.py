@@ -88,9 +88,9 @@ def receive_matrices(
             sent.add(chunk.name)
     absent = sorted(missing.keys() - sent)
     if absent:
-        found, expected = f"no chunks of {', '.join(absent)}", "those of every tensor not held"
+        lacks, expected = f"no chunks of {', '.join(absent)}", "those of every tensor not held"
         advice = "send it: the trainer restarted, or the versions that held it were forgotten"
-        raise RefusedError("tensors", found, expected, advice, StatusCode.FAILED_PRECONDITION)
+        raise RefusedError("tensors", lacks, expected, advice, StatusCode.FAILED_PRECONDITION)
     tensors |= assembler.finish()
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
