@@ -251,7 +251,10 @@ class GrpcServer:
             )
         except RuntimeError as error:
             raise RefusedError(
-                field, f"{at} in use ({error})", "a free port, or 0", f"set another {field}"
+                field,
+                f"{at} in use ({error})",
+                "a free port, or 0",
+                f"set another {field}, or stop what listens there",
             ) from error
         return f"{host}:{found}"
 

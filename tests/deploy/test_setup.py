@@ -21,7 +21,7 @@ def set_up(folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     return subprocess.run(
-        ["make", "-n", "setup"],
+        ["make", "--no-print-directory", "-n", "setup"],
         cwd=folder,
         capture_output=True,
         text=True,
