@@ -291,20 +291,6 @@ def dequantize_into(
     return destination
 
 
-def through_float8(states: torch.Tensor, hidden_size: int) -> torch.Tensor:
-    """What the trainer gets of states that are shipped in float8; same shape and dtype.
-
-    Shows the effect on training of recorded samples: apply it to both of their states.
-
-    Args:
-        states: bfloat16, float16 or float32 [T, L * H].
-        hidden_size: H.
-    """
-    values, scales = quantize(states, hidden_size)
-    decoded = torch.empty(states.shape, dtype=torch.bfloat16, device=states.device)
-    return dequantize_into(decoded, values, scales).to(states.dtype)
-
-
 def release_digest(tensors: Iterable[tuple[str, str]]) -> bytes:
     """SHA-256 over (name, SHA-256 hex of the bytes) of every tensor, in the order of names."""
     lines = (f"{name}\0{sha256}\n" for name, sha256 in sorted(tensors))

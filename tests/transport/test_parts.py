@@ -18,10 +18,10 @@ from slipstream.checksum import CRC32, KINDS, all_finite, checksum_of
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.sample import Sample, layout_of
 from slipstream.shm import HEADER_BYTES, FreeList, MemoryLostError, SharedFile, remove_stale
-from slipstream.tensors import frame, frames, quantize, through_float8, unframe
+from slipstream.tensors import frame, frames, quantize, unframe
 from slipstream.v1 import draft_trainer_pb2 as pb
 
-from .rig import samples
+from .rig import samples, through_float8
 
 
 def test_free_parts_never_overlap_and_are_merged_whatever_the_order() -> None:

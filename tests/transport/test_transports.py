@@ -16,10 +16,9 @@ from slipstream import tensors as framing
 from slipstream.checksum import Bytes
 from slipstream.sample import FLOAT8
 from slipstream.shm import HEADER_BYTES, SharedFile
-from slipstream.tensors import through_float8
 from tests.draft_trainer.rig import DEADLINE, Client, make_config, running
 
-from .rig import Sender, assert_same, deliver, kept, samples, sending
+from .rig import Sender, assert_same, deliver, kept, samples, sending, through_float8
 from .test_kills import line, process
 
 
