@@ -74,8 +74,8 @@ def test_every_swap_is_counted_and_every_policy_committed(summary: dict) -> None
     assert trainer["policy_commits"] == STEPS + 1  # the initial policy, and one after each step
     in_flight = [s for s in summary["run"]["swaps"] if s["kind"] == "in flight"]
     assert len(in_flight) >= 2 * STEPS - 2
-    # Not each: a machine that stands still may swap when the last request is over.
-    assert sum(swap["requests_in_flight"] > 0 for swap in in_flight) >= len(in_flight) / 2
+    # How many of them meet a request is a matter of the machine's speed; that some do is not.
+    assert any(swap["requests_in_flight"] > 0 for swap in in_flight)
 
 
 def test_a_gated_release_was_served_and_accepts_more(summary: dict) -> None:
