@@ -26,7 +26,7 @@ import numpy as np
 
 from policy_bridge.stats import Counters
 from slipstream.checksum import KINDS, Bytes, checksum_of
-from slipstream.sample import ALIGNMENT, Sample
+from slipstream.sample import Sample
 from slipstream.shm import HEADER_BYTES, FreeList, MemoryLostError, SharedFile
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -62,15 +62,16 @@ class BlockFile:
     def __init__(self, file: SharedFile) -> None:
         self.file = file
         self.lost = False
-        self._free = FreeList(HEADER_BYTES, file.nbytes)
+        self._free = FreeList()
+        self._free.give(HEADER_BYTES, file.nbytes - HEADER_BYTES)
 
     def take(self, nbytes: int) -> int | None:
         """The offset of a free part of the file; None where no part is as large."""
-        return self._free.take(_aligned(nbytes))
+        return self._free.take(nbytes)
 
     def give(self, offset: int, nbytes: int) -> None:
         """The part is free again."""
-        self._free.give(offset, _aligned(nbytes))
+        self._free.give(offset, nbytes)
 
 
 @dataclass(eq=False, slots=True)
@@ -490,7 +491,3 @@ class Outbox:
                 entry.blocks, entry.header.packed.span.offset = target, offset
             else:
                 target.give(offset, entry.nbytes)
-
-
-def _aligned(nbytes: int) -> int:
-    return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)

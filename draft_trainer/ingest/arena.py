@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 
 from slipstream.checksum import Bytes
 from slipstream.errors import RefusedError, StatusCode
+from slipstream.shm import FreeList
 
 ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every element type's alignment."""
@@ -25,7 +26,7 @@ def aligned(nbytes: int) -> int:
 
 
 class Arena:
-    """Best-fit allocator over one mapped file. Not thread-safe: the store holds the lock.
+    """Extents of one mapped file, the best fit first. Not thread-safe: the store holds the lock.
 
     The page cache keeps the content over kill -9. All blocks of the file are allocated at once, so
     that a full file system is an error here and never a SIGBUS later.
@@ -68,7 +69,7 @@ class Arena:
     def used(self) -> int:
         """Bytes that are allocated or viewed."""
         self._collect()
-        return self.size - self._free
+        return self.size - self._free.nbytes
 
     @property
     def pinned(self) -> int:
@@ -82,14 +83,9 @@ class Arena:
         The extent is free again when the view ends, unless it was retained by then.
         """
         self._collect()
-        size = aligned(nbytes)
-        index = bisect_left(self._by_size, (size, 0))
-        if index == len(self._by_size):
+        start = self._free.take(aligned(nbytes))
+        if start is None:
             return None
-        length, start = self._by_size[index]
-        self._take(start, length)
-        if length > size:
-            self._put(start + size, length - size)
         self._orphans.add(start)
         return self.view(start, nbytes)
 
@@ -103,7 +99,7 @@ class Arena:
         if start in self._views:
             self._orphans.add(start)
         else:
-            self._give(start, size)
+            self._free.give(start, size)
 
     def view(self, start: int, nbytes: int) -> Bytes:
         """uint8 [nbytes] from ``start`` on, no copy. Slices, and tensors made of it, pin it too."""
@@ -129,10 +125,7 @@ class Arena:
             Indices of extents that cannot be: out of bounds, not aligned or overlapping.
         """
         self._collect()
-        self._gaps: dict[int, int] = {}  # start -> size
-        self._ends: dict[int, int] = {}  # end -> start
-        self._by_size: list[tuple[int, int]] = []
-        self._free = 0
+        self._free = FreeList()
         pins, impossible, used = sorted(self._sizes.items()), [], dict(self._sizes)
         end = 0
         self._orphans = set(self._sizes)
@@ -150,10 +143,10 @@ class Arena:
         at = 0
         for start, size in sorted(used.items()):
             if at < start:
-                self._put(at, start - at)
+                self._free.give(at, start - at)
             at = start + size
         if at < self.size:
-            self._put(at, self.size - at)
+            self._free.give(at, self.size - at)
         return impossible
 
     def _collect(self) -> None:
@@ -166,24 +159,4 @@ class Arena:
                 size = self._sizes.pop(start)
                 if start in self._orphans:
                     self._orphans.remove(start)
-                    self._give(start, size)
-
-    def _give(self, start: int, size: int) -> None:
-        if (before := self._ends.get(start)) is not None:
-            length = self._gaps[before]
-            self._take(before, length)
-            start, size = before, length + size
-        if (after := self._gaps.get(start + size)) is not None:
-            self._take(start + size, after)
-            size += after
-        self._put(start, size)
-
-    def _put(self, start: int, size: int) -> None:
-        self._gaps[start], self._ends[start + size] = size, start
-        insort(self._by_size, (size, start))
-        self._free += size
-
-    def _take(self, start: int, size: int) -> None:
-        del self._gaps[start], self._ends[start + size]
-        del self._by_size[bisect_left(self._by_size, (size, start))]
-        self._free -= size
+                    self._free.give(start, size)

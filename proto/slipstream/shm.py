@@ -18,7 +18,7 @@ import re
 import secrets
 import stat
 import struct
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from pathlib import Path
 
 from slipstream.checksum import Bytes
@@ -204,30 +204,54 @@ def remove_stale(directory: Path) -> list[str]:
 
 
 class FreeList:
-    """The free parts of [start, end), sorted and merged; the first that fits is taken."""
+    """The free parts of a range of bytes, merged where they touch; the best fit is taken.
 
-    def __init__(self, start: int, end: int) -> None:
-        self._gaps = [(start, end)] if start < end else []
+    Attributes:
+        nbytes: how many are free.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._sizes: dict[int, int] = {}  # start -> size
+        self._starts: dict[int, int] = {}  # end -> start
+        self._by_size: list[tuple[int, int]] = []
 
     def take(self, size: int) -> int | None:
         """The start of ``size`` bytes that are free no more; None where no part is as large."""
-        for index, (start, end) in enumerate(self._gaps):
-            if end - start >= size:
-                self._gaps[index : index + 1] = [(start + size, end)] if end - start > size else []
-                return start
-        return None
+        index = bisect_left(self._by_size, (size, 0))
+        if index == len(self._by_size):
+            return None
+        length, start = self._by_size[index]
+        self._remove(start, length)
+        if length > size:
+            self._add(start + size, length - size)
+        return start
 
     def give(self, start: int, size: int) -> None:
-        """Make a part free again that ``take`` gave."""
-        end = start + size
-        at = bisect_left(self._gaps, (start, end))
-        if at < len(self._gaps) and self._gaps[at][0] == end:
-            end = self._gaps.pop(at)[1]
-        if at and self._gaps[at - 1][1] == start:
-            start = self._gaps[at - 1][0]
-            self._gaps[at - 1] = (start, end)
-        else:
-            self._gaps.insert(at, (start, end))
+        """Make [start, start + size) free, of which nothing is."""
+        if (before := self._starts.get(start)) is not None:
+            length = self._sizes[before]
+            self._remove(before, length)
+            start, size = before, length + size
+        if (after := self._sizes.get(start + size)) is not None:
+            self._remove(start + size, after)
+            size += after
+        self._add(start, size)
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """(start, size) of every free part, in order."""
+        return sorted(self._sizes.items())
+
+    def _add(self, start: int, size: int) -> None:
+        self._sizes[start], self._starts[start + size] = size, start
+        insort(self._by_size, (size, start))
+        self.nbytes += size
+
+    def _remove(self, start: int, size: int) -> None:
+        del self._sizes[start], self._starts[start + size]
+        del self._by_size[bisect_left(self._by_size, (size, start))]
+        self.nbytes -= size
 
 
 def _no_memory(found: str, nbytes: int) -> RefusedError:

@@ -68,7 +68,7 @@ def test_against_a_map_of_every_unit(tmp_path: Path, seed: int) -> None:
             block = None
             extents = [(start * ALIGNMENT, n * ALIGNMENT) for start, n in taken.items()]
             assert arena.restart(extents) == []
-    gaps = sorted((start // ALIGNMENT, n // ALIGNMENT) for start, n in arena._gaps.items())
+    gaps = [(start // ALIGNMENT, n // ALIGNMENT) for start, n in arena._free.parts]
     # What is free is known in as few parts as possible.
     assert gaps == _runs(units)
 

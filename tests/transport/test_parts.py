@@ -26,7 +26,8 @@ from .rig import samples, through_float8
 
 def test_free_parts_never_overlap_and_are_merged_whatever_the_order() -> None:
     generator = random.Random(0)
-    free = FreeList(4096, 4096 + 64 * 50)
+    free = FreeList()
+    free.give(4096, 64 * 50)
     held: dict[int, int] = {}
     taken = 0
     for _ in range(20_000):
