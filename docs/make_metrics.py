@@ -15,7 +15,7 @@ from draft_trainer.counters import Counters
 from draft_trainer.server import metrics as trainer
 from policy_bridge import metrics as bridge
 from rollout_server import metrics as rollout
-from slipstream.guard import RefusedCalls
+from slipstream.errors import Refusals
 from slipstream.metrics import Fact
 
 PAGE = Path(__file__).with_name("metrics.md")
@@ -103,7 +103,7 @@ PROCESSES = (
         "`server.metrics_port` of the trainer, 9464 unless configured otherwise; with `process_*` "
         "of the Prometheus client",
         _build_info(trainer.PREFIX),
-        *_of_facts(trainer.PREFIX, trainer.facts(RefusedCalls())),
+        *_of_facts(trainer.PREFIX, trainer.facts(Refusals())),
         *_of_registry(Counters().registry),
     ),
     _process(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args
 
@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails
 
 from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import RefusedError
-from slipstream.security import Access, AccessOptions, AccessRefusals, ClientCredentials, Role
+from slipstream.security import Access, ClientCredentials, Role, open_access
 
 DNS, FILE = "dns:", "file:"
 """Prefixes of entries in ``publish.rollout_servers`` that stand for several addresses."""
@@ -89,29 +89,25 @@ class CredentialsConfig(Section):
     allow_plaintext: bool = False
 
 
-def access_of(config: TrainerConfig, count: Callable[[str], None]) -> Access:
-    """What callers are asked for; everything is read and checked here.
-
-    Args:
-        config: with absolute paths.
-        count: told the reason of every refusal.
+def access_of(config: TrainerConfig) -> Access:
+    """What callers are asked for; ``config`` has absolute paths.
 
     Raises:
         RefusedError: a file cannot be used, a key is given without what it needs, or [server]
             would listen on the network without TLS or without asking who calls.
     """
     section, server = config.access, config.server
-    options = AccessOptions(
+    return open_access(
+        _access_key,
         server.host,
-        section.certificate,
-        section.key,
-        section.client_ca,
-        {role: getattr(section, f"{role}_tokens") for role in Role},
-        {role: getattr(section, f"{role}_names") for role in Role},
-        server.allow_plaintext,
-        server.allow_anonymous,
+        certificate=section.certificate,
+        key=section.key,
+        client_ca=section.client_ca,
+        tokens={role: getattr(section, f"{role}_tokens") for role in Role},
+        names={role: getattr(section, f"{role}_names") for role in Role},
+        allow_plaintext=server.allow_plaintext,
+        allow_anonymous=server.allow_anonymous,
     )
-    return options.open(_access_key, AccessRefusals(count))
 
 
 def _access_key(name: str) -> str:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from slipstream.metrics import unit_of
-from slipstream.security import REASONS
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 ACKNOWLEDGEMENT_BUCKETS = (0.0005, 0.001, 0.0025, *SECONDS_BUCKETS[:-2])
@@ -71,9 +70,6 @@ class Counters:
         self.servers: Servers | None = None
         self.newest_release: tuple[int, int | None] = (0, None)
 
-        self.access_refused = self._counter(
-            "access_refused", "Calls without the right to make them.", "reason", REASONS
-        )
         self.samples = self._counter(
             "samples",
             "Samples that arrived, by outcome.",

@@ -81,8 +81,7 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
     REGISTRY.register(
         RolloutCollector(
             Observed(
-                *(API.tracker, control, store, commits, costs, server.refused_calls),
-                settings.access.refusals,
+                *(API.tracker, control, store, commits, costs, settings.access.refusals),
                 settings.draft_length,
             ),
             vllm_version,

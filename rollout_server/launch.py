@@ -20,7 +20,7 @@ from typing import Any
 from rollout_server.plugins import API, Settings
 from rollout_server.preflight import check_draft_fits, check_paths, check_port_free
 from slipstream.errors import RefusedError
-from slipstream.security import Access, AccessOptions, Role
+from slipstream.security import Access, Role, open_access
 
 PLUGIN = "slipstream"
 _LOOPBACK = "127.0.0.1"
@@ -267,17 +267,17 @@ def access_of(args: argparse.Namespace) -> Access:
             control plane would listen on the network without TLS or without asking who calls.
     """
     tokens = _by_role("--control-token", args.control_token)
-    options = AccessOptions(
+    return open_access(
+        _access_option,
         args.control_host,
-        args.control_certificate,
-        args.control_key,
-        args.control_client_ca,
-        {role: [Path(path) for path in paths] for role, paths in tokens.items()},
-        _by_role("--control-name", args.control_name),
-        args.control_allow_plaintext,
-        args.control_allow_anonymous,
+        certificate=args.control_certificate,
+        key=args.control_key,
+        client_ca=args.control_client_ca,
+        tokens={role: [Path(path) for path in paths] for role, paths in tokens.items()},
+        names=_by_role("--control-name", args.control_name),
+        allow_plaintext=args.control_allow_plaintext,
+        allow_anonymous=args.control_allow_anonymous,
     )
-    return options.open(_access_option)
 
 
 def _access_option(name: str) -> str:

@@ -23,9 +23,9 @@ from rollout_server.control import DRAFT, POLICY, RolloutControl
 from rollout_server.reload import Result
 from rollout_server.step_costs import StepCosts
 from rollout_server.store import ContentStore
-from slipstream.guard import RefusedCalls
+from slipstream.errors import Refusals
 from slipstream.metrics import Fact, FactCollector, Value, unit_of
-from slipstream.security import REASONS, AccessRefusals
+from slipstream.security import REASONS
 
 PREFIX = "slipstream_rollout_"
 OPENMETRICS = "application/openmetrics-text"
@@ -93,8 +93,7 @@ class Observed:
     store: ContentStore
     commits: CommitCounts
     costs: StepCosts
-    refused: RefusedCalls
-    access: AccessRefusals
+    refusals: Refusals
     draft_length: int
 
 
@@ -128,13 +127,13 @@ FACTS: tuple[Fact[Observed], ...] = (
     _counter(
         "calls_refused",
         "Calls of the control plane that ended with an error, by gRPC status.",
-        lambda o: o.refused.counts,
+        lambda o: o.refusals.by_method,
         {"method": (), "code": ()},
     ),
     _counter(
         "access_refused",
         "Calls of the control plane without the right to make them.",
-        lambda o: o.access.counts(),
+        lambda o: o.refusals.by_reason,
         {"reason": REASONS},
     ),
     _counter(

@@ -26,7 +26,7 @@ from rollout_server.control import ACCEPTANCE, DRAFT, POLICY, RolloutControl, We
 from rollout_server.reload import Result
 from rollout_server.store import ContentStore, Key, Reservation
 from slipstream.errors import RefusedError, clean
-from slipstream.guard import CHUNK_MESSAGE_BYTES, Guard, Limit, RefusedCalls
+from slipstream.guard import CHUNK_MESSAGE_BYTES, Guard, Limit
 from slipstream.security import Access
 from slipstream.serving import GrpcServer, Workers
 from slipstream.tensors import ChunkAssembler
@@ -365,14 +365,12 @@ class ControlServer:
         self._guard = guard
         self._http_started = http_started
         self._announce = announce
-        self.refused_calls = RefusedCalls()
         before = Guard(
             access,
             LIMITS,
             _OTHER_CALLS,
             message_seconds=MESSAGE_SECONDS,
             calls_per_second=CALLS_PER_SECOND,
-            refused=self.refused_calls,
         )
         self._server = GrpcServer(before, access, SERVICE, (READY_SERVICE,))
         pb_grpc.add_RolloutServerServicer_to_server(service, self._server.grpc)

@@ -49,7 +49,7 @@ from draft_trainer.training.loop import Candidates, TrainingLoop
 from draft_trainer.training.ranks import Ranks
 from draft_trainer.training.state import LearnerStates, head_facts
 from slipstream.errors import RefusedError
-from slipstream.guard import Guard, Limit, RefusedCalls
+from slipstream.guard import Guard, Limit
 from slipstream.metrics import code_version
 from slipstream.serving import GrpcServer, LoopThread, Workers
 from slipstream.shm import remove_stale
@@ -76,9 +76,7 @@ class TrainerServer:
         """Set when the training thread ended by itself."""
         self._stopped_cleanly: bool | None = None
         self._counters = Counters()
-        self._access = access_of(
-            config, lambda reason: self._counters.access_refused.labels(reason).inc()
-        )
+        self._access = access_of(config)
         self._credentials = credentials_of(config)
         self._registry = registry = open_registry(config.draft)
         self._close_samples: Callable[[], None] = lambda: None
@@ -279,11 +277,10 @@ class TrainerServer:
 
     def _listen(self) -> None:
         server, access = self._config.server, self._access
-        self.refused_calls = RefusedCalls()
         self._event_loop = LoopThread("grpc")
         try:
             self.address = self._event_loop.run(self._bind())
-            metrics = trainer_registry(self._counters, self._status.read, self.refused_calls)
+            metrics = trainer_registry(self._counters, self._status.read, access.refusals)
             self._web = serve_web(self._status, metrics, access, server.host, server.metrics_port)
         except RefusedError:
             self._event_loop.run(self._grpc.stop(0.0))
@@ -300,7 +297,6 @@ class TrainerServer:
             Limit(server.max_calls),
             message_seconds=server.message_timeout_s,
             calls_per_second=server.calls_per_s,
-            refused=self.refused_calls,
         )
         self._grpc = GrpcServer(
             guard,

@@ -8,8 +8,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from draft_trainer.counters import PREFIX, Counters
-from slipstream.guard import RefusedCalls
+from slipstream.errors import Refusals
 from slipstream.metrics import Fact, FactCollector, Value
+from slipstream.security import REASONS
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
 
 TRANSPORTS = ("grpc", "shared_memory")
@@ -150,23 +151,32 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
 )
 
 
-def facts(refused: RefusedCalls) -> tuple[Fact[TrainerStatus], ...]:
+def facts(refusals: Refusals) -> tuple[Fact[TrainerStatus], ...]:
     """What is read from the status, and the calls that were refused."""
-    calls: Fact[TrainerStatus] = Fact(
-        "calls_refused",
-        "Calls that ended with an error, by gRPC status.",
-        lambda _: refused.counts,
-        {"method": (), "code": ()},
-        "counter",
+    return (
+        Fact(
+            "calls_refused",
+            "Calls that ended with an error, by gRPC status.",
+            lambda _: refusals.by_method,
+            {"method": (), "code": ()},
+            "counter",
+        ),
+        Fact(
+            "access_refused",
+            "Calls without the right to make them.",
+            lambda _: refusals.by_reason,
+            {"reason": REASONS},
+            "counter",
+        ),
+        *FACTS,
     )
-    return (calls, *FACTS)
 
 
 def trainer_registry(
-    counters: Counters, status: Callable[[], TrainerStatus], refused: RefusedCalls
+    counters: Counters, status: Callable[[], TrainerStatus], refusals: Refusals
 ) -> CollectorRegistry:
     """Everything that a trainer measures."""
     disable_created_metrics()
     registry = counters.registry
-    registry.register(FactCollector(PREFIX, facts(refused), status))
+    registry.register(FactCollector(PREFIX, facts(refusals), status))
     return registry

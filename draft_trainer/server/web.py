@@ -139,16 +139,15 @@ class Guarded:
             return PlainTextResponse(f"{error}\n", 421)
         shown_token = _as_bearer(request.headers.get("authorization"))
         names = request.scope.get(_NAMES, frozenset())
-        refused = self._access.judge(Role.OBSERVE, shown_token, names)
-        if refused is None:
+        client = request.client
+        peer = "" if client is None else f"{client.host}:{client.port}"
+        denied = self._access.judge(Role.OBSERVE, shown_token, names, peer)
+        if denied is None:
             if request.method in ("GET", "HEAD"):
                 return None
             return PlainTextResponse("405 Method Not Allowed\n", 405, {"Allow": "GET, HEAD"})
-        client = request.client
-        peer = "" if client is None else f"{client.host}:{client.port}"
-        self._access.refusals.add(refused.reason, peer, str(refused.error))
-        unknown = refused.error.code is StatusCode.UNAUTHENTICATED
-        answer = PlainTextResponse(f"{refused.error}\n", 401 if unknown else 403)
+        unknown = denied.error.code is StatusCode.UNAUTHENTICATED
+        answer = PlainTextResponse(f"{denied.error}\n", 401 if unknown else 403)
         for scheme in ('Basic realm="slipstream", charset="UTF-8"', 'Bearer realm="slipstream"'):
             answer.headers.append("WWW-Authenticate", scheme)
         return answer
@@ -283,7 +282,9 @@ def _tls(access: Access) -> ssl.SSLContext:
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 raise
             except ssl.SSLError as error:
-                access.refusals.add("tls", "a client of the web port", f"no TLS ({error.reason})")
+                access.refusals.denied(
+                    "tls", "a client of the web port", f"no TLS ({error.reason})"
+                )
                 raise
 
     def current(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:

@@ -8,6 +8,11 @@ received, so no log, file, terminal or exception needs to.
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -15,11 +20,16 @@ from google.protobuf.message import DecodeError
 
 from slipstream.v1 import release_pb2
 
+logger = logging.getLogger(__name__)
+
 METADATA_KEY = "slipstream-refusal-bin"
 
 MAX_TEXT_BYTES = 448
 """Of one text on the wire. gRPC takes 8 KiB of trailers, the texts twice in them and escaped; a
 larger refusal arrives as RESOURCE_EXHAUSTED without its text."""
+
+LOG_SECONDS = 60.0
+"""Between two lines about refusals of one kind."""
 
 StatusCode = grpc.StatusCode
 """Re-exported for code that names a status and uses nothing else of gRPC."""
@@ -120,3 +130,42 @@ def failure_text(error: grpc.RpcError) -> str:
         return clean(str(error))
     code = error.code()
     return f"{'UNKNOWN' if code is None else code.name}: {clean(error.details() or '')}"
+
+
+class Refusals:
+    """Counts what a server refused, and logs each kind at most once a minute. Thread-safe.
+
+    A kind is a method and a status, or a reason: what a client writes makes no new ones.
+
+    Attributes:
+        by_method: refused calls, by method and gRPC status.
+        by_reason: calls and handshakes without the right to them, by reason (``security.REASONS``).
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.by_method: Counter[tuple[str, str]] = Counter()
+        self.by_reason: Counter[str] = Counter()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._logged: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def note(self, method: str, code: grpc.StatusCode, text: str) -> None:
+        """A call was refused; ``text`` may hold what the client wrote."""
+        kind = (method.rpartition("/")[2], code.name)
+        with self._lock:
+            self.by_method[kind] += 1
+            self._log(kind, "{} refused ({})".format(*kind), self.by_method[kind], text)
+
+    def denied(self, reason: str, peer: str, text: str) -> None:
+        """``peer`` may not do what it asked for."""
+        with self._lock:
+            self.by_reason[reason] += 1
+            self._log(("", reason), f"refused {peer}", self.by_reason[reason], text)
+
+    def _log(self, kind: tuple[str, str], what: str, count: int, text: str) -> None:
+        now = self._clock()
+        last, told = self._logged.get(kind, (now - LOG_SECONDS, 0))
+        if now - last >= LOG_SECONDS:
+            self._logged[kind] = (now, count)
+            # repr: a line break in it would forge a line of the log.
+            logger.warning("%s, %d since the last line: %r", what, count - told, text)

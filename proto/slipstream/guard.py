@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import logging
-import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -26,8 +24,6 @@ from slipstream.errors import RefusedError, StatusCode, abort_with
 from slipstream.security import METHODS, Access, certificate_names
 from slipstream.tensors import CHUNK_BYTES
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 SMALL_MESSAGE_BYTES = 64 << 10
@@ -41,9 +37,6 @@ MAX_SILENT_CALLS = 1024
 
 MAX_HEALTH_WATCHERS = 64
 REFLECTION_SECONDS = 60.0
-
-LOG_SECONDS = 60.0
-"""Between two lines about refusals of one kind."""
 
 _PEERS = 4096
 
@@ -119,45 +112,9 @@ class CallRate:
         if len(self._left) > _PEERS:
             self._left.popitem(last=False)
         if left < 1.0:
-            raise RefusedError(
-                "server.calls_per_s",
-                "more calls",
-                f"at most {self._rate:g} a second of one connection",
-                "look for a loop without a pause",
-                StatusCode.RESOURCE_EXHAUSTED,
-            )
-
-
-class RefusedCalls:
-    """Counts refused calls, and logs each kind at most once a minute, with how many there were.
-
-    Thread-safe. A kind is a method and a status: what a client writes makes no new ones.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._counts: Counter[tuple[str, str]] = Counter()
-        self._logged: dict[tuple[str, str], tuple[float, int]] = {}
-
-    @property
-    def counts(self) -> dict[tuple[str, str], int]:
-        """By method and status."""
-        with self._lock:
-            return dict(self._counts)
-
-    def note(self, method: str, code: StatusCode, text: str) -> None:
-        """One more; ``text`` may hold what the client wrote."""
-        kind, now = (_short(method), code.name), self._clock()
-        with self._lock:
-            self._counts[kind] += 1
-            last, told = self._logged.get(kind, (now - LOG_SECONDS, 0))
-            if now - last < LOG_SECONDS:
-                return
-            count = self._counts[kind]
-            self._logged[kind] = (now, count)
-        # repr: a line break in it would forge a line of the log.
-        logger.warning("%s refused (%s), %d since the last line: %r", *kind, count - told, text)
+            expected, code = f"at most {self._rate:g} a second", StatusCode.RESOURCE_EXHAUSTED
+            next_step = "look for a loop without a pause"
+            raise RefusedError("server.calls_per_s", "more calls", expected, next_step, code)
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -176,14 +133,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         *,
         message_seconds: float,
         calls_per_second: float,
-        refused: RefusedCalls,
     ) -> None:
         self._access = access
         self._limits = {**COMMON_LIMITS, **limits}
         self._otherwise = otherwise
         self._seconds = message_seconds
         self._rate = CallRate(calls_per_second)
-        self._refused = refused
         self._calls: Counter[str] = Counter()
         self._silent: OrderedDict[asyncio.Future[Any], None] = OrderedDict()
 
@@ -200,25 +155,22 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         authorization = _authorization(handler_call_details)
 
         async def answer(requests: AsyncIterator[Any], context: Any) -> Any:
-            try:
-                self._check_access(method, authorization, context)
-            except RefusedError as error:
-                # Counted by reason, and nothing of the call is read.
-                await abort_with(error, context)
+            if method not in METHODS or METHODS[method] is not None:
+                names = certificate_names(context.auth_context())
+                role = METHODS.get(method)
+                denied = self._access.judge(role, authorization, names, context.peer())
+                if denied is not None:
+                    # Nothing of the call is read.
+                    await abort_with(denied.error, context)
             try:
                 self._rate.spend(context.peer())
                 return await self._answer(handler, method, limit, requests, context)
             except NotImplementedError:
-                refusal = RefusedError(
-                    _short(method),
-                    "a call",
-                    "none",
-                    "ask the reflection service",
-                    StatusCode.UNIMPLEMENTED,
-                )
+                next_step, code = "ask the reflection service", StatusCode.UNIMPLEMENTED
+                refusal = RefusedError(_short(method), "a call", "none", next_step, code)
             except RefusedError as error:
                 refusal = error
-            self._refused.note(method, refusal.code, str(refusal))
+            self._access.refusals.note(method, refusal.code, str(refusal))
             await abort_with(refusal, context)
 
         parse = limit.parse or handler.request_deserializer or bytes
@@ -229,18 +181,6 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             else grpc.stream_unary_rpc_method_handler
         )
         return register(answer, read, handler.response_serializer)
-
-    def _check_access(self, method: str, authorization: str | None, context: Any) -> None:
-        if method in METHODS and METHODS[method] is None:
-            return
-        role = METHODS.get(method)
-        if self._access.judge(role, authorization) is None:
-            return
-        names = certificate_names(context.auth_context())
-        refused = self._access.judge(role, authorization, names)
-        if refused is not None:
-            self._access.refusals.add(refused.reason, context.peer(), str(refused.error))
-            raise refused.error
 
     async def _answer(
         self,
@@ -264,9 +204,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                     wait = None if limit.call_seconds is None else self._seconds
                     given: Any = _readable(first, requests, wait)
                 elif first is None:
-                    raise RefusedError(
-                        "request", "none", "one", "send the request before ending the call"
-                    )
+                    raise RefusedError("request", "none", "one", "send it before ending the call")
                 else:
                     given = readable(first)
                 with self.place(method, limit.calls):
@@ -285,11 +223,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def first(self, requests: AsyncIterator[T]) -> T | None:
         """The first request of a call; None where it ended without one.
 
-        Where too many calls are silent the oldest one is refused: a client that means it sends its
-        request at once.
-
-        Raises:
-            RefusedError: it did not come in time, or others are waited for.
+        Raises RefusedError: it did not come in time, or too many calls are silent and this is the
+        oldest of them.
         """
         if len(self._silent) >= MAX_SILENT_CALLS:
             self._silent.popitem(last=False)[0].cancel()
@@ -331,13 +266,9 @@ def readable(item: Any) -> Any:
 
 def silent(seconds: float) -> RefusedError:
     """The refusal of a client that leaves a call open and sends or reads nothing, or too little."""
-    return RefusedError(
-        "server.message_timeout_s",
-        f"a call whose next message did not come in {seconds:g} s",
-        "messages without pauses",
-        "call again",
-        StatusCode.DEADLINE_EXCEEDED,
-    )
+    found = f"a call whose next message did not come in {seconds:g} s"
+    expected, code = "messages without pauses", StatusCode.DEADLINE_EXCEEDED
+    return RefusedError("server.message_timeout_s", found, expected, "call again", code)
 
 
 async def _next(requests: AsyncIterator[T]) -> T | None:

@@ -10,23 +10,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import logging
 import re
 import socket
-import threading
-import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 
-from slipstream.errors import RefusedError, StatusCode
+from slipstream.errors import Refusals, RefusedError, StatusCode
 from slipstream.tls import Followed, OptionName, TlsFiles, TlsPaths, read_ca, read_file, read_pem
-
-logger = logging.getLogger(__name__)
 
 
 class Role(StrEnum):
@@ -127,36 +122,34 @@ class TokenFiles:
     """
 
     def __init__(self, files: Mapping[Role, Sequence[Path]], field: str) -> None:
-        self._files = [
-            _TokenFile(role, path, field.format(role=role))
+        self._digests = [
+            (role, _digests_in(path, field.format(role=role)))
             for role, paths in files.items()
             for path in paths
         ]
 
     def __bool__(self) -> bool:
-        return bool(self._files)
+        return bool(self._digests)
 
     def roles_of(self, token: bytes) -> frozenset[Role]:
         """The roles in whose files ``token`` is. Takes as long for every token of a length."""
         presented = hashlib.sha256(token).digest()
         found: set[Role] = set()
-        for file in self._files:
-            for digest in file.digests.now():
+        for role, digests in self._digests:
+            for digest in digests.now():
                 if hmac.compare_digest(digest, presented):
-                    found.add(file.role)
+                    found.add(role)
         return frozenset(found)
 
 
-class _TokenFile:
-    def __init__(self, role: Role, path: Path, field: str) -> None:
-        def read() -> tuple[bytes, ...]:
-            return tuple(hashlib.sha256(token).digest() for token in read_tokens(path, field))
+def _digests_in(path: Path, field: str) -> Followed[tuple[bytes, ...]]:
+    def read() -> tuple[bytes, ...]:
+        return tuple(hashlib.sha256(token).digest() for token in read_tokens(path, field))
 
-        none: tuple[bytes, ...] = ()
-        self.role = role
-        self.digests = Followed([path], read, when_bad=none)
-        if not self.digests.now():
-            raise RefusedError(field, f"{path} without a token", "a token a line", _MAKE_ONE)
+    digests: Followed[tuple[bytes, ...]] = Followed([path], read, when_bad=())
+    if not digests.now():
+        raise RefusedError(field, f"{path} without a token", "a token a line", _MAKE_ONE)
+    return digests
 
 
 ANY_NAME = "*"
@@ -165,8 +158,6 @@ ANY_NAME = "*"
 REASONS = ("no_credentials", "unknown_token", "unknown_certificate", "role", "tls")
 """Why a call was refused; ``tls`` is a handshake with the HTTP server that failed."""
 
-_PERIOD_SECONDS = 60.0
-_MAX_PEERS = 1024
 _GIVE_ONE = (
     "give a token (draft-trainer: --token-file; PolicyBridge: trainer_credentials or "
     "rollout_credentials; HTTP: Authorization: Bearer) or a client certificate that has the role; "
@@ -174,56 +165,21 @@ _GIVE_ONE = (
 )
 
 
-class AccessRefusals:
-    """Counts what was refused, and logs each peer once a minute. Thread-safe."""
-
-    def __init__(self, count: Callable[[str], None] = lambda reason: None) -> None:
-        self._count = count
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._logged: OrderedDict[str, float] = OrderedDict()
-
-    def counts(self) -> dict[str, int]:
-        """Refusals since the start, by reason (``REASONS``)."""
-        with self._lock:
-            return dict(self._counts)
-
-    def add(self, reason: str, peer: str, what: str) -> None:
-        """One more."""
-        host, now = peer.rpartition(":")[0] or peer, time.monotonic()
-        with self._lock:
-            self._counts[reason] += 1
-            due = now - self._logged.get(host, -_PERIOD_SECONDS) >= _PERIOD_SECONDS
-            if due:
-                self._logged[host] = now
-                self._logged.move_to_end(host)
-                if len(self._logged) > _MAX_PEERS:
-                    self._logged.popitem(last=False)
-        self._count(reason)
-        if due:
-            logger.warning("refused %s: %s (of this host no more for a minute)", peer, what)
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A call that may not be made: why, and what its caller is told."""
+class Denied(NamedTuple):
+    """Why a call may not be made (``REASONS``), and what its caller is told."""
 
     reason: str
     error: RefusedError
 
 
 class Access:
-    """What a server asks of its callers. Thread-safe."""
+    """What a server asks of its callers, and what it refused. Thread-safe."""
 
     def __init__(
-        self,
-        tls: TlsFiles | None,
-        tokens: TokenFiles,
-        names: Mapping[Role, Collection[str]],
-        refusals: AccessRefusals | None = None,
+        self, tls: TlsFiles | None, tokens: TokenFiles, names: Mapping[Role, Collection[str]]
     ) -> None:
         self.tls = tls
-        self.refusals = refusals or AccessRefusals()
+        self.refusals = Refusals()
         self._tokens = tokens
         self._names = {role: frozenset(some) for role, some in names.items() if some}
 
@@ -233,9 +189,13 @@ class Access:
         return not self._tokens and not self._names
 
     def judge(
-        self, role: Role | None, authorization: str | None, names: Collection[str] = ()
-    ) -> Refused | None:
-        """None if a call that needs ``role`` may be made."""
+        self,
+        role: Role | None,
+        authorization: str | None,
+        names: Collection[str] = (),
+        peer: str = "",
+    ) -> Denied | None:
+        """None if ``peer`` may make a call that needs ``role``; a denial is counted and logged."""
         if self.anonymous and role is not None:
             return None
         token = bearer(authorization)
@@ -243,24 +203,20 @@ class Access:
         held |= {r for r, some in self._names.items() if names and (some & {ANY_NAME, *names})}
         if role is not None and role in roles_granted(held):
             return None
-        needed = "nobody's" if role is None else role
+        code = StatusCode.UNAUTHENTICATED
         if held:
+            reason, code = "role", StatusCode.PERMISSION_DENIED
             found = f"credentials of the role {' and '.join(sorted(held))}"
-            return self._refused("role", found, needed, StatusCode.PERMISSION_DENIED)
-        if authorization is not None:
-            return self._refused("unknown_token", "a token that opens nothing here", needed)
-        if names:
-            found = "a certificate whose names open nothing here"
-            return self._refused("unknown_certificate", found, needed)
-        return self._refused("no_credentials", "no token", needed)
-
-    @staticmethod
-    def _refused(
-        reason: str, found: str, needed: str, code: StatusCode = StatusCode.UNAUTHENTICATED
-    ) -> Refused:
-        return Refused(
-            reason, RefusedError("authorization", found, f"the role {needed}", _GIVE_ONE, code)
-        )
+        elif authorization is not None:
+            reason, found = "unknown_token", "a token that opens nothing here"
+        elif names:
+            reason, found = "unknown_certificate", "a certificate whose names open nothing here"
+        else:
+            reason, found = "no_credentials", "no token"
+        expected = "the role nobody's" if role is None else f"the role {role}"
+        error = RefusedError("authorization", found, expected, _GIVE_ONE, code)
+        self.refusals.denied(reason, peer, str(error))
+        return Denied(reason, error)
 
 
 def bearer(authorization: str | None) -> bytes | None:
@@ -285,61 +241,60 @@ def open_to_all() -> Access:
     return Access(None, TokenFiles({}, ""), {})
 
 
-@dataclass(frozen=True)
-class AccessOptions:
-    """What a server's configuration says of access: paths and names, never secrets."""
+def open_access(
+    name: OptionName,
+    host: str,
+    *,
+    certificate: Path | None = None,
+    key: Path | None = None,
+    client_ca: Path | None = None,
+    tokens: Mapping[Role, Sequence[Path]],
+    names: Mapping[Role, Sequence[str]],
+    allow_plaintext: bool = False,
+    allow_anonymous: bool = False,
+) -> Access:
+    """What a server's configuration asks of callers, every file read and checked.
 
-    host: str
-    certificate: Path | None = None
-    key: Path | None = None
-    client_ca: Path | None = None
-    tokens: Mapping[Role, Sequence[Path]] = field(default_factory=dict)
-    names: Mapping[Role, Sequence[str]] = field(default_factory=dict)
-    allow_plaintext: bool = False
-    allow_anonymous: bool = False
+    Args:
+        name: from a parameter to what the user calls it.
+        host: where the server listens.
 
-    def open(self, name: OptionName, refusals: AccessRefusals | None = None) -> Access:
-        """Read and check everything.
-
-        Raises:
-            RefusedError: a file cannot be used, an option is given without what it needs, or
-                ``host`` is not loopback and there is no TLS or nothing is asked of callers.
-        """
-        named = next((f"{role}_names" for role in Role if self.names.get(role)), None)
-        _check_given_together(
-            name,
-            ("certificate", self.certificate, "key", self.key),
-            ("key", self.key, "certificate", self.certificate),
-            ("client_ca", self.client_ca, "certificate", self.certificate),
-            (named or "", named, "client_ca", self.client_ca),
-        )
-        tls = None
-        if self.certificate is not None and self.key is not None:
-            tls = TlsFiles(TlsPaths(self.certificate, self.key, self.client_ca), name)
-        tokens = TokenFiles(self.tokens, name("{role}_tokens"))
-        access = Access(tls, tokens, self.names, refusals)
-        if not is_loopback(self.host):
-            self._check_exposure(access, name)
+    Raises:
+        RefusedError: a file cannot be used, an option is given without what it needs, or ``host``
+            is not loopback and there is no TLS or nothing is asked of callers.
+    """
+    named = next((f"{role}_names" for role in Role if names.get(role)), None)
+    _check_given_together(
+        name,
+        ("certificate", certificate, "key", key),
+        ("key", key, "certificate", certificate),
+        ("client_ca", client_ca, "certificate", certificate),
+        (named or "", named, "client_ca", client_ca),
+    )
+    tls = None
+    if certificate is not None and key is not None:
+        tls = TlsFiles(TlsPaths(certificate, key, client_ca), name)
+    access = Access(tls, TokenFiles(tokens, name("{role}_tokens")), names)
+    if is_loopback(host):
         return access
-
-    def _check_exposure(self, access: Access, name: OptionName) -> None:
-        if access.tls is None and not self.allow_plaintext:
-            raise RefusedError(
-                name("host"),
-                f"{self.host} without TLS",
-                "127.0.0.1, or a certificate",
-                f"set {name('certificate')} and {name('key')}, or {name('allow_plaintext')} where "
-                "every machine that reaches this port is trusted: states, weights and tokens then "
-                "cross it readable",
-            )
-        if access.anonymous and not self.allow_anonymous:
-            raise RefusedError(
-                name("host"),
-                f"{self.host} without tokens or certificate names",
-                "127.0.0.1, or callers that show who they are",
-                f"set {name('operate_tokens')}, or {name('allow_anonymous')} where everybody who "
-                "reaches this port may replace weights",
-            )
+    if tls is None and not allow_plaintext:
+        raise RefusedError(
+            name("host"),
+            f"{host} without TLS",
+            "127.0.0.1, or a certificate",
+            f"set {name('certificate')} and {name('key')}, or {name('allow_plaintext')} where "
+            "every machine that reaches this port is trusted: states, weights and tokens then "
+            "cross it readable",
+        )
+    if access.anonymous and not allow_anonymous:
+        raise RefusedError(
+            name("host"),
+            f"{host} without tokens or certificate names",
+            "127.0.0.1, or callers that show who they are",
+            f"set {name('operate_tokens')}, or {name('allow_anonymous')} where everybody who "
+            "reaches this port may replace weights",
+        )
+    return access
 
 
 def _check_given_together(

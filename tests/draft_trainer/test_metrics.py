@@ -10,8 +10,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from draft_trainer.counters import Counters, Servers, by_label
 from draft_trainer.server.metrics import facts, trainer_registry
-from slipstream.errors import StatusCode
-from slipstream.guard import RefusedCalls
+from slipstream.errors import Refusals, StatusCode
 from slipstream.v1.console_pb2 import TrialView
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
 from slipstream.v1.release_pb2 import GateFigures, Verdict
@@ -26,7 +25,7 @@ class Trainer:
     """What a scrape reads, without a server."""
 
     def __init__(self) -> None:
-        self.counters, self.refused, self.status = Counters(), RefusedCalls(), TrainerStatus()
+        self.counters, self.refused, self.status = Counters(), Refusals(), TrainerStatus()
         self._registry = trainer_registry(self.counters, lambda: self.status, self.refused)
 
     def scrape(self) -> Samples:

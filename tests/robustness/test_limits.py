@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2
 from rollout_server.checkpoint import check_finite
 from slipstream import guard as guards
 from slipstream import serving
-from slipstream.errors import RefusedError
-from slipstream.guard import CallRate, Guard, Limit, RefusedCalls, Unreadable, reader
+from slipstream.errors import Refusals, RefusedError
+from slipstream.guard import CallRate, Guard, Limit, Unreadable, reader
 from slipstream.security import open_to_all
 from slipstream.tensors import _varint, unframe
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -37,7 +37,6 @@ def guard(message_seconds: float = 60.0) -> Guard:
         Limit(1),
         message_seconds=message_seconds,
         calls_per_second=1e6,
-        refused=RefusedCalls(),
     )
 
 
@@ -77,7 +76,7 @@ def test_refusals_are_counted_each_and_logged_once_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = Clock()
-    calls = RefusedCalls(clock)
+    calls = Refusals(clock)
     code = grpc.StatusCode.INVALID_ARGUMENT
     with caplog.at_level(logging.WARNING):
         for _ in range(10_000):
@@ -85,7 +84,7 @@ def test_refusals_are_counted_each_and_logged_once_a_minute(
         assert len(caplog.messages) == 1
         clock.now = 61.0
         calls.note("/s/M", code, "again")
-    assert calls.counts == {("M", "INVALID_ARGUMENT"): 10_001}
+    assert calls.by_method == {("M", "INVALID_ARGUMENT"): 10_001}
     assert caplog.messages[1] == "M refused (INVALID_ARGUMENT), 10000 since the last line: 'again'"
     assert "\n" not in caplog.messages[0]
 

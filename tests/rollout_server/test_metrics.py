@@ -16,9 +16,7 @@ from rollout_server.control import DRAFT, POLICY, RolloutControl
 from rollout_server.metrics import FACTS, CommitCounts, Observed, RolloutCollector, negotiate
 from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, Accepted, StepCosts, StepSum
 from rollout_server.store import ContentStore
-from slipstream.errors import StatusCode
-from slipstream.guard import RefusedCalls
-from slipstream.security import AccessRefusals
+from slipstream.errors import Refusals, StatusCode
 from tests.rollout_server.test_control import FakeEngine, weights
 from tests.scraping import of, scrape, value
 
@@ -31,7 +29,7 @@ class Server:
     def __init__(self, tmp_path: Path) -> None:
         self.tracker = AcceptanceTracker()
         self.tracker.start(0)
-        self.commits, self.costs, self.refused = CommitCounts(), StepCosts(), RefusedCalls()
+        self.commits, self.costs, self.refused = CommitCounts(), StepCosts(), Refusals()
         self.store = ContentStore(tmp_path / "store", 1000)
         engine = FakeEngine()
         engine.live[POLICY] = "policy-None"
@@ -45,7 +43,6 @@ class Server:
         )
         observed = Observed(
             *(self.tracker, self.control, self.store, self.commits, self.costs, self.refused),
-            AccessRefusals(),
             draft_length=3,
         )
         self.collector = RolloutCollector(observed, vllm="0.32.0")

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from slipstream.client import open_channel
 from slipstream.errors import refused_from
-from slipstream.guard import Guard, Limit, RefusedCalls
+from slipstream.guard import Guard, Limit
 from slipstream.security import Access, ClientCredentials, Role, TokenFiles
 from slipstream.serving import GrpcServer, LoopThread
 from slipstream.tls import TlsFiles, TlsPaths
@@ -58,7 +58,6 @@ def start(access: Access) -> Iterator[str]:
             Limit(64),
             message_seconds=DEADLINE,
             calls_per_second=1e6,
-            refused=RefusedCalls(),
         )
         server = GrpcServer(guard, access, SERVICE)
         pb_grpc.add_RolloutServerServicer_to_server(Service(), server.grpc)
@@ -131,7 +130,7 @@ def test_tokens_over_plain_loopback(tmp_path: Path) -> None:
                 assert call(address, shown(name), method) is expected, (method, name)
             assert call(address, ClientCredentials(), method) is UNKNOWN
             assert call(address, shown("wrong"), method) is UNKNOWN
-        assert access.refusals.counts() == {"role": 4, "no_credentials": 4, "unknown_token": 4}
+        assert access.refusals.by_reason == {"role": 4, "no_credentials": 4, "unknown_token": 4}
         with open_channel(address) as channel:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=DEADLINE
@@ -169,7 +168,7 @@ def test_a_refusal_says_what_to_do_and_not_what_would_have_matched(
     assert "--token-file" in refusal.next_step and "docs/security.md" in refusal.next_step
     told = str(refusal) + caplog.text
     assert not any(secret in told for secret in (wrong, FEED, OBSERVE, OPERATE))
-    assert access.refusals.counts() == {"unknown_token": 20}
+    assert access.refusals.by_reason == {"unknown_token": 20}
     assert sum("refused ipv" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -252,7 +251,7 @@ def test_roles_of_client_certificates(tmp_path: Path, authority: Authority) -> N
         # The common name counts only where there is no other name.
         assert codes(shown("root")) == (OK, OK)
         assert codes(shown("root", "other.example")) == (UNKNOWN, UNKNOWN)
-        assert access.refusals.counts() == {"role": 1, "unknown_certificate": 2}
+        assert access.refusals.by_reason == {"role": 1, "unknown_certificate": 2}
         # Without a certificate, or with one of another CA, there is no connection.
         token = ClientCredentials(ca=authority.path, token_file=tmp_path / "operate")
         assert call(address, token) is DOWN

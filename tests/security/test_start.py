@@ -30,7 +30,7 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Pair]:
 
 def trainer_refuses(tmp_path: Path, **sections: dict[str, Any]) -> RefusedError:
     with pytest.raises(RefusedError) as caught:
-        trainer_access(make_config(tmp_path, **sections), lambda reason: None)
+        trainer_access(make_config(tmp_path, **sections))
     return caught.value
 
 
@@ -71,7 +71,7 @@ def test_other_addresses_need_tls_and_tokens(
         ({"host": host, "allow_anonymous": True}, tls),
         (plain | {"allow_anonymous": True}, {}),
     ):
-        trainer_access(make_config(tmp_path, server=server, access=access), lambda reason: None)
+        trainer_access(make_config(tmp_path, server=server, access=access))
 
     assert control_refuses(host=host).field == "--control-host"
     options = ("--control-certificate", str(pair.certificate), "--control-key", str(pair.key))
@@ -85,7 +85,7 @@ def test_other_addresses_need_tls_and_tokens(
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"])
 def test_loopback_needs_nothing(tmp_path: Path, host: str) -> None:
     assert is_loopback(host)
-    access = trainer_access(make_config(tmp_path, server={"host": host}), lambda reason: None)
+    access = trainer_access(make_config(tmp_path, server={"host": host}))
     assert access.anonymous and access.tls is None
 
 
@@ -171,7 +171,9 @@ def test_token_lines(tmp_path: Path) -> None:
     files = TokenFiles({Role.FEED: [path], Role.OPERATE: [path], Role.OBSERVE: []}, "{role}")
     assert files.roles_of(b"u" * 33) == {Role.FEED, Role.OPERATE}
     assert files.roles_of(b"u" * 32) == files.roles_of(b"") == frozenset()
-    assert TOKEN not in repr(vars(files)) and TOKEN not in repr([vars(f) for f in files._files])
+    assert TOKEN not in repr(vars(files)) and TOKEN not in repr(
+        [vars(d) for _, d in files._digests]
+    )
 
 
 def test_a_token_does_not_cross_the_network_readable(tmp_path: Path) -> None:
