@@ -107,7 +107,7 @@ class StateStream:
     def _read(self) -> None:
         try:
             for response in self._call:
-                acks, credit = _contents(response)
+                acks = response.acks.acks
                 # Before the credit wakes the sender: what is settled frees its credit too.
                 if acks:
                     self._on_acks(acks)
@@ -117,7 +117,7 @@ class StateStream:
                     self.answered = True
                     self.acknowledged += len(acks)
                     self._news = time.monotonic()
-                    self.credit += credit
+                    self.credit += response.acks.credit_bytes + response.credit.bytes
                     self._waiting.difference_update([ack.sample_id for ack in acks])
                     self._changed.notify_all()
         except grpc.RpcError as error:
@@ -132,15 +132,6 @@ class StateStream:
                 self._changed.notify_all()
             # Lets gRPC's request thread end.
             self._requests.put(None)
-
-
-def _contents(response: pb.StreamStatesResponse) -> tuple[Sequence[pb.Ack], int]:
-    kind = response.WhichOneof("kind")
-    if kind == "acks":
-        return response.acks.acks, response.acks.credit_bytes
-    if kind == "ack":
-        return [response.ack], 0
-    return [], response.credit.bytes
 
 
 def _joined(parts: Parts) -> bytes:

@@ -87,7 +87,7 @@ class Calls:
                 [
                     traffic.header(self._session_id),
                     traffic.batch([traffic.sample(self._version) for _ in range(3)]),
-                    traffic.plain_sample(self._version),
+                    traffic.batch([traffic.sample(self._version)]),
                 ]
             )
             return self._streams[-1]

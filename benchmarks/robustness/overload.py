@@ -102,11 +102,12 @@ class Crowd:
         self._sockets += [socket.create_connection((host, int(port)), 30) for _ in range(count)]
 
     def deaf_stream(self, session_id: str, messages: int) -> Any:
-        """A sample stream that sends bad samples of two bytes, and reads no answer."""
+        """A sample stream that sends bad samples of a few bytes, and reads no answer."""
 
         def requests() -> Iterator[bytes]:
             yield traffic.header(session_id).SerializeToString()
-            bad = pb.StreamStatesRequest(sample=pb.VerifierStates()).SerializeToString()
+            empty = pb.SampleBatch(samples=[pb.VerifierStates()])
+            bad = pb.StreamStatesRequest(batch=empty).SerializeToString()
             for _ in range(messages):
                 if self.over.is_set():
                     return

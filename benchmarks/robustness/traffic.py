@@ -102,12 +102,6 @@ def framed(request: pb.StreamStatesRequest) -> bytes:
     return frame(request, [np.frombuffer(payload, dtype=np.uint8)])
 
 
-def plain_sample(version: int = 1, tokens: int = 4) -> pb.StreamStatesRequest:
-    """One sample a message, as a client without a bridge sends it."""
-    whole = batch([sample(version, tokens, f"plain-{uuid.uuid4().hex}")])
-    return pb.StreamStatesRequest(sample=whole.batch.samples[0], payload=whole.payload)
-
-
 def header(session_id: str) -> pb.StreamStatesRequest:
     """Of a stream over gRPC."""
     given = pb.StreamHeader(session_id=session_id)

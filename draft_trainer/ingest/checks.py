@@ -88,6 +88,10 @@ def check_header(header: pb.VerifierStates, expected: Expected) -> Layout:
         raise RefusedError(
             "packed.states_dtype", found, f"one of {[names[d] for d in _DTYPES]}", "cast them"
         )
+    if header.logits_dtype and _DTYPES.get(header.logits_dtype) not in STATE_DTYPES:
+        raise RefusedError(
+            "logits_dtype", header.logits_dtype, "a floating dtype, or 0", "send the policy's"
+        )
     layout = layout_of(packed.tokens, len(layers), hidden, _DTYPES[packed.states_dtype])
     if packed.span.bytes != layout.nbytes:
         sizes = f"{packed.tokens} tokens of {len(layers) + 1} states of {hidden}"

@@ -190,6 +190,8 @@ class Ingest:
         layers = self.expected.aux_layer_ids
         block = self._store.reserve(kept.nbytes)
         arrived = own = Sample(header_of(*facts, layers, kept), torch.from_numpy(block))
+        own.header.sampling.CopyFrom(header.sampling)
+        own.header.logits_dtype = header.logits_dtype
         if layout.dtype == FLOAT8:
             scratch = torch.empty(layout.nbytes, dtype=torch.uint8)
             arrived = Sample(header_of(*facts, layers, layout), scratch)

@@ -45,8 +45,7 @@ class Arrived:
     @property
     def samples(self) -> Sequence[pb.VerifierStates]:
         """The samples that it describes."""
-        request = self.framed.request
-        return [request.sample] if request.WhichOneof("kind") == "sample" else request.batch.samples
+        return self.framed.request.batch.samples
 
     @property
     def nbytes(self) -> int:
@@ -91,8 +90,7 @@ class StateStream:
         reader = asyncio.create_task(self._read())
         try:
             while await self._has_more(reader):
-                for response in await self.workers.run(self._take, self._next_batch()):
-                    yield response
+                yield await self.workers.run(self._take, self._next_batch())
             if reader.done():
                 reader.result()
         finally:
@@ -146,11 +144,11 @@ class StateStream:
         kind, samples = framed.request.WhichOneof("kind"), len(framed.request.batch.samples)
         if kind is None and len(framed.payload):
             return True
-        if kind not in ("sample", "batch"):
+        if kind != "batch":
             raise RefusedError(
                 "kind",
                 kind or "nothing",
-                "sample, batch or a piece of their payload",
+                "batch, or a piece of its payload",
                 "send the header first, and only once",
             )
         if samples > MAX_BATCH:
@@ -159,14 +157,15 @@ class StateStream:
             )
         return False
 
-    def _take(self, batch: Sequence[Arrived]) -> list[pb.StreamStatesResponse]:
+    def _take(self, batch: Sequence[Arrived]) -> pb.StreamStatesResponse:
         """Store a batch and answer it; on a worker's thread."""
         samples = []
         for arrived in batch:
             memories = Memories((*arrived.framed.ahead, arrived.framed.payload), self.file)
             samples += [(message, memories) for message in arrived.samples]
         acks = self.ingest.take(self.run, samples)
-        nbytes = {"grpc": sum(arrived.framed.nbytes for arrived in batch)}
+        size = sum(arrived.framed.nbytes for arrived in batch)
+        nbytes = {"grpc": size}
         if self.file is not None:
             # Not of refused ones: the span that they name may never have been written.
             nbytes["shared_memory"] = sum(
@@ -179,20 +178,5 @@ class StateStream:
         self.ingest.counters.received(
             nbytes, [(now - each.at, len(each.samples)) for each in batch]
         )
-        # An ack and a credit for each single sample, and one message for all batches.
-        responses = []
-        together = pb.AckBatch()
-        at = 0
-        for arrived in batch:
-            size, count = arrived.framed.nbytes, len(arrived.samples)
-            self.window.give_back(size)
-            if arrived.framed.request.WhichOneof("kind") == "sample":
-                responses.append(pb.StreamStatesResponse(ack=acks[at]))
-                responses.append(pb.StreamStatesResponse(credit=pb.Credit(bytes=size)))
-            else:
-                together.acks.extend(acks[at : at + count])
-                together.credit_bytes += size
-            at += count
-        if together.credit_bytes:
-            responses.append(pb.StreamStatesResponse(acks=together))
-        return responses
+        self.window.give_back(size)
+        return pb.StreamStatesResponse(acks=pb.AckBatch(acks=acks, credit_bytes=size))

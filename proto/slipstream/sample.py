@@ -207,7 +207,10 @@ class Sample:
             "aux_layers": decode_layers(self.header.aux_layers, "aux_layers"),
         }
         arguments |= {name: getattr(self, name) for name in TENSORS}
-        return Sample.pack(**(arguments | changes))
+        made = Sample.pack(**(arguments | changes))
+        made.header.sampling.CopyFrom(self.header.sampling)
+        made.header.logits_dtype = self.header.logits_dtype
+        return made
 
     @property
     def sample_id(self) -> str:
@@ -222,6 +225,17 @@ class Sample:
     def temperature(self) -> float:
         """Sampling temperature of the rollout, > 0; the teacher's temperature."""
         return self.header.temperature
+
+    @property
+    def sampling(self) -> pb.SamplingParameters:
+        """What the rollout was sampled with, beside ``temperature``; empty: nothing else."""
+        return self.header.sampling
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """In which the policy has its logits; see ``slipstream.logits``."""
+        wire = self.header.logits_dtype
+        return dtype_from_wire(wire, "logits_dtype") if wire else torch.float32
 
     @cached_property
     def layout(self) -> Layout:

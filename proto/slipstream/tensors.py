@@ -219,8 +219,8 @@ def _check_shape(shape: tuple[int, ...], field: str) -> None:
         raise RefusedError(f"{field}.shape", list(shape), "sizes >= 0", "send the real shape")
 
 
-SCHEMA_VERSION = 3
-"""3: one form of a sample, the packed block; the client's file of shared memory."""
+SCHEMA_VERSION = 4
+"""4: batches alone carry samples; sampling parameters and the form of the logits."""
 
 
 def check_schema(found: int, whose: str, upgrade: str) -> None:
@@ -407,7 +407,7 @@ def unframe(data: bytes) -> Framed:
                 "batch",
                 f"{length} bytes",
                 f"at most {_MOST_BATCH_BYTES} bytes",
-                "put the states into the payload or the ring, or send smaller batches",
+                "put the states into the payload or the file, or send smaller batches",
                 StatusCode.RESOURCE_EXHAUSTED,
             )
         if tag >> 3 == _PAYLOAD and at + length <= len(data):

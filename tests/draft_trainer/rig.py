@@ -193,8 +193,9 @@ class Stream:
         request = request_of(sample) if isinstance(sample, Sample) else sample
         self.credit -= request.ByteSize()
         self.put(request)
-        ack = self._next("ack").ack
-        self.credit += self._next("credit").credit.bytes
+        answer = self._next("acks").acks
+        self.credit += answer.credit_bytes
+        (ack,) = answer.acks
         return ack
 
     def finish(self) -> None:
@@ -218,9 +219,9 @@ def rollouts(count: int, seed: int = 0, version: int = 1) -> list[Sample]:
 
 def request_of(sample: Sample) -> pb.StreamStatesRequest:
     """The message of one sample, its block inline and as it is now."""
-    request = pb.StreamStatesRequest(sample=sample.header)
+    request = pb.StreamStatesRequest(batch=pb.SampleBatch(samples=[sample.header]))
     block = sample.block.numpy()
-    packed = request.sample.packed
+    packed = request.batch.samples[0].packed
     packed.span.CopyFrom(pb.Span(memory=pb.MEMORY_PAYLOAD, bytes=len(block)))
     packed.checksum_kind, packed.checksum = KINDS[0], checksum_of(block, KINDS[0])
     request.payload = block.tobytes()

@@ -64,7 +64,7 @@ def test_stream_must_begin_with_the_header_of_an_open_session(
     only_samples = [request_of(rollouts(1)[0])]
     error = refusal(lambda: list(client.stub.StreamStates(iter(only_samples), timeout=10)))
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert (error.field, error.found, error.expected) == ("kind", "sample", "header")
+    assert (error.field, error.found, error.expected) == ("kind", "batch", "header")
 
 
 def test_stream_cut_in_the_middle_and_opened_again(

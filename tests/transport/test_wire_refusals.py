@@ -50,8 +50,8 @@ def request(*given: Sample, seed: int = 0) -> pb.StreamStatesRequest:
     made, payload = pb.StreamStatesRequest(), b""
     for sample in given or samples(3, seed):
         one = request_of(sample)
-        one.sample.packed.span.offset = len(payload)
-        made.batch.samples.append(one.sample)
+        one.batch.samples[0].packed.span.offset = len(payload)
+        made.batch.MergeFrom(one.batch)
         payload += one.payload
     made.payload = payload
     return made
@@ -166,7 +166,7 @@ def test_a_span_outside_the_file_is_refused(
     file.remove_name()
 
 
-@pytest.mark.parametrize("version", [0, 1, SCHEMA_VERSION + 1])
+@pytest.mark.parametrize("version", [0, 1, SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
 def test_a_client_of_another_schema_is_refused_at_connect(
     trainer: tuple[TrainerServer, Client], version: int
 ) -> None:
@@ -179,7 +179,7 @@ def test_a_client_of_another_schema_is_refused_at_connect(
     assert "same release" in error.next_step
 
 
-@pytest.mark.parametrize("version", [0, 1, SCHEMA_VERSION + 1])
+@pytest.mark.parametrize("version", [0, 1, SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
 def test_a_trainer_of_another_schema_is_refused_at_connect(version: int) -> None:
     response = pb.OpenRunResponse(session_id="s", schema_version=version)
     with pytest.raises(RefusedError, match="same release") as refused:

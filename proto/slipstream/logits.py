@@ -1,0 +1,63 @@
+"""How a policy makes logits of its final hidden states; the same in the bridge and in the trainer.
+
+    y = soft_cap * tanh(scale * (W h + b) / soft_cap)
+
+Each operation is rounded to the dtype in which the policy has its logits: log Z, which the policy
+computed of rounded logits, and a teacher of exact ones are not one distribution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+
+@dataclass(frozen=True)
+class LogitForm:
+    """What a policy does to the output of its lm_head.
+
+    Attributes:
+        scale: a factor, > 0.
+        soft_cap: 0: none.
+    """
+
+    scale: float = 1.0
+    soft_cap: float = 0.0
+
+    @classmethod
+    def of(cls, spec: pb.PolicySpec) -> LogitForm:
+        """As OpenRun announces it."""
+        return cls(spec.logit_scale or 1.0, spec.logit_soft_cap)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """The policy's logits of its lm_head's output; any shape and dtype, which stay."""
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.soft_cap:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return logits
+
+
+def policy_logits(
+    hidden: Tensor, rows: Tensor, bias: Tensor | None, form: LogitForm, dtype: torch.dtype
+) -> Tensor:
+    """Logits as the policy has them, before temperature.
+
+    Args:
+        hidden: [N, H], final hidden states.
+        rows: [V, H], of lm_head.
+        bias: [V], of lm_head; None where it has none.
+        form: what the policy does to the product.
+        dtype: in which it has its logits.
+
+    Returns:
+        float32 [N, V].
+    """
+    logits = hidden.float() @ rows.float().T
+    if bias is not None:
+        logits = logits + bias.float()
+    return form.apply(logits.to(dtype)).float()
