@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gate_calibration.server import Acceptance, Server
 from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
+from draft_trainer.drafters import Draft
 from draft_trainer.drafters.acceptance import AcceptanceEstimate, Method, expected_acceptance
-from draft_trainer.drafters.eagle3.checkpoint import load_head
-from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.recordings.recording import Recording
 from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.record import Recorder
@@ -181,7 +181,7 @@ def make_releases(draft: Path, registry: Registry, noise: list[float], seed: int
     versions = [0]
     generator = torch.Generator().manual_seed(seed)
     for share in noise:
-        head = load_head(registry.path(0))
+        head = Eagle3().read(registry.path(0)).draft()
         with torch.no_grad():
             for weight in head.parameters():
                 if weight.dim() > 1:
@@ -288,7 +288,7 @@ class _Predictor:
     ) -> Point:
         """Both predictions of a release beside its measurement."""
         clock = time.perf_counter()
-        head = load_head(self._registry.path(version))
+        head = Eagle3().read(self._registry.path(version)).draft()
         own = self._expected(head, self.states(completions))
         other = self._expected(head, held_out.result())
         return Point(
@@ -302,7 +302,7 @@ class _Predictor:
             time.perf_counter() - clock,
         )
 
-    def _expected(self, head: Eagle3Head, recording: Recording) -> AcceptanceEstimate:
+    def _expected(self, head: Draft, recording: Recording) -> AcceptanceEstimate:
         recording.fit_to(head.config)
         samples = [recording[i] for i in range(len(recording))]
         assert head.draft_vocab_ids is not None

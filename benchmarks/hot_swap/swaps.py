@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from draft_trainer.checkpoints.draft import WEIGHTS_FILE
 from draft_trainer.config import PublishConfig
 from draft_trainer.counters import Counters
-from draft_trainer.drafters.eagle3.checkpoint import load_head
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.registry import Registry, open_promotions
@@ -55,7 +55,7 @@ class Ours:
     def __init__(self, draft: Path, folder: Path, servers: list[str]) -> None:
         self.registry = Registry(folder)
         self.registry.import_initial(draft)
-        head = load_head(self.registry.path(0))
+        head = Eagle3().read(self.registry.path(0)).draft()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in head.parameters():

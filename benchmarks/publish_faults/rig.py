@@ -14,7 +14,7 @@ import grpc
 import torch
 
 from benchmarks.publish_faults import server_process, trainer_process
-from draft_trainer.drafters.eagle3.checkpoint import load_head
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.client import open_channel
@@ -197,7 +197,7 @@ class Rig:
     def _write_releases(self) -> None:
         registry = Registry(self.root)
         registry.import_initial(DRAFT)
-        head = load_head(registry.path(0))
+        head = Eagle3().read(registry.path(0)).draft()
         generator = torch.Generator().manual_seed(0)
         for version in range(1, RELEASES):
             with torch.no_grad():

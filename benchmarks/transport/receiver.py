@@ -12,7 +12,7 @@ import torch
 from benchmarks.workers import answers, serve
 from draft_trainer.cli.main import tune_memory
 from draft_trainer.config import parse_config
-from draft_trainer.drafters.eagle3.checkpoint import save_draft
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.policy import PolicyHead
@@ -44,7 +44,7 @@ def _draft(folder: Path, hidden_size: int) -> Path:
         own_embeddings=True,
     )
     folder.mkdir()
-    save_draft(folder, Eagle3Head(config, None))
+    Eagle3().save(folder, Eagle3Head(config, None))
     return folder
 
 

@@ -55,7 +55,7 @@ class Init:
         from rich.console import Console
 
         from draft_trainer.checkpoints.policy import read_policy, size_of
-        from draft_trainer.drafters.eagle3.checkpoint import save_draft
+        from draft_trainer.drafters.eagle3.checkpoint import Eagle3
         from draft_trainer.drafters.eagle3.initial import choose_draft_vocabulary, init_draft
         from draft_trainer.files import check_free, folder_written_whole
         from draft_trainer.offline.report import open_recording
@@ -93,7 +93,7 @@ class Init:
         )
         config = head.config
         with folder_written_whole(self.out) as temporary:
-            save_draft(temporary, head)
+            Eagle3().save(temporary, head)
         print(
             f"{self.out}: {sum(p.numel() for p in head.parameters()):,} parameters; auxiliary "
             f"states after layers {', '.join(map(str, config.aux_layer_ids))}; draft vocabulary "

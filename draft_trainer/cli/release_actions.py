@@ -17,7 +17,7 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from draft_trainer.drafters import DraftCheckpoint
+    from draft_trainer.drafters import Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,9 +220,7 @@ class Import(Reading):
         return 1 if gated and answer.verdict.outcome != "passed" else 0
 
 
-def _import_offline(
-    checkpoint: DraftCheckpoint, origin: str, root: Path
-) -> pb.ImportReleaseResponse:
+def _import_offline(checkpoint: Checkpoint, origin: str, root: Path) -> pb.ImportReleaseResponse:
     from draft_trainer.releases.imports import release_foreign
 
     registry = RegistryFolder(root).registry
@@ -232,7 +230,7 @@ def _import_offline(
 
 
 def _import_requests(
-    checkpoint: DraftCheckpoint, origin: str, gate: bool
+    checkpoint: Checkpoint, origin: str, gate: bool
 ) -> Iterator[pb.ImportReleaseRequest]:
     from tempfile import TemporaryDirectory
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from draft_trainer.drafters.draft import Draft, DraftCheckpoint, Drafter, DraftShape
-from draft_trainer.drafters.eagle3 import Eagle3
+from draft_trainer.drafters.draft import Checkpoint, Draft, Drafter, DraftShape
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 
 DRAFTERS: dict[str, Drafter] = {drafter.name: drafter for drafter in (Eagle3(),)}
 """By ``[draft] kind``."""
 
-__all__ = ["DRAFTERS", "Draft", "DraftCheckpoint", "DraftShape", "Drafter"]
+__all__ = ["DRAFTERS", "Checkpoint", "Draft", "DraftShape", "Drafter"]

@@ -1,50 +1,62 @@
 """What every draft mechanism offers to the rest of the trainer.
 
 Store, learner, gate, registry and server use only what is declared here; EAGLE-3 is the one
-implementation so far. A mechanism is a ``Drafter``, which reads and writes checkpoints, and a
-``Draft``, the module that is trained.
+implementation so far. A mechanism is a ``DraftShape`` (its configuration), a ``Draft`` (the module
+that is trained) and a ``Drafter``, which reads and writes their checkpoints.
 """
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import Field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE, t2d_of, target_ids
 from draft_trainer.drafters.batch import Batch
-from slipstream.errors import RefusedError
+from slipstream.errors import RefusedError, StatusCode
 
 
-class DraftShape(Protocol):
-    """A draft's configuration, a frozen dataclass, as far as the trainer reads it.
+@dataclass(frozen=True, kw_only=True)
+class DraftShape(ABC):
+    """A draft's configuration, as far as the trainer reads it.
 
     Attributes:
         aux_layer_ids: auxiliary hidden states it takes, "after L decoder layers", ascending.
         target_hidden_size: width H of the policy, and of one auxiliary or final state.
         vocab_size: of the policy.
         draft_vocab_size: rows of the draft's lm_head.
-        max_row_tokens: longest row it can be unrolled on, TTT steps included; None for any.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    aux_layer_ids: tuple[int, ...]
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
 
     @property
-    def aux_layer_ids(self) -> tuple[int, ...]: ...
+    def full_vocabulary(self) -> bool:
+        """Whether draft ids are target ids."""
+        return self.draft_vocab_size == self.vocab_size
+
     @property
-    def target_hidden_size(self) -> int: ...
+    def max_row_tokens(self) -> int | None:
+        """Longest row it can be unrolled on, TTT steps included; None for any."""
+        return None
+
     @property
-    def vocab_size(self) -> int: ...
-    @property
-    def draft_vocab_size(self) -> int: ...
-    @property
-    def max_row_tokens(self) -> int | None: ...
+    def bounds(self) -> frozenset[str]:
+        """Fields that bound the input and do not change the function."""
+        return frozenset()
+
+    @abstractmethod
     def to_dict(self, dtype_name: str = "bfloat16") -> dict[str, Any]:
-        """The ``config.json`` that vLLM loads."""
+        """The ``config.json`` that vLLM loads, for weights of this element type."""
 
 
 class Draft(nn.Module, ABC):
@@ -91,6 +103,13 @@ class Draft(nn.Module, ABC):
     def normed(self, output: Tensor) -> Tensor:
         """The input of ``lm_head``, [..., H], from an output of ``unroll``."""
 
+    def forward(
+        self, batch: Batch, steps: int, first_anchor: int = 0
+    ) -> tuple[list[Tensor], Tensor]:
+        """What the loss takes: the ``normed`` outputs of ``unroll``, and ``lm_head``'s weight."""
+        outputs = self.unroll(batch, steps, first_anchor)
+        return [self.normed(output) for output in outputs], self.lm_head.weight
+
     def logits(self, output: Tensor) -> Tensor:
         """Draft-vocabulary logits [..., draft_vocab] of an output of ``unroll``."""
         return self.lm_head(self.normed(output))
@@ -104,7 +123,7 @@ class Draft(nn.Module, ABC):
         if self.draft_vocab_ids is not None:
             return self.draft_vocab_ids.long()
         config = self.config
-        if config.draft_vocab_size < config.vocab_size:
+        if not config.full_vocabulary:
             raise RefusedError(
                 "draft_vocab_ids", "nothing", f"{config.draft_vocab_size} ids", "use Drafter.read"
             )
@@ -117,30 +136,38 @@ class Draft(nn.Module, ABC):
         return ids[token_ids]
 
 
-class DraftCheckpoint(Protocol):
-    """A checkpoint as it was read.
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A checkpoint as it was read, or as it is to be written.
 
     Attributes:
-        config: the draft's.
+        module: makes a draft of a shape and draft-vocabulary ids.
+        config: the draft's shape.
         tensors: parameters by the draft's own names, in the types that they are stored in; without
             copies of the policy's, which vLLM shares with it and which are never staged.
         d2t: int64 [draft_vocab] offsets from draft to target ids; None for the full vocabulary.
+        document: the config.json in which vLLM reads ``config``.
+        names: on disk, by the draft's own name.
+        with_t2d: whether t2d is stored beside d2t.
         as_stored: whether vLLM can load the folder that it was read from as it is.
     """
 
-    @property
-    def config(self) -> DraftShape: ...
-    @property
-    def tensors(self) -> dict[str, Tensor]: ...
-    @property
-    def d2t(self) -> Tensor | None: ...
-    @property
-    def as_stored(self) -> bool: ...
+    module: Callable[[Any, Tensor | None], Draft]
+    config: DraftShape
+    tensors: dict[str, Tensor]
+    d2t: Tensor | None
+    document: dict[str, Any]
+    names: Mapping[str, str]
+    with_t2d: bool
+    as_stored: bool
 
     def draft(self) -> Draft:
         """The draft in float32."""
+        draft = self.module(self.config, None if self.d2t is None else target_ids(self.d2t))
+        draft.load_state_dict({name: tensor.float() for name, tensor in self.tensors.items()})
+        return draft
 
-    def draft_like(self, other: DraftCheckpoint) -> Draft:
+    def draft_like(self, other: Checkpoint) -> Draft:
         """The draft in float32, frozen, for a fleet whose drafts are like ``other``.
 
         Servers copy a release into the draft that they run, and the gate compares by the policy's
@@ -149,23 +176,60 @@ class DraftCheckpoint(Protocol):
         Raises:
             RefusedError: shape or vocabulary differ (FAILED_PRECONDITION).
         """
+        found, wanted = self.config, other.config
+        assert type(found) is type(wanted), "drafts of two mechanisms"
+        names = [
+            name
+            for name in (field.name for field in fields(wanted))
+            if name not in found.bounds and getattr(found, name) != getattr(wanted, name)
+        ]
+        theirs, differ = other.d2t, 0
+        if not names and self.d2t is not None and theirs is not None:
+            differ = int((self.d2t != theirs).sum())
+        if names or differ:
+            raise RefusedError(
+                f"the draft's {', '.join(names) or 'draft vocabulary'}",
+                ", ".join(f"{name} {getattr(found, name)}" for name in names)
+                or f"{differ} other tokens of {wanted.draft_vocab_size}",
+                (", ".join(f"{name} {getattr(wanted, name)}" for name in names) or "the same ones")
+                + ", as in this registry's drafts",
+                "a fleet swaps drafts of one shape and vocabulary: train it like release 0, or "
+                "begin a new registry with it (draft.initial) and start the servers with it",
+                StatusCode.FAILED_PRECONDITION,
+            )
+        return replace(self, config=wanted).draft().requires_grad_(False)
 
     def write(self, directory: Path) -> None:
-        """Write it into an existing directory, in the layout that it was read in if vLLM can."""
+        """Write config.json and model.safetensors into an existing directory."""
+        stored = {
+            self.names[name]: tensor.contiguous().clone() for name, tensor in self.tensors.items()
+        }
+        if self.d2t is not None:
+            stored["d2t"] = self.d2t.long()
+            if self.with_t2d:
+                stored["t2d"] = t2d_of(self.d2t, self.config.vocab_size)
+        (directory / CONFIG_FILE).write_text(json.dumps(self.document, indent=2) + "\n")
+        save_file(stored, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        # safetensors leaves 0600; a rollout server under another user must be able to read it.
+        (directory / WEIGHTS_FILE).chmod(0o644)
 
 
-class Drafter(Protocol):
-    """One mechanism: its name and its checkpoints."""
+class Drafter(ABC):
+    """One mechanism's checkpoints.
 
-    @property
-    def name(self) -> str:
-        """``[draft] kind``, and ``speculative_config["method"]`` of vLLM."""
+    Attributes:
+        name: ``[draft] kind``, and ``speculative_config["method"]`` of vLLM.
+    """
 
+    name: ClassVar[str]
+
+    @abstractmethod
     def build(self, document: Mapping[str, Any]) -> Draft:
         """An untrained draft, from what ``DraftShape.to_dict`` returned."""
 
-    def read(self, directory: Path, policy: Path | None = None) -> DraftCheckpoint:
-        """Read and check a checkpoint of any layout.
+    @abstractmethod
+    def read(self, directory: Path, policy: Path | None = None) -> Checkpoint:
+        """Read and check a checkpoint of any layout. Nothing is written.
 
         Args:
             directory: the checkpoint.
@@ -175,6 +239,7 @@ class Drafter(Protocol):
             RefusedError: unreadable, incomplete, contradictory, or not a draft for the policy.
         """
 
+    @abstractmethod
     def save(
         self,
         directory: Path,

@@ -32,10 +32,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from draft_trainer.drafters.batch import Batch, ahead
 from draft_trainer.drafters.draft import Draft
-from draft_trainer.drafters.ops import computing_in, product
+from draft_trainer.drafters.ops import product
 from draft_trainer.kernels.library import kernels_for
 from draft_trainer.kernels.score_rows import score_rows
 
@@ -315,19 +316,17 @@ def ttt_objective(
     )
     per_step = (torch.tensor(weights, device=valid.device) / divisors).float()
 
-    def score(computing: Draft) -> tuple[Tensor, Tensor]:
-        outputs = computing.unroll(batch, steps, first_anchor)
-        normed = [computing.normed(output.flatten(0, 1)) for output in outputs]
-        return soft_target_loss(
-            _AtTeachers.apply(flat, *normed),
-            computing.lm_head.weight,
-            teacher,
-            at_teacher[:, row, index],
-            per_step[:, None].expand(-1, len(row)),
-            target,
-        )
-
-    loss, sums = computing_in(head, compute_dtype, score)
+    # Cast once, differentiably: unlike with autocast, however often a parameter is used.
+    parameters = {name: p.to(compute_dtype) for name, p in head.named_parameters()}
+    outputs, lm_head = functional_call(head, parameters, (batch, steps, first_anchor))
+    loss, sums = soft_target_loss(
+        _AtTeachers.apply(flat, *(output.flatten(0, 1) for output in outputs)),
+        lm_head,
+        teacher,
+        at_teacher[:, row, index],
+        per_step[:, None].expand(-1, len(row)),
+        target,
+    )
     return Objective(loss, sums, counts)
 
 

@@ -6,13 +6,11 @@ float32 on CPUs go through oneDNN, which torch ships but uses for other types on
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import CDLL
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.nn import functional as F
 
 from draft_trainer.kernels.library import kernels_for
@@ -152,33 +150,6 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(F.silu(gate), grad, out=to_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=to_gate)
         return out
-
-
-M = TypeVar("M", bound=nn.Module)
-T = TypeVar("T")
-
-
-def computing_in(module: M, dtype: torch.dtype, work: Callable[[M], T]) -> T:
-    """``work(module)`` with every parameter cast to ``dtype``, once, differentiably.
-
-    Unlike with autocast, every product is in ``dtype`` and each parameter is cast once, however
-    often the work uses it. The parameters keep their type, and so do their gradients.
-    """
-    if all(parameter.dtype == dtype for parameter in module.parameters()):
-        return work(module)
-    cast_to = {f"inner.{name}": p.to(dtype) for name, p in module.named_parameters()}
-    return cast(T, functional_call(_Around(module), cast_to, (work,)))
-
-
-class _Around(nn.Module):
-    """What functional_call can call: it swaps the parameters of a module during its forward."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, work: Callable[[Any], Any]) -> Any:
-        return work(self.inner)
 
 
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

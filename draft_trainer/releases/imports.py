@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE, pickles
-from draft_trainer.drafters import Draft, DraftCheckpoint, Drafter
+from draft_trainer.drafters import Checkpoint, Draft, Drafter
 from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.promotions import Promotions
@@ -31,7 +31,7 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2, tensor_pb2
 
 
-def read_foreign(drafter: Drafter, directory: Path, policy: Path | None = None) -> DraftCheckpoint:
+def read_foreign(drafter: Drafter, directory: Path, policy: Path | None = None) -> Checkpoint:
     """Read a checkpoint in any layout, as something to be released.
 
     Raises:
@@ -49,7 +49,7 @@ def read_foreign(drafter: Drafter, directory: Path, policy: Path | None = None) 
 
 def release_foreign(
     registry: Registry,
-    checkpoint: DraftCheckpoint,
+    checkpoint: Checkpoint,
     head: Draft,
     origin: str,
     result: release_pb2.Verdict | None = None,

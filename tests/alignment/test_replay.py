@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draft_trainer.drafters.acceptance import expected_acceptance
-from draft_trainer.drafters.eagle3.checkpoint import load_head
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from examples.arithmetic_grpo.rollouts import SpecCounters, parse_counters
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
@@ -71,7 +71,7 @@ def test_replay_predicts_measured_acceptance(
     assert measured.drafts > 8000
 
     model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
-    head = load_head(draft_dir)
+    head = Eagle3().read(draft_dir).draft()
     assert head.draft_vocab_ids is not None, "the demo's draft has a reduced vocabulary"
     layers = head.config.aux_layer_ids
     predicted = expected_acceptance(

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.batch import batches
-from draft_trainer.drafters.eagle3.checkpoint import load_head
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids, sample
@@ -32,7 +32,7 @@ def test_trained_release_has_equal_logits_in_vllm(
     policy_dir: Path, draft_dir: Path, tmp_path: Path
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
-    head = load_head(draft_dir)
+    head = Eagle3().read(draft_dir).draft()
     assert head.draft_vocab_ids is not None
     layers = head.config.aux_layer_ids
     heads = policy_heads(model, head.target_ids())
@@ -53,7 +53,7 @@ def test_trained_release_has_equal_logits_in_vllm(
         ),
     )
     release = registry.path(manifest.draft_version)
-    released = load_head(release)
+    released = Eagle3().read(release).draft()
     # Norm weights sit at 1.0, where 1e-3 is below bf16's resolution; every matrix must have moved.
     for name, value in released.state_dict().items():
         assert value.dim() == 1 or not torch.equal(value, before[name]), name

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import torch
 
-from draft_trainer.drafters.eagle3.checkpoint import load_head
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.registry import Registry
 from slipstream.client import open_channel
 from slipstream.tensors import digest_of_specs
@@ -29,7 +29,7 @@ def served(address: str) -> tuple[int, bytes] | None:
 def second_release(registry: Registry, draft: Path) -> tuple[int, bytes]:
     """Release 1, unlike the draft that the servers start with: its version and digest."""
     registry.import_initial(draft)
-    head = load_head(registry.path(0))
+    head = Eagle3().read(registry.path(0)).draft()
     with torch.no_grad():
         next(iter(head.parameters())).add_(0.01)
     release = registry.create(

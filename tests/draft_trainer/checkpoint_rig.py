@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draft_trainer.checkpoints.draft import d2t_of
-from draft_trainer.drafters.eagle3.checkpoint import save_draft
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, draft_vocab_ids, head
 
@@ -28,7 +28,7 @@ def saved(folder: Path, seed: int = 1, **options: Any) -> Eagle3Head:
     model = head(seed, **options)
     if model.embed_tokens is not None:
         torch.nn.init.normal_(model.embed_tokens.weight)
-    save_draft(folder, model, torch.float32, layout=layout)
+    Eagle3().save(folder, model, torch.float32, layout=layout)
     return model
 
 

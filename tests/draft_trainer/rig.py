@@ -12,7 +12,7 @@ import grpc
 import torch
 
 from draft_trainer.config import TrainerConfig, parse_config
-from draft_trainer.drafters.eagle3.checkpoint import save_draft
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.server.app import TrainerServer
 from slipstream.checksum import KINDS, checksum_of
 from slipstream.client import open_channel
@@ -34,7 +34,7 @@ def write_draft(folder: Path, seed: int = 0) -> Path:
     """A random draft checkpoint with a reduced vocabulary."""
     folder.mkdir(parents=True)
     model = head(seed)
-    save_draft(folder, model)
+    Eagle3().save(folder, model)
     return folder
 
 

@@ -11,11 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draft_trainer.checkpoints.draft import target_ids
-from draft_trainer.drafters.eagle3.checkpoint import (
-    load_head,
-    read_checkpoint,
-    save_draft,
-)
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.eagle3.rope import RopeScaling
@@ -61,7 +57,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 
 def test_a_plain_checkpoint_has_vllms_names(tmp_path: Path) -> None:
     model = head(1)
-    save_draft(tmp_path, model)
+    Eagle3().save(tmp_path, model)
     tensors = load_file(tmp_path / WEIGHTS)
     assert tensors.keys() == _VLLM_NAMES | {"d2t", "t2d"}
     assert tensors["fc.weight"].dtype == torch.bfloat16
@@ -69,7 +65,7 @@ def test_a_plain_checkpoint_has_vllms_names(tmp_path: Path) -> None:
     written = json.loads((tmp_path / CONFIG).read_text())
     assert written["architectures"] == ["LlamaForCausalLMEagle3"]
     assert written["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
-    loaded = load_head(tmp_path)
+    loaded = Eagle3().read(tmp_path).draft()
     for a, b in zip(loaded.parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b.bfloat16().float())
     assert loaded.draft_ids_of(torch.tensor([0, 2, 3])).tolist() == [0, -1, 2]
@@ -78,9 +74,9 @@ def test_a_plain_checkpoint_has_vllms_names(tmp_path: Path) -> None:
 def test_full_vocabulary_checkpoint_has_no_d2t(tmp_path: Path) -> None:
     saved(tmp_path, draft_vocab=VOCAB)
     assert load_file(tmp_path / WEIGHTS).keys() == _VLLM_NAMES
-    assert load_head(tmp_path).draft_vocab_ids is None
+    assert Eagle3().read(tmp_path).draft().draft_vocab_ids is None
     with pytest.raises(RefusedError, match="draft_vocab_ids"):
-        save_draft(tmp_path, Eagle3Head(config()))
+        Eagle3().save(tmp_path, Eagle3Head(config()))
 
 
 @pytest.mark.parametrize("layout", ["plain", "speculators"])
@@ -91,14 +87,14 @@ def test_round_trips_are_exact(tmp_path: Path, layout: str, variant: str) -> Non
     for folder in (first, second, third):
         folder.mkdir()
     model = saved(first, layout=layout, **_VARIANTS[variant])
-    checkpoint = read_checkpoint(first)
+    checkpoint = Eagle3().read(first)
     assert checkpoint.config == model.config and checkpoint.as_stored
     assert checkpoint.tensors.keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
         assert torch.equal(checkpoint.tensors[name], tensor), name
     if not model.config.full_vocabulary:
         assert checkpoint.d2t is not None and torch.equal(checkpoint.d2t, d2t())
-    save_draft(second, model, torch.float32, like=first)
+    Eagle3().save(second, model, torch.float32, like=first)
     checkpoint.write(third)
     for name in (CONFIG, WEIGHTS):
         assert (first / name).read_bytes() == (second / name).read_bytes()
@@ -117,14 +113,14 @@ def test_what_the_trainer_does_not_know_is_kept(tmp_path: Path) -> None:
     }
     save_file(tensors, first / WEIGHTS)
     edit_config(first, bos_token_id=7, note="mine", dtype=..., torch_dtype="float32")
-    assert read_checkpoint(first).as_stored
-    save_draft(second, model, like=first)
+    assert Eagle3().read(first).as_stored
+    Eagle3().save(second, model, like=first)
     assert load_file(second / WEIGHTS).keys() == tensors.keys()
     expected = {**json.loads((first / CONFIG).read_text()), "torch_dtype": "bfloat16"}
     assert json.loads((second / CONFIG).read_text()) == expected
     with pytest.raises(RefusedError, match="rms_norm_eps"):
         other = head(1, rms_norm_eps=0.5)
-        save_draft(second, other, like=first)
+        Eagle3().save(second, other, like=first)
 
 
 def test_older_fields_are_read(tmp_path: Path) -> None:
@@ -132,7 +128,7 @@ def test_older_fields_are_read(tmp_path: Path) -> None:
     scaling = {"type": "linear", "factor": 2.0}
     absent = dict.fromkeys(("rope_parameters", "num_aux_hidden_states", "target_hidden_size"), ...)
     edit_config(tmp_path, **absent, rope_theta=5e5, rope_scaling=scaling)
-    config = read_checkpoint(tmp_path).config
+    config = Eagle3().read(tmp_path).config
     assert config.rope_theta == 5e5 and config.rope_scaling == RopeScaling(
         "linear", (("factor", 2.0),)
     )
@@ -143,11 +139,11 @@ def test_maps_of_a_full_vocabulary(tmp_path: Path) -> None:
     saved(tmp_path, draft_vocab=VOCAB)
     identity = {"d2t": torch.zeros(VOCAB, dtype=torch.int64), "t2d": torch.ones(VOCAB) > 0}
     edit_tensors(tmp_path, **identity)
-    checkpoint = read_checkpoint(tmp_path)
+    checkpoint = Eagle3().read(tmp_path)
     assert checkpoint.d2t is None and not checkpoint.as_stored
     edit_tensors(tmp_path, t2d=torch.arange(VOCAB) > 0)
     with pytest.raises(RefusedError, match="t2d"):
-        read_checkpoint(tmp_path)
+        Eagle3().read(tmp_path)
 
 
 def test_embeddings_are_dropped_kept_or_refused(tmp_path: Path) -> None:
@@ -157,20 +153,20 @@ def test_embeddings_are_dropped_kept_or_refused(tmp_path: Path) -> None:
     policy = policy_folder(tmp_path, theirs)
     edit_tensors(tmp_path, embed_tokens__weight=theirs.float())
     with pytest.raises(RefusedError, match="embed_tokens"):
-        read_checkpoint(tmp_path)
-    copied = read_checkpoint(tmp_path, policy)
+        Eagle3().read(tmp_path)
+    copied = Eagle3().read(tmp_path, policy)
     assert copied.config == model.config and not copied.as_stored
-    assert load_head(tmp_path, policy).embed_tokens is None
+    assert Eagle3().read(tmp_path, policy).draft().embed_tokens is None
 
     edit_tensors(tmp_path, embed_tokens__weight=theirs.float() + 1)
-    own = read_checkpoint(tmp_path, policy)
+    own = Eagle3().read(tmp_path, policy)
     assert own.config.own_embeddings and not own.as_stored
     again = tmp_path / "again"
     again.mkdir()
     own.write(again)
     # What was found out is in the file now, so that the policy is no longer needed.
-    loaded = load_head(again)
-    assert loaded.embed_tokens is not None and read_checkpoint(again).as_stored
+    loaded = Eagle3().read(again).draft()
+    assert loaded.embed_tokens is not None and Eagle3().read(again).as_stored
     assert torch.equal(loaded.embed_tokens.weight, theirs.float() + 1)
     assert not loaded.embed_tokens.weight.requires_grad
 
@@ -184,14 +180,14 @@ def test_the_policys_depth_says_what_nested_layers_mean(tmp_path: Path) -> None:
         eagle = {} if nested is None else {"eagle_config": {name: nested, "other": 1}}
         edit_config(tmp_path, **{name: ..., **eagle})
         with pytest.raises(RefusedError, match=name):
-            read_checkpoint(tmp_path)
-        checkpoint = read_checkpoint(tmp_path, policy)
+            Eagle3().read(tmp_path)
+        checkpoint = Eagle3().read(tmp_path, policy)
         assert checkpoint.config.aux_layer_ids == (2, 5, 7) and not checkpoint.as_stored
         assert checkpoint.document[name] == [2, 5, 7]
     assert checkpoint.document["eagle_config"] == {"other": 1}
     edit_config(tmp_path, eagle_config={name: [1, 4, 7]})
     with pytest.raises(RefusedError, match=name):
-        read_checkpoint(tmp_path, policy)
+        Eagle3().read(tmp_path, policy)
 
 
 def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
@@ -205,15 +201,15 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
     weight_map = {n: shard for shard, names in shards.items() for n in names}
     index = tmp_path / f"{WEIGHTS}.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    checkpoint = read_checkpoint(tmp_path)
+    checkpoint = Eagle3().read(tmp_path)
     assert torch.equal(checkpoint.tensors["fc.weight"], model.fc.weight)
     assert not checkpoint.as_stored
     save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(RefusedError, match="again"):
-        read_checkpoint(tmp_path)
+        Eagle3().read(tmp_path)
     index.write_text("[]")
     with pytest.raises(RefusedError, match="index"):
-        read_checkpoint(tmp_path)
+        Eagle3().read(tmp_path)
 
 
 def test_target_ids_invert_d2t() -> None:

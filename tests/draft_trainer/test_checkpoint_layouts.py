@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_trainer.drafters.eagle3.checkpoint import load_head, read_checkpoint, save_draft
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
@@ -28,13 +28,13 @@ def test_what_a_trainer_wrote_is_what_it_computes(name: str) -> None:
     """Every tensor as it is in the file, and the first step's logits as that trainer has them."""
     stored = load_file(_FOLDER / name / "model.safetensors")
     expected = load_file(_FOLDER / name / "expected.safetensors")
-    checkpoint = read_checkpoint(_FOLDER / name, _POLICY)
+    checkpoint = Eagle3().read(_FOLDER / name, _POLICY)
     assert len(checkpoint.tensors) == len(stored.keys() - _NOT_THE_HEADS)
     for own_name, tensor in checkpoint.tensors.items():
         in_file = stored.get(own_name, stored.get(own_name.replace("midlayer.", "layers.0.")))
         assert in_file is not None and torch.equal(tensor, in_file), own_name
         assert tensor.dtype == in_file.dtype
-    head = load_head(_FOLDER / name, _POLICY)
+    head = Eagle3().read(_FOLDER / name, _POLICY).draft()
     assert head.embed_tokens is None and (checkpoint.d2t is None) == head.config.full_vocabulary
     if checkpoint.d2t is not None:
         assert torch.equal(checkpoint.d2t, stored["d2t"])
@@ -47,7 +47,7 @@ def test_what_a_trainer_wrote_is_what_it_computes(name: str) -> None:
 
 
 def test_the_fields_of_each_trainer() -> None:
-    configs = {name: read_checkpoint(_FOLDER / name, _POLICY).config for name in _ALL}
+    configs = {name: Eagle3().read(_FOLDER / name, _POLICY).config for name in _ALL}
     assert {name: config.aux_layer_ids for name, config in configs.items()} == {
         "speculators": (2, 5, 7),
         "speculators_qwen3": (2, 5),
@@ -74,10 +74,10 @@ def test_the_fields_of_each_trainer() -> None:
 )
 def test_what_only_the_policy_can_tell_is_asked_for(name: str, field: str) -> None:
     with pytest.raises(RefusedError) as refusal:
-        read_checkpoint(_FOLDER / name)
+        Eagle3().read(_FOLDER / name)
     assert refusal.value.field.endswith(field)
     assert "policy's folder" in str(refusal.value) or "move it there" in str(refusal.value)
-    read_checkpoint(_FOLDER / "modelopt")
+    Eagle3().read(_FOLDER / "modelopt")
 
 
 @pytest.mark.parametrize("name", _ALL)
@@ -87,8 +87,8 @@ def test_released_drafts_keep_the_checkpoints_form(tmp_path: Path, name: str) ->
     manifest = registry.import_initial(_FOLDER / name, _POLICY)
     assert registry.import_initial(_FOLDER / name, _POLICY) == manifest
     zero = registry.path(0)
-    checkpoint = read_checkpoint(zero)  # without the policy: nothing is left open
-    source = read_checkpoint(_FOLDER / name, _POLICY)
+    checkpoint = Eagle3().read(zero)  # without the policy: nothing is left open
+    source = Eagle3().read(_FOLDER / name, _POLICY)
     assert checkpoint.config == source.config and checkpoint.as_stored
     assert checkpoint.tensors.keys() == source.tensors.keys()
     for own_name, tensor in source.tensors.items():
@@ -104,7 +104,7 @@ def test_released_drafts_keep_the_checkpoints_form(tmp_path: Path, name: str) ->
         given["transformer_layer_config"]["num_aux_hidden_states"] = 2
         assert written == given
 
-    head = load_head(zero)
+    head = Eagle3().read(zero).draft()
     newer = registry.create(
         head, release_pb2.ReleaseManifest(parent_version=0, ttt_steps=3), torch.float32
     )
@@ -114,14 +114,14 @@ def test_released_drafts_keep_the_checkpoints_form(tmp_path: Path, name: str) ->
     assert not names & {"embed_tokens.weight", "verifier_lm_head.weight"}
     renamed = json.loads((path / "config.json").read_text())
     assert renamed.keys() == written.keys() and renamed.get("dtype") in ("float32", None)
-    assert read_checkpoint(path).config == head.config
+    assert Eagle3().read(path).config == head.config
 
 
 @pytest.mark.parametrize("name", _SPECULATORS)
 def test_a_new_speculators_checkpoint_has_every_field_of_theirs(tmp_path: Path, name: str) -> None:
     """Not every value: what a draft's function does not depend on is left to their defaults."""
-    head = load_head(_FOLDER / name, _POLICY)
-    save_draft(tmp_path, head, layout="speculators", policy=_POLICY)
+    head = Eagle3().read(_FOLDER / name, _POLICY).draft()
+    Eagle3().save(tmp_path, head, layout="speculators", policy=_POLICY)
     theirs = json.loads((_FOLDER / name / "config.json").read_text())
     ours = json.loads((tmp_path / "config.json").read_text())
     defaults = {"auto_map", "transformers_version", "embed_requires_grad"}
@@ -131,7 +131,7 @@ def test_a_new_speculators_checkpoint_has_every_field_of_theirs(tmp_path: Path, 
     assert verifier["name_or_path"] == str(_POLICY)
     del theirs["speculators_config"]["verifier"]
     assert ours["speculators_config"] == theirs["speculators_config"]
-    assert read_checkpoint(tmp_path).config == head.config
+    assert Eagle3().read(tmp_path).config == head.config
 
 
 def test_what_speculators_files_may_hold_besides(tmp_path: Path) -> None:
@@ -142,13 +142,13 @@ def test_what_speculators_files_may_hold_besides(tmp_path: Path) -> None:
     save_file(tensors | extra, tmp_path / "model.safetensors")
     document = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(document))
-    assert read_checkpoint(tmp_path, _POLICY).tensors.keys() == (
-        read_checkpoint(source, _POLICY).tensors.keys()
+    assert Eagle3().read(tmp_path, _POLICY).tensors.keys() == (
+        Eagle3().read(source, _POLICY).tensors.keys()
     )
     document["transformer_layer_config"] |= {"norm_output": False, "fc_norm": True}
     (tmp_path / "config.json").write_text(json.dumps(document))
     # As in vLLM, what stands around the nested object goes before what is in it.
-    assert read_checkpoint(tmp_path, _POLICY).config == read_checkpoint(source, _POLICY).config
+    assert Eagle3().read(tmp_path, _POLICY).config == Eagle3().read(source, _POLICY).config
     for field, change in (
         ("norm_before_residual", {"norm_before_residual": None}),
         ("speculators_model_type", {"speculators_model_type": "peagle"}),
@@ -156,7 +156,7 @@ def test_what_speculators_files_may_hold_besides(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.json").write_text(json.dumps(document | change))
         with pytest.raises(RefusedError, match=field):
-            read_checkpoint(tmp_path, _POLICY)
+            Eagle3().read(tmp_path, _POLICY)
 
 
 @pytest.mark.parametrize(
@@ -176,4 +176,4 @@ def test_modelopt_drafts_that_are_not_eagle_3(tmp_path: Path, field: str, change
     (tmp_path / "config.json").write_text(json.dumps(document))
     (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
     with pytest.raises(RefusedError, match=rf"eagle_config\.{field}"):
-        read_checkpoint(tmp_path)
+        Eagle3().read(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_trainer.drafters.eagle3.checkpoint import read_checkpoint, save_draft
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from slipstream.errors import RefusedError
 from tests.draft_trainer.checkpoint_rig import (
     CONFIG,
@@ -27,7 +27,7 @@ from tests.draft_trainer.synthetic import DRAFT_VOCAB, HIDDEN, VOCAB, draft_voca
 def _check_refused(folder: Path, match: str) -> None:
     """By what is wrong; the advice, which names more fields, does not count."""
     with pytest.raises(RefusedError) as refusal:
-        read_checkpoint(folder)
+        Eagle3().read(folder)
     reason, _, advice = str(refusal.value).partition("Next step")
     assert re.search(match, reason), reason
     assert advice
@@ -134,30 +134,30 @@ def test_tensors_that_do_not_fit_are_refused(
 )
 def test_a_draft_for_another_policy(tmp_path: Path, field: str, sizes: dict[str, int]) -> None:
     saved(tmp_path)
-    read_checkpoint(tmp_path, policy_folder(tmp_path))
+    Eagle3().read(tmp_path, policy_folder(tmp_path))
     with pytest.raises(RefusedError, match=f"the draft's {field}"):
-        read_checkpoint(tmp_path, policy_folder(tmp_path, **sizes))
+        Eagle3().read(tmp_path, policy_folder(tmp_path, **sizes))
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"config\.json"):
-        read_checkpoint(tmp_path)
+        Eagle3().read(tmp_path)
     (tmp_path / "training_state.pt").write_bytes(b"PK")
     with pytest.raises(RefusedError, match="specforge export"):
-        read_checkpoint(tmp_path)
+        Eagle3().read(tmp_path)
     saved(tmp_path)
     (tmp_path / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
     with pytest.raises(RefusedError, match=r"model\.safetensors"):
-        read_checkpoint(tmp_path)
+        Eagle3().read(tmp_path)
     for text, found in (("[]", "list"), ("{}", "architectures"), ("{", "JSON")):
         (tmp_path / CONFIG).write_text(text)
         with pytest.raises(RefusedError, match=found):
-            read_checkpoint(tmp_path)
+            Eagle3().read(tmp_path)
 
 
 def test_what_a_layout_cannot_say_is_not_written(tmp_path: Path) -> None:
     both = head(1, norm_before_fc=True, fc_norm=True)
     for layout, field in (("speculators", "fc_norm"), ("modelopt", "layout"), ("x", "layout")):
         with pytest.raises(RefusedError, match=field):
-            save_draft(tmp_path, both, layout=layout)
+            Eagle3().save(tmp_path, both, layout=layout)
     assert not list(tmp_path.iterdir())

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draft_trainer.cli.main import main
-from draft_trainer.drafters.eagle3.checkpoint import load_head, read_checkpoint, save_draft
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.releases.registry import Registry, promote_offline
 from draft_trainer.server.app import TrainerServer
@@ -167,12 +167,12 @@ def test_import_refuses_what_is_not_this_registrys_draft(
     before = {path.name for path in folder.iterdir()}
     wide = head(0, intermediate_size=40)
     (tmp_path / "wide").mkdir()
-    save_draft(tmp_path / "wide", wide)
+    Eagle3().save(tmp_path / "wide", wide)
     line = refused(capsys, "import", tmp_path / "wide", "--registry", folder)
     assert "intermediate_size: found intermediate_size 40, expected intermediate_size 32" in line
     (tmp_path / "other").mkdir()
     ids = torch.arange(8, 24)
-    save_draft(tmp_path / "other", Eagle3Head(head(0).config, ids))
+    Eagle3().save(tmp_path / "other", Eagle3Head(head(0).config, ids))
     line = refused(capsys, "import", tmp_path / "other", "--registry", folder)
     assert "draft vocabulary" in line
     pickled = write_draft(tmp_path / "pickled")
@@ -224,11 +224,11 @@ def test_a_folder_that_a_trainer_holds(tmp_path: Path, capsys: Capture) -> None:
         assert run(capsys, "verify", *at) == (0, "draft 0: sound\ndraft 1: sound\n")
         assert as_json(capsys, "verdicts", *at) == (0, [])
         assert run(capsys, "export", 1, tmp_path / "exported", *at)[0] == 0
-        exported = load_head(tmp_path / "exported")
-        wanted = load_head(draft)
+        exported = Eagle3().read(tmp_path / "exported").draft()
+        wanted = Eagle3().read(draft).draft()
         for name, tensor in wanted.state_dict().items():
             assert torch.equal(exported.state_dict()[name], tensor)
-        assert read_checkpoint(tmp_path / "exported").as_stored
+        assert Eagle3().read(tmp_path / "exported").as_stored
         assert "no run" in refused(capsys, "import", draft, "--gate", *at)
         promoted = run(capsys, "promote", 1, *at)
         assert promoted == (0, "the fleet serves draft 1\n")

@@ -18,7 +18,7 @@ import torch
 
 from draft_trainer.cli.main import main
 from draft_trainer.drafters.acceptance import expected_acceptance
-from draft_trainer.drafters.eagle3.checkpoint import load_head
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.offline.report import read_log
 from draft_trainer.recordings.recording import Recording
 from slipstream.sample import is_held_out
@@ -129,7 +129,7 @@ def test_init_and_fit_raise_the_acceptance(
     assert "Estimated acceptance length, held out" in texts and "TTT step 2" in texts
 
     # What is said is of the weights that are served, on prompts that were not trained on.
-    head = load_head(out)
+    head = Eagle3().read(out).draft()
     recording = Recording(tiny_states)
     assert head.draft_vocab_ids is not None
     held_out = [
@@ -162,7 +162,7 @@ def test_the_best_is_kept_not_the_last(tmp_path: Path, draft_dir: Path, tiny_sta
     first, last = (e for e in read_log(out / "training.jsonl") if e["event"] == "evaluation")
     assert first["acceptance_length"] > 3.3 and first["best"]
     assert last["acceptance_length"] < 2.0 and not last["best"]
-    before, after = load_head(draft_dir), load_head(out)
+    before, after = Eagle3().read(draft_dir).draft(), Eagle3().read(out).draft()
     for name, tensor in before.state_dict().items():
         assert torch.equal(after.state_dict()[name], tensor), name
 
@@ -208,7 +208,7 @@ def test_an_ended_fit_resumes_to_the_same_bits(
     events = work.events(out, "step")
     total = len(work.events("whole", "step"))
     assert len(events) < total
-    head = load_head(work.folder / out)
+    head = Eagle3().read(work.folder / out).draft()
     assert head.config.draft_vocab_size == 16
     states = sorted((work.folder / out / "state").glob("state-*"))
     newest = int(states[-1].stem.removeprefix("state-")) if states else 0

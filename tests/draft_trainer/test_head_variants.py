@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draft_trainer.drafters.batch import Batch
-from draft_trainer.drafters.eagle3.checkpoint import load_head, save_draft
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.eagle3.rope import RopeScaling
@@ -147,7 +147,7 @@ def served(folder: Path, policy_dir: Path) -> dict[str, dict[str, Tensor]]:
         drafts[name].mkdir()
         head = _head(name)
         layout = "speculators" if name in _IN_SPECULATORS_LAYOUT else "plain"
-        save_draft(drafts[name], head, torch.float32, layout=layout)
+        Eagle3().save(drafts[name], head, torch.float32, layout=layout)
     inputs = folder / "inputs.safetensors"
     save_file(_inputs(), inputs)
     job = {
@@ -175,7 +175,7 @@ def _close(ours: Tensor, theirs: Tensor) -> None:
 def test_modules_equal_vllms(served: dict[str, dict[str, Tensor]], folder: Path, name: str) -> None:
     """Two draft steps over the whole sequence: fused states, logits, and what is fed back."""
     theirs, inputs = served[name], _inputs()
-    head = load_head(folder / str(list(_VARIANTS).index(name)))
+    head = Eagle3().read(folder / str(list(_VARIANTS).index(name))).draft()
     assert head.config == _head(name).config
     columns = head.target_ids()
     assert bool(theirs["own_embeddings"]) == (head.embed_tokens is not None)

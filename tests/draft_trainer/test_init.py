@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from draft_trainer.checkpoints.policy import PolicyCheckpoint, read_policy
 from draft_trainer.cli.main import main
-from draft_trainer.drafters.eagle3.checkpoint import load_head
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.initial import choose_draft_vocabulary, init_draft
 from draft_trainer.recordings.recording import Recording
 from slipstream.errors import RefusedError
@@ -152,7 +152,7 @@ def test_init_from_recorded_states(
         for token in sample.token_ids[sample.loss_mask].tolist()
     )
     expected = sorted(sorted(range(128), key=lambda token: (-counts[token], token))[:40])
-    head = load_head(tmp_path / "draft")
+    head = Eagle3().read(tmp_path / "draft").draft()
     assert head.target_ids().tolist() == expected
     share = sum(counts[token] for token in expected) / counts.total()
     assert 0.9 < share < 1.0
@@ -171,7 +171,7 @@ def test_init_without_states_takes_the_whole_vocabulary(
 ) -> None:
     given = ("--policy", policy_dir, "--aux-layers", "1,9", "--intermediate-size", 64)
     assert init(capsys, *given, "--out", tmp_path / "draft")[0] == 0
-    head = load_head(tmp_path / "draft")
+    head = Eagle3().read(tmp_path / "draft").draft()
     assert head.draft_vocab_ids is None and head.config.full_vocabulary
     assert head.config.aux_layer_ids == (1, 9) and head.config.intermediate_size == 64
 

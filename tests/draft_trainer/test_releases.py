@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import slipstream
-from draft_trainer.drafters.eagle3.checkpoint import save_draft
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.registry import Registry, newest_own
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.v1 import release_pb2
@@ -51,7 +51,7 @@ def test_import_is_byte_for_byte_and_idempotent(tmp_path: Path) -> None:
     source = tmp_path / "draft"
     source.mkdir()
     model = head(1)
-    save_draft(source, model, torch.float32)
+    Eagle3().save(source, model, torch.float32)
     registry = Registry(tmp_path / "registry")
     manifest = registry.import_initial(source)
     assert manifest.draft_version == 0
@@ -59,7 +59,7 @@ def test_import_is_byte_for_byte_and_idempotent(tmp_path: Path) -> None:
     assert registry.import_initial(source) == manifest
     for name in ("config.json", "model.safetensors"):
         assert (registry.path(0) / name).read_bytes() == (source / name).read_bytes()
-    save_draft(source, head(2), torch.float32)
+    Eagle3().save(source, head(2), torch.float32)
     with pytest.raises(RefusedError, match="release 0"):
         registry.import_initial(source)
     assert len(registry.list()) == 1

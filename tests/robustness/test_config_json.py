@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from draft_trainer.drafters.eagle3.checkpoint import read_checkpoint
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from slipstream.errors import RefusedError
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "draft_trainer" / "checkpoints"
@@ -45,7 +45,7 @@ def test_no_value_of_any_field_is_more_than_a_refusal(layout: str, tmp_path: Pat
             inner[path[-1]] = odd
             (tmp_path / "config.json").write_text(json.dumps(document))
             try:
-                read_checkpoint(tmp_path)
+                Eagle3().read(tmp_path)
             except RefusedError as error:
                 assert error.next_step
                 refused += 1
@@ -56,4 +56,4 @@ def test_no_value_of_any_field_is_more_than_a_refusal(layout: str, tmp_path: Pat
 def test_no_text_is_more_than_a_refusal(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(RefusedError):
-        read_checkpoint(tmp_path)
+        Eagle3().read(tmp_path)

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draft_trainer.config import CanaryConfig, PublishConfig
 from draft_trainer.counters import Counters
-from draft_trainer.drafters.eagle3.checkpoint import load_head
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
@@ -36,7 +36,7 @@ class Guarded:
     def __init__(self, server: RunningServer, draft: Path, folder: Path) -> None:
         registry = Registry(folder)
         registry.import_initial(draft)
-        head = load_head(registry.path(0))
+        head = Eagle3().read(registry.path(0)).draft()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in head.parameters():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn
 
+from draft_trainer.drafters.draft import DraftShape
 from draft_trainer.drafters.eagle3.rope import Rope, RopeScaling
 from slipstream.errors import RefusedError
 
@@ -58,9 +59,9 @@ _BEYOND = 1 << 24
 _MOST_LAYERS = 64
 
 
-@dataclass(frozen=True)
-class HeadConfig:
-    """Everything that determines the head's function besides its weights.
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(DraftShape):
+    """Everything that determines the head's function besides its weights; also see ``DraftShape``.
 
     Attributes:
         hidden_size: width of the head, and of the embeddings it takes.
@@ -68,10 +69,6 @@ class HeadConfig:
         num_attention_heads: query heads.
         num_key_value_heads: key and value heads; divides the query heads.
         head_dim: size of one head.
-        vocab_size: the policy's vocabulary.
-        draft_vocab_size: rows of the head's lm_head.
-        aux_layer_ids: auxiliary layers, as "after L decoder layers" (vLLM's reading), ascending.
-        target_hidden_size: the policy's width, and that of one auxiliary state.
         rms_norm_eps: epsilon of every RMSNorm.
         rope_theta: base of the rotary embedding.
         max_position_embeddings: longest sequence.
@@ -93,10 +90,6 @@ class HeadConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
-    aux_layer_ids: tuple[int, ...]
-    target_hidden_size: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     max_position_embeddings: int = 2048
@@ -150,9 +143,9 @@ class HeadConfig:
         return self.sliding_window
 
     @property
-    def full_vocabulary(self) -> bool:
-        """Whether draft ids are target ids."""
-        return self.draft_vocab_size == self.vocab_size
+    def bounds(self) -> frozenset[str]:
+        """With scaled rotary frequencies the longest sequence is part of the function."""
+        return frozenset(() if self.rope_scaling else ("max_position_embeddings",))
 
     @property
     def rope(self) -> Rope:
