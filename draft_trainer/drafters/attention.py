@@ -19,16 +19,20 @@ pass; ``scaled_dot_product_attention`` does neither. On CPUs with a C compiler, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import CDLL
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draft_trainer.kernels.causal import causal_backward, causal_forward
-from draft_trainer.kernels.library import kernels_for
-from draft_trainer.kernels.step_keys import MOST_STEPS, step_keys_backward, step_keys_forward
+from draft_trainer.kernels import library
+from draft_trainer.kernels.attention import (
+    MOST_STEPS,
+    causal_backward,
+    causal_forward,
+    step_keys_backward,
+    step_keys_forward,
+)
 
 
 def ttt_attention(
@@ -49,10 +53,9 @@ def ttt_attention(
     Returns:
         [B, R, heads, D], in the type of ``q``. Differentiable once in every argument.
     """
-    kernels = kernels_for(q)
     flat = [tensor for pair in later for tensor in pair]
-    if kernels is not None and len(later) <= MOST_STEPS:
-        return _CompiledAttention.apply(kernels, q, k0, v0, *flat)
+    if library.runs_on(q) and len(later) <= MOST_STEPS:
+        return _CompiledAttention.apply(q, k0, v0, *flat)
     return _FlashAttention.apply(q, k0, v0, *flat)
 
 
@@ -60,13 +63,9 @@ class _CompiledAttention(torch.autograd.Function):
     """By the C kernels; they see the anchors' context as part of the causal prefix."""
 
     @staticmethod
-    def forward(
-        ctx: Any, kernels: CDLL, q: Tensor, k0: Tensor, v0: Tensor, *later: Tensor
-    ) -> Tensor:
-        ctx.kernels = kernels
-        out, lse = causal_forward(kernels, q, k0, v0)
-        out, lse = out.contiguous(), lse.contiguous()
-        scores = step_keys_forward(kernels, q, later, out, lse) if later else None
+    def forward(ctx: Any, q: Tensor, k0: Tensor, v0: Tensor, *later: Tensor) -> Tensor:
+        out, lse = causal_forward(q, k0, v0)
+        scores = step_keys_forward(q, later, out, lse) if later else None
         ctx.save_for_backward(q, k0, v0, out, lse, scores, *later)
         return out
 
@@ -74,12 +73,12 @@ class _CompiledAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k0, v0, out, lse, scores, *later = ctx.saved_tensors
         delta = _dot(grad, out).contiguous()
-        grad_q, *prefix = causal_backward(ctx.kernels, grad, q, k0, v0, delta, lse)
+        grad_q, *prefix = causal_backward(grad, q, k0, v0, delta, lse)
         if scores is None:
-            return None, grad_q, *prefix
+            return grad_q, *prefix
         grad_q = grad_q.contiguous()
-        grads = step_keys_backward(ctx.kernels, q, later, grad, lse, scores, delta, grad_q)
-        return None, grad_q, *prefix, *grads
+        grads = step_keys_backward(q, later, grad, lse, scores, delta, grad_q)
+        return grad_q, *prefix, *grads
 
 
 class _FlashAttention(torch.autograd.Function):

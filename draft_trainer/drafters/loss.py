@@ -37,8 +37,8 @@ from torch.func import functional_call
 from draft_trainer.drafters.batch import Batch, ahead
 from draft_trainer.drafters.draft import Draft
 from draft_trainer.drafters.ops import product
-from draft_trainer.kernels.library import kernels_for
-from draft_trainer.kernels.score_rows import score_rows
+from draft_trainer.kernels import library
+from draft_trainer.kernels.rows import score_rows
 
 Target = Literal["kl", "tv", "lk"]
 METRICS = ("loss", "top1_agreement", "acceptance", "outside_mass")
@@ -171,9 +171,8 @@ def _score_blocks(
     Returns:
         float64 [K, R, len(METRICS)].
     """
-    kernels = kernels_for(logits)
-    if kernels is not None:
-        return score_rows(kernels, logits, policy, log_z, inverse_t, target, learns)
+    if library.runs_on(logits):
+        return score_rows(logits, policy, log_z, inverse_t, target, learns)
     steps, count, vocab = logits.shape
     wide = torch.promote_types(logits.dtype, torch.float32)
     scores = torch.zeros(steps, count, len(METRICS), dtype=torch.float64, device=logits.device)

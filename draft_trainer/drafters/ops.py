@@ -6,21 +6,13 @@ float32 on CPUs go through oneDNN, which torch ships but uses for other types on
 
 from __future__ import annotations
 
-from ctypes import CDLL
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draft_trainer.kernels.library import kernels_for
-from draft_trainer.kernels.rows import (
-    norm_backward,
-    norm_forward,
-    swiglu_backward,
-    swiglu_forward,
-)
-from draft_trainer.kernels.rows import rotate as rotate_rows
+from draft_trainer.kernels import library, rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -40,9 +32,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        kernels = _kernels_for(x, weight)
-        if kernels is not None:
-            out, scale = norm_forward(kernels, x, weight, eps)
+        if library.runs_on(x) and x.dtype == weight.dtype:
+            out, scale = rows.norm_forward(x, weight, eps)
             ctx.save_for_backward(x, weight, scale)
             return out
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -53,10 +44,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
-        kernels = _kernels_for(x, weight)
-        if kernels is not None:
-            wants = ctx.needs_input_grad[:2]
-            return *norm_backward(kernels, x, weight, scale, grad, wants), None
+        if library.runs_on(x) and x.dtype == weight.dtype:
+            return *rows.norm_backward(x, weight, scale, grad, ctx.needs_input_grad[:2]), None
         normed = x.to(scale.dtype) * scale
         wide = grad.to(scale.dtype)
         grad_weight = None
@@ -68,10 +57,6 @@ class _RMSNorm(torch.autograd.Function):
         wide = wide * weight
         along = torch.linalg.vecdot(wide, normed).div_(x.shape[-1])[..., None]
         return wide.addcmul_(normed, along, value=-1.0).mul_(scale).to(x.dtype), grad_weight, None
-
-
-def _kernels_for(x: Tensor, weight: Tensor) -> CDLL | None:
-    return kernels_for(x) if x.dtype == weight.dtype else None
 
 
 def rotate_heads(x: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
@@ -103,10 +88,9 @@ class _RotateHeads(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, count: int, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    kernels = kernels_for(x)
     # The C kernel wants an angle for every row; the product may share one over the batch.
-    if kernels is not None and cos.dtype == torch.float32 and cos.shape[:2] == x.shape[:2]:
-        return rotate_rows(kernels, x, count, cos, sin, sign)
+    if library.runs_on(x) and cos.dtype == torch.float32 and cos.shape[:2] == x.shape[:2]:
+        return rows.rotate(x, count, cos, sin, sign)
     sin = sin if sign > 0 else -sin
     out = torch.empty_like(x)
     width = 2 * cos.shape[-1]
@@ -132,18 +116,16 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        kernels = kernels_for(gate_up)
-        if kernels is not None:
-            return swiglu_forward(kernels, gate_up)
+        if library.runs_on(gate_up):
+            return rows.swiglu_forward(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        kernels = kernels_for(gate_up)
-        if kernels is not None:
-            return swiglu_backward(kernels, gate_up, grad)
+        if library.runs_on(gate_up):
+            return rows.swiglu_backward(gate_up, grad)
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)
         to_gate, to_up = out.chunk(2, dim=-1)

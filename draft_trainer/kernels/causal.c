@@ -51,7 +51,7 @@ INLINE int64_t reach(int64_t first, int64_t last_row, int64_t group) {
 /* out [heads, rows, size]; lse [heads, rows], in units of log 2; scratch [threads, BLOCK, keys]. */
 void causal_forward(const float *q, const float *keys_t, const float *values, float *out,
                     float *lse, int64_t heads, int64_t rows, int64_t group, int64_t size,
-                    int64_t keys, int64_t first, float *scratch, int threads) {
+                    int64_t keys, int64_t first, float *scratch, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t h = 0; h < heads; h++) {
         float *p = scratch + omp_get_thread_num() * BLOCK * keys;
@@ -89,7 +89,7 @@ void causal_forward(const float *q, const float *keys_t, const float *values, fl
 void causal_backward(const float *grad, const float *q, const float *keys_t, const float *k,
                      const float *values_t, const float *delta, const float *lse, float *grad_q,
                      float *grad_k, float *grad_v, int64_t heads, int64_t rows, int64_t group,
-                     int64_t size, int64_t keys, int64_t first, float *scratch, int threads) {
+                     int64_t size, int64_t keys, int64_t first, float *scratch, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t h = 0; h < heads; h++) {
         float *p = scratch + omp_get_thread_num() * 2 * BLOCK * keys, *d = p + BLOCK * keys;

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -24,10 +24,6 @@ from slipstream.errors import RefusedError
 Mode = Literal["auto", "on", "off"]
 
 _SOURCES = ("score_rows.c", "causal.c", "step_keys.c", "rows.c")
-_FUNCTIONS = (
-    *("score_rows", "causal_forward", "causal_backward", "step_keys_forward", "step_keys_backward"),
-    *("swiglu_forward", "swiglu_backward", "norm_forward", "norm_backward", "rotate"),
-)
 # No -ffast-math: a NaN must come out as a NaN, that is how a broken step is found.
 _FLAGS = (
     "-O3",
@@ -78,16 +74,33 @@ def using_kernels(mode: Mode) -> Iterator[None]:
         use_kernels(before)
 
 
-def kernels_for(x: Tensor) -> ctypes.CDLL | None:
-    """The kernels, if they run on tensors like ``x``: on a CPU, in float32 or bfloat16."""
+def runs_on(x: Tensor) -> bool:
+    """Whether the kernels run on tensors like ``x``: on a CPU, in float32 or bfloat16."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
-        return None
-    return None if _mode == "off" else _built().functions
+        return False
+    return _mode != "off" and _built().functions is not None
 
 
-def pointer(x: Tensor) -> ctypes.c_void_p:
-    """Of the first element, for a kernel; the caller keeps the tensor alive meanwhile."""
-    return ctypes.c_void_p(x.data_ptr())
+def run(name: str, *arguments: Tensor | Sequence[int] | int | float | None) -> None:
+    """Call a kernel; its last argument, the number of threads, is torch's.
+
+    Args:
+        name: of the C function.
+        arguments: tensors go by the address of their first element, sequences as int64_t arrays
+            (of addresses, too), whole numbers as int64_t, others as float, None as null.
+    """
+    threads = ctypes.c_int64(torch.get_num_threads())
+    getattr(_built().functions, name)(*map(_in_c, arguments), threads)
+
+
+def _in_c(x: Tensor | Sequence[int] | int | float | None) -> object:
+    if isinstance(x, Tensor):
+        return ctypes.c_void_p(x.data_ptr())
+    if isinstance(x, int):
+        return ctypes.c_int64(x)
+    if isinstance(x, float):
+        return ctypes.c_float(x)
+    return None if x is None else (ctypes.c_int64 * len(x))(*x)
 
 
 @dataclass(frozen=True)
@@ -110,8 +123,6 @@ def _built() -> _Built:
         return _Built(None, f"plain torch, because {compiler} failed: {error.stderr[-300:]}")
     except (subprocess.TimeoutExpired, OSError) as error:
         return _Built(None, f"plain torch, because {error}")
-    for name in _FUNCTIONS:
-        getattr(functions, name).restype = None
     return _Built(functions, said)
 
 

@@ -18,12 +18,12 @@ INLINE float float_of(uint32_t bits) {
 }
 
 /* Element i of float32 or, unless `wide`, bfloat16. */
-INLINE float load(const void *from, int64_t i, int wide) {
+INLINE float load(const void *from, int64_t i, int64_t wide) {
     return wide ? ((const float *)from)[i] : float_of((uint32_t)((const uint16_t *)from)[i] << 16);
 }
 
 /* Rounded to nearest, ties to even, as torch does it. */
-INLINE void store(void *to, int64_t i, float x, int wide) {
+INLINE void store(void *to, int64_t i, float x, int64_t wide) {
     if (wide) {
         ((float *)to)[i] = x;
     } else {

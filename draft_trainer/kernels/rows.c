@@ -11,7 +11,7 @@
 
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + exp2_of(-x * LOG2E)); }
 
-INLINE void swiglu_row(const void *gate_up, void *out, int64_t size, int wide) {
+INLINE void swiglu_row(const void *gate_up, void *out, int64_t size, int64_t wide) {
 #pragma omp simd
     for (int64_t i = 0; i < size; i++) {
         float gate = load(gate_up, i, wide);
@@ -20,7 +20,7 @@ INLINE void swiglu_row(const void *gate_up, void *out, int64_t size, int wide) {
 }
 
 INLINE void swiglu_row_backward(const void *gate_up, const void *grad, void *out, int64_t size,
-                                int wide) {
+                                int64_t wide) {
 #pragma omp simd
     for (int64_t i = 0; i < size; i++) {
         float gate = load(gate_up, i, wide), s = sigmoid(gate), g = load(grad, i, wide);
@@ -30,8 +30,8 @@ INLINE void swiglu_row_backward(const void *gate_up, const void *grad, void *out
 }
 
 /* gate_up [rows, 2 * size] to out [rows, size]. */
-void swiglu_forward(const void *gate_up, void *out, int64_t rows, int64_t size, int wide,
-                    int threads) {
+void swiglu_forward(const void *gate_up, void *out, int64_t rows, int64_t size, int64_t wide,
+                    int64_t threads) {
     const int64_t row_bytes = size * (wide ? 4 : 2);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
@@ -43,7 +43,7 @@ void swiglu_forward(const void *gate_up, void *out, int64_t rows, int64_t size, 
 
 /* gate_up [rows, 2 * size] and grad [rows, size] to out [rows, 2 * size]. */
 void swiglu_backward(const void *gate_up, const void *grad, void *out, int64_t rows, int64_t size,
-                     int wide, int threads) {
+                     int64_t wide, int64_t threads) {
     const int64_t row_bytes = size * (wide ? 4 : 2);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
@@ -55,7 +55,7 @@ void swiglu_backward(const void *gate_up, const void *grad, void *out, int64_t r
 }
 
 INLINE float norm_row(const void *x, const void *weight, void *out, int64_t size, float eps,
-                      int wide) {
+                      int64_t wide) {
     float squares = 0.0f;
 #pragma omp simd reduction(+ : squares)
     for (int64_t i = 0; i < size; i++) {
@@ -71,7 +71,7 @@ INLINE float norm_row(const void *x, const void *weight, void *out, int64_t size
 
 /* grad_x may be null, and so may grad_weight. */
 INLINE void norm_row_backward(const void *x, const void *weight, const void *grad, float scale,
-                              void *grad_x, float *grad_weight, int64_t size, int wide) {
+                              void *grad_x, float *grad_weight, int64_t size, int64_t wide) {
     float along = 0.0f;
 #pragma omp simd reduction(+ : along)
     for (int64_t i = 0; i < size; i++)
@@ -92,7 +92,7 @@ INLINE void norm_row_backward(const void *x, const void *weight, const void *gra
 
 /* x [rows, size], weight [size] to out [rows, size] and scale [rows]. */
 void norm_forward(const void *x, const void *weight, void *out, float *scale, int64_t rows,
-                  int64_t size, float eps, int wide, int threads) {
+                  int64_t size, float eps, int64_t wide, int64_t threads) {
     const int64_t row_bytes = size * (wide ? 4 : 2);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
@@ -105,8 +105,8 @@ void norm_forward(const void *x, const void *weight, void *out, float *scale, in
 
 /* grad_x [rows, size]; grad_weight [ceil(rows / BLOCK), size], zeroed, to be summed. */
 void norm_backward(const void *x, const void *weight, const void *grad, const float *scale,
-                   void *grad_x, float *grad_weight, int64_t rows, int64_t size, int wide,
-                   int threads) {
+                   void *grad_x, float *grad_weight, int64_t rows, int64_t size, int64_t wide,
+                   int64_t threads) {
     const int64_t row_bytes = size * (wide ? 4 : 2);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t b = 0; b < (rows + BLOCK - 1) / BLOCK; b++)
@@ -123,7 +123,7 @@ void norm_backward(const void *x, const void *weight, const void *grad, const fl
 }
 
 INLINE void rotate_row(const void *x, void *out, const float *cos, const float *sin, int64_t heads,
-                       int64_t count, int64_t size, int64_t half, float sign, int wide) {
+                       int64_t count, int64_t size, int64_t half, float sign, int64_t wide) {
     for (int64_t h = 0; h < heads; h++) {
         const int64_t at = h * size;
         int64_t passed_on = 0;
@@ -144,8 +144,8 @@ INLINE void rotate_row(const void *x, void *out, const float *cos, const float *
 /* x [rows, heads, size] to out; the first `count` heads are rotated by cos and sin [rows, half],
  * backwards with sign -1. */
 void rotate(const void *x, void *out, const float *cos, const float *sin, int64_t rows,
-            int64_t heads, int64_t count, int64_t size, int64_t half, float sign, int wide,
-            int threads) {
+            int64_t heads, int64_t count, int64_t size, int64_t half, float sign, int64_t wide,
+            int64_t threads) {
     const int64_t row_bytes = heads * size * (wide ? 4 : 2);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t r = 0; r < rows; r++) {

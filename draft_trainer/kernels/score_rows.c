@@ -9,9 +9,9 @@ enum { KL, TV, LK };
     for (int64_t first = 0, last; last = first + SPAN < count ? first + SPAN : count, first < count; first = last)
 
 INLINE void score_row(void *logits, int64_t step_stride, const void *policy, float log_z,
-                      float inverse_t, int64_t steps, int64_t vocab, int target, int learns,
+                      float inverse_t, int64_t steps, int64_t vocab, int64_t target, int learns,
                       float *restrict p, float *restrict q, double *scores, int64_t score_stride,
-                      int wide) {
+                      int64_t wide) {
     const float warm = inverse_t * LOG2E, shift = log_z * LOG2E;
     double mass_sum = 0.0;
     float highest_p = -1.0f;
@@ -94,8 +94,8 @@ INLINE void score_row(void *logits, int64_t step_stride, const void *policy, flo
 /* logits [steps, rows, vocab] at step_stride elements, policy [rows, vocab], scores
  * [steps, rows, 4], scratch [threads, 2, vocab]. */
 void score_rows(void *logits, int64_t step_stride, const void *policy, const float *log_z,
-                const float *inverse_t, int64_t steps, int64_t rows, int64_t vocab, int target,
-                int learns, int wide, float *scratch, double *scores, int threads) {
+                const float *inverse_t, int64_t steps, int64_t rows, int64_t vocab, int64_t target,
+                int64_t learns, int64_t wide, float *scratch, double *scores, int64_t threads) {
     const int64_t row_bytes = vocab * (wide ? 4 : 2);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t r = 0; r < rows; r++) {

@@ -21,20 +21,20 @@ typedef struct {
     const int64_t *stride;
 } Rows;
 
-INLINE const void *row_of(Rows x, int64_t batch, int64_t row, int64_t head, int64_t size, int wide) {
+INLINE const void *row_of(Rows x, int64_t batch, int64_t row, int64_t head, int64_t size, int64_t wide) {
     return x.data + (batch * x.stride[0] + row * x.stride[1] + head * size) * (wide ? 4 : 2);
 }
 
 /* A row's heads of every one of `count` tensors: too many streams for the processor to foresee. */
 INLINE void prefetch(const Rows *all, int64_t count, int64_t at, int64_t rows, int64_t row_bytes,
-                     int wide) {
+                     int64_t wide) {
     for (int64_t i = 0; i < count; i++) {
         const char *from = row_of(all[i], at / rows, at % rows, 0, 0, wide);
         for (int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(from + byte);
     }
 }
 
-INLINE float dot(const void *x, const void *y, int64_t size, int wide) {
+INLINE float dot(const void *x, const void *y, int64_t size, int64_t wide) {
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < size; i++) sum += load(x, i, wide) * load(y, i, wide);
@@ -43,7 +43,7 @@ INLINE float dot(const void *x, const void *y, int64_t size, int wide) {
 
 INLINE void join(Rows q, const Rows *keys, const Rows *values, char *out, float *lse, float *scores,
                  int64_t steps, int64_t batch, int64_t row, int64_t rows, int64_t batches,
-                 int64_t heads, int64_t group, int64_t size, int wide) {
+                 int64_t heads, int64_t group, int64_t size, int64_t wide) {
     const float scale = 1.0f / sqrtf((float)size);
     for (int64_t h = 0; h < heads; h++) {
         const int64_t at = (batch * rows + row) * heads + h;
@@ -82,7 +82,7 @@ INLINE void join(Rows q, const Rows *keys, const Rows *values, char *out, float 
 INLINE void join_backward(Rows q, const Rows *keys, const Rows *values, Rows grad, const float *lse,
                           const float *scores, const float *delta, char *grad_q, char **grads,
                           int64_t steps, int64_t batch, int64_t row, int64_t rows, int64_t batches,
-                          int64_t heads, int64_t group, int64_t size, int wide) {
+                          int64_t heads, int64_t group, int64_t size, int64_t wide) {
     const float scale = 1.0f / sqrtf((float)size);
     const int64_t kv_heads = heads / group, bytes = wide ? 4 : 2;
     float to_q[group * size], to_key[size], to_value[size];
@@ -126,7 +126,7 @@ INLINE void join_backward(Rows q, const Rows *keys, const Rows *values, Rows gra
  * [steps, batches, rows, heads]. */
 void step_keys_forward(const char **pointers, const int64_t *strides, char *out, float *lse,
                  float *scores, int64_t steps, int64_t batches, int64_t rows, int64_t heads,
-                 int64_t group, int64_t size, int wide, int threads) {
+                 int64_t group, int64_t size, int64_t wide, int64_t threads) {
     Rows all[2 * STEPS + 1], keys[STEPS], values[STEPS];
     for (int64_t i = 0; i < 2 * steps + 1; i++) all[i] = (Rows){pointers[i], strides + 2 * i};
     for (int64_t s = 0; s < steps; s++) keys[s] = all[2 * s + 1], values[s] = all[2 * s + 2];
@@ -149,7 +149,7 @@ void step_keys_forward(const char **pointers, const int64_t *strides, char *out,
 void step_keys_backward(const char **pointers, const int64_t *strides, const float *lse,
                   const float *scores, const float *delta, char *grad_q, char **grads,
                   int64_t steps, int64_t batches, int64_t rows, int64_t heads, int64_t group,
-                  int64_t size, int wide, int threads) {
+                  int64_t size, int64_t wide, int64_t threads) {
     Rows all[2 * STEPS + 2], keys[STEPS], values[STEPS];
     for (int64_t i = 0; i < 2 * steps + 2; i++) all[i] = (Rows){pointers[i], strides + 2 * i};
     for (int64_t s = 0; s < steps; s++) keys[s] = all[2 * s + 1], values[s] = all[2 * s + 2];

@@ -15,7 +15,7 @@ from draft_trainer.drafters.attention import ttt_attention
 from draft_trainer.drafters.loss import Target
 from draft_trainer.drafters.ops import rms_norm, rotate_heads, swiglu
 from draft_trainer.kernels import library
-from draft_trainer.kernels.library import kernels_for, use_kernels, using_kernels
+from draft_trainer.kernels.library import runs_on, use_kernels, using_kernels
 from slipstream.errors import RefusedError
 
 compiled = pytest.mark.skipif(
@@ -149,19 +149,19 @@ def test_they_compile_at_a_path_with_a_space(
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_built", lambda: library._Built(None, "there is no cc"))
     with using_kernels("auto"):
-        assert kernels_for(torch.zeros(1)) is None
+        assert not runs_on(torch.zeros(1))
         with pytest.raises(RefusedError, match="there is no cc"):
             use_kernels("on")
-        assert kernels_for(torch.zeros(1)) is None
+        assert not runs_on(torch.zeros(1))
 
 
 @compiled
 def test_float64_and_off_are_plain_torch() -> None:
     with using_kernels("on"):
-        assert kernels_for(torch.zeros(1)) is not None
-        assert kernels_for(torch.zeros(1, dtype=torch.float64)) is None
+        assert runs_on(torch.zeros(1))
+        assert not runs_on(torch.zeros(1, dtype=torch.float64))
     with using_kernels("off"):
-        assert kernels_for(torch.zeros(1)) is None
+        assert not runs_on(torch.zeros(1))
 
 
 @compiled
