@@ -1,14 +1,17 @@
-"""The policy's output and input matrices, per policy version."""
+"""How each policy version makes its logits, and its embeddings."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
+from draft_trainer.drafters.ops import product
 from slipstream.errors import RefusedError, StatusCode
+from slipstream.logits import LogitForm
 from slipstream.tensors import digest
 
 
@@ -21,11 +24,36 @@ class PolicyHead:
         lm_head_rows: [draft_vocab, H], the policy's lm_head rows of the draft vocabulary, in
             the order of the draft ids.
         embed_tokens: [vocab, H], the policy's embeddings, which the draft head shares.
+        lm_head_bias: [draft_vocab], of the same rows; None where the policy's lm_head has none.
+        form: what the policy does to the output of its lm_head.
     """
 
     policy_version: int
     lm_head_rows: Tensor
     embed_tokens: Tensor
+    lm_head_bias: Tensor | None = None
+    form: LogitForm = field(default_factory=LogitForm)
+
+
+def policy_logits(hidden: Tensor, head: PolicyHead, dtype: torch.dtype) -> Tensor:
+    """The policy's logits over the draft vocabulary, before temperature, rounded as it rounds them.
+
+    Args:
+        hidden: [N, H], final hidden states.
+        head: of their policy version, on the same device.
+        dtype: in which the policy has its logits (``Sample.logits_dtype``).
+
+    Returns:
+        [N, draft_vocab] in ``dtype``.
+    """
+    rows, bias = head.lm_head_rows, head.lm_head_bias
+    if dtype != torch.float32 and hidden.dtype == rows.dtype == dtype and bias is None:
+        # As the policy itself: products are added up in float32 and rounded once.
+        logits = hidden @ rows.T
+    else:
+        logits = product(hidden.float(), rows.float().T)
+        logits = (logits if bias is None else logits + bias.float()).to(dtype)
+    return head.form.apply(logits)
 
 
 class PolicyHeads:
@@ -63,10 +91,10 @@ class PolicyHeads:
         with self._lock:
             self.check_newer(head.policy_version)
             held = self._by_digest()
-            self._heads[head.policy_version] = PolicyHead(
-                head.policy_version,
-                held.get(digests[0], head.lm_head_rows),
-                held.get(digests[1], head.embed_tokens),
+            self._heads[head.policy_version] = replace(
+                head,
+                lm_head_rows=held.get(digests[0], head.lm_head_rows),
+                embed_tokens=held.get(digests[1], head.embed_tokens),
             )
             self._digests[head.policy_version] = digests
             for version in sorted(self._heads)[: -self.keep]:

@@ -77,12 +77,13 @@ class Run:
         self._matrices = MatrixFiles(store.folder / POLICIES)
         for version, *names in store.policies():
             try:
-                matrices = [self._matrices.read(name) for name in names]
+                rows, embeddings = (self._matrices.read(name) for name in names)
             except RefusedError as error:
                 logger.error("policy version %d is dropped with its samples: %s", version, error)
                 continue
             self.heads.add(
-                PolicyHead(version, *matrices), (bytes.fromhex(names[0]), bytes.fromhex(names[1]))
+                PolicyHead(version, rows, embeddings),
+                (bytes.fromhex(names[0]), bytes.fromhex(names[1])),
             )
         store.keep_versions(run_id, self.heads.versions, reason="damaged")
         self._forget_old()
