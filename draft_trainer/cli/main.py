@@ -22,6 +22,7 @@ import tyro
 from tyro.conf import Positional, arg, subcommand
 
 from draft_trainer.cli.offline import Fit, Init
+from draft_trainer.cli.plan import Plan
 from draft_trainer.cli.release_actions import Export, Import, Pin, Promote, Rollback, Unpin
 from draft_trainer.cli.releases import Diff, List, Show, Verdicts, Verify
 from draft_trainer.cli.top import Events, Status, Top
@@ -186,6 +187,7 @@ _COMMANDS: Any = (
     Annotated[Serve, subcommand("serve")]
     | Annotated[Init, subcommand("init")]
     | Annotated[Fit, subcommand("fit")]
+    | Annotated[Plan, subcommand("plan")]
     | Annotated[Status, subcommand("status")]
     | Annotated[Top, subcommand("top")]
     | Annotated[Events, subcommand("events")]

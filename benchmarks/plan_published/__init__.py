@@ -1,0 +1,1 @@
+"""``slipstream.economics`` against figures that others have published."""

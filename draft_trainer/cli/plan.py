@@ -1,0 +1,236 @@
+"""``draft-trainer plan``: whether speculation and adaptation pay, before a GPU is rented."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import arg
+
+from draft_trainer.cli.trainer import File, at_least, print_table
+from slipstream.errors import RefusedError
+
+if TYPE_CHECKING:
+    from slipstream.costs import Costs, StepTable
+
+Number = Annotated[int, arg(metavar="N")]
+Seconds = Annotated[float, arg(metavar="S")]
+Rates = Annotated[str | None, arg(metavar="R,R,R", help_behavior_hint="(optional)")]
+Word = Annotated[str | None, arg(metavar="X", help_behavior_hint="(optional)")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Say whether speculation pays, at which draft length, and whether adapting the draft does.
+
+    Step costs come from a measured table (--step-costs), from a rollout server that has measured
+    its own (--server), or from an estimate of hardware and model (--gpu and --policy). Prints two
+    tables and a verdict; runs in seconds, without a GPU.
+    """
+
+    lengths: Annotated[str, arg(metavar="FILE")]
+    """Completion lengths of an RL step in tokens: a file with one a line or a JSON list, or
+    lognormal:MEDIAN,SIGMA,CAP."""
+    acceptance: Rates = None
+    """Acceptance by position of the draft: accepted tokens at each position divided by drafts.
+    By default what --server has counted."""
+    frozen_acceptance: Rates = None
+    """The same of the draft that would be served unadapted."""
+    server: Word = None
+    """Address of a rollout server's HTTP port, HOST:PORT, to read measurements from."""
+    step_costs: File = None
+    """CSV with the columns batch_size, num_draft_tokens and step_seconds."""
+    step_noise: Annotated[float, arg(metavar="X")] = 0.05
+    """Share by which a larger step in --step-costs may be cheaper than a smaller one."""
+    policy: File = None
+    """The policy's config.json, for an estimate."""
+    gpu: Word = None
+    """Hardware of an engine, for an estimate: A100, H20, H100, H200, B200 or GB200."""
+    gpus_per_engine: Number = 1
+    """Tensor-parallel size of an engine."""
+    weight_bytes: Annotated[float, arg(metavar="X")] = 2.0
+    """Of a policy weight: 2 for bfloat16, 1 for FP8."""
+    draft_vocabulary: Number = 32_000
+    """Tokens that the EAGLE-3 draft can propose."""
+    engines: Number = 1
+    """Rollout engines."""
+    rollouts: Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")] = None
+    """Completions of a step on each engine; by default as many as --requests."""
+    requests: Number = 64
+    """Requests that an engine runs at once."""
+    prompt_tokens: Number = 0
+    """Of a request."""
+    other_seconds: Seconds = 0.0
+    """Of a step without its generation: log-probs, update, weight sync."""
+    lag: Number = 0
+    """Policy versions that rollouts may be behind; 0: generation and training alternate."""
+    capture_seconds: Seconds = 0.0
+    """That capture adds to the policy's step."""
+    training_seconds: Seconds = 0.0
+    """Of the draft trainer, a step."""
+    training_share: Annotated[float, arg(metavar="X")] = 1.0
+    """Of a training second that the loop loses: 1 where they take turns on a device; where the
+    trainer has its own, its devices over the loop's times their value elsewhere."""
+    publish_seconds: Seconds = 0.0
+    """That generation pauses for a new draft, a step."""
+    equal_lengths: bool = False
+    """Accept completion lengths without a tail."""
+    steps: Number = 10
+    """RL steps to simulate."""
+    seed: Annotated[int, arg(metavar="N")] = 0
+    """Of the simulation."""
+    json: File = None
+    """Write the plan here, with every input."""
+    page: File = None
+    """Write an HTML page with plots here."""
+
+    def run(self) -> int:
+        """Prints the plan."""
+        from draft_trainer.offline.plan import Fleet, make_plan, read_lengths, tables, write_page
+        from slipstream.economics import Loop, Upkeep
+
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                least = 1 if field.name in ("engines", "rollouts", "requests", "steps") else 0
+                at_least(f"--{field.name.replace('_', '-')}", value, least)
+        costs, source, counted = self._costs()
+        rates = _rates("--acceptance", self.acceptance) or counted
+        if rates is None:
+            raise RefusedError(
+                "--acceptance",
+                "nothing",
+                "acceptance by position",
+                "give it as in 0.8,0.6,0.45 (draft-trainer fit prints it), or give --server",
+            )
+        fleet = Fleet(
+            costs=costs,
+            costs_source=source,
+            rates=rates,
+            frozen_rates=_rates("--frozen-acceptance", self.frozen_acceptance),
+            lengths=read_lengths(self.lengths, self.equal_lengths),
+            loop=Loop(self.other_seconds, self.lag),
+            upkeep=Upkeep(
+                self.capture_seconds,
+                self.publish_seconds,
+                self.training_seconds,
+                self.training_share,
+            ),
+            engines=self.engines,
+            rollouts=self.rollouts or self.requests,
+            requests=self.requests,
+            prompt_tokens=self.prompt_tokens,
+            steps=self.steps,
+            seed=self.seed,
+        )
+        plan = make_plan(fleet)
+        for title, columns, rows in tables(plan):
+            print(title)
+            print_table([[c or "arm " for c in columns], *rows])
+            print()
+        print(f"Step costs: {source}.")
+        print(plan["verdict"])
+        if self.json:
+            self.json.write_text(json.dumps(plan, indent=2) + "\n")
+        if self.page:
+            write_page(plan, self.page)
+        return 0
+
+    def _costs(self) -> tuple[Costs, str, tuple[float, ...] | None]:
+        """Step costs, where they come from, and acceptance by position where that is counted."""
+        from slipstream.costs import Roofline, StepTable, eagle3_shape, hardware, policy_shape
+
+        given = [n for n in ("server", "step_costs", "gpu") if getattr(self, n) is not None]
+        if len(given) != 1:
+            raise RefusedError(
+                "step costs",
+                " and ".join(f"--{n.replace('_', '-')}" for n in given) or "none given",
+                "one of --server, --step-costs, and --gpu with --policy",
+                "measured costs are best: --server or --step-costs",
+            )
+        if self.step_costs is not None:
+            return StepTable.read(self.step_costs, self.step_noise), f"{self.step_costs}", None
+        if self.server is not None:
+            url = f"http://{self.server.removeprefix('http://').rstrip('/')}/metrics"
+            try:
+                with urllib.request.urlopen(url, timeout=30) as answer:
+                    table, rates = served_costs(answer.read(8 << 20).decode())
+            except (urllib.error.URLError, TimeoutError, ValueError) as error:
+                raise RefusedError(
+                    "--server", f"{url}: {error}", "a rollout server", "check host and port"
+                ) from error
+            return table, f"measured by {self.server}", rates
+        if self.policy is None:
+            raise RefusedError("--policy", "nothing", "the policy's config.json", "give it")
+        try:
+            config = json.loads(self.policy.read_text())
+        except ValueError as error:
+            raise RefusedError(
+                "--policy", f"{self.policy}: {error}", "JSON", "name the policy's config.json"
+            ) from error
+        gpu = hardware(str(self.gpu))
+        roofline = Roofline(
+            gpu,
+            policy_shape(config, self.gpus_per_engine, self.weight_bytes),
+            eagle3_shape(config, self.draft_vocabulary, self.gpus_per_engine),
+        )
+        return roofline, f"estimated for {self.gpus_per_engine} x {gpu.name}, not measured", None
+
+
+def _rates(option: str, text: str | None) -> tuple[float, ...] | None:
+    from slipstream.economics import check_rates
+
+    if text is None:
+        return None
+    try:
+        return check_rates([float(part) for part in text.split(",")])
+    except ValueError as error:
+        raise RefusedError(option, text, "numbers as in 0.8,0.6", "separate by commas") from error
+
+
+def served_costs(exposition: str) -> tuple[StepTable, tuple[float, ...]]:
+    """Step costs and acceptance by position that a rollout server has measured.
+
+    Args:
+        exposition: the text of its ``/metrics``.
+
+    Raises:
+        RefusedError: the server has not generated with and without drafts yet.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from slipstream.costs import StepTable
+
+    name = "slipstream_rollout_"
+    values: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            if sample.name.startswith(name):
+                key = tuple(sample.labels.get(n, "") for n in ("kind", "requests", "position"))
+                values.setdefault(sample.name.removeprefix(name), {})[key] = sample.value
+    steps, seconds = (
+        values.get(n, {}) for n in ("engine_steps_total", "engine_step_seconds_total")
+    )
+    drafted = int(next(iter(values.get("draft_length", {}).values()), 0))
+    k_of = {"plain": 0, "speculative": drafted}
+    rows = [
+        (float(requests), k_of[kind], seconds[kind, requests, place] / count)
+        for (kind, requests, place), count in steps.items()
+        if kind in k_of and count >= 16
+    ]
+    drafts = sum(values.get("all_drafts_total", {}).values())
+    if not drafts or {k for _, k, _ in rows} != {0, drafted}:
+        raise RefusedError(
+            "--server",
+            f"{drafts:g} drafts, steps of draft lengths {sorted({k for _, k, _ in rows})}",
+            "a server that has generated with drafts and timed plain steps",
+            "let it generate for a minute with --time-plain-steps, or give --step-costs",
+        )
+    accepted = values["all_accepted_per_position_total"]
+    rates = [accepted["", "", str(place)] / drafts for place in range(drafted)]
+    return StepTable.of(rows, noise=math.inf), tuple(rates)

@@ -1,0 +1,265 @@
+"""What speculation costs and earns: one model for the page, CLI, server, trainer and tests.
+
+Pure functions of costs that were measured or stated; nothing here imports torch or gRPC.
+
+Symbols: k draft length; b requests in an engine step; t(k, b) seconds of that step; AL(k)
+acceptance length, tokens of a request in a step with the bonus token. A request gains
+AL(k) / t(k, b) tokens a second, so speculation pays while AL(k) is above its break-even,
+c(k, b) = t(k, b) / t(0, b). Acceptance does not depend on b and cost does not depend on the draft's
+quality, so the two are measured apart and combined here.
+
+Sources: arXiv 2211.17192 (accepted tokens), arXiv 2604.26779 (step time and its speed-up).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from slipstream.costs import Costs
+from slipstream.errors import RefusedError
+
+
+def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
+    """Acceptance by position: the share of drafts whose position i was accepted, i = 1, 2, ...
+
+    Raises:
+        RefusedError: it is empty, leaves 0..1, or rises with the position.
+    """
+    if not rates or any(
+        not 0 <= rate <= before for rate, before in zip(rates, (1.0, *rates), strict=False)
+    ):
+        raise RefusedError(
+            "acceptance by position",
+            f"{list(rates)}",
+            "shares of all drafts in 0..1, none above the one before it",
+            "give accepted tokens at each position divided by drafts, as vLLM counts them",
+        )
+    return tuple(rates)
+
+
+def extended(rates: Sequence[float], k: int) -> tuple[float, ...]:
+    """``rates`` for k positions: positions that were never drafted are accepted, once they are
+    reached, as often as the last one that was."""
+    known = list(rates[:k])
+    last = rates[-1] / (rates[-2] if len(rates) > 1 else 1.0) if rates[-1] else 0.0
+    while len(known) < k:
+        known.append(known[-1] * last)
+    return tuple(known)
+
+
+def acceptance_length(rates: Sequence[float], k: int) -> float:
+    """AL(k): 1 for k = 0."""
+    return 1 + sum(extended(rates, k))
+
+
+def scaled(rates: Sequence[float], factor: float) -> tuple[float, ...]:
+    """The rates of a draft whose every conditional acceptance is ``factor`` times as high, at most
+    1: how a better or a staler draft is written."""
+    reached, before, result = 1.0, 1.0, []
+    for rate in rates:
+        conditional = rate / before if before else 0.0
+        before = rate
+        reached *= min(1.0, conditional * factor)
+        result.append(reached)
+    return tuple(result)
+
+
+def break_even(costs: Costs, k: int, batch: float, context: float = 0.0) -> float:
+    """c(k, b): the acceptance length above which k drafted tokens pay."""
+    return costs.seconds(k, batch, context) / costs.seconds(0, batch, context)
+
+
+def speed_up(
+    costs: Costs, rates: Sequence[float], k: int, batch: float, context: float = 0.0
+) -> float:
+    """Tokens a second with k drafted tokens, relative to none."""
+    return acceptance_length(rates, k) / break_even(costs, k, batch, context)
+
+
+def best_length(
+    costs: Costs,
+    rates: Sequence[float],
+    batch: float,
+    context: float = 0.0,
+    margin: float = 0.0,
+) -> int:
+    """The k with the most tokens a second; 0 unless one gains more than ``margin``."""
+    best, most = 0, 1 + margin
+    for k in costs.draft_lengths:
+        gain = speed_up(costs, rates, k, batch, context) if k else 1.0
+        if gain > most:
+            best, most = k, gain
+    return best
+
+
+def schedule(choose: Callable[[int], int], largest: int) -> list[list[int]]:
+    """vLLM's ``num_speculative_tokens_per_batch_size``: [first batch, last batch, k] rows from 1 to
+    ``largest`` requests."""
+    rows: list[list[int]] = []
+    for batch in range(1, largest + 1):
+        k = choose(batch)
+        if rows and rows[-1][2] == k:
+            rows[-1][1] = batch
+        else:
+            rows.append([batch, batch, k])
+    return rows
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One engine's rollouts.
+
+    Attributes:
+        seconds: until the last one ends.
+        tokens: generated.
+        mean_batch: requests in a step, averaged over seconds.
+        drafted_seconds: of ``seconds``, in steps with k above 0.
+    """
+
+    seconds: float
+    tokens: float
+    mean_batch: float
+    drafted_seconds: float
+
+
+def generate(
+    costs: Costs,
+    rates: Sequence[float],
+    lengths: Sequence[float],
+    choose: Callable[[float], int],
+    slots: int,
+    prompt_tokens: float = 0.0,
+) -> Generation:
+    """Decode rollouts of these lengths: ``slots`` at once, the next one when one ends.
+
+    All running requests advance by AL(k) tokens a step, so time passes in closed form between two
+    ends. Prefill is not counted.
+
+    Args:
+        lengths: tokens of each rollout, in the order in which they start.
+        choose: the draft length at a number of running requests.
+        slots: requests that run at once at most.
+        prompt_tokens: of each request, for the context.
+    """
+    if not lengths or min(lengths) <= 0 or slots < 1:
+        raise RefusedError(
+            "rollouts",
+            f"{len(lengths)} lengths, {slots} slots",
+            "at least one rollout of positive length and one slot",
+            "give the lengths of a step's completions in tokens",
+        )
+    waiting = iter(lengths)
+    ends: list[tuple[float, float]] = []  # on the clock of tokens a request; with its start
+    clock = seconds = batch_seconds = drafted = begun = 0.0
+    for length in waiting:
+        heapq.heappush(ends, (length, 0.0))
+        if len(ends) == slots:
+            break
+    while ends:
+        end, start = heapq.heappop(ends)
+        running = len(ends) + 1
+        step = end - clock
+        if step > 0:
+            context = prompt_tokens + clock + step / 2 - begun / running
+            k = choose(running)
+            passed = (
+                step * costs.seconds(k, running, max(context, 0.0)) / acceptance_length(rates, k)
+            )
+            seconds += passed
+            batch_seconds += passed * running
+            drafted += passed if k else 0.0
+            clock = end
+        begun -= start
+        following = next(waiting, None)
+        if following is not None:
+            heapq.heappush(ends, (clock + following, clock))
+            begun += clock
+    return Generation(seconds, sum(lengths), batch_seconds / seconds, drafted)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The phases of an RL step around generation.
+
+    Attributes:
+        other_seconds: of a step without its generation: log-probs, update, weight sync.
+        lag: policy versions that rollouts may be behind. 0 alternates generation and training;
+            from 1 on they overlap, on devices of their own.
+    """
+
+    other_seconds: float
+    lag: int = 0
+
+    def run(self, generation_seconds: Sequence[float]) -> tuple[float, float]:
+        """Mean seconds of a step, and of exposed generation in it, over the given steps.
+
+        Batch i is generated by a policy that has seen at least the first i - lag batches, and is
+        trained on after batch i - 1.
+        """
+        trained: list[float] = []
+        generated = exposed = 0.0
+        for number, seconds in enumerate(generation_seconds):
+            needed = number - 1 - self.lag
+            generated = max(generated, trained[needed] if needed >= 0 else 0.0) + seconds
+            free = trained[-1] if trained else 0.0
+            exposed += max(0.0, generated - free)
+            trained.append(max(generated, free) + self.other_seconds)
+        return trained[-1] / len(trained), exposed / len(trained)
+
+
+@dataclass(frozen=True)
+class Upkeep:
+    """What adapting the draft costs an RL step, in seconds of the loop.
+
+    Attributes:
+        capture_seconds: added to the policy's step.
+        publish_seconds: of paused generation.
+        training_seconds: of the trainer.
+        training_share: of a training second that the loop loses: measured where they share devices;
+            where the trainer has its own, their number over the loop's times what such a device
+            earns elsewhere (``hardware_value``).
+    """
+
+    capture_seconds: float = 0.0
+    publish_seconds: float = 0.0
+    training_seconds: float = 0.0
+    training_share: float = 1.0
+
+    @property
+    def seconds(self) -> float:
+        """In all."""
+        return (
+            self.capture_seconds
+            + self.publish_seconds
+            + self.training_seconds * self.training_share
+        )
+
+
+def drift_that_pays(
+    step_seconds: Callable[[Sequence[float]], float],
+    rates: Sequence[float],
+    upkeep: Upkeep,
+) -> float | None:
+    """The share of conditional acceptance that a frozen draft must lose before adapting pays.
+
+    Args:
+        step_seconds: of a draft with these rates.
+        rates: of the adapted draft.
+        upkeep: of adapting it.
+
+    Returns:
+        In 0..1; None where even a draft that is never accepted costs less than the upkeep.
+    """
+    kept = step_seconds(rates) + upkeep.seconds
+    if step_seconds(scaled(rates, 0.0)) <= kept:
+        return None
+    low, high = 0.0, 1.0  # lost shares: no gain at low, gain at high
+    for _ in range(40):
+        middle = (low + high) / 2
+        if step_seconds(scaled(rates, 1 - middle)) > kept:
+            high = middle
+        else:
+            low = middle
+    return high

@@ -1,0 +1,256 @@
+"""The economics: costs, acceptance, generation, steps and the plan, against figures by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from draft_trainer.cli.main import main
+from draft_trainer.cli.plan import served_costs
+from draft_trainer.offline.plan import read_lengths
+from slipstream.costs import Roofline, StepTable, eagle3_shape, hardware, policy_shape
+from slipstream.economics import (
+    Loop,
+    Upkeep,
+    acceptance_length,
+    best_length,
+    break_even,
+    check_rates,
+    drift_that_pays,
+    extended,
+    generate,
+    scaled,
+    schedule,
+    speed_up,
+)
+from slipstream.errors import RefusedError
+
+LLAMA = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+ROWS = [(1, 0, 0.010), (8, 0, 0.012), (64, 0, 0.020)] + [
+    (b, 3, s) for b, s in ((1, 0.016), (8, 0.020), (64, 0.060))
+]
+TABLE = StepTable.of(ROWS)
+RATES = (0.8, 0.6, 0.4)
+
+
+def test_a_table_is_linear_between_its_points_and_ends_at_the_largest() -> None:
+    assert TABLE.draft_lengths == (0, 3)
+    assert TABLE.seconds(0, 8) == 0.012
+    assert TABLE.seconds(3, 36) == pytest.approx(0.040)
+    assert TABLE.seconds(3, 0.5) == 0.016
+    with pytest.raises(RefusedError, match=r"65, expected at most 64"):
+        TABLE.seconds(0, 65)
+    with pytest.raises(RefusedError, match=r"one of \[0, 3\]"):
+        TABLE.seconds(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ([(1, 3, 0.1)], "plain steps"),
+        ([(1, 0, -0.1)], "positive seconds"),
+        ([(1, 0, math.nan)], "positive seconds"),
+        ([(1, 0, 0.1), (1, 0, 0.2)], "twice"),
+        ([(1, 0, 0.1), (8, 0, 0.05)], "do not fall"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(rows: list[tuple[float, int, float]], text: str) -> None:
+    with pytest.raises(RefusedError, match=text):
+        StepTable.of(rows)
+
+
+def test_a_cheaper_larger_step_within_the_noise_costs_the_same() -> None:
+    assert StepTable.of([(1, 0, 0.1), (8, 0, 0.097)]).seconds(0, 8) == 0.1
+
+
+def test_acceptance() -> None:
+    assert acceptance_length(RATES, 0) == 1
+    assert acceptance_length(RATES, 3) == pytest.approx(2.8)
+    # The last conditional acceptance, 0.4 / 0.6, goes on.
+    assert extended(RATES, 5)[3:] == pytest.approx((0.4 * 2 / 3, 0.4 * 4 / 9))
+    # Conditionals 0.8, 0.75, 2/3 halved: 0.4, 0.375, 1/3.
+    assert scaled(RATES, 0.5) == pytest.approx((0.4, 0.15, 0.05))
+    assert scaled((0.9, 0.9), 2) == (1, 1)
+    assert acceptance_length((0.0, 0.0), 4) == 1
+    for wrong in ([], [1.2], [0.4, 0.5], [-0.1]):
+        with pytest.raises(RefusedError, match="acceptance by position"):
+            check_rates(wrong)
+
+
+def test_speed_up_and_the_best_length() -> None:
+    assert break_even(TABLE, 3, 1) == pytest.approx(1.6)
+    assert speed_up(TABLE, RATES, 3, 1) == pytest.approx(2.8 / 1.6)
+    assert best_length(TABLE, RATES, 1) == 3
+    # Three times a plain step at 64 requests, for 2.8 tokens.
+    assert best_length(TABLE, RATES, 64) == 0
+    assert best_length(TABLE, RATES, 1, margin=0.8) == 0
+    rows = schedule(lambda batch: best_length(TABLE, RATES, batch), 64)
+    assert [row[2] for row in rows] == [3, 0]
+    assert rows[0][0] == 1
+    assert rows[0][1] + 1 == rows[1][0]
+    assert rows[1][1] == 64
+
+
+def test_generation_by_hand() -> None:
+    flat = StepTable.of([(1, 0, 0.1), (2, 0, 0.1), (1, 1, 0.15), (2, 1, 0.15)])
+    plain = generate(flat, (0.5,), [10, 30], lambda batch: 0, slots=2)
+    assert plain.seconds == pytest.approx(3.0)
+    assert plain.mean_batch == pytest.approx((1.0 * 2 + 2.0 * 1) / 3)
+    assert plain.drafted_seconds == 0
+    drafted = generate(flat, (0.5,), [10, 30], lambda batch: 1, slots=2)
+    assert drafted.seconds == pytest.approx(30 / 1.5 * 0.15)
+    # One slot: one after the other. A third rollout takes the slot of the first that ends.
+    assert generate(flat, (0.5,), [10, 30], lambda batch: 0, slots=1).seconds == pytest.approx(4)
+    assert generate(flat, (0.5,), [10, 30, 5], lambda b: 0, slots=2).seconds == pytest.approx(3)
+    # Drafts of a lone request only.
+    tail = generate(flat, (0.5,), [10, 30], lambda batch: int(batch == 1), slots=2)
+    assert tail.seconds == pytest.approx(1.0 + 20 / 1.5 * 0.15)
+    assert tail.drafted_seconds == pytest.approx(2.0)
+    with pytest.raises(RefusedError, match="at least one rollout"):
+        generate(flat, (0.5,), [], lambda batch: 0, slots=2)
+
+
+def test_the_context_of_a_request_is_its_prompt_and_what_it_has_generated() -> None:
+    class ByContext:
+        draft_lengths = (0,)
+
+        def seconds(self, k: int, batch: float, context: float) -> float:
+            return context
+
+    # One at a time: 4 tokens at a mean context of 100 + 2, then 2 at 100 + 1.
+    found = generate(ByContext(), (0.5,), [4, 2], lambda b: 0, slots=1, prompt_tokens=100)
+    assert found.seconds == pytest.approx(4 * 102 + 2 * 101)
+
+
+def test_steps_overlap_from_a_lag_of_one() -> None:
+    assert Loop(2.0).run([3.0] * 10) == (pytest.approx(5.0), pytest.approx(3.0))
+    step, exposed = Loop(2.0, lag=1).run([3.0] * 100)
+    assert step == pytest.approx(3.0, rel=0.02)
+    assert exposed == pytest.approx(1.0, rel=0.03)
+    # Training is the bottleneck: generation is hidden after the first step.
+    step, exposed = Loop(4.0, lag=1).run([3.0] * 100)
+    assert step == pytest.approx(4.0, rel=0.01)
+    assert exposed == pytest.approx(0.03)
+
+
+def test_drift_that_pays() -> None:
+    def seconds(rates: tuple[float, ...]) -> float:
+        return 100 / acceptance_length(rates, 3)
+
+    drift = drift_that_pays(seconds, RATES, Upkeep(training_seconds=8, training_share=0.5))
+    assert drift is not None
+    assert seconds(scaled(RATES, 1 - drift)) == pytest.approx(seconds(RATES) + 4)
+    assert drift_that_pays(seconds, RATES, Upkeep(training_seconds=65)) is None
+
+
+def test_shapes() -> None:
+    shape = policy_shape(LLAMA)
+    # 8.03e9 weights, less the embeddings, which are looked up.
+    assert shape.dense_bytes / 2 == pytest.approx(8.03e9 - 128256 * 4096, rel=2e-3)
+    assert shape.context_bytes == 131072
+    assert policy_shape(LLAMA, gpus=4).dense_bytes == shape.dense_bytes / 4
+    sparse = policy_shape(
+        LLAMA | {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 14336}
+    )
+    assert sparse.step_bytes(1, 0) == pytest.approx(sparse.dense_bytes + sparse.expert_bytes / 4)
+    assert sparse.step_bytes(1e6, 0) == pytest.approx(sparse.dense_bytes + sparse.expert_bytes)
+    assert policy_shape({"text_config": LLAMA}) == shape
+    with pytest.raises(RefusedError, match="no hidden_size"):
+        policy_shape({"model_type": "llama"})
+    with pytest.raises(RefusedError, match="--gpu: found V100"):
+        hardware("V100")
+    roofline = Roofline(hardware("h100"), shape, eagle3_shape(LLAMA, 32_000))
+    costs = [roofline.seconds(k, 8, 1000) for k in roofline.draft_lengths]
+    assert costs == sorted(costs)
+
+
+def test_lengths(tmp_path: Path) -> None:
+    file = tmp_path / "lengths"
+    file.write_text("10\n20\n400\n")
+    assert read_lengths(str(file)) == [10, 20, 400]
+    file.write_text("[10, 20, 400]")
+    assert read_lengths(str(file)) == [10, 20, 400]
+    file.write_text("100 100 101")
+    assert read_lengths(str(file), equal_lengths=True) == [100, 100, 101]
+    with pytest.raises(RefusedError, match="a tail"):
+        read_lengths(str(file))
+    file.write_text("10 -3")
+    with pytest.raises(RefusedError, match="positive ones"):
+        read_lengths(str(file))
+    file.write_text("ten")
+    with pytest.raises(RefusedError, match="numbers of tokens"):
+        read_lengths(str(file))
+    drawn = read_lengths("lognormal:2000,0.9,16384")
+    assert sorted(drawn)[len(drawn) // 2] == pytest.approx(2000, rel=0.1)
+    assert max(drawn) == 16384
+
+
+def exposition(plain: int) -> str:
+    name = "slipstream_rollout_"
+    step = f'{name}engine_steps_total{{kind="%s",requests="%d"}} %g\n'
+    seconds = f'{name}engine_step_seconds_total{{kind="%s",requests="%d"}} %g\n'
+    rows = [("plain", 1, plain, 0.01), ("speculative", 1, 200, 0.016), ("mixed", 1, 9, 1)]
+    return (
+        f"# TYPE {name}engine_steps counter\n"
+        + "".join(step % (kind, n, count) for kind, n, count, _ in rows)
+        + f"# TYPE {name}engine_step_seconds counter\n"
+        + "".join(seconds % (kind, n, count * each) for kind, n, count, each in rows)
+        + f"# TYPE {name}draft_length gauge\n{name}draft_length 2\n"
+        + f"# TYPE {name}all_drafts counter\n{name}all_drafts_total 200\n"
+        + f"# TYPE {name}all_accepted_per_position counter\n"
+        + f'{name}all_accepted_per_position_total{{position="0"}} 160\n'
+        + f'{name}all_accepted_per_position_total{{position="1"}} 120\n'
+    )
+
+
+def test_a_server_s_own_measurements() -> None:
+    table, rates = served_costs(exposition(plain=100))
+    assert rates == (0.8, 0.6)
+    assert (table.seconds(0, 1), table.seconds(2, 1)) == pytest.approx((0.01, 0.016))
+    with pytest.raises(RefusedError, match="timed plain steps"):
+        served_costs(exposition(plain=3))
+
+
+def test_plan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = tmp_path / "costs.csv"
+    lines = [f"{batch},{k},{seconds}" for batch, k, seconds in ROWS]
+    costs.write_text("\n".join(["batch_size,num_draft_tokens,step_seconds", *lines]))
+    draw = random.Random(1)
+    lengths = tmp_path / "lengths"
+    lengths.write_text("\n".join(f"{draw.lognormvariate(5, 1):.0f}" for _ in range(500)))
+    argv = ["plan", "--step-costs", f"{costs}", "--lengths", f"{lengths}"]
+    argv += ["--acceptance", "0.8,0.6,0.4", "--other-seconds", "5"]
+    out, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    upkeep = ["--training-seconds", "2", "--frozen-acceptance", "0.5,0.2,0.1"]
+    assert main([*argv, *upkeep, "--json", f"{out}", "--page", f"{page}"]) == 0
+    plan = json.loads(out.read_text())
+    arms = {arm["name"]: arm for arm in plan["arms"]}
+    assert plan["verdict"] in capsys.readouterr().out
+    assert plan["num_speculative_tokens_per_batch_size"][-1][2] == 0
+    best = arms["best k per batch"]
+    assert best["generation"] <= min(
+        arms["no speculation"]["generation"], arms["k = 3"]["generation"]
+    )
+    assert best["step"] == pytest.approx(best["generation"] + 5)
+    saved = arms["frozen draft, best k per batch"]["step"] - best["step"]
+    assert plan["saved_by_adapting"] == pytest.approx(saved)
+    assert ("it pays" in plan["verdict"]) == (saved > 2)
+    assert page.read_text().count("<table>") == 2
+    # Without a frozen draft's acceptance it says how much must be lost.
+    assert main([*argv, "--training-seconds", "0.2"]) == 0
+    assert "has lost" in capsys.readouterr().out
+    assert main([*argv, "--gpu", "H100"]) == 2
+    assert "--step-costs and --gpu" in capsys.readouterr().err
+    assert main([*argv, "--requests", "65"]) == 2
+    assert "the largest measured" in capsys.readouterr().err
