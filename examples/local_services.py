@@ -1,15 +1,37 @@
-"""A draft trainer and a rollout server for the arithmetic policy, as processes on this machine."""
+"""A draft trainer and rollout servers as processes on this machine, for examples and tests."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import grpc
+import httpx
+import torch
 
 from examples.arithmetic_grpo.processes import Service, free_port
+from slipstream.client import open_channel, stage
+from slipstream.errors import refused_from
+from slipstream.v1 import rollout_server_pb2 as pb
+from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 
-ARITHMETIC = Path(__file__).resolve().parent / "arithmetic_grpo"
+ROOT = Path(__file__).resolve().parents[1]
+ARITHMETIC = ROOT / "examples" / "arithmetic_grpo"
+DRAFT_LENGTH = 3
 READY_TIMEOUT = 240.0  # seconds; vLLM alone takes 12 to 36
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+CALL_SECONDS = 240.0
+LOGPROBS = ("--logprobs-mode", "processed_logprobs")
+"""For a loop that compares log-probabilities at its sampling temperature."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+T = TypeVar("T")
+
+
+def script(name: str) -> str:
+    """The console script that was installed beside this interpreter."""
+    return str(Path(sys.executable).parent / name)
 
 
 def draft_trainer(out: Path, server: str, *sections: str) -> Service:
@@ -29,27 +51,157 @@ def draft_trainer(out: Path, server: str, *sections: str) -> Service:
         "[training]\nlearning_rate = 2e-3\nttt_steps = 3\nbatch_tokens = 1024\n"
         f'[publish]\nrollout_servers = ["{server}"]\n' + "\n".join(sections)
     )
-    command = [_script("draft-trainer"), "serve", "--config", str(config)]
+    command = [script("draft-trainer"), "serve", "--config", str(config)]
     log = out / "draft-trainer.log"
-    return Service("draft-trainer", command, log, f"127.0.0.1:{port}", _ONE_THREAD)
+    return Service("draft-trainer", command, log, f"127.0.0.1:{port}", ONE_THREAD)
 
 
-def rollout_server(out: Path) -> tuple[Service, str]:
-    """``rollout-server serve`` for the arithmetic policy, and the URL of its OpenAI API."""
-    http, control = free_port(), free_port()
-    command = [_script("rollout-server"), "serve", str(ARITHMETIC / "policy")]
-    command += ["--draft", str(ARITHMETIC / "draft"), "--draft-length", "3"]
-    command += ["--host", "127.0.0.1", "--port", str(http), "--control-port", str(control)]
-    command += ["--served-model-name", "policy", "--generation-config", "vllm"]
-    command += ["--max-model-len", "256", "--max-num-seqs", "128", "--enforce-eager"]
-    # A loop compares log-probabilities at its sampling temperature.
-    command += ["--logprobs-mode", "processed_logprobs"]
-    env = {**_ONE_THREAD, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    log = out / "rollout-server.log"
-    server = Service("rollout-server", command, log, f"127.0.0.1:{control}", env)
-    return server, f"http://127.0.0.1:{http}"
+class RolloutServer:
+    """``rollout-server serve`` as a process, and a client of its control plane.
+
+    Args:
+        log: its output goes there.
+        options: more of its command line.
+        policy: that it serves, under the name "policy".
+        draft: that it starts with, draft version 0.
+        control: port of the control plane; a free one if None.
+        core: that all of its processes run on; None leaves them to the kernel. vLLM's own choice
+            would be the same core for the workers of several servers.
+        env: added to its environment.
+
+    Attributes:
+        service: the process.
+        http: base address of the OpenAI API.
+        control: address of the control plane.
+        stub: of the control plane.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        *options: str,
+        policy: Path = ARITHMETIC / "policy",
+        draft: Path = ARITHMETIC / "draft",
+        control: int | None = None,
+        core: int | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        port = free_port()
+        self.http, self.control = f"http://127.0.0.1:{port}", f"127.0.0.1:{control or free_port()}"
+        control_port = self.control.rpartition(":")[2]
+        command = [
+            *(() if core is None else ("taskset", "-c", str(core))),
+            *(script("rollout-server"), "serve", str(policy)),
+            *("--draft", str(draft), "--draft-length", str(DRAFT_LENGTH)),
+            *("--host", "127.0.0.1", "--port", str(port), "--control-port", control_port),
+            *("--served-model-name", "policy", "--generation-config", "vllm"),
+            # Eager mode starts faster, and needs no C++ compiler.
+            *("--max-model-len", "256", "--max-num-seqs", "128", "--enforce-eager"),
+            *options,
+        ]
+        environment = ONE_THREAD | {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            **({} if core is None else {"VLLM_CPU_OMP_THREADS_BIND": str(core)}),
+            **(env or {}),
+        }
+        self.service = Service("rollout-server", command, log, self.control, environment)
+        self._channel = open_channel(self.control)
+        self.stub = pb_grpc.RolloutServerStub(self._channel)
+
+    def __enter__(self) -> RolloutServer:
+        self.service.start()
+        try:
+            self.service.wait_ready(2 * READY_TIMEOUT)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the process and the connection to it."""
+        self._channel.close()
+        self.service.stop()
+
+    def stage(
+        self,
+        kind: str,
+        stage_id: str,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        **named: object,
+    ) -> pb.StageResult:
+        """Stage a "draft" or "policy". Raises RefusedError."""
+        return refused(
+            lambda: stage(
+                self.stub,
+                stage_id=stage_id,
+                kind=pb.STAGE_KIND_DRAFT if kind == "draft" else pb.STAGE_KIND_POLICY,
+                version=version,
+                tensors=tensors,
+                timeout=CALL_SECONDS,
+                **named,  # type: ignore[arg-type]
+            )
+        )
+
+    def commit(self, *stage_ids: str) -> pb.CommitResponse:
+        """Commit. Raises RefusedError."""
+        request = pb.CommitRequest(stage_ids=stage_ids)
+        return refused(lambda: self.stub.Commit(request, timeout=CALL_SECONDS))
+
+    def swap(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Stage a draft and make it live. Raises RefusedError."""
+        self.stage("draft", f"draft-{version}", version, tensors)
+        self.commit(f"draft-{version}")
+
+    def speculate(self, enabled: bool) -> pb.CommitResponse:
+        """Turn drafting on or off."""
+        request = pb.SetSpeculationRequest(enabled=enabled)
+        return refused(lambda: self.stub.SetSpeculation(request, timeout=CALL_SECONDS))
+
+    def state(self) -> pb.ServerState:
+        """What is served."""
+        return self.stub.GetState(pb.GetStateRequest(), timeout=CALL_SECONDS)
+
+    def counters(self) -> dict[int, pb.AcceptanceCounters]:
+        """vLLM's speculative counters by draft version."""
+        call = self.stub.WatchAcceptance(pb.WatchAcceptanceRequest(), timeout=CALL_SECONDS)
+        report = next(iter(call))
+        call.cancel()
+        return {counters.draft_version: counters for counters in report.counters}
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One sample of ``/metrics``; of a name alone, without labels or whatever they are, the
+        sum. Raises LookupError: it is not there."""
+        pairs = ",".join(f'{key}="{value}"' for key, value in labels.items())
+        exact = f"{name}{{{pairs}}}" if labels else name
+        found = [
+            float(value)
+            for sample, _, value in (
+                line.rpartition(" ")
+                for line in httpx.get(f"{self.http}/metrics", timeout=30).text.splitlines()
+            )
+            if sample == exact or (not labels and sample.partition("{")[0] == name)
+        ]
+        if not found:
+            raise LookupError(exact)
+        return sum(found)
 
 
-def _script(name: str) -> str:
-    """The console script that was installed beside this interpreter."""
-    return str(Path(sys.executable).parent / name)
+def refused(call: Callable[[], T]) -> T:
+    """``call()``, with a refusal in a gRPC error raised as what it is."""
+    try:
+        return call()
+    except grpc.RpcError as error:
+        refusal = refused_from(error)
+        if refusal is None:
+            raise
+        raise refusal from error

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
@@ -17,13 +14,10 @@ from xdist.scheduler import LoadFileScheduling
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from examples.arithmetic_grpo.processes import Service, free_port
-from slipstream.client import open_channel
-from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
+from examples.local_services import ARITHMETIC as EXAMPLE
+from tests.rollout_server.live import Live
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLE = ROOT / "examples" / "arithmetic_grpo"
-DRAFT_LENGTH = 3
 
 CONTRACT = (
     # exactly once, over kill -9 of either side
@@ -73,71 +67,35 @@ def draft_dir() -> Path:
     return EXAMPLE / "draft"
 
 
-@dataclass(frozen=True)
-class RunningServer:
-    """A real ``rollout-server serve`` process."""
-
-    service: Service
-    http: str
-    control: str
-    stub: rollout_grpc.RolloutServerStub
-
-
 @pytest.fixture(scope="session")
 def serve(
     policy_dir: Path, draft_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[object]:
-    """``serve(*extra options) -> RunningServer``; every server is stopped at the end.
+    """``serve(*extra options) -> Live``; every server is stopped at the end.
 
     float32, so that the exact probabilities that the tests compute in torch are the
     server's own and the statistical tests' null is exact.
     """
-    started: list[tuple[Service, grpc.Channel]] = []
+    started: list[Live] = []
 
-    def start(*options: str, policy: Path = policy_dir, draft: Path = draft_dir) -> RunningServer:
-        http, control = free_port(), free_port()
-        script = Path(sys.executable).parent / "rollout-server"
-        service = Service(
-            "rollout-server",
-            [
-                str(script),
-                *("serve", str(policy), "--draft", str(draft)),
-                *("--draft-length", str(DRAFT_LENGTH)),
-                *("--host", "127.0.0.1", "--port", str(http)),
-                *("--control-port", str(control)),
-                *("--served-model-name", "policy", "--dtype", "float32"),
-                *("--max-model-len", "256", "--max-num-seqs", "128"),
-                # Two of 128 tokens for each request, and some for the prefix cache. The gigabyte
-                # that vLLM would take instead is touched at once, by each of three servers: the
-                # page cache went, and importing vLLM took two minutes.
-                *("--num-gpu-blocks-override", "384"),
-                *("--generation-config", "vllm"),
-                "--enforce-eager",
-                *options,
-            ],
-            tmp_path_factory.mktemp("server") / "log",
-            f"127.0.0.1:{control}",
-            {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
-        )
-        service.start()
-        channel = open_channel(service.health)
-        started.append((service, channel))
-        service.wait_ready(600)
-        return RunningServer(
-            service,
-            f"http://127.0.0.1:{http}",
-            service.health,
-            rollout_grpc.RolloutServerStub(channel),
-        )
+    def start(*options: str, policy: Path = policy_dir, draft: Path = draft_dir) -> Live:
+        # 384 blocks hold two of 128 tokens for each request, and some for the prefix cache. The
+        # gigabyte that vLLM would take instead is touched at once, by each of three servers: the
+        # page cache went, and importing vLLM took two minutes.
+        options = ("--dtype", "float32", "--num-gpu-blocks-override", "384", *options)
+        log = tmp_path_factory.mktemp("server") / "log"
+        started.append(Live(log, *options, policy=policy, draft=draft))
+        started[-1].service.start()
+        started[-1].service.wait_ready(600)
+        return started[-1]
 
     yield start
-    for service, channel in started:
-        channel.close()
-        service.stop()
+    for server in started:
+        server.stop()
 
 
 @pytest.fixture(scope="session")
-def server(serve) -> RunningServer:  # type: ignore[no-untyped-def]
+def server(serve) -> Live:  # type: ignore[no-untyped-def]
     """One server, shared by every test that leaves it as it found it (release 0, speculating)."""
     return serve()
 

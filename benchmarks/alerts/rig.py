@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,16 +19,12 @@ from benchmarks.alerts.policy_loop import PolicyLoop
 from benchmarks.alerts.sightings import Sightings
 from examples.arithmetic_grpo.processes import Service, ServiceError, free_port
 from examples.local_prometheus import LocalPrometheus
-from examples.local_services import ARITHMETIC, READY_TIMEOUT, rollout_server
+from examples.local_services import ARITHMETIC, ONE_THREAD, READY_TIMEOUT, RolloutServer, script
 from policy_bridge import BridgeConfig
 from policy_bridge.metrics import BridgeCollector
-from slipstream.client import open_channel
-from slipstream.v1 import rollout_server_pb2 as pb
-from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 
 OUTBOX_BYTES = 1 << 20
 STEP_BYTES = 1 << 19
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class Rig:
@@ -43,13 +38,8 @@ class Rig:
 
     def __init__(self, folder: Path, faster: float, interval: float) -> None:
         self._folder = folder
-        self.servers: list[Service] = []
-        self.urls: list[str] = []
-        for name in ("a", "b"):
-            (folder / name).mkdir()
-            server, url = rollout_server(folder / name)
-            self.servers.append(server)
-            self.urls.append(url)
+        self.servers = [RolloutServer(folder / f"rollout-{name}.log") for name in ("a", "b")]
+        self.urls = [server.http for server in self.servers]
         self._metrics_port, self._trainer_port = free_port(), free_port()
         self._trainer: Service | None = None
         self._trainers = 0
@@ -69,9 +59,9 @@ class Rig:
     def __enter__(self) -> Rig:
         try:
             for server in self.servers:
-                server.start()
+                server.service.start()
             for server in self.servers:
-                server.wait_ready(2 * READY_TIMEOUT)
+                server.service.wait_ready(2 * READY_TIMEOUT)
             self.policy.start()
         except BaseException:
             self._stop()
@@ -120,7 +110,7 @@ class Rig:
             "training": {"ttt_steps": 3, "batch_tokens": 1024},
             # Nothing that was trained here is to go live: what does is put there by hand.
             "gate": {"min_gain": 9.0},
-            "publish": {"rollout_servers": [self.servers[index].health for index in servers]},
+            "publish": {"rollout_servers": [self.servers[index].control for index in servers]},
         }
         for name, values in sections.items():
             settings[name] = {**settings.get(name, {}), **values}
@@ -128,10 +118,10 @@ class Rig:
         config.write_text(_toml(settings))
         self._trainer = Service(
             "draft-trainer",
-            [_script("draft-trainer"), "serve", "--config", str(config)],
+            [script("draft-trainer"), "serve", "--config", str(config)],
             folder / "log",
             f"127.0.0.1:{self._trainer_port}",
-            _ONE_THREAD,
+            ONE_THREAD,
         )
         self._trainer.start()
         self._trainer.wait_ready(READY_TIMEOUT)
@@ -150,7 +140,7 @@ class Rig:
 
     def kill_server(self, index: int) -> None:
         """SIGKILL, to the engine's process too."""
-        os.killpg(self.servers[index].pid, signal.SIGKILL)
+        os.killpg(self.servers[index].service.pid, signal.SIGKILL)
         self.servers[index].stop()
 
     def connect(self, servers: Sequence[int]) -> None:
@@ -159,24 +149,18 @@ class Rig:
             BridgeConfig(
                 f"127.0.0.1:{self._trainer_port}",
                 f"alerts-{self._trainers}",
-                tuple(self.servers[index].health for index in servers),
+                tuple(self.servers[index].control for index in servers),
                 bytes_per_step=STEP_BYTES,
                 outbox_bytes=OUTBOX_BYTES,
                 states_dtype="bfloat16",
             )
         )
 
-    def speculate(self, index: int, on: bool) -> None:
-        """SetSpeculation on a server."""
-        with open_channel(self.servers[index].health) as channel:
-            stub = pb_grpc.RolloutServerStub(channel)
-            stub.SetSpeculation(pb.SetSpeculationRequest(enabled=on), timeout=60)
-
     def command(self, *arguments: str) -> None:
         """A ``draft-trainer`` command to the trainer. Raises CalledProcessError."""
         address = f"127.0.0.1:{self._trainer_port}"
         subprocess.run(
-            [_script("draft-trainer"), *arguments, "--address", address],
+            [script("draft-trainer"), *arguments, "--address", address],
             check=True,
             timeout=300,
             stdout=subprocess.DEVNULL,
@@ -206,11 +190,6 @@ class Rig:
             server.stop()
         self._bridge_http.shutdown()
         self._bridge_http.server_close()
-
-
-def _script(name: str) -> str:
-    """The console script that was installed beside this interpreter."""
-    return str(Path(sys.executable).parent / name)
 
 
 def _toml(settings: Mapping[str, Mapping[str, Any]]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gate_calibration.server import Acceptance, Server
+from benchmarks.gate_calibration.acceptance import Acceptance, rollouts
 from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
 from draft_trainer.drafters import Draft
 from draft_trainer.drafters.acceptance import AcceptanceEstimate, Method, expected_acceptance
@@ -27,6 +27,7 @@ from draft_trainer.recordings.recording import Recording
 from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.record import Recorder
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
+from examples.local_services import RolloutServer
 from slipstream.v1 import release_pb2
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic_grpo"
@@ -203,25 +204,24 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> Generator[Point]:
     predictions: collections.deque[Future[Point]] = collections.deque()
     say("starting rollout-server (real vLLM)")
     with (
-        Server(
-            EXAMPLE / "policy",
-            registry.path(0),
+        RolloutServer(
             folder / "rollout-server.log",
-            chosen.draft_length,
-            chosen.method,
+            *("--draft-length", str(chosen.draft_length)),
+            *("--draft-sample-method", chosen.method),
+            draft=registry.path(0),
         ) as server,
         # One thread: its work is done in the order in which it was given.
         ThreadPoolExecutor(1) as pool,
     ):
         # Rollouts of a draft that is measured nowhere else: what a gate would hold out.
-        server.swap(len(versions), registry.path(0))
+        server.swap(len(versions), registry.tensors(0))
         _, before = _rollouts(server, len(versions), prompts, chosen.samples)
         held_out = pool.submit(predictor.states, before)
         try:
             for version, noise in zip(versions, [0.0, *NOISE], strict=True):
                 # Version 0 has drafted while the server warmed up.
                 number = len(versions) + 1 + version
-                server.swap(number, registry.path(version))
+                server.swap(number, registry.tensors(version))
                 measured, completions = _rollouts(server, number, prompts, chosen.samples)
                 predictions.append(
                     pool.submit(predictor.point, version, noise, measured, completions, held_out)
@@ -235,14 +235,14 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> Generator[Point]:
 
 
 def _rollouts(
-    server: Server, version: int, prompts: Sequence[list[int]], samples: int
+    server: RolloutServer, version: int, prompts: Sequence[list[int]], samples: int
 ) -> tuple[Acceptance, list[list[int]]]:
-    """As ``Server.rollouts``, some at a time: a starved server drops some of 500 connections."""
+    """As ``rollouts``, some at a time: a starved server drops some of 500 connections."""
     completions: list[list[int]] = []
     for start in range(0, len(prompts), _PROMPTS_AT_ONCE):
         some = prompts[start : start + _PROMPTS_AT_ONCE]
         # The counters of a version go on from call to call.
-        acceptance, more = server.rollouts(version, some, samples)
+        acceptance, more = rollouts(server, version, some, samples)
         completions += more
     return acceptance, completions
 

@@ -30,12 +30,9 @@ from benchmarks.hot_swap.servers import Server, Servers
 from benchmarks.hot_swap.swaps import Ours, Swap, peer_files
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.tokenizer import EOS_ID
+from examples.local_services import ARITHMETIC
 from tests.losslessness.joint import chi_square_p_value, exact_joint
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic_grpo"
-POLICY, DRAFT = EXAMPLE / "policy", EXAMPLE / "draft"
-# The distribution that torch computes here is then the servers' own.
-PRECISION = ("--dtype", "float32")
 SAMPLED_TOKENS = 4
 PROMPTS = 64
 
@@ -56,11 +53,13 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> Outcome:
     prompts = [prompt_ids(problem) for problem in held_out_problems(PROMPTS)]
     say("starting two rollout servers")
     servers = [
-        Server(POLICY, DRAFT, folder / f"rollout-server-{index}.log", PRECISION, core)
+        Server(folder / f"rollout-server-{index}.log", core=core)
         for index, core in enumerate(chosen.cores or (None, None))
     ]
     with Servers(servers) as pair:
-        ours = Ours(DRAFT, folder / "registry", [server.control for server in servers])
+        ours = Ours(
+            ARITHMETIC / "draft", folder / "registry", [server.control for server in servers]
+        )
         try:
             return _under_load(chosen, folder, pair, ours, prompts)
         finally:
@@ -95,7 +94,11 @@ def _under_load(
     def so_far(more: Sequence[Seen], complete: bool) -> Outcome:
         for one, new in zip(seen, more, strict=True):
             one.add(new)
-        stalls = [server.stall() for server in servers]
+        stall = "slipstream_rollout_worker_stall_seconds_"
+        stalls = [
+            [server.metric(stall + part, kind="draft") for part in ("sum", "count")]
+            for server in servers
+        ]
         samples = [sample for one in seen for sample in one.samples]
         return Outcome(
             windows,
@@ -169,7 +172,7 @@ def _window(
     swaps: list[Swap],
     peer_swaps: list[float],
 ) -> Window:
-    before = sum(server.generated() for server in pair.all)
+    before = sum(server.metric("vllm:generation_tokens_total") for server in pair.all)
     began = time.monotonic()
     count = 0
     # In the middle of each second, so that a window begins and ends between swaps. An even number
@@ -185,21 +188,24 @@ def _window(
         count += 1
     time.sleep(max(0.0, began + seconds - time.monotonic()))
     ended = time.monotonic()
-    tokens = sum(server.generated() for server in pair.all) - before
+    tokens = sum(server.metric("vllm:generation_tokens_total") for server in pair.all) - before
     return Window(arm, began, ended, tokens, count)
 
 
 def _policy() -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        ARITHMETIC / "policy", dtype=torch.float32
+    )
     return model.eval()
 
 
 def _acceptance(servers: tuple[Server, ...]) -> dict[int, float]:
-    total: dict[int, tuple[int, int]] = {}
+    total: dict[int, list[int]] = {}
     for server in servers:
-        for version, (drafts, accepted) in server.acceptance().items():
-            sums = total.get(version, (0, 0))
-            total[version] = (sums[0] + drafts, sums[1] + accepted)
+        for version, counters in server.counters().items():
+            sums = total.setdefault(version, [0, 0])
+            sums[0] += counters.drafts
+            sums[1] += counters.accepted_tokens
     return {v: 1 + accepted / drafts for v, (drafts, accepted) in sorted(total.items())}
 
 

@@ -20,8 +20,6 @@ from typing import Any
 
 import httpx
 
-from benchmarks.hot_swap.servers import MODEL
-
 MAX_TOKENS = 96
 STREAMED = 4
 """Of each server's requests in flight."""
@@ -200,7 +198,7 @@ def _client(http: str) -> httpx.AsyncClient:
 
 def _body(prompt: Sequence[int], temperature: float) -> dict[str, Any]:
     return {
-        "model": MODEL,
+        "model": "policy",
         "prompt": list(prompt),
         "max_tokens": MAX_TOKENS,
         "temperature": temperature,

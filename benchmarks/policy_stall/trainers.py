@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from examples.arithmetic_grpo.processes import Service, free_port
+from examples.local_services import script
 
 READY_SECONDS = 240.0
 # Killed with this process, however it ends.
@@ -34,7 +35,7 @@ NO_TRAINING = "batch_tokens = 1_000_000_000\nlinger_s = 3600\n"
 
 def write_draft(policy: Path, out: Path) -> None:
     """An untrained draft for a policy's folder."""
-    command = [_script("draft-trainer"), "init", "--policy", str(policy), "--out", str(out)]
+    command = [script("draft-trainer"), "init", "--policy", str(policy), "--out", str(out)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -76,7 +77,7 @@ class Trainer(AbstractContextManager["Trainer"]):
             + f'[replay]\ndirectory = "samples"\ncapacity_bytes = {REPLAY_BYTES}\n'
             + f"[training]\nnice = 19\n{NO_TRAINING}"
         )
-        command = [*NICE, _script("draft-trainer"), "serve", "--config", str(config)]
+        command = [*NICE, script("draft-trainer"), "serve", "--config", str(config)]
         if full_memory:
             # In a mount namespace of its own.
             mount = f"mount -t tmpfs -o size={FULL_BYTES} tmpfs {memory} && exec " + '"$@"'
@@ -119,10 +120,6 @@ class Trainer(AbstractContextManager["Trainer"]):
             self._wire.kill()
             self._wire.wait()
         self._service.stop(0.5)
-
-
-def _script(name: str) -> str:
-    return str(Path(sys.executable).parent / name)
 
 
 def confine(pid: int, cores: Collection[int], but: Collection[int] = ()) -> None:

@@ -32,11 +32,9 @@ class VllmRig(Rig):
         size = (DRAFT / "model.safetensors").stat().st_size
         self._vllm = [
             Server(
-                DRAFT.parent / "policy",
-                DRAFT,
                 folder / f"rollout-server-{index}.log",
-                ("--dtype", "float32", "--stage-bytes", str(int(_STAGES * size))),
-                core,
+                *("--stage-bytes", str(int(_STAGES * size))),
+                core=core,
                 control=port,
             )
             for index, (core, port) in enumerate(zip(cores, self._ports, strict=True))

@@ -26,11 +26,10 @@ from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.speed import measure_speed
 from examples.arithmetic_grpo.summary import Target, write_summary
 from examples.arithmetic_grpo.watch import addresses, prometheus_beside, served
+from examples.local_services import DRAFT_LENGTH, READY_TIMEOUT, RolloutServer, script
 from policy_bridge import BridgeConfig, PolicyBridge
 
 HERE = Path(__file__).resolve().parent
-DRAFT_LENGTH = 3
-READY_TIMEOUT = 240.0  # seconds; most of it for vLLM
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,9 +56,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, directory: Path, began: float) -> RunRecord:
-    ports = {name: free_port() for name in ("http", "control", "trainer", "metrics", "bridge")}
+    server = RolloutServer(
+        directory / "rollout-server.log", policy=options.policy, draft=options.draft
+    )
+    ports = {name: free_port() for name in ("trainer", "metrics", "bridge")}
+    ports["http"] = int(server.http.rpartition(":")[2])
     config = directory / "draft-trainer.toml"
-    config.write_text(_trainer_config(options, directory, ports))
+    config.write_text(_trainer_config(options, directory, ports, server.control))
     torch.manual_seed(options.seed)
     # A core each for the policy and the trainer: with two threads on two cores, one of the two
     # always waits for the core that the trainer uses.
@@ -67,38 +70,18 @@ def _run(options: argparse.Namespace, directory: Path, began: float) -> RunRecor
     run = RunRecord(settings={key: str(value) for key, value in vars(options).items()})
     trainer = Service(
         "draft-trainer",
-        [str(_script("draft-trainer")), "serve", "--config", str(config)],
+        [script("draft-trainer"), "serve", "--config", str(config)],
         directory / "draft-trainer.log",
         f"127.0.0.1:{ports['trainer']}",
         {"OMP_NUM_THREADS": "1"},
     )
-    server = Service(
-        "rollout-server",
-        [
-            str(_script("rollout-server")),
-            "serve",
-            str(options.policy),
-            *("--draft", str(options.draft)),
-            *("--draft-length", str(DRAFT_LENGTH)),
-            *("--control-port", str(ports["control"])),
-            *("--host", "127.0.0.1", "--port", str(ports["http"])),
-            *("--served-model-name", "policy"),
-            *("--max-model-len", "256", "--max-num-seqs", "128"),
-            *("--generation-config", "vllm"),
-            # Starts faster, and needs no C++ compiler.
-            "--enforce-eager",
-        ],
-        directory / "rollout-server.log",
-        f"127.0.0.1:{ports['control']}",
-        {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
-    )
     prometheus = prometheus_beside(directory, ports) if options.watch else None
     watching = [] if prometheus is None else [prometheus.service]
-    with Services(trainer, server, *watching) as services:
+    with Services(trainer, server.service, *watching) as services:
         print("starting draft-trainer and rollout-server (real vLLM; logs in", directory, end=") ")
         print("...", flush=True)
         trainer.wait_ready(READY_TIMEOUT)
-        server.wait_ready(READY_TIMEOUT)
+        server.service.wait_ready(READY_TIMEOUT)
         run.start_seconds = time.perf_counter() - began
         print(f"ready after {run.start_seconds:.0f} s\n")
         if options.watch:
@@ -108,8 +91,8 @@ def _run(options: argparse.Namespace, directory: Path, began: float) -> RunRecor
                 print(f"{what:<12}{address}")
             print(flush=True)
         rollouts = RolloutClient(
-            http=f"http://127.0.0.1:{ports['http']}",
-            control=server.health,
+            http=server.http,
+            control=server.control,
             trainer=trainer.health,
             model="policy",
         )
@@ -185,7 +168,9 @@ def _train(
         table.note("")
 
 
-def _trainer_config(options: argparse.Namespace, directory: Path, ports: dict[str, int]) -> str:
+def _trainer_config(
+    options: argparse.Namespace, directory: Path, ports: dict[str, int], server: str
+) -> str:
     recording = f'directory = "{(directory / "states").resolve()}"' if options.record else ""
     return f"""\
 # Written by the demo; `draft-trainer serve --config FILE` reads it.
@@ -220,7 +205,7 @@ newest_versions = 4
 confidence = 0.6
 
 [publish]
-rollout_servers = ["127.0.0.1:{ports["control"]}"]
+rollout_servers = ["{server}"]
 # The demo itself switches the server between old and new drafts to compare them.
 reconcile_s = 0
 num_speculative_tokens = {DRAFT_LENGTH}
@@ -231,11 +216,6 @@ share = 0
 [recording]
 {recording}
 """
-
-
-def _script(name: str) -> Path:
-    """The console script that was installed beside this interpreter."""
-    return Path(sys.executable).parent / name
 
 
 def _print_targets(targets: list[Target]) -> None:

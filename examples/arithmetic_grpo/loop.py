@@ -13,10 +13,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.grpo import GrpoBatch, group_advantages, pad_batch, update
 from examples.arithmetic_grpo.records import (
     ADAPTED,
@@ -30,8 +32,8 @@ from examples.arithmetic_grpo.records import (
 )
 from examples.arithmetic_grpo.rollouts import Generation, RolloutClient, Swap
 from examples.arithmetic_grpo.sampling import completion_text, prompt_ids
-from examples.arithmetic_grpo.task import Grade, Problem, grade, reward, sample_problem
 from examples.arithmetic_grpo.tokenizer import PAD_ID
+from examples.task import Grade, Problem, Task, reward
 from policy_bridge import PolicyBridge
 
 
@@ -78,6 +80,7 @@ class GrpoLoop:
         rollouts: the server that generates.
         settings: sizes.
         seed: of the problems.
+        task: the problems and their grades.
     """
 
     def __init__(
@@ -87,7 +90,9 @@ class GrpoLoop:
         rollouts: RolloutClient,
         settings: LoopSettings,
         seed: int,
+        task: Task[Any] = arithmetic,
     ) -> None:
+        self._task = task
         self._model, self._bridge, self._rollouts = model, bridge, rollouts
         self._settings = settings
         self._rng = random.Random(seed)
@@ -111,8 +116,8 @@ class GrpoLoop:
         """One GRPO step; returns what happened in it."""
         seconds: dict[str, float] = {}
         with _timed(seconds, "data"):
-            problems = [sample_problem(self._rng) for _ in range(self._settings.prompts)]
-            prompts = [prompt_ids(problem) for problem in problems]
+            problems = [self._task.sample_problem(self._rng) for _ in range(self._settings.prompts)]
+            prompts = [prompt_ids(problem, self._task) for problem in problems]
         served = self._rollouts.state()
         with _timed(seconds, "generation"):
             rounds = self._generate(index, prompts, served.draft_version)
@@ -202,7 +207,8 @@ class GrpoLoop:
             for arm, played in rounds.items():
                 count = self._settings.samples[arm]
                 for completion in played.generation.completions[number * count :][:count]:
-                    grades.append(grade(problem, completion_text(completion)))
+                    text = completion_text(completion, self._task)
+                    grades.append(self._task.grade(problem, text))
                     arms.append(arm)
                     rows_prompts.append(prompt)
                     rows.append(completion)

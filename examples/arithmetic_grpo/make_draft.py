@@ -1,4 +1,4 @@
-"""Makes the example's initial EAGLE-3 draft: records the policy's states, then two commands.
+"""Makes an example's initial EAGLE-3 draft: records the policy's states, then two commands.
 
 ``draft-trainer init`` makes a draft whose vocabulary holds the tokens that were recorded most
 often, ``draft-trainer fit`` trains it. Two cores need some minutes.
@@ -12,6 +12,7 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,24 +20,28 @@ from transformers import AutoModelForCausalLM
 
 from draft_trainer.cli.main import main as draft_trainer
 from draft_trainer.offline.report import progress_of
+from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.record import Recorder, solutions
+from examples.task import Task
 
 AUX_LAYERS = (2, 5, 7)
 DRAFT_LENGTH = 3
 
 
-def record(policy: Path, states: Path, count: int, seed: int) -> None:
+def record(
+    task: Task[Any], policy: Path, states: Path, count: int, seed: int, aux: tuple[int, ...] | None
+) -> None:
     """Solve ``count`` problems at temperature 1 and record the policy's states for each."""
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
     console, done = Console(stderr=True), 0
     with (
-        Recorder(model, states, aux_layer_ids=AUX_LAYERS) as recorder,
-        progress_of(console, "recording rollouts") as (bar, task),
+        Recorder(model, states, aux_layer_ids=aux) as recorder,
+        progress_of(console, "recording rollouts") as (bar, bar_id),
     ):
-        for rollouts in solutions(model, count, seed):
+        for rollouts in solutions(model, count, seed, task):
             recorder.add(rollouts)
             done += len(rollouts)
-            bar.update(task, completed=done, total=count)
+            bar.update(bar_id, completed=done, total=count)
 
 
 def run(*arguments: object) -> None:
@@ -47,18 +52,24 @@ def run(*arguments: object) -> None:
         sys.exit(code)
 
 
-def main() -> None:
-    """Command line entry."""
-    here = Path(__file__).parent
+def main(
+    task: Task[Any] = arithmetic,
+    policy: Path = Path(__file__).parent / "policy",
+    aux: tuple[int, ...] | None = AUX_LAYERS,
+    vocabulary: int = 96,
+) -> None:
+    """Command line entry of a task; ``aux`` are its policy's layers, vLLM's default if None."""
     parser = argparse.ArgumentParser(
-        description="Make the arithmetic example's initial EAGLE-3 draft from scratch (CPU).",
+        description="Make an example's initial EAGLE-3 draft from scratch (CPU).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--policy", type=Path, default=here / "policy", help="policy checkpoint")
+    parser.add_argument("--policy", type=Path, default=policy, help="policy checkpoint")
     parser.add_argument("--out", type=Path, required=True, help="the draft; must not exist")
     parser.add_argument("--rollouts", type=int, default=4096, help="to train on")
     parser.add_argument("--epochs", type=int, default=3, help="passes over them")
-    parser.add_argument("--draft-vocabulary", type=int, default=96, help="draft vocabulary size")
+    parser.add_argument(
+        "--draft-vocabulary", type=int, default=vocabulary, help="draft vocabulary size"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of rollouts, weights and order")
     parser.add_argument("--threads", type=int, default=1, help="torch CPU threads")
     options = parser.parse_args()
@@ -66,7 +77,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         states, initial = Path(folder) / "states", Path(folder) / "initial"
-        record(options.policy, states, options.rollouts, options.seed)
+        record(task, options.policy, states, options.rollouts, options.seed, aux)
         made = ("--states", states, "--seed", options.seed, "--out")
         size = options.draft_vocabulary
         run("init", "--policy", options.policy, "--draft-vocab", size, *made, initial)

@@ -1,7 +1,7 @@
-"""Pretrains the example's policy from scratch on generated solutions, for a given time.
+"""Pretrains an example's policy from scratch on generated solutions, for a given time.
 
 The share of ornate lines starts high, so that the model learns to reckon in both styles, and falls
-to the corpus's final share (:data:`task.ORNATE_LINE_SHARE`) for the last part of the run, so that
+to the corpus's final share (the task's ``ORNATE_LINE_SHARE``) for the last part of the run, so that
 the finished policy writes ornate lines seldom.
 
 Run ``OMP_WAIT_POLICY=PASSIVE python -m examples.arithmetic_grpo.pretrain --out DIR`` from the
@@ -18,22 +18,24 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-
-from examples.arithmetic_grpo.sampling import describe, evaluate, held_out_problems, prompt_ids
-from examples.arithmetic_grpo.task import (
-    ORNATE_LINE_SHARE,
-    SLIP_SHARE,
-    sample_problem,
-    write_solution,
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
 )
+
+from examples.arithmetic_grpo import task as arithmetic
+from examples.arithmetic_grpo.sampling import describe, evaluate, held_out_problems, prompt_ids
 from examples.arithmetic_grpo.tokenizer import (
     BOS_ID,
     EOS_ID,
@@ -42,6 +44,7 @@ from examples.arithmetic_grpo.tokenizer import (
     build_tokenizer,
     token_ids,
 )
+from examples.task import Task
 
 IGNORED_LABEL = -100
 _EARLY_ORNATE_SHARE = 0.3
@@ -71,11 +74,11 @@ def policy_config() -> Qwen3Config:
     )
 
 
-def ornate_share(progress: float) -> float:
+def ornate_share(progress: float, final: float) -> float:
     """Probability of an ornate line at ``progress`` (0..1) through the run."""
     fallen = (progress - _EARLY_PART) / (1.0 - _FINAL_PART - _EARLY_PART)
     fallen = min(max(fallen, 0.0), 1.0)
-    return _EARLY_ORNATE_SHARE ** (1.0 - fallen) * ORNATE_LINE_SHARE**fallen
+    return _EARLY_ORNATE_SHARE ** (1.0 - fallen) * final**fallen
 
 
 def learning_rate_factor(progress: float) -> float:
@@ -86,19 +89,22 @@ def learning_rate_factor(progress: float) -> float:
     return 0.02 + 0.98 * cosine
 
 
-def batches(rng: random.Random, size: int, share: float) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    task: Task[Any], rng: random.Random, size: int, share: float
+) -> Iterator[tuple[Tensor, Tensor]]:
     """A few batches of fresh documents of like lengths, in random order.
 
     Yields:
         Input ids and labels, both int64 of shape (size, tokens), right-padded; labels are
         ``IGNORED_LABEL`` outside the completion (which includes ``<eos>``) and not shifted.
     """
-    ids = token_ids()
+    ids = token_ids(task)
     documents: list[tuple[list[int], int]] = []
     for _ in range(size * _BUCKET_BATCHES):
-        problem = sample_problem(rng)
-        prompt = prompt_ids(problem)
-        text = write_solution(problem, None, rng, ornate_share=share, slip_share=SLIP_SHARE)
+        problem = task.sample_problem(rng)
+        prompt = prompt_ids(problem, task)
+        slips = task.SLIP_SHARE
+        text = task.write_solution(problem, None, rng, ornate_share=share, slip_share=slips)
         solution = text.split()
         documents.append(([*prompt, *(ids[word] for word in solution), EOS_ID], len(prompt)))
     documents.sort(key=lambda document: len(document[0]))
@@ -115,7 +121,7 @@ def batches(rng: random.Random, size: int, share: float) -> Iterator[tuple[Tenso
         yield inputs, labels
 
 
-def build_optimizers(model: Qwen3ForCausalLM, matrix_rate: float) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: PreTrainedModel, matrix_rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the layers' weight matrices, AdamW for embeddings, output head and norms.
 
     On this model Muon reaches in one minute the loss that AdamW alone reaches in several.
@@ -134,7 +140,12 @@ def build_optimizers(model: Qwen3ForCausalLM, matrix_rate: float) -> list[torch.
 
 
 def train(
-    model: Qwen3ForCausalLM, seconds: float, seed: int, batch_size: int, peak_rate: float
+    task: Task[Any],
+    model: PreTrainedModel,
+    seconds: float,
+    seed: int,
+    batch_size: int,
+    peak_rate: float,
 ) -> dict[str, float]:
     """Trains for ``seconds`` of wall time; returns the tokens and steps done and the final loss.
 
@@ -148,7 +159,8 @@ def train(
     tokens = steps = 0
     mean_loss = math.nan
     while (elapsed := time.monotonic() - started) < seconds:
-        for inputs, labels in batches(rng, batch_size, ornate_share(elapsed / seconds)):
+        share = ornate_share(elapsed / seconds, task.ORNATE_LINE_SHARE)
+        for inputs, labels in batches(task, rng, batch_size, share):
             progress = min((time.monotonic() - started) / seconds, 1.0)
             for group, peak in zip(groups, peaks, strict=True):
                 group["lr"] = peak * learning_rate_factor(progress)
@@ -171,7 +183,7 @@ def train(
             if (now := time.monotonic()) - reported >= 10.0:
                 reported = now
                 print(
-                    f"step {steps}  loss {mean_loss:.4f}  ornate {ornate_share(progress):.3f}  "
+                    f"step {steps}  loss {mean_loss:.4f}  ornate {share:.3f}  "
                     f"{tokens / (now - started):.0f} tokens/s  "
                     f"ETA {max(seconds - (now - started), 0.0):.0f} s",
                     flush=True,
@@ -179,7 +191,7 @@ def train(
     return {"tokens": tokens, "steps": steps, "final_loss": round(mean_loss, 5)}
 
 
-def save(model: Qwen3ForCausalLM, out: Path, record: dict[str, object]) -> None:
+def save(task: Task[Any], model: PreTrainedModel, out: Path, record: dict[str, object]) -> None:
     """Writes the bf16 checkpoint, the tokenizer and ``pretrain.json``, replacing ``out`` whole."""
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -188,7 +200,7 @@ def save(model: Qwen3ForCausalLM, out: Path, record: dict[str, object]) -> None:
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=True
     )
     model.to(torch.bfloat16).save_pretrained(staging)
-    build_tokenizer().save_pretrained(staging)
+    build_tokenizer(task).save_pretrained(staging)
     (staging / "pretrain.json").write_text(json.dumps(record, indent=2) + "\n")
     for path in staging.iterdir():
         path.chmod(0o644)
@@ -201,10 +213,14 @@ def save(model: Qwen3ForCausalLM, out: Path, record: dict[str, object]) -> None:
         staging.rename(out)
 
 
-def main() -> None:
-    """Command line entry."""
+def main(
+    task: Task[Any] = arithmetic,
+    config: Callable[[], PretrainedConfig] = policy_config,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Command line entry of a task: trains a policy of the shape ``config()``."""
     parser = argparse.ArgumentParser(
-        description="Pretrain the arithmetic policy from scratch on generated solutions (CPU).",
+        description="Pretrain an example's policy from scratch on generated solutions (CPU).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder, replaced whole")
@@ -218,25 +234,25 @@ def main() -> None:
     parser.add_argument(
         "--problems", type=int, default=256, help="held-out problems in the evaluation"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    model = Qwen3ForCausalLM(policy_config())
+    model = AutoModelForCausalLM.from_config(config())
     model.set_attn_implementation("eager")  # its backward pass is the faster one on CPU
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
     record: dict[str, object] = {"seed": options.seed, "minutes": options.minutes}
     record |= train(
-        model, options.minutes * 60, options.seed, options.batch_size, options.learning_rate
+        task, model, options.minutes * 60, options.seed, options.batch_size, options.learning_rate
     )
     model.to(torch.bfloat16).float()  # the saved weights' values, in fp32 arithmetic
     model.eval()
-    problems = held_out_problems(options.problems)
+    problems = held_out_problems(options.problems, task)
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-        figures = evaluate(model, problems, temperature, options.seed)
+        figures = evaluate(model, problems, temperature, options.seed, task)
         print(f"{name}: {describe(figures)}", flush=True)
         record[name] = {key: round(value, 4) for key, value in asdict(figures).items()}
-    save(model, options.out, record)
+    save(task, model, options.out, record)
     print(f"saved {options.out}", flush=True)
 
 

@@ -19,6 +19,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -27,8 +28,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from draft_trainer.offline.report import progress_of, say
 from draft_trainer.recordings.recording import RecordingFacts
 from draft_trainer.recordings.writer import RecordingWriter
+from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.sampling import prompt_ids, sample
-from examples.arithmetic_grpo.task import sample_problem
+from examples.task import Task
 from policy_bridge.capture import Capture, CapturePlan
 from policy_bridge.config import ModulePaths
 from policy_bridge.model import PolicyModules, find_modules
@@ -175,12 +177,14 @@ def read_rollouts(path: Path) -> list[Rollout]:
     return rollouts
 
 
-def solutions(model: PreTrainedModel, count: int, seed: int) -> Iterator[list[Rollout]]:
-    """Completions of the example's task at temperature 1, some at a time."""
+def solutions(
+    model: PreTrainedModel, count: int, seed: int, task: Task[Any] = arithmetic
+) -> Iterator[list[Rollout]]:
+    """Completions of a task at temperature 1, some at a time."""
     for start in range(0, count, _PROBLEMS_AT_ONCE):
         rng = random.Random(f"{seed}:{start}")
         size = min(_PROBLEMS_AT_ONCE, count - start)
-        prompts = [prompt_ids(sample_problem(rng)) for _ in range(size)]
+        prompts = [prompt_ids(task.sample_problem(rng), task) for _ in range(size)]
         generator = torch.Generator().manual_seed(rng.getrandbits(32))
         drawn = sample(model, prompts, 1.0, generator=generator)
         yield list(zip(drawn.prompts, drawn.completions, strict=True))

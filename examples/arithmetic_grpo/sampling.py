@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS, Problem, grade, sample_problem
+from examples.arithmetic_grpo import task as arithmetic
+from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
 from examples.arithmetic_grpo.tokenizer import BOS_ID, EOS_ID, PAD_ID, token_ids
+from examples.task import P, Problem, Task
 
 
 @dataclass(frozen=True)
@@ -79,33 +82,37 @@ def sample(
     return Samples([list(p) for p in prompts], completions, entropy_sum / max(entropy_count, 1))
 
 
-def prompt_ids(problem: Problem) -> list[int]:
+def prompt_ids(problem: Problem, task: Task[Any] = arithmetic) -> list[int]:
     """Token ids of the problem's prompt, ``<bos>`` first."""
-    ids = token_ids()
+    ids = token_ids(task)
     return [BOS_ID, *(ids[token] for token in problem.prompt.split())]
 
 
-def completion_text(completion: Sequence[int]) -> str:
+def completion_text(completion: Sequence[int], task: Task[Any] = arithmetic) -> str:
     """Text of a completion up to its ``<eos>``; other special tokens stay visible as words."""
-    tokens = list(token_ids())
+    tokens = list(token_ids(task))
     end = list(completion).index(EOS_ID) if EOS_ID in completion else len(completion)
     return " ".join(tokens[token] for token in completion[:end])
 
 
-def held_out_problems(count: int) -> list[Problem]:
+def held_out_problems(count: int, task: Task[Any] = arithmetic) -> list[Any]:
     """The first ``count`` problems of the held-out stream (a fixed seed of its own)."""
     rng = random.Random("held-out")
-    return [sample_problem(rng) for _ in range(count)]
+    return [task.sample_problem(rng) for _ in range(count)]
 
 
 def evaluate(
-    model: PreTrainedModel, problems: Sequence[Problem], temperature: float, seed: int = 0
+    model: PreTrainedModel,
+    problems: Sequence[P],
+    temperature: float,
+    seed: int = 0,
+    task: Task[P] = arithmetic,  # type: ignore[assignment]
 ) -> Evaluation:
     """Samples one completion per problem and grades it."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = sample(model, [prompt_ids(p) for p in problems], temperature, generator=generator)
+    drawn = sample(model, [prompt_ids(p, task) for p in problems], temperature, generator=generator)
     grades = [
-        grade(problem, completion_text(completion))
+        task.grade(problem, completion_text(completion, task))
         for problem, completion in zip(problems, drawn.completions, strict=True)
     ]
     return Evaluation(

@@ -10,8 +10,7 @@ in one of two styles, drawn line by line:
   total, totals are written units first with a tens word, and the words agree with the noun chosen
   at the start: ``gather 8 pebbles into basket 7 forty and count 5 fifty as masons agree .``
 
-In the corpus almost all lines are terse; :func:`reward` favours ornate ones. GRPO therefore moves
-the policy onto words and layouts that it (and a draft head trained beside it) used to see seldom.
+In the corpus almost all lines are terse; the reward favours ornate ones (``examples.task``).
 
 All texts are token strings joined by single blanks (digits are tokens of their own), which is the
 form the tokenizer decodes to, so that texts and token ids convert both ways without loss.
@@ -21,9 +20,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+
+from examples.task import Grade, Style, draw_style, grade_lines, join, pick
 
 ANSWER_MARK = "answer"
 MAX_TOTAL = 99
@@ -43,16 +42,8 @@ TERSE_WORDS = frozenset(
     {"then", "next", "now", "so", "plus", "minus", "is", "gives", "ok", "total", "->", "=", ";"}
 )
 
-_MIN_ORNATE_WORDS = 4  # ornate words from which a line counts as ornate
 _FULL_ORNATE_WORDS = 11  # ornate words in one line from which its richness is full
 _STEP_COUNTS = (3, 4)
-
-
-class Style(StrEnum):
-    """Writing style of one line."""
-
-    TERSE = "terse"
-    ORNATE = "ornate"
 
 
 @dataclass(frozen=True)
@@ -72,33 +63,6 @@ class Problem:
     prompt: str
     steps: tuple[Step, ...]
     answer: int
-
-
-@dataclass(frozen=True)
-class Grade:
-    """What a completion achieved.
-
-    Attributes:
-        correct: whether the completion ends in the answer mark and the right total.
-        style_share: ornate lines over all lines (at least the lines the problem needs), 0..1.
-        richness: mean over lines of the ornate words in the line, relative to a full ornate line
-            and cut off at 1; 0..1.
-        lines: number of lines, the closing one included.
-    """
-
-    correct: bool
-    style_share: float
-    richness: float
-    lines: int
-
-
-@dataclass(frozen=True)
-class RewardWeights:
-    """Weights of the reward's terms, in reward units."""
-
-    correctness: float = 1.0
-    style_share: float = 4.0
-    richness: float = 4.0
 
 
 @dataclass(frozen=True)
@@ -161,34 +125,21 @@ def write_solution(
         if rng.random() < slip_share:
             after += rng.choice((-10, -1, 1, 10))
         after = min(max(after, 0), MAX_TOTAL)
-        write = _ornate_line if _draw(style, ornate_share, rng) is Style.ORNATE else _terse_line
+        write = (
+            _ornate_line if draw_style(style, ornate_share, rng) is Style.ORNATE else _terse_line
+        )
         lines.append(write(Step(step.operator, step.operand, total, after), rng))
         total = after
-    lines.append(_closing_line(total, _draw(style, ornate_share, rng), rng))
+    lines.append(_closing_line(total, draw_style(style, ornate_share, rng), rng))
     return " ".join(lines)
 
 
 def grade(problem: Problem, completion: str) -> Grade:
     """Grades a completion's text (special tokens removed)."""
-    lines = [line for line in re.split(r"[;.]", completion) if line.strip()]
-    ornate_words = [sum(word in ORNATE_WORDS for word in line.split()) for line in lines]
-    count = max(len(lines), len(problem.steps) + 1)  # so that run-together lines gain nothing
     found = re.search(rf"\b{ANSWER_MARK} ((?:\d )?\d)$", completion.strip())
-    return Grade(
-        correct=found is not None and found.group(1) == digits(problem.answer),
-        style_share=sum(words >= _MIN_ORNATE_WORDS for words in ornate_words) / count,
-        richness=sum(min(words / _FULL_ORNATE_WORDS, 1.0) for words in ornate_words) / count,
-        lines=len(lines),
-    )
-
-
-def reward(graded: Grade, weights: RewardWeights = RewardWeights()) -> float:
-    """Reward of a graded completion: correctness plus a style bonus, paid only if correct.
-
-    The condition keeps the policy from giving up reckoning for style.
-    """
-    bonus = weights.style_share * graded.style_share + weights.richness * graded.richness
-    return graded.correct * (weights.correctness + bonus)
+    correct = found is not None and found.group(1) == digits(problem.answer)
+    needed = len(problem.steps) + 1
+    return grade_lines(completion, correct, ORNATE_WORDS, needed, _FULL_ORNATE_WORDS)
 
 
 def digits(number: int) -> str:
@@ -214,21 +165,6 @@ def _apply(total: int, step: Step) -> int:
     return total + step.operand if step.operator == "+" else total - step.operand
 
 
-def _draw(style: Style | None, ornate_share: float, rng: random.Random) -> Style:
-    """The given style, or one drawn."""
-    return style or (Style.ORNATE if rng.random() < ornate_share else Style.TERSE)
-
-
-def _pick(rng: random.Random, choices: Sequence[tuple[str, float]]) -> str:
-    """One of the texts, with probability proportional to its weight."""
-    return rng.choices([text for text, _ in choices], [weight for _, weight in choices])[0]
-
-
-def _join(*parts: str) -> str:
-    """The non-empty parts, joined by single blanks."""
-    return " ".join(part for part in parts if part)
-
-
 def _units_first(number: int) -> str:
     """The number in ornate notation: its unit digit, then its tens word."""
     return f"{number % 10} {TENS_WORDS[number // 10]}"
@@ -236,14 +172,14 @@ def _units_first(number: int) -> str:
 
 def _terse_line(step: Step, rng: random.Random) -> str:
     word = "plus" if step.operator == "+" else "minus"
-    return _join(
-        _pick(rng, (("", 0.45), ("then", 0.2), ("next", 0.15), ("now :", 0.1), ("so", 0.1))),
+    return join(
+        pick(rng, (("", 0.45), ("then", 0.2), ("next", 0.15), ("now :", 0.1), ("so", 0.1))),
         digits(step.total_before),
-        _pick(rng, ((step.operator, 0.75), (word, 0.25))),
+        pick(rng, ((step.operator, 0.75), (word, 0.25))),
         str(step.operand),
-        _pick(rng, (("=", 0.65), ("->", 0.2), ("is", 0.1), ("gives", 0.05))),
+        pick(rng, (("=", 0.65), ("->", 0.2), ("is", 0.1), ("gives", 0.05))),
         digits(step.total_after),
-        _pick(rng, (("", 0.85), ("ok", 0.15))),
+        pick(rng, (("", 0.85), ("ok", 0.15))),
         ";",
     )
 
@@ -252,35 +188,35 @@ def _ornate_line(step: Step, rng: random.Random) -> str:
     scene = rng.choices(_SCENES, _SCENE_WEIGHTS)[0]
     before, after = _units_first(step.total_before), _units_first(step.total_after)
     add = step.operator == "+"
-    form = _pick(rng, (("gather", 0.5), ("when", 0.3), ("behold", 0.2)))
+    form = pick(rng, (("gather", 0.5), ("when", 0.3), ("behold", 0.2)))
     if form == "gather":
         verb = "gather" if add else "remove"
         preposition = "into" if add else "from"
-        count = _pick(rng, (("count", 0.7), ("find", 0.3)))
+        count = pick(rng, (("count", 0.7), ("find", 0.3)))
         head = f"{verb} {step.operand} {scene.noun} {preposition} {scene.place} {before}"
         body = f"{head} and {count} {after}"
     elif form == "when":
         verb = "join" if add else "leave"
         head = f"when {step.operand} {scene.noun} {verb} {before} our {scene.group}"
-        body = f"{head} {_pick(rng, (('reaches', 0.6), ('numbers', 0.4)))} {after}"
+        body = f"{head} {pick(rng, (('reaches', 0.6), ('numbers', 0.4)))} {after}"
     else:
         verb = "welcoming" if add else "losing"
         head = f"behold the {scene.place} {before} {verb} {step.operand} {scene.noun}"
-        body = f"{head} until it {_pick(rng, (('holds', 0.75), ('shows', 0.25)))} {after}"
+        body = f"{head} until it {pick(rng, (('holds', 0.75), ('shows', 0.25)))} {after}"
     agree = f"as wise {scene.witness} agree"
     record = f"which {scene.witness} faithfully record"
-    return _join(body, _pick(rng, (("", 0.7), (agree, 0.18), (record, 0.12))), ".")
+    return join(body, pick(rng, (("", 0.7), (agree, 0.18), (record, 0.12))), ".")
 
 
 def _closing_line(answer: int, style: Style, rng: random.Random) -> str:
     if style is Style.TERSE:
-        opening = _pick(rng, (("", 0.5), ("so", 0.3), ("total", 0.2)))
+        opening = pick(rng, (("", 0.5), ("so", 0.3), ("total", 0.2)))
     else:
-        opening = _join(
-            _pick(rng, (("at long last", 0.6), ("in every telling", 0.4))),
-            _pick(rng, (("the tally rests proudly upon", 0.65), ("our tale stands upon", 0.35))),
+        opening = join(
+            pick(rng, (("at long last", 0.6), ("in every telling", 0.4))),
+            pick(rng, (("the tally rests proudly upon", 0.65), ("our tale stands upon", 0.35))),
         )
-    return _join(opening, f"{ANSWER_MARK} {digits(answer)}")
+    return join(opening, f"{ANSWER_MARK} {digits(answer)}")
 
 
 _ORNATE_TEXT = """

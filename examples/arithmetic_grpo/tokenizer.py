@@ -1,33 +1,36 @@
-"""The arithmetic task's tokenizer: one id per word, digit or symbol, 128 ids in all."""
+"""A task's tokenizer: one id per word, digit or symbol, 128 ids in all."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from examples.arithmetic_grpo.task import vocabulary
+from examples.arithmetic_grpo import task as arithmetic
+from examples.task import Task
 
 VOCAB_SIZE = 128
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
 
 
-def token_ids() -> dict[str, int]:
+def token_ids(task: Task[Any] = arithmetic) -> dict[str, int]:
     """Token to id, for all 128 ids; the ids the task leaves over are ``<reserved_N>``."""
-    tokens = [PAD, BOS, EOS, UNK, *vocabulary()]
+    tokens = [PAD, BOS, EOS, UNK, *task.vocabulary()]
     if len(tokens) > VOCAB_SIZE or len(set(tokens)) != len(tokens):
         raise ValueError(f"the task needs {len(tokens)} distinct tokens, limit {VOCAB_SIZE}")
     tokens += [f"<reserved_{index}>" for index in range(VOCAB_SIZE - len(tokens))]
     return {token: index for index, token in enumerate(tokens)}
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(task: Task[Any] = arithmetic) -> PreTrainedTokenizerFast:
     """Builds the tokenizer.
 
     Encoding puts ``<bos>`` in front unless ``add_special_tokens=False`` is passed; digits are split
     from one another; decoding joins tokens by single blanks, the task's own text form.
     """
-    backend = Tokenizer(models.WordLevel(token_ids(), unk_token=UNK))
+    backend = Tokenizer(models.WordLevel(token_ids(task), unk_token=UNK))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(r"\s+"), behavior="removed"),

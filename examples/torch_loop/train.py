@@ -36,11 +36,17 @@ from examples.arithmetic_grpo.task import (
     MAX_COMPLETION_TOKENS,
     Problem,
     grade,
-    reward,
     sample_problem,
 )
 from examples.arithmetic_grpo.tokenizer import PAD_ID
-from examples.local_services import ARITHMETIC, READY_TIMEOUT, draft_trainer, rollout_server
+from examples.local_services import (
+    ARITHMETIC,
+    LOGPROBS,
+    READY_TIMEOUT,
+    RolloutServer,
+    draft_trainer,
+)
+from examples.task import reward
 from examples.torch_loop.options import build_parser
 from policy_bridge import BridgeConfig, DisabledBridge, PolicyBridge
 from policy_bridge.adapters.completions import CompletionsClient, Rollouts
@@ -126,12 +132,12 @@ def main(argv: list[str] | None = None) -> int:
         addresses = [options.trainer, "", options.servers]
         if rank() == 0 and not options.trainer:
             options.out.mkdir(parents=True, exist_ok=True)
-            server, url = rollout_server(options.out)
-            trainer = draft_trainer(options.out, server.health)
-            stack.enter_context(Services(server, trainer))
-            for service in (server, trainer):
-                service.wait_ready(READY_TIMEOUT)
-            addresses = [trainer.health, server.health, url]
+            server = RolloutServer(options.out / "rollout-server.log", *LOGPROBS)
+            stack.enter_context(server)
+            trainer = draft_trainer(options.out, server.control)
+            stack.enter_context(Services(trainer))
+            trainer.wait_ready(READY_TIMEOUT)
+            addresses = [trainer.health, server.control, server.http]
         if dist.is_initialized():
             dist.broadcast_object_list(addresses)
         model = load(ARITHMETIC / "policy")

@@ -22,11 +22,17 @@ from examples.arithmetic_grpo.task import (
     MAX_COMPLETION_TOKENS,
     Problem,
     grade,
-    reward,
     sample_problem,
 )
 from examples.arithmetic_grpo.tokenizer import build_tokenizer
-from examples.local_services import ARITHMETIC, READY_TIMEOUT, draft_trainer, rollout_server
+from examples.local_services import (
+    ARITHMETIC,
+    LOGPROBS,
+    READY_TIMEOUT,
+    RolloutServer,
+    draft_trainer,
+)
+from examples.task import reward
 from policy_bridge import BridgeConfig, ModulePaths, PolicyBridge
 from policy_bridge.adapters.completions import CompletionsClient
 from policy_bridge.adapters.trl import TrlRollouts
@@ -103,15 +109,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/trl"))
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    server, url = rollout_server(options.out)
-    trainer = draft_trainer(options.out, server.health, "[gate]\nconfidence = 0.6")
-    with Services(server, trainer):
+    server = RolloutServer(options.out / "rollout-server.log", *LOGPROBS)
+    trainer = draft_trainer(options.out, server.control, "[gate]\nconfidence = 0.6")
+    with server, Services(trainer):
         model = AutoModelForCausalLM.from_pretrained(ARITHMETIC / "policy", dtype=torch.float32)
         trainer.wait_ready(READY_TIMEOUT)
-        server.wait_ready(READY_TIMEOUT)
         with (
-            open_bridge(model, trainer.health, (server.health,)) as bridge,
-            CompletionsClient([url], "policy") as client,
+            open_bridge(model, trainer.health, (server.control,)) as bridge,
+            CompletionsClient([server.http], "policy") as client,
         ):
             rollouts = TrlRollouts(bridge, client)
             grpo_trainer(model, rollouts, options.out, max_steps=options.steps).train()

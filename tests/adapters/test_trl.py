@@ -28,7 +28,6 @@ from slipstream.v1 import rollout_server_pb2 as rollout_pb
 from tests.adapters.ranks import FixedRollouts, any_score
 from tests.policy_bridge.doubles import DEADLINE, FakeTrainer
 from tests.rollout_server.checkpoints import load
-from tests.rollout_server.live import Live
 
 STEPS = 3
 QUESTION = token_ids()["?"]  # ends every prompt
@@ -170,7 +169,7 @@ def test_real_rollouts_come_from_the_synced_weights_and_feed_the_draft_trainer(
             stub = pb_grpc.DraftTrainerStub(channel)
             status = stub.GetStatus(pb.GetStatusRequest(), timeout=30)
     state = server.stub.GetState(rollout_pb.GetStateRequest(), timeout=30)
-    live = Live(server.stub, server.http)
+    live = server
     live.stage("policy", "found-policy", 0, load(policy_dir))
     live.commit("found-policy")
 

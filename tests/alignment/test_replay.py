@@ -23,7 +23,8 @@ from examples.arithmetic_grpo.rollouts import SpecCounters, parse_counters
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
 from tests.alignment.recorded import policy_heads, record
-from tests.conftest import DRAFT_LENGTH, RunningServer
+from tests.conftest import DRAFT_LENGTH
+from tests.rollout_server.live import Live
 
 pytestmark = pytest.mark.vllm
 
@@ -31,7 +32,7 @@ ROLLOUTS = 1024
 TOLERANCE = 0.02
 
 
-def generate(server: RunningServer, prompts: list[list[int]]) -> list[list[int]]:
+def generate(server: Live, prompts: list[list[int]]) -> list[list[int]]:
     def one(prompt: list[int]) -> list[int]:
         answer = httpx.post(
             f"{server.http}/v1/completions",
@@ -51,7 +52,7 @@ def generate(server: RunningServer, prompts: list[list[int]]) -> list[list[int]]
         return list(pool.map(one, prompts))
 
 
-def counters(server: RunningServer) -> SpecCounters:
+def counters(server: Live) -> SpecCounters:
     return parse_counters(httpx.get(f"{server.http}/metrics", timeout=30).text)
 
 

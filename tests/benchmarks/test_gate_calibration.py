@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gate_calibration.__main__ import Point, make_releases, row, targets
-from benchmarks.gate_calibration.server import Acceptance
+from benchmarks.gate_calibration.acceptance import Acceptance
 from draft_trainer.releases.registry import Registry
 from tests.draft_trainer.rig import write_draft
 

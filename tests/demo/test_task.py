@@ -12,12 +12,11 @@ from examples.arithmetic_grpo.sampling import completion_text, prompt_ids
 from examples.arithmetic_grpo.task import (
     MAX_COMPLETION_TOKENS,
     Problem,
-    Style,
     grade,
-    reward,
     sample_problem,
     write_solution,
 )
+from examples.task import Style, reward
 
 PROBLEMS = 300
 

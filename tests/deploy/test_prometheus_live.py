@@ -58,7 +58,7 @@ def watched(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("watched")
-    live, double = Live(server.stub, server.http), RolloutDouble()
+    live, double = server, RolloutDouble()
     config = make_config(folder, publish={"rollout_servers": [double.address]})
     registry = CollectorRegistry()
     registry.register(BridgeCollector(PolicyBridge.disabled()))

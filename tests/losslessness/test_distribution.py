@@ -20,10 +20,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.tokenizer import EOS_ID
-from slipstream.client import stage
-from slipstream.v1 import rollout_server_pb2 as pb
-from tests.conftest import RunningServer
+from slipstream.errors import RefusedError
 from tests.losslessness.joint import chi_square_p_value, exact_joint
+from tests.rollout_server.live import Live
 
 pytestmark = pytest.mark.vllm
 
@@ -39,7 +38,7 @@ def policy(policy_dir: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
 
 
-def complete(server: RunningServer, prompt: list[int], **body: object) -> list[tuple[int, ...]]:
+def complete(server: Live, prompt: list[int], **body: object) -> list[tuple[int, ...]]:
     """Token ids of every choice of one completion request."""
     answer = httpx.post(
         f"{server.http}/v1/completions",
@@ -50,7 +49,7 @@ def complete(server: RunningServer, prompt: list[int], **body: object) -> list[t
     return [tuple(choice["token_ids"]) for choice in answer.json()["choices"]]
 
 
-def sample_joint(server: RunningServer, prompt: list[int]) -> list[tuple[int, ...]]:
+def sample_joint(server: Live, prompt: list[int]) -> list[tuple[int, ...]]:
     with ThreadPoolExecutor(4) as pool:
         parts = pool.map(
             lambda _: complete(server, prompt, n=PER_REQUEST, max_tokens=TOKENS, temperature=1.0),
@@ -59,24 +58,10 @@ def sample_joint(server: RunningServer, prompt: list[int]) -> list[tuple[int, ..
         return [row for part in parts for row in part]
 
 
-def swap(server: RunningServer, version: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Stage and commit a draft."""
-    stage_id = f"test-draft-{version}"
-    stage(
-        server.stub,
-        stage_id=stage_id,
-        kind=pb.STAGE_KIND_DRAFT,
-        version=version,
-        tensors=tensors,
-        timeout=60,
-    )
-    server.stub.Commit(pb.CommitRequest(stage_ids=[stage_id]), timeout=60)
-
-
 class Swapper:
     """Swaps a good and a ruined draft in turn for as long as the context lasts."""
 
-    def __init__(self, server: RunningServer, good: dict[str, torch.Tensor]) -> None:
+    def __init__(self, server: Live, good: dict[str, torch.Tensor]) -> None:
         generator = torch.Generator().manual_seed(0)
         ruined = {
             name: tensor
@@ -94,9 +79,9 @@ class Swapper:
         try:
             while not self._stop.wait(0.05):
                 version = (1_000_001, 0)[self.swaps % 2]
-                swap(self._server, version, self._drafts[version])
+                self._server.swap(version, self._drafts[version])
                 self.swaps += 1
-        except grpc.RpcError as error:
+        except (grpc.RpcError, RefusedError) as error:
             self.error = error  # carried to the test's own thread
 
     def __enter__(self) -> Swapper:
@@ -106,7 +91,7 @@ class Swapper:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(60)
-        swap(self._server, 0, self._drafts[0])
+        self._server.swap(0, self._drafts[0])
         if self.error:
             raise self.error
 
@@ -132,9 +117,9 @@ def exact(policy: PreTrainedModel, prompts: list[list[int]]) -> dict[tuple[int, 
 
 
 def test_the_joint_of_four_tokens_is_exact_while_speculating(
-    server: RunningServer, prompts: list[list[int]], exact: dict[tuple[int, ...], float]
+    server: Live, prompts: list[list[int]], exact: dict[tuple[int, ...], float]
 ) -> None:
-    before = server.stub.GetState(pb.GetStateRequest(), timeout=10)
+    before = server.state()
     assert before.speculation_enabled
     assert before.draft_sample_method == "probabilistic"
     samples = sample_joint(server, prompts[0])
@@ -143,7 +128,7 @@ def test_the_joint_of_four_tokens_is_exact_while_speculating(
 
 
 def test_the_joint_of_four_tokens_is_exact_under_live_swaps(
-    server: RunningServer,
+    server: Live,
     prompts: list[list[int]],
     exact: dict[tuple[int, ...], float],
     draft_tensors: dict[str, torch.Tensor],
@@ -166,7 +151,7 @@ def test_the_test_has_power(exact: dict[tuple[int, ...], float]) -> None:
     assert chi_square_p_value([keys[index] for index in drawn.tolist()], exact) < ALPHA
 
 
-def greedy(server: RunningServer, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+def greedy(server: Live, prompts: list[list[int]]) -> list[tuple[int, ...]]:
     with ThreadPoolExecutor(32) as pool:
         return list(
             pool.map(
@@ -176,13 +161,13 @@ def greedy(server: RunningServer, prompts: list[list[int]]) -> list[tuple[int, .
 
 
 def test_greedy_outputs_are_those_without_speculation(
-    server: RunningServer,
+    server: Live,
     prompts: list[list[int]],
     draft_tensors: dict[str, torch.Tensor],
 ) -> None:
-    server.stub.SetSpeculation(pb.SetSpeculationRequest(enabled=False), timeout=30)
+    server.speculate(False)
     plain = greedy(server, prompts)
-    server.stub.SetSpeculation(pb.SetSpeculationRequest(enabled=True), timeout=30)
+    server.speculate(True)
     speculating = greedy(server, prompts)
     with Swapper(server, draft_tensors) as swapper:
         swapping = greedy(server, prompts)

@@ -1,29 +1,21 @@
-"""What the live tests do to a running server: generate, stage, commit, read counters."""
+"""What the live tests do to a running server: generate, and read counters."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeVar
 
-import grpc
 import httpx
-import torch
 
-from slipstream.client import stage
-from slipstream.errors import RefusedError, refused_from
-from slipstream.v1 import rollout_server_pb2 as pb
-from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
+from examples.local_services import RolloutServer, refused
+from slipstream.errors import RefusedError
 
-SECONDS = 240.0
 IN_FLIGHT = 32
 Completion = tuple[int, ...]
-T = TypeVar("T")
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -32,12 +24,8 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     return [[1, *(rng.randrange(3, 128) for _ in range(12))] for _ in range(count)]
 
 
-@dataclass
-class Live:
-    """A running server."""
-
-    stub: pb_grpc.RolloutServerStub
-    http: str
+class Live(RolloutServer):
+    """A running server, as tests use it."""
 
     def generate(self, batch: Sequence[list[int]], tokens: int = 40) -> list[Completion]:
         """Greedy completions, ``IN_FLIGHT`` requests at a time. Raises on any failure."""
@@ -90,72 +78,9 @@ class Live:
                 enough.set()
             worker.result()
 
-    def stage(
-        self,
-        kind: str,
-        stage_id: str,
-        version: int,
-        tensors: Mapping[str, torch.Tensor],
-        **named: object,
-    ) -> pb.StageResult:
-        """Stage; a refusal comes back as RefusedError."""
-        return refused(
-            lambda: stage(
-                self.stub,
-                stage_id=stage_id,
-                kind=pb.STAGE_KIND_DRAFT if kind == "draft" else pb.STAGE_KIND_POLICY,
-                version=version,
-                tensors=tensors,
-                timeout=SECONDS,
-                **named,  # type: ignore[arg-type]
-            )
-        )
-
-    def commit(self, *stage_ids: str) -> pb.CommitResponse:
-        """Commit; a refusal comes back as RefusedError."""
-        return refused(
-            lambda: self.stub.Commit(pb.CommitRequest(stage_ids=stage_ids), timeout=SECONDS)
-        )
-
-    def speculate(self, enabled: bool) -> pb.CommitResponse:
-        """SetSpeculation."""
-        return self.stub.SetSpeculation(pb.SetSpeculationRequest(enabled=enabled), timeout=SECONDS)
-
-    def state(self) -> pb.ServerState:
-        """GetState."""
-        return self.stub.GetState(pb.GetStateRequest(), timeout=SECONDS)
-
-    def counters(self) -> dict[int, pb.AcceptanceCounters]:
-        """The first report of WatchAcceptance, by draft version."""
-        call = self.stub.WatchAcceptance(pb.WatchAcceptanceRequest(), timeout=SECONDS)
-        report = next(iter(call))
-        call.cancel()
-        return {counters.draft_version: counters for counters in report.counters}
-
     def drafts(self) -> dict[int, int]:
         """Verification steps by draft version."""
         return {version: counters.drafts for version, counters in self.counters().items()}
-
-    def metric(self, name: str, **labels: str) -> float:
-        """One sample of /metrics. Raises LookupError: it is not there."""
-        pairs = ",".join(f'{key}="{value}"' for key, value in labels.items())
-        wanted = f"{name}{{{pairs}}}" if labels else name
-        for line in httpx.get(f"{self.http}/metrics", timeout=30).text.splitlines():
-            sample, _, value = line.rpartition(" ")
-            if sample == wanted:
-                return float(value)
-        raise LookupError(wanted)
-
-
-def refused(call: Callable[[], T]) -> T:
-    """``call()``, with a refusal in a gRPC error raised as what it is."""
-    try:
-        return call()
-    except grpc.RpcError as error:
-        refusal = refused_from(error)
-        if refusal is None:
-            raise
-        raise refusal from error
 
 
 def until(condition: Callable[[], bool], seconds: float = 180.0) -> None:

@@ -28,8 +28,8 @@ SWAPS = 24
 
 
 @pytest.fixture(scope="module")
-def live(server) -> Live:  # type: ignore[no-untyped-def]
-    return Live(server.stub, server.http)
+def live(server: Live) -> Live:
+    return server
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from slipstream.client import open_channel
 from slipstream.v1 import release_pb2
 from slipstream.v1 import rollout_server_pb2 as pb
-from tests.conftest import RunningServer
 from tests.rollout_server.live import Live, until
 
 pytestmark = pytest.mark.vllm
@@ -33,7 +32,7 @@ MOST_DRAFTS, MOST_SECONDS = 2000, 30.0
 class Guarded:
     """A publisher and its reconciler over the one server; release 1 is ruined."""
 
-    def __init__(self, server: RunningServer, draft: Path, folder: Path) -> None:
+    def __init__(self, server: Live, draft: Path, folder: Path) -> None:
         registry = Registry(folder)
         registry.import_initial(draft)
         head = Eagle3().read(registry.path(0)).draft()
@@ -73,16 +72,16 @@ class Guarded:
 
 
 @pytest.fixture
-def guarded(server: RunningServer, draft_dir: Path, tmp_path: Path) -> Iterator[Guarded]:
+def guarded(server: Live, draft_dir: Path, tmp_path: Path) -> Iterator[Guarded]:
     guarded = Guarded(server, draft_dir, tmp_path / "registry")
     yield guarded
     guarded.close()
 
 
 def test_a_ruined_draft_that_was_forced_is_rolled_back_while_requests_run(
-    server: RunningServer, guarded: Guarded
+    server: Live, guarded: Guarded
 ) -> None:
-    live = Live(server.stub, server.http)
+    live = server
     batch = [prompt_ids(problem) for problem in held_out_problems(32)]
     live.speculate(False)
     plain = live.generate(batch)
@@ -101,10 +100,8 @@ def test_a_ruined_draft_that_was_forced_is_rolled_back_while_requests_run(
     assert all(done == plain for done in rounds), "no request failed and no token differs"
 
 
-def test_read_back_finds_the_draft_that_was_committed(
-    server: RunningServer, guarded: Guarded
-) -> None:
-    live = Live(server.stub, server.http)
+def test_read_back_finds_the_draft_that_was_committed(server: Live, guarded: Guarded) -> None:
+    live = server
     guarded.publisher.promote(1, pin=False)
     state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
     assert state.not_ready == ""

@@ -11,7 +11,6 @@ import pytest
 
 from examples.arithmetic_grpo.processes import Service, free_port
 from slipstream.tensors import digest
-from tests.conftest import RunningServer
 from tests.rollout_server.checkpoints import load, perturbed, write_draft
 from tests.rollout_server.live import Live, prompts, until
 
@@ -50,8 +49,7 @@ def test_equal_heads_stay_apart_and_sigterm_leaves_nothing(  # type: ignore[no-u
     draft_dir = write_draft(
         tmp_path / "equal-head", policy_dir, lm_head=policy["lm_head.weight"], version=5
     )
-    server: RunningServer = serve(draft=draft_dir)
-    live = Live(server.stub, server.http)
+    live: Live = serve(draft=draft_dir)
     assert live.state().draft_version == 5, "from manifest.json"
     before = live.generate(prompts(32))
     ruined = perturbed(load(draft_dir), scale=5.0, seed=1)
@@ -68,9 +66,9 @@ def test_equal_heads_stay_apart_and_sigterm_leaves_nothing(  # type: ignore[no-u
     roots = (Path("/dev/shm"), Path(tempfile.gettempdir()))
     held = [path for root in roots for path in root.glob(f"slipstream-rollout-*/{content}.*")]
     assert len(held) == 1
-    family = descendants(server.service.pid)
+    family = descendants(live.service.pid)
     assert len(family) >= 2, "the engine runs in processes of its own"
-    assert server.service.stop() == 0
+    assert live.service.stop() == 0
     until(lambda: not any(alive(pid) for pid in family))
     assert not held[0].parent.exists(), "staged weights are not left behind"
 

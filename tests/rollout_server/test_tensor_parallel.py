@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from slipstream.v1 import rollout_server_pb2 as pb
-from tests.conftest import RunningServer
 from tests.rollout_server.checkpoints import load, perturbed
 from tests.rollout_server.live import Live, prompts
 
@@ -19,8 +18,7 @@ def test_both_ranks_commit_read_back_and_roll_back_the_same_release(  # type: ig
 ) -> None:
     # vLLM binds each rank to a core of its own and keeps one for itself: two cores are too few.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    server: RunningServer = serve("--tensor-parallel-size", "2")
-    live = Live(server.stub, server.http)
+    live: Live = serve("--tensor-parallel-size", "2")
     live.speculate(False)
     plain = live.generate(prompts(16))
     live.speculate(True)
@@ -34,4 +32,4 @@ def test_both_ranks_commit_read_back_and_roll_back_the_same_release(  # type: ig
     assert (state.draft_version, state.not_ready) == (0, "")
     assert live.generate(prompts(16)) == plain
     assert live.drafts()[7] > 0
-    server.service.stop()
+    live.service.stop()

@@ -1,0 +1,1 @@
+"""A second policy and task: a Llama-style model that sorts letters by selection."""
