@@ -13,37 +13,27 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from slipstream.v1 import rollout_server_pb2 as pb
 
 KEPT_VERSIONS = 64
 
 
-@dataclass
-class Counters:
-    """Of one draft version.
-
-    Attributes:
-        drafts: verification steps.
-        accepted_per_position: one entry per draft position.
-    """
-
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    generated_tokens: int = 0
-
-    def add(
-        self, drafts: int, draft_tokens: int, accepted: int, per_position: Sequence[int]
-    ) -> None:
-        """Add one engine step."""
-        self.drafts += drafts
-        self.draft_tokens += draft_tokens
-        self.accepted_tokens += accepted
-        missing = len(per_position) - len(self.accepted_per_position)
-        self.accepted_per_position.extend([0] * missing)
-        for position, count in enumerate(per_position):
-            self.accepted_per_position[position] += count
+def _add(
+    counters: pb.AcceptanceCounters,
+    drafts: int,
+    draft_tokens: int,
+    accepted: int,
+    per_position: Sequence[int],
+) -> None:
+    """Add one engine step."""
+    counters.drafts += drafts
+    counters.draft_tokens += draft_tokens
+    counters.accepted_tokens += accepted
+    missing = len(per_position) - len(counters.accepted_per_position)
+    counters.accepted_per_position.extend([0] * missing)
+    for position, count in enumerate(per_position):
+        counters.accepted_per_position[position] += count
 
 
 class AcceptanceTracker:
@@ -55,13 +45,13 @@ class AcceptanceTracker:
     """
 
     def __init__(self) -> None:
-        self.all = Counters()
+        self.all = pb.AcceptanceCounters()
         self.live: int | None = None
         self._seen = 0
         # (verification steps before it, version), ascending; the last entries are still to come.
         self._boundaries: list[tuple[int, int]] = []
         self._version: int | None = None
-        self._counters: OrderedDict[int, Counters] = OrderedDict()
+        self._counters: OrderedDict[int, pb.AcceptanceCounters] = OrderedDict()
         self._changed = asyncio.Event()
 
     def start(self, version: int) -> None:
@@ -89,8 +79,8 @@ class AcceptanceTracker:
         if self._version is None:
             raise LookupError("drafts were verified before a draft version was known")
         self._seen += drafts
-        self._of(self._version).add(drafts, draft_tokens, accepted, per_position)
-        self.all.add(drafts, draft_tokens, accepted, per_position)
+        for counters in (self._of(self._version), self.all):
+            _add(counters, drafts, draft_tokens, accepted, per_position)
         self.wake()
 
     def generated(self, tokens: int) -> None:
@@ -99,18 +89,21 @@ class AcceptanceTracker:
         if self.live is not None:
             self._of(self.live).generated_tokens += tokens
 
-    def counters(self) -> dict[int, Counters]:
+    def counters(self) -> dict[int, pb.AcceptanceCounters]:
         """By version, for the most recent versions that have drafted."""
         return {v: c for v, c in self._counters.copy().items() if c.drafts}
 
-    def exposed(self) -> dict[int, Counters]:
+    def exposed(self) -> dict[int, pb.AcceptanceCounters]:
         """By version, with ``live`` always among them: a series must not begin with its first
         draft."""
-        live = {} if self.live is None else {self.live: Counters()}
+        live = (
+            {} if self.live is None else {self.live: pb.AcceptanceCounters(draft_version=self.live)}
+        )
         return live | self._counters.copy()
 
-    def _of(self, version: int) -> Counters:
-        counters = self._counters.setdefault(version, Counters())
+    def _of(self, version: int) -> pb.AcceptanceCounters:
+        fresh = pb.AcceptanceCounters(draft_version=version)
+        counters = self._counters.setdefault(version, fresh)
         self._counters.move_to_end(version)
         if len(self._counters) > KEPT_VERSIONS:
             oldest = next(kept for kept in self._counters if kept != self.live)
@@ -150,7 +143,7 @@ class AcceptanceGuard:
 
     def check(self, version: int, commits: int) -> str:
         """Empty, or why the live draft is not to be trusted."""
-        counters = self._tracker.counters().get(version, Counters())
+        counters = self._tracker.counters().get(version, pb.AcceptanceCounters())
         now = (counters.drafts, counters.accepted_tokens)
         if self._window != (version, commits):
             self._window, self._found, self._start = (version, commits), "", now

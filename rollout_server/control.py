@@ -75,28 +75,6 @@ class Weights:
         return replace(self, stage_id="") == replace(other, stage_id="")
 
 
-class Readiness:
-    """Reasons against sending requests to this server, at most one from each source.
-
-    A server that is not ready still serves: a bad draft costs speed, never a wrong token. Balancers
-    and operators see it, and the trainer replaces the draft.
-    """
-
-    def __init__(self) -> None:
-        self._reasons: dict[str, str] = {}
-
-    @property
-    def reason(self) -> str:
-        """Every reason; empty while the server is ready."""
-        return "; ".join(self._reasons[source] for source in sorted(self._reasons))
-
-    def report(self, source: str, reason: str) -> None:
-        """What ``source`` finds now; an empty reason takes back what it found before."""
-        self._reasons[source] = reason
-        if not reason:
-            del self._reasons[source]
-
-
 Committed = Callable[[str, str, Result | None], None]
 """Receives what a change was of, "ok", "failed" or "untrusted", and its result, for metrics."""
 
@@ -130,8 +108,23 @@ class RolloutControl:
         self.speculation_enabled = True
         self._speculation_wanted = True
         self.untrusted = asyncio.Event()
-        self.readiness = Readiness()
+        self._against: dict[str, str] = {}
         store.retain(draft.keys)
+
+    @property
+    def not_ready(self) -> str:
+        """Why no requests should be sent here; empty while the server is ready.
+
+        A server that is not ready still serves: a bad draft costs speed, never a wrong token.
+        Balancers and operators see it, and the trainer replaces the draft.
+        """
+        return "; ".join(self._against[source] for source in sorted(self._against))
+
+    def report(self, source: str, reason: str) -> None:
+        """What ``source`` finds now; an empty reason withdraws what it found before."""
+        self._against[source] = reason
+        if not reason:
+            del self._against[source]
 
     def state(self) -> pb.ServerState:
         """What is served, as a message."""
@@ -146,7 +139,7 @@ class RolloutControl:
             draft_commits=self.commits[DRAFT],
             policy_commits=self.commits[POLICY],
             draft_sha256=release_digest((t.name, t.key.sha256) for t in draft.source.tensors),
-            not_ready=self.readiness.reason,
+            not_ready=self.not_ready,
         )
         state.MergeFrom(self._constants)
         return state
@@ -230,12 +223,12 @@ class RolloutControl:
             await self._to_the_end(lambda _: self._set_speculation(self._speculation_wanted))
 
     async def read_back(self) -> None:
-        """Have the workers hash the draft in their memory; the finding goes to ``readiness``.
+        """Have the workers hash the draft in their memory; the finding goes to ``report``.
 
         Raises RefusedError: the engine did not answer.
         """
         async with self._changing:
-            self.readiness.report(READ_BACK, await self.engine.read_back())
+            self.report(READ_BACK, await self.engine.read_back())
 
     async def close(self) -> None:
         """Wait for a change that is under way."""
@@ -316,7 +309,7 @@ class RolloutControl:
         for weights in todo:
             self.commits[weights.kind] += 1
             if weights.kind == DRAFT and weights.version is not None:
-                self.readiness.report(READ_BACK, "")
+                self.report(READ_BACK, "")
                 self.tracker.switch(weights.version, result.steps_before)
         result = replace(result, seconds=time.perf_counter() - arrival)
         self._committed(label, "ok", result)

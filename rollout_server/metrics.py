@@ -7,7 +7,7 @@ Prometheus asks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rollout_server.acceptance import AcceptanceTracker, Counters
+from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.control import DRAFT, POLICY, RolloutControl
 from rollout_server.reload import Result
 from rollout_server.step_costs import StepCosts
@@ -26,6 +26,7 @@ from rollout_server.store import ContentStore
 from slipstream.errors import Refusals
 from slipstream.metrics import Fact, FactCollector, Value, unit_of
 from slipstream.security import REASONS
+from slipstream.v1 import rollout_server_pb2 as pb
 
 PREFIX = "slipstream_rollout_"
 OPENMETRICS = "application/openmetrics-text"
@@ -34,7 +35,6 @@ COMMIT_BUCKETS = (
     *(0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
 _STEP = {"kind": ("speculative", "plain", "mixed"), "requests": ()}
-_BY_VERSION: dict[str, Sequence[str]] = {"draft_version": ()}
 _ALL = "of all draft versions since the start, those included that have no series any more."
 _SIZES = (
     "`requests` is the most in the step: 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on. No series for "
@@ -59,7 +59,7 @@ class CommitCounts:
             "commit_seconds", "Seconds from a commit call's arrival to the worker's answer."
         )
         self.stall = self._histogram(
-            "worker_stall_seconds", "Seconds that the engine stood still for a commit."
+            "worker_stall_seconds", "Seconds that the engine took no step for a commit."
         )
         for kind in COMMIT_KINDS:
             for outcome in ("ok", "failed", "untrusted"):
@@ -105,7 +105,7 @@ def _in_all(field: str) -> Callable[[Observed], Value]:
     return lambda o: getattr(o.tracker.all, field)
 
 
-def _positions(observed: Observed, counters: Counters) -> list[int]:
+def _positions(observed: Observed, counters: pb.AcceptanceCounters) -> list[int]:
     accepted = list(counters.accepted_per_position)
     return accepted + [0] * (observed.draft_length - len(accepted))
 
@@ -136,15 +136,21 @@ FACTS: tuple[Fact[Observed], ...] = (
         lambda o: o.refusals.by_reason,
         {"reason": REASONS},
     ),
-    _counter(
-        "drafts",
-        "Verification steps of one request each, by the version that drafted.",
-        _by_version("drafts"),
-        _BY_VERSION,
-    ),
-    _counter("draft_tokens", "Tokens proposed.", _by_version("draft_tokens"), _BY_VERSION),
-    _counter(
-        "accepted_tokens", "Proposed tokens accepted.", _by_version("accepted_tokens"), _BY_VERSION
+    *(
+        fact
+        for name, help in (
+            ("drafts", "Verification steps of one request each, by the version that drafted."),
+            ("draft_tokens", "Tokens proposed."),
+            ("accepted_tokens", "Proposed tokens accepted."),
+            (
+                "generated_tokens",
+                "Tokens generated while this draft was live, whether it proposed or not.",
+            ),
+        )
+        for fact in (
+            _counter(name, help, _by_version(name), {"draft_version": ()}),
+            _counter(f"all_{name}", f"`{name}` {_ALL}", _in_all(name)),
+        )
     ),
     _counter(
         "accepted_per_position",
@@ -157,21 +163,11 @@ FACTS: tuple[Fact[Observed], ...] = (
         {"draft_version": (), "position": ()},
     ),
     _counter(
-        "generated_tokens",
-        "Tokens generated while this draft was live, whether it proposed or not.",
-        _by_version("generated_tokens"),
-        _BY_VERSION,
-    ),
-    _counter("all_drafts", f"`drafts` {_ALL}", _in_all("drafts")),
-    _counter("all_draft_tokens", f"`draft_tokens` {_ALL}", _in_all("draft_tokens")),
-    _counter("all_accepted_tokens", f"`accepted_tokens` {_ALL}", _in_all("accepted_tokens")),
-    _counter(
         "all_accepted_per_position",
         f"`accepted_per_position` {_ALL}",
         lambda o: {str(place): n for place, n in enumerate(_positions(o, o.tracker.all))},
         {"position": ()},
     ),
-    _counter("all_generated_tokens", f"`generated_tokens` {_ALL}", _in_all("generated_tokens")),
     _counter(
         "engine_steps",
         "Engine steps: `speculative` ones verify drafts, `plain` ones decode a token per request, "
@@ -239,7 +235,7 @@ FACTS: tuple[Fact[Observed], ...] = (
         lambda o: o.store.capacity,
     ),
     Fact("stages", "Stages that are held and not live.", lambda o: len(o.control.staged)),
-    Fact("ready", "1 while requests may be sent there.", lambda o: not o.control.readiness.reason),
+    Fact("ready", "1 while requests may be sent there.", lambda o: not o.control.not_ready),
 )
 
 

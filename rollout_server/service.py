@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["RolloutServer"].full_name
 
 READY_SERVICE = f"{SERVICE}/ready"
-"""Health of this name says whether requests should be sent here (``Readiness``)."""
+"""Health of this name says whether requests should be sent here (``RolloutControl.not_ready``)."""
 
 MAX_ID_CHARACTERS = 256
 
@@ -287,19 +287,8 @@ class RolloutService(pb_grpc.RolloutServerServicer):
                 pass
 
     def _report(self) -> pb.AcceptanceReport:
-        return pb.AcceptanceReport(
-            state=self._control.state(),
-            counters=[
-                pb.AcceptanceCounters(
-                    draft_version=version,
-                    drafts=counters.drafts,
-                    draft_tokens=counters.draft_tokens,
-                    accepted_tokens=counters.accepted_tokens,
-                    accepted_per_position=counters.accepted_per_position,
-                )
-                for version, counters in self._control.tracker.counters().items()
-            ],
-        )
+        counters = self._control.tracker.counters().values()
+        return pb.AcceptanceReport(state=self._control.state(), counters=counters)
 
     async def _committed(self, change: Awaitable[Result]) -> pb.CommitResponse:
         took = await change
@@ -347,8 +336,8 @@ class ControlServer:
     """Starts, watches and stops the gRPC server of the control plane.
 
     Health is SERVING from the moment the OpenAI API answers until the engine dies, cannot be
-    trusted any more, or the server stops; ``READY_SERVICE`` only while ``Readiness`` has no reason
-    against it, too.
+    trusted any more, or the server stops; ``READY_SERVICE`` only while the control plane has no
+    reason against it, too.
     """
 
     def __init__(
@@ -400,7 +389,7 @@ class ControlServer:
         self._announce()
         while self._control.engine.is_alive() and not self._control.untrusted.is_set():
             self._look_at_acceptance()
-            self._server.health.set(READY_SERVICE, not self._control.readiness.reason)
+            self._server.health.set(READY_SERVICE, not self._control.not_ready)
             await asyncio.sleep(_HEALTH_SECONDS)
         self._set_health(serving=False)
         if self._control.untrusted.is_set():
@@ -408,12 +397,12 @@ class ControlServer:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _look_at_acceptance(self) -> None:
-        control, before = self._control, self._control.readiness.reason
+        control, before = self._control, self._control.not_ready
         found = self._guard.check(control.live[DRAFT].version or 0, control.commits[DRAFT])
-        control.readiness.report(ACCEPTANCE, found)
-        if control.readiness.reason != before:
-            logger.warning("not ready: %s", control.readiness.reason or "no longer so")
+        control.report(ACCEPTANCE, found)
+        if control.not_ready != before:
+            logger.warning("not ready: %s", control.not_ready or "no longer so")
 
     def _set_health(self, serving: bool) -> None:
         self._server.set_serving(serving)
-        self._server.health.set(READY_SERVICE, serving and not self._control.readiness.reason)
+        self._server.health.set(READY_SERVICE, serving and not self._control.not_ready)

@@ -15,8 +15,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from rollout_server.acceptance import AcceptanceTracker, Counters
+from rollout_server.acceptance import AcceptanceTracker
 from slipstream.errors import RefusedError
+from slipstream.v1 import rollout_server_pb2 as pb
 
 SPECULATIVE, PLAIN, MIXED = "speculative", "plain", "mixed"
 
@@ -48,19 +49,10 @@ StepSums = Mapping[tuple[str, int], StepSum]
 
 
 @dataclass(frozen=True)
-class Accepted:
-    """Of the live draft, so far."""
-
-    version: int
-    drafts: int = 0
-    tokens: int = 0
-
-
-@dataclass(frozen=True)
 class _Reading:
     at: float
     sums: StepSums
-    live: Accepted | None
+    live: pb.AcceptanceCounters | None
 
 
 class StepCosts:
@@ -80,7 +72,7 @@ class StepCosts:
         """Since the start."""
         return self._readings[-1].sums if self._readings else {}
 
-    def add(self, at: float, sums: StepSums, live: Accepted) -> None:
+    def add(self, at: float, sums: StepSums, live: pb.AcceptanceCounters) -> None:
         if not self._readings:
             self._readings.append(_Reading(at, {}, None))
         self._readings.append(_Reading(at, sums, live))
@@ -123,10 +115,10 @@ class StepCosts:
             return None
         drafts = tokens = 0
         for reading in reversed(self._readings):
-            if reading.live is None or reading.live.version != last.live.version:
+            if reading.live is None or reading.live.draft_version != last.live.draft_version:
                 break
             drafts = last.live.drafts - reading.live.drafts
-            tokens = last.live.tokens - reading.live.tokens
+            tokens = last.live.accepted_tokens - reading.live.accepted_tokens
         return 1 + tokens / drafts if drafts >= LEAST_DRAFTS else None
 
     def _cost(self) -> float | None:
@@ -178,9 +170,9 @@ class CostWatch:
             return
         self._seen = tracker.all.generated_tokens
         sums = await self._step_sums(True)
-        live = tracker.exposed().get(tracker.live, Counters())
-        accepted = Accepted(tracker.live, live.drafts, live.accepted_tokens)
-        self._costs.add(time.monotonic(), sums, accepted)
+        live = pb.AcceptanceCounters()
+        live.CopyFrom(tracker.exposed()[tracker.live])
+        self._costs.add(time.monotonic(), sums, live)
 
     async def probe(self) -> None:
         """Take plain steps for a moment, if the cost of one is needed and not known."""

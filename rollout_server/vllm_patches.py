@@ -1,4 +1,4 @@
-"""Guards for vLLM's two bugs that break losslessness, and the vLLM version they are judged by.
+"""Guards for vLLM's two bugs that break losslessness.
 
 **A shared lm_head.** If the draft's lm_head equals the verifier's when vLLM loads it, which is the
 usual initialisation of a draft, vLLM drops the draft's and points it at the verifier's. The next
@@ -14,12 +14,12 @@ the storage check in ``shared_parameters``, which runs whatever the vLLM version
 uninitialised; the CPU kernel behind it fills an int64 copy of that output and throws the copy away.
 Temperature, top-k and top-p of every verified draft token are then whatever was in memory; greedy
 requests take another path and hide it. https://github.com/vllm-project/vllm/pull/42638 was closed
-unmerged.
+unmerged; 0.27 to 0.32 have it.
 """
 
 from __future__ import annotations
 
-import re
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -30,27 +30,22 @@ from torch import nn
 from slipstream.errors import RefusedError
 
 EMBEDDING = "embed_tokens"
-KNOWN_BROKEN = ((0, 27), (0, 32))
-"""First and last release seen with the second bug, ``(major, minor)`` inclusive."""
-
-Expand = Callable[..., torch.Tensor]
 
 
 def install() -> None:
     """Patch the vLLM of this process.
 
-    Raises RefusedError: its version cannot be read, or what samples the drafts is unknown.
+    Raises RefusedError: what samples the drafts is unknown.
     """
     import vllm.v1.sample.rejection_sampler as rejection_sampler
     from vllm.platforms import current_platform
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
     from vllm.v1.worker.gpu.spec_decode.eagle import utils
-    from vllm.version import __version__
 
     keep_own_lm_head(SpecDecodeBaseProposer)
     keep_own_lm_head_v2(utils)
     if current_platform.is_cpu():
-        repair_sampler(rejection_sampler, release_of(__version__))
+        repair_sampler(rejection_sampler)
 
 
 def keep_own_lm_head(proposer_class: type) -> None:
@@ -139,72 +134,24 @@ def expand_batch_to_tokens(
     return torch.repeat_interleave(replaced, counts, output_size=num_tokens)
 
 
-def is_broken(expand: Expand) -> bool:
-    """Whether ``expand`` gets a small example wrong.
-
-    Tried several times and with poisoned memory, because uninitialised memory may hold the right
-    answer.
-    """
-    values = torch.tensor([0.8125, -1.0, 3.25])
-    ends = torch.tensor([2, 5, 6], dtype=torch.int32)
-    expected = torch.tensor([0.8125, 0.8125, 1.0, 1.0, 1.0, 3.25])
-    for _ in range(4):
-        poison = torch.full((6,), 7.5)
-        del poison
-        if not torch.equal(expand(values, ends, 6, replace_from=-1, replace_to=1), expected):
-            return True
-    return False
-
-
-def prepare_kernels() -> None:
-    """Load what the function calls on a CPU; vLLM does so later than plug-ins run."""
-    from vllm.platforms import current_platform
-
-    current_platform.import_kernels()
-    current_platform.register_triton_kernel_overrides()
-
-
-def repair_sampler(module: ModuleType, release: tuple[int, int]) -> bool:
-    """Replace ``expand_batch_to_tokens`` on a CPU where it is broken.
-
-    A release in ``KNOWN_BROKEN`` is always patched; any other is judged by what the function does,
-    so an unknown version is never left unguarded.
+def repair_sampler(module: ModuleType) -> None:
+    """Replace ``expand_batch_to_tokens``, on a CPU: ours is right whether vLLM's is or not.
 
     Args:
         module: ``vllm.v1.sample.rejection_sampler``.
-        release: of vLLM.
-
-    Returns:
-        Whether it was replaced.
 
     Raises:
-        RefusedError: the function is gone, so what samples the drafts is unknown.
+        RefusedError: the function is gone or takes other arguments, so what samples the drafts is
+            unknown.
     """
     original = getattr(module, "expand_batch_to_tokens", None)
-    if original is None:
+    found = "absent" if original is None else str([*inspect.signature(original).parameters])
+    expected = str([*inspect.signature(expand_batch_to_tokens).parameters])
+    if found != expected:
         raise RefusedError(
             "vllm.v1.sample.rejection_sampler.expand_batch_to_tokens",
-            f"absent in vLLM {release[0]}.{release[1]}",
-            "present",
+            found,
+            expected,
             "use a vLLM release that Slipstream was tested with (0.32)",
         )
-    first, last = KNOWN_BROKEN
-    known = first <= release <= last
-    if not known:
-        prepare_kernels()
-    if known or is_broken(original):
-        module.expand_batch_to_tokens = expand_batch_to_tokens  # type: ignore[attr-defined]
-        return True
-    return False
-
-
-def release_of(version: str) -> tuple[int, int]:
-    """``(major, minor)`` of a vLLM version such as "0.32.0+cpu".
-
-    Raises RefusedError: not of that form (a development build without a tag).
-    """
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None:
-        field, expected = "vllm.__version__", "a release such as 0.32.0"
-        raise RefusedError(field, version, expected, "install a released vLLM")
-    return int(match[1]), int(match[2])
+    module.expand_batch_to_tokens = expand_batch_to_tokens  # type: ignore[attr-defined]

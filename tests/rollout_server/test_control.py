@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from rollout_server.acceptance import AcceptanceTracker
-from rollout_server.control import DRAFT, MAX_STAGED, POLICY, Readiness, RolloutControl, Weights
+from rollout_server.control import DRAFT, MAX_STAGED, POLICY, RolloutControl, Weights
 from rollout_server.engine import Description, UntrustedEngineError
 from rollout_server.reload import Change, Result
 from rollout_server.store import ContentStore, Key, StagedTensor, WeightSource
@@ -209,27 +209,27 @@ def test_a_moment_without_speculation_ends_as_was_asked_for_last(tmp_path: Path)
     assert asyncio.run(turn()) == [False, True, False]
 
 
-def test_reasons_come_and_go_by_source() -> None:
-    readiness = Readiness()
-    assert readiness.reason == ""
-    readiness.report("b", "two")
-    readiness.report("a", "one")
-    assert readiness.reason == "one; two"
-    readiness.report("b", "")
-    readiness.report("never", "")
-    assert readiness.reason == "one"
+def test_reasons_come_and_go_by_source(plane: Plane) -> None:
+    control = plane.control
+    assert control.not_ready == ""
+    control.report("b", "two")
+    control.report("a", "one")
+    assert control.not_ready == "one; two"
+    control.report("b", "")
+    control.report("never", "")
+    assert control.not_ready == "one"
 
 
 @pytest.mark.anyio
 async def test_a_commit_withdraws_the_read_backs_finding(plane: Plane) -> None:
     plane.engine.damage = "draft read back from memory: worker 0: differs"
     await plane.control.read_back()
-    assert plane.control.readiness.reason == plane.engine.damage
+    assert plane.control.not_ready == plane.engine.damage
     await plane.control.commit([plane.stage(DRAFT, 1)])
-    assert plane.control.readiness.reason == ""
+    assert plane.control.not_ready == ""
     plane.engine.damage = ""
     await plane.control.read_back()
-    assert plane.control.readiness.reason == ""
+    assert plane.control.not_ready == ""
 
 
 @pytest.mark.anyio

@@ -14,13 +14,18 @@ from starlette.testclient import TestClient
 from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceTracker
 from rollout_server.control import DRAFT, POLICY, RolloutControl
 from rollout_server.metrics import FACTS, CommitCounts, Observed, RolloutCollector, negotiate
-from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, Accepted, StepCosts, StepSum
+from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, StepCosts, StepSum
 from rollout_server.store import ContentStore
 from slipstream.errors import Refusals, StatusCode
+from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.test_control import FakeEngine, weights
 from tests.scraping import of, scrape, value
 
 R = "slipstream_rollout_"
+
+
+def accepted(version: int, drafts: int, tokens: int) -> pb.AcceptanceCounters:
+    return pb.AcceptanceCounters(draft_version=version, drafts=drafts, accepted_tokens=tokens)
 
 
 class Server:
@@ -149,18 +154,18 @@ def test_versions_staleness_and_commits(server: Server) -> None:
     assert stall == [0, 1, 1]
     assert value(samples, R + "stages") == 0
     assert value(samples, R + "staged_capacity_bytes") == 1000
-    server.control.readiness.report("acceptance", "nothing accepted")
+    server.control.report("acceptance", "nothing accepted")
     assert value(scrape(server.collector), R + "ready") == 0
 
 
 def test_break_even_is_the_cost_of_like_steps(server: Server) -> None:
     costs = server.costs
     speculative = {(SPECULATIVE, 8): StepSum(100, 1.8), (SPECULATIVE, 64): StepSum(50, 2.0)}
-    costs.add(0.0, speculative, Accepted(0, 500, 400))
+    costs.add(0.0, speculative, accepted(0, 500, 400))
     assert value(scrape(server.collector), R + "break_even_acceptance_length") is None
     # 20 plain steps of as many requests as the 100: 10 ms each. The 50 have no like.
     sums = speculative | {(PLAIN, 8): StepSum(20, 0.2), (PLAIN, 32): StepSum(20, 9.0)}
-    costs.add(2.0, sums | {(MIXED, 8): StepSum(5, 9.0)}, Accepted(0, 1000, 900))
+    costs.add(2.0, sums | {(MIXED, 8): StepSum(5, 9.0)}, accepted(0, 1000, 900))
     samples = scrape(server.collector)
     assert value(samples, R + "break_even_acceptance_length") == pytest.approx(1.8)
     assert value(samples, R + "engine_steps_total", kind="plain", requests="8") == 20
@@ -169,7 +174,7 @@ def test_break_even_is_the_cost_of_like_steps(server: Server) -> None:
     ) == pytest.approx(2.0)
     # 500 drafts since the first look, 500 accepted: 2.0 is more than 1.8.
     assert costs.pays(2.0) is True
-    costs.add(4.0, sums, Accepted(0, 2000, 1500))
+    costs.add(4.0, sums, accepted(0, 2000, 1500))
     assert costs.pays(4.0) is False, "1 + 1100 / 1500"
     assert costs.pays(70.0) is None, "nothing was drafted in the last minute"
 
@@ -177,15 +182,15 @@ def test_break_even_is_the_cost_of_like_steps(server: Server) -> None:
 def test_only_the_last_minute_of_speculative_steps_counts() -> None:
     costs = StepCosts()
     plain = {(PLAIN, 1): StepSum(100, 1.0)}
-    costs.add(0.0, plain | {(SPECULATIVE, 1): StepSum(1000, 15.0)}, Accepted(1, 0, 0))
+    costs.add(0.0, plain | {(SPECULATIVE, 1): StepSum(1000, 15.0)}, accepted(1, 0, 0))
     assert costs.break_even == pytest.approx(1.5)
     for second in range(2, 122, 2):
         done = StepSum(1000 + second, 15.0 + 0.03 * second)
-        costs.add(float(second), plain | {(SPECULATIVE, 1): done}, Accepted(1, second, 0))
+        costs.add(float(second), plain | {(SPECULATIVE, 1): done}, accepted(1, second, 0))
     assert costs.break_even == pytest.approx(3.0)
     assert len(costs._readings) <= 32
     assert costs.pays(120.0) is None, "60 drafts are too few"
-    costs.add(122.0, plain | {(SPECULATIVE, 1): done}, Accepted(2, 5000, 9000))
+    costs.add(122.0, plain | {(SPECULATIVE, 1): done}, accepted(2, 5000, 9000))
     assert costs.pays(122.0) is None, "another draft begins a new window"
     assert costs.break_even == pytest.approx(3.0)
 
@@ -217,8 +222,8 @@ def test_everything_in_the_catalogue_is_exposed(server: Server) -> None:
     server.commit(draft, weights(POLICY, 12, "policy-12"))
     server.refused.note("/slipstream.v1.RolloutServer/Stage", StatusCode.INVALID_ARGUMENT, "x")
     sums = {(SPECULATIVE, 1): StepSum(50, 1.0), (PLAIN, 1): StepSum(50, 1.0)}
-    server.costs.add(0.0, sums, Accepted(3, 0, 0))
-    server.costs.add(1.0, sums, Accepted(3, 1000, 500))
+    server.costs.add(0.0, sums, accepted(3, 0, 0))
+    server.costs.add(1.0, sums, accepted(3, 1000, 500))
     samples = scrape(server.collector)
     name = R + "calls_refused_total"
     assert value(samples, name, method="Stage", code="INVALID_ARGUMENT") == 1
