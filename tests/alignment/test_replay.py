@@ -22,8 +22,8 @@ from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from examples.arithmetic_grpo.rollouts import SpecCounters, parse_counters
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
+from examples.local_services import DRAFT_LENGTH
 from tests.alignment.recorded import policy_heads, record
-from tests.conftest import DRAFT_LENGTH
 from tests.rollout_server.live import Live
 
 pytestmark = pytest.mark.vllm

@@ -18,9 +18,9 @@ from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids, sample
+from examples.local_services import DRAFT_LENGTH
 from slipstream.v1 import release_pb2
 from tests.alignment.recorded import policy_heads, record
-from tests.conftest import DRAFT_LENGTH
 
 pytestmark = pytest.mark.vllm
 
