@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +35,7 @@ class Arena:
     shares its memory is garbage-collected, on whatever thread that happens.
 
     Args:
-        path: created if missing, and brought to ``size``.
+        path: created if missing, and brought to ``size`` and ``ALIGNMENT`` bytes for ``noted``.
         size: bytes, a multiple of ``ALIGNMENT``.
 
     Raises:
@@ -47,10 +47,13 @@ class Arena:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(path, flags, 0o600)
             try:
-                os.ftruncate(descriptor, size)
-                os.posix_fallocate(descriptor, 0, size)
+                end = os.fstat(descriptor).st_size
+                noted = os.pread(descriptor, 8, end - ALIGNMENT) if end >= ALIGNMENT else b""
+                os.ftruncate(descriptor, size + ALIGNMENT)
+                os.posix_fallocate(descriptor, 0, size + ALIGNMENT)
                 # Populated: a page fault costs more than copying a page.
-                self._map = mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                self._map = mmap.mmap(descriptor, size + ALIGNMENT, flags)
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -59,11 +62,21 @@ class Arena:
             raise RefusedError("replay.directory", error, expected, advice, code) from error
         self._address = np.frombuffer(self._map, np.uint8).ctypes.data
         self.size = size
-        self._views: dict[int, int] = {}  # start -> number of views
-        self._sizes: dict[int, int] = {}  # start -> bytes, of viewed extents
-        self._ended: deque[int] = deque()  # starts of views that were collected
-        self._orphans: set[int] = set()  # viewed extents that belong to no sample
+        self.noted = min(int.from_bytes(noted, "little"), size // ALIGNMENT)
+        # Of every viewed extent, the array that all of its views keep alive.
+        self._viewed: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
+        self._ended: deque[int] = deque()  # starts of extents whose last view was collected
+        self._orphans: dict[int, int] = {}  # start -> size, of viewed extents of no sample
         self.restart([])
+
+    @property
+    def noted(self) -> int:
+        """A number that is kept with the content: how many samples the store holds."""
+        return int.from_bytes(self._map[self.size : self.size + 8], "little")
+
+    @noted.setter
+    def noted(self, number: int) -> None:
+        self._map[self.size : self.size + 8] = number.to_bytes(8, "little")
 
     @property
     def used(self) -> int:
@@ -74,8 +87,7 @@ class Arena:
     @property
     def pinned(self) -> int:
         """Bytes that are viewed."""
-        self._collect()
-        return sum(self._sizes.values())
+        return sum(map(len, self._viewed.values()))
 
     def reserve(self, nbytes: int) -> Bytes | None:
         """A writable view, uint8 [nbytes], of a new extent; None if no gap is large enough.
@@ -83,36 +95,36 @@ class Arena:
         The extent is free again when the view ends, unless it was retained by then.
         """
         self._collect()
-        start = self._free.take(aligned(nbytes))
+        size = aligned(nbytes)
+        start = self._free.take(size)
         if start is None:
             return None
-        self._orphans.add(start)
+        self._orphans[start] = size
         return self.view(start, nbytes)
 
     def retain(self, start: int) -> None:
         """A sample owns this reservation now: it outlives its views."""
-        self._orphans.remove(start)
+        del self._orphans[start]
 
     def release(self, start: int, size: int) -> None:
         """An extent belongs to no sample any more: free now, or when its last view ends."""
-        self._collect()
-        if start in self._views:
-            self._orphans.add(start)
+        if self.is_viewed(start):
+            self._orphans[start] = size
         else:
             self._free.give(start, size)
 
     def view(self, start: int, nbytes: int) -> Bytes:
         """uint8 [nbytes] from ``start`` on, no copy. Slices, and tensors made of it, pin it too."""
-        array = np.frombuffer(self._map, np.uint8, nbytes, start)
-        self._views[start] = self._views.get(start, 0) + 1
-        self._sizes.setdefault(start, aligned(nbytes))
-        weakref.finalize(array, self._ended.append, start).atexit = False
-        return array
+        whole = self._viewed.get(start)
+        if whole is None:
+            whole = np.frombuffer(self._map, np.uint8, aligned(nbytes), start)
+            self._viewed[start] = whole
+            weakref.finalize(whole, self._ended.append, start).atexit = False
+        return whole[:nbytes]
 
     def is_viewed(self, start: int) -> bool:
         """Whether an array or tensor shares this extent's memory."""
-        self._collect()
-        return start in self._views
+        return start in self._viewed
 
     def start_of(self, address: int) -> int:
         """The start of the extent whose memory begins at this address."""
@@ -124,39 +136,32 @@ class Arena:
         Returns:
             Indices of extents that cannot be: out of bounds, not aligned or overlapping.
         """
-        self._collect()
-        self._free = FreeList()
-        pins, impossible, used = sorted(self._sizes.items()), [], dict(self._sizes)
-        end = 0
-        self._orphans = set(self._sizes)
+        self._ended.clear()
+        viewed = {start: len(whole) for start, whole in self._viewed.items()}
+        self._orphans = dict(viewed)
+        used = sorted((start, start + size) for start, size in viewed.items())
+        impossible = []
         for (start, size), index in sorted((extent, i) for i, extent in enumerate(extents)):
-            after = bisect_left(pins, (start, 0))
-            limit = pins[after][0] if after < len(pins) else self.size
-            floor = sum(pins[after - 1]) if after else 0
-            free = max(end, floor) <= start and start + size <= limit
-            viewed = self._sizes.get(start) == size and start in self._orphans
-            if not (free or viewed) or size <= 0 or start % ALIGNMENT or size % ALIGNMENT:
+            end, at = start + size, bisect_left(used, (start,))
+            inside = 0 <= start < end <= self.size and (start | size) % ALIGNMENT == 0
+            before, after = at and used[at - 1][1], used[at][0] if at < len(used) else self.size
+            if inside and self._orphans.get(start) == size:
+                del self._orphans[start]
+            elif inside and before <= start and end <= after and start not in viewed:
+                insort(used, (start, end))
+            else:
                 impossible.append(index)
-                continue
-            self._orphans.discard(start)
-            used[start], end = size, start + size
+        self._free = FreeList()
         at = 0
-        for start, size in sorted(used.items()):
+        for start, end in (*used, (self.size, self.size)):
             if at < start:
                 self._free.give(at, start - at)
-            at = start + size
-        if at < self.size:
-            self._free.give(at, self.size - at)
+            at = end
         return impossible
 
     def _collect(self) -> None:
         # Here, under the owner's lock: a view may end in the middle of any other operation.
         while self._ended:
             start = self._ended.popleft()
-            self._views[start] -= 1
-            if not self._views[start]:
-                del self._views[start]
-                size = self._sizes.pop(start)
-                if start in self._orphans:
-                    self._orphans.remove(start)
-                    self._free.give(start, size)
+            if start in self._orphans and not self.is_viewed(start):
+                self._free.give(start, self._orphans.pop(start))

@@ -1,4 +1,4 @@
-"""samples.db: the connection, what a row says, and what is done about a damaged file.
+"""samples.db: the connection, and what is done about a damaged file.
 
 WAL without fsync: what was committed survives kill -9, because it is in the page cache. After a
 reboot the folder is discarded (``folder``). A damaged file costs the rows that cannot be read any
@@ -19,10 +19,7 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from slipstream.checksum import KINDS, checksum_of
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.sample import Sample
-from slipstream.v1 import draft_trainer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +35,9 @@ _DRAW_ORDER = (
     "(tie * ((times_drawn * 2654435760 + 1) & 1073741823)) & 1073741823, number"
 )
 _TIE_BITS = 30
+_READ = f"SELECT number, seal, {_SEALED} {RESIDENT}"
 
-_TABLES = {
-    "meta": "name, value, seal",
-    "samples": (
-        "number, key, policy_version, tokens, held_out, tie, header, start, size, seal, "
-        "times_drawn, last_draw"
-    ),
-    "draws": "draw, number",
-    "policies": "version, lm_head, embed, seal",
-}
+_TABLES = ("meta", "samples", "draws")
 _SCHEMA = f"""
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL, seal INTEGER);
 CREATE TABLE samples (
@@ -63,9 +53,6 @@ CREATE INDEX by_worth ON samples (policy_version, times_drawn DESC, number, held
 CREATE INDEX to_draw ON samples ({_DRAW_ORDER}) WHERE start IS NOT NULL AND held_out = 0;
 CREATE TABLE draws (draw INTEGER NOT NULL, number INTEGER NOT NULL);
 CREATE INDEX draws_by_draw ON draws (draw);
-CREATE TABLE policies (
-    version INTEGER PRIMARY KEY, lm_head TEXT NOT NULL, embed TEXT NOT NULL, seal INTEGER
-);
 """
 
 _NO_SPACE = {
@@ -78,7 +65,7 @@ _NO_SPACE = {
     sqlite3.SQLITE_LOCKED,
 }
 _UNREADABLE = {sqlite3.SQLITE_IOERR_READ, sqlite3.SQLITE_IOERR_SHORT_READ}
-_MOST_MISSES = 4096
+_MOST_MISSES = 1 << 18
 
 
 class DamagedError(Exception):
@@ -89,26 +76,12 @@ class Database:
     """One connection, which locks the file. Not thread-safe: the store holds the lock.
 
     Args:
-        path: created if missing.
-        remembered: rows of evicted samples that are kept, see ``forget``.
-
-    Attributes:
-        lost: samples that were missing when it was opened, see ``repair``.
-
-    Raises:
-        RefusedError: no space, or no access (RESOURCE_EXHAUSTED).
+        path: created by ``open`` if missing.
     """
 
-    def __init__(self, path: Path, remembered: int) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._remembered = remembered
         self._connection: sqlite3.Connection | None = None
-        self.lost = 0
-        try:
-            with self.errors():
-                self._open()
-        except DamagedError as error:
-            self.lost = self.repair(error)
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -151,10 +124,6 @@ class Database:
         """Run one statement."""
         return self._connected.execute(query, values)
 
-    def executemany(self, query: str, rows: Iterable[tuple[Any, ...]]) -> None:
-        """Run one statement for each row."""
-        self._connected.executemany(query, rows)
-
     def one(self, query: str, *values: Any) -> Any:
         """The first column of the first row."""
         return self._connected.execute(query, values).fetchone()[0]
@@ -186,12 +155,9 @@ class Database:
         Returns:
             Number, seal and the sealed columns of each; of more than ``max_tokens`` only one.
         """
-        query = (
-            f"SELECT number, seal, {_SEALED} {RESIDENT} AND held_out = 0 AND times_drawn < ? "
-            f"ORDER BY {_DRAW_ORDER} LIMIT ?"
-        )
         rows: list[tuple[Any, ...]] = []
         tokens = 0
+        query = f"{_READ} AND held_out = 0 AND times_drawn < ? ORDER BY {_DRAW_ORDER} LIMIT ?"
         for row in self.execute(query, max_epochs, max(max_tokens, 1)):
             # A damaged row, whose seal is checked later, may have anything here.
             tokens += row[3] if isinstance(row[3], int) else 0
@@ -201,112 +167,43 @@ class Database:
         return rows
 
     def held_out(self, newest_versions: int) -> list[tuple[Any, ...]]:
-        """Held-out samples of the newest versions that have any, by number; -1: of all.
-
-        Returns:
-            As ``next_batch``.
-        """
+        """Held-out samples of the newest versions that have any, -1: of all; as ``next_batch``."""
         return self.execute(
-            f"SELECT number, seal, {_SEALED} {RESIDENT} AND held_out AND policy_version IN "
-            f"(SELECT DISTINCT policy_version {RESIDENT} AND held_out "
-            "ORDER BY policy_version DESC LIMIT ?) ORDER BY number",
+            f"{_READ} AND held_out AND policy_version IN (SELECT DISTINCT policy_version "
+            f"{RESIDENT} AND held_out ORDER BY policy_version DESC LIMIT ?) ORDER BY number",
             newest_versions,
         ).fetchall()
 
     def record_draw(self, draw: int, numbers: Iterable[int]) -> None:
         """These samples are drawn, together."""
         rows = [(draw, number) for number in numbers]
-        self.executemany("INSERT INTO draws VALUES (?, ?)", rows)
-        self.executemany(
-            "UPDATE samples SET times_drawn = times_drawn + 1, last_draw = ? WHERE number = ?", rows
-        )
-        self.set("last_draw", draw)
+        with self.transaction():
+            self._connected.executemany("INSERT INTO draws VALUES (?, ?)", rows)
+            query = "UPDATE samples SET times_drawn = times_drawn + 1, last_draw = ?"
+            self._connected.executemany(f"{query} WHERE number = ?", rows)
+            self.set("last_draw", draw)
 
-    def undo_draws(self, first: int, last: int = 1 << 62) -> int:
-        """Undo the draws ``first`` to ``last``. Returns: how many of their samples are gone."""
-        span = (first, last)
+    def undo_draws(self, first: int) -> int:
+        """Undo this draw and all later ones. Returns: how many of their samples are gone."""
         gone = self.one(
             "SELECT count(DISTINCT number) FROM draws LEFT JOIN samples USING (number) "
-            "WHERE start IS NULL AND draw BETWEEN ? AND ?",
-            *span,
+            "WHERE start IS NULL AND draw >= ?",
+            first,
         )
-        self.execute(
-            "UPDATE samples SET times_drawn = times_drawn - (SELECT count(*) FROM draws "
-            "WHERE draws.number = samples.number AND draw BETWEEN ?1 AND ?2) "
-            "WHERE number IN (SELECT number FROM draws WHERE draw BETWEEN ?1 AND ?2)",
-            *span,
-        )
-        self.execute("DELETE FROM draws WHERE draw BETWEEN ? AND ?", *span)
+        with self.transaction():
+            self.execute(
+                "UPDATE samples SET times_drawn = times_drawn - (SELECT count(*) FROM draws "
+                "WHERE draws.number = samples.number AND draw >= ?1) "
+                "WHERE number IN (SELECT number FROM draws WHERE draw >= ?1)",
+                first,
+            )
+            self.execute("DELETE FROM draws WHERE draw >= ?", first)
         return int(gone)
 
-    def put_policy(self, version: int, names: tuple[str, str]) -> None:
-        """Record a policy version and the names of its matrices."""
-        query = "INSERT OR REPLACE INTO policies VALUES (?, ?, ?, ?)"
-        self.execute(query, version, *names, seal_of(version, *names))
-
-    def policies(self) -> list[tuple[int, str, str]]:
-        """Version and names of every policy version whose row is sound, oldest first."""
-        rows = self.execute("SELECT * FROM policies ORDER BY version").fetchall()
-        return [
-            (version, *names) for version, *names, seal in rows if seal == seal_of(version, *names)
-        ]
-
-    def forget(self) -> None:
-        """Delete the rows of evicted samples that are not among the newest ``remembered``."""
-        self.execute(
-            "DELETE FROM samples WHERE start IS NULL AND number <= "
-            "(SELECT max(number) FROM samples) - ?",
-            self._remembered,
-        )
-
-    def repair(self, cause: object) -> int:
-        """Copy the rows that can be read to a new file, and go on with that.
-
-        Returns:
-            How many samples are missing now, as far as their numbers tell.
-        """
-        logger.error("%s is damaged (%s): it is rebuilt from what can be read", self.path, cause)
-        self.close()
-        rebuilt = self.path.with_name(f"{FILE}-rebuilt")
-        _unlink(rebuilt)
-        with self.errors():
-            with (
-                closing(sqlite3.connect(self.path, isolation_level=None)) as source,
-                closing(sqlite3.connect(rebuilt, isolation_level=None)) as target,
-            ):
-                target.executescript(
-                    f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; BEGIN; {_SCHEMA}"
-                )
-                for table, columns in _TABLES.items():
-                    marks = ", ".join("?" * len(columns.split(",")))
-                    target.executemany(
-                        f"INSERT OR IGNORE INTO {table} ({columns}) VALUES ({marks})",
-                        _readable(source, table, columns),
-                    )
-                numbers = [n for (n,) in target.execute("SELECT number FROM samples")]
-                top = max(numbers, default=0)
-                missing = set(range(max(top - self._remembered, 0) + 1, top)) - set(numbers)
-                # In their place, so that they are missed once.
-                target.executemany(
-                    "INSERT INTO samples (number, key) VALUES (?, ?)",
-                    [(number, f"lost {number}".encode()) for number in missing],
-                )
-                target.execute(f"PRAGMA user_version={FORMAT}")
-                target.execute("COMMIT")
-            # A log of the damaged file would be applied to the new one.
-            _unlink(self.path, but=self.path)
-            rebuilt.replace(self.path)
-            self._open()
-        logger.error("%s: %d rows are saved, %d are lost", self.path, len(numbers), len(missing))
-        return len(missing)
-
-    def close(self) -> None:
-        """Leave one file. Idempotent."""
+    def open(self) -> None:
+        """Open the file, or create it. Idempotent. Raises DatabaseError where it is damaged."""
         if self._connection is not None:
-            with suppress(sqlite3.Error):
-                self._connection.close()
-
-    def _open(self) -> None:
+            return
         # SQLite's own mode would let others read it in a folder that they may enter.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         os.close(os.open(self.path, flags, 0o600))
@@ -328,34 +225,60 @@ class Database:
             raise
         self._connection = connection
 
+    def repair(self) -> None:
+        """Copy the rows that can be read to a new file, and go on with that."""
+        self.close()
+        rebuilt = self.path.with_name(f"{FILE}-rebuilt")
+        _unlink(rebuilt)
+        with (
+            closing(sqlite3.connect(self.path, isolation_level=None)) as source,
+            closing(sqlite3.connect(rebuilt, isolation_level=None)) as target,
+        ):
+            target.executescript(
+                f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; BEGIN; {_SCHEMA}"
+            )
+            for table in _TABLES:
+                for row in _readable(source, table):
+                    marks = ", ".join("?" * len(row))
+                    target.execute(f"INSERT OR IGNORE INTO {table} VALUES ({marks})", row)
+            target.execute(f"PRAGMA user_version={FORMAT}")
+            target.execute("COMMIT")
+        # A log of the damaged file would be applied to the new one.
+        _unlink(self.path, but=self.path)
+        rebuilt.replace(self.path)
+        self.open()
+
+    def close(self) -> None:
+        """Leave one file. Idempotent."""
+        if self._connection is not None:
+            with suppress(sqlite3.Error):
+                self._connection.close()
+            self._connection = None
+
     @property
     def _connected(self) -> sqlite3.Connection:
         assert self._connection is not None
         return self._connection
 
 
-def _readable(database: sqlite3.Connection, table: str, columns: str) -> Iterator[tuple[Any, ...]]:
-    """Rows of a damaged table: from its beginning, from its end, then one by one in between."""
-    query = f"SELECT rowid, {columns} FROM {table} NOT INDEXED"
-    low, high = 0, None
+def _readable(database: sqlite3.Connection, table: str) -> Iterator[tuple[Any, ...]]:
+    """Rows of a damaged table, from wherever the next one can be read."""
+    query = f"SELECT rowid, * FROM {table} NOT INDEXED WHERE rowid > ? ORDER BY rowid"
+    after, misses, most = -1, 0, _MOST_MISSES
     try:
-        for rowid, *row in database.execute(f"{query} ORDER BY rowid"):
-            low = rowid
-            yield tuple(row)
-        return
-    except sqlite3.DatabaseError as error:
-        logger.error("table %s after row %d: %s", table, low, error)
-    with suppress(sqlite3.DatabaseError):
-        for rowid, *row in database.execute(f"{query} WHERE rowid > ? ORDER BY rowid DESC", (low,)):
-            high = rowid
-            yield tuple(row)
-    rowid, misses = low, 0
-    while rowid + 1 != high and (high is not None or misses < _MOST_MISSES):
-        rowid, misses = rowid + 1, misses + 1
-        with suppress(sqlite3.DatabaseError):
-            for _, *row in database.execute(f"{query} WHERE rowid = ?", (rowid,)):
-                misses = 0
+        last = database.execute(f"SELECT max(rowid) FROM {table} NOT INDEXED").fetchone()[0] or 0
+    except sqlite3.DatabaseError:
+        last, most = 1 << 62, most // 64
+    while after < last and misses < most:
+        try:
+            for rowid, *row in database.execute(query, (after,)):
+                after, misses = max(after, rowid), 0
                 yield tuple(row)
+            return
+        except sqlite3.DatabaseError as error:
+            if not misses:
+                logger.error("table %s after row %d: %s", table, after, error)
+            after, misses = after + 1, misses + 1
 
 
 def _unlink(path: Path, but: Path | None = None) -> None:
@@ -374,32 +297,12 @@ def key_of(run_id: str, sample_id: str) -> bytes:
 
 
 def tie_of(seed: int, sample_id: str) -> int:
-    """Decides between samples that are equally good to draw, see ``DRAW_ORDER``."""
+    """Decides between samples that are equally good to draw, see ``_DRAW_ORDER``."""
     digest = hashlib.blake2b(f"{seed}:{sample_id}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> (32 - _TIE_BITS)
-
-
-def stored_header(sample: Sample) -> bytes:
-    """The header with the checksum of the block, and without where the block came from."""
-    header = pb.VerifierStates()
-    header.CopyFrom(sample.header)
-    packed = header.packed
-    packed.ClearField("span")
-    if packed.checksum_kind == pb.CHECKSUM_KIND_UNSPECIFIED:
-        packed.checksum_kind = KINDS[0]
-        packed.checksum = checksum_of(sample.block[: sample.nbytes].numpy(), KINDS[0])
-    return header.SerializeToString()
 
 
 def seal_of(*columns: object) -> int:
     """A checksum of what a row says. A sample's block has its own, in the header."""
     # SQLite's integers have a sign.
     return xxh3_64_intdigest(repr(columns).encode()) - (1 << 63)
-
-
-def is_intact(sample: Sample) -> bool:
-    """Whether the block of a stored sample is what was accepted."""
-    packed, block = sample.header.packed, sample.block.numpy()
-    if sample.nbytes > len(block):
-        return False
-    return checksum_of(block[: sample.nbytes], packed.checksum_kind) == packed.checksum

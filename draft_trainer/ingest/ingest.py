@@ -204,12 +204,12 @@ class Ingest:
             )
         if not all_finite(block[layout.aux_at :], layout.dtype):
             refuse_states(arrived)
-        if arrived is own:
-            own.header.packed.checksum_kind = packed.checksum_kind
-            own.header.packed.checksum = checksum
-        else:
+        if arrived is not own:
             check_scales(arrived.scales)
             decode_float8(arrived, own)
+            checksum = checksum_of(own.block.numpy(), packed.checksum_kind)
+        own.header.packed.checksum_kind = packed.checksum_kind
+        own.header.packed.checksum = checksum
         check_contents(own, self.expected)
         return own
 

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -29,13 +29,11 @@ from draft_trainer.ingest.database import (
     RESIDENT,
     DamagedError,
     Database,
-    is_intact,
     key_of,
     seal_of,
-    stored_header,
     tie_of,
 )
-from slipstream.checksum import Bytes
+from slipstream.checksum import Bytes, checksum_of
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.sample import Sample, is_held_out
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -53,14 +51,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A batch to train on.
-
-    Attributes:
-        number: of the draw, which a training state that contains it carries; 0 for an empty batch.
-        samples: their blocks are views of the arena, which pin them.
-    """
+class Drawn(NamedTuple):
+    """A batch to train on: the number of the draw, which a training state that contains it carries
+    (0 for an empty batch), and the samples, whose blocks are views of the arena."""
 
     number: int
     samples: list[Sample]
@@ -128,6 +121,9 @@ class SampleStore:
             trained but not in a saved state), ``undone`` (of such, draws that a restart undid),
             ``damaged`` (their bytes or their rows are not what was accepted).
 
+    Attributes:
+        draws: number of the last draw over the life of the index.
+
     Raises:
         RefusedError: no space (RESOURCE_EXHAUSTED).
     """
@@ -146,11 +142,9 @@ class SampleStore:
         self._on_evicted = on_evicted
         self._lock = threading.RLock()
         self._arena = Arena(folder / ARENA, self.capacity_bytes)
-        self._db = Database(folder / FILE, config.ledger_entries)
+        self._db = Database(folder / FILE)
         self._run: tuple[str, dict[str, Any]] | None = None
-        self._last_draw = 0
-        self._resident = 0
-        self._count("damaged", self._db.lost)
+        self.draws = 0
         try:
             self._start()
         except RefusedError:
@@ -169,30 +163,30 @@ class SampleStore:
             RefusedError: too large, all space is being read or filled, or the index cannot be
                 written (RESOURCE_EXHAUSTED).
         """
-        size, free = aligned(nbytes), self.capacity_bytes - self._arena.pinned
-        while size <= free:
+        size, busy = aligned(nbytes), self._arena.pinned
+        while size <= self.capacity_bytes - busy:
             block = self._arena.reserve(nbytes)
             if block is not None:
                 return block
             # More than this one needs: a transaction for each sample costs more than the sample.
             if not self._evict_worst(max(size, self.capacity_bytes // 64)):
                 break
-        expected = f"at most {self.capacity_bytes} bytes"
-        if size <= self.capacity_bytes:
-            busy = self._arena.pinned
-            expected = f"space in {self.capacity_bytes} bytes, {busy} of them read or received now"
-        advice = "send shorter windows, or raise replay.capacity_bytes"
-        code = StatusCode.RESOURCE_EXHAUSTED
-        expected = f"{expected} (replay.capacity_bytes)"
-        raise RefusedError("sample", f"{nbytes} bytes", expected, advice, code)
+        raise RefusedError(
+            "sample",
+            f"{nbytes} bytes",
+            f"at most {self.capacity_bytes} bytes (replay.capacity_bytes), {busy} of them read or "
+            "received now",
+            "send shorter windows, or raise replay.capacity_bytes",
+            StatusCode.RESOURCE_EXHAUSTED,
+        )
 
     @_guarded
     def accept(self, samples: Sequence[Sample]) -> list[bool]:
         """Record samples in one transaction; what is recorded survives kill -9.
 
         Args:
-            samples: each with a block that is a whole buffer from ``reserve``. Their headers'
-                checksums are of these blocks; where none is set, it is computed here.
+            samples: each with a block that is a whole buffer from ``reserve``, and its checksum in
+                the header.
 
         Returns:
             For each, whether it is new.
@@ -206,7 +200,7 @@ class SampleStore:
         for (*_, start, _, _), fresh in zip(rows, new, strict=True):
             if fresh:
                 self._arena.retain(start)
-        self._resident += sum(new)
+        self._arena.noted += sum(new)
         return new
 
     @_guarded
@@ -233,26 +227,21 @@ class SampleStore:
         Raises:
             RefusedError: the index cannot be written; nothing was drawn.
         """
-        while run_id == self._run_id:
-            rows = self._db.next_batch(self._config.max_epochs, max_tokens)
-            if not rows:
-                break
+        epochs = self._config.max_epochs
+        while run_id == self._run_id and (rows := self._db.next_batch(epochs, max_tokens)):
             samples = self._read(rows)
             # Without those that were found damaged, as if they had never been there.
             if len(samples) == len(rows):
-                draw = self._last_draw + 1
-                with self._db.transaction():
-                    self._db.record_draw(draw, [row[0] for row in rows])
-                self._last_draw = draw
-                return Drawn(draw, samples)
+                self._db.record_draw(self.draws + 1, [row[0] for row in rows])
+                self.draws += 1
+                return Drawn(self.draws, samples)
         return Drawn(0, [])
 
     @_guarded
     def put_back(self, drawn: Drawn) -> None:
         """Undo the last draw: its batch was not trained on."""
-        if drawn.number == self._last_draw:
-            with self._db.transaction():
-                self._db.undo_draws(drawn.number, drawn.number)
+        if drawn.number == self.draws:
+            self._db.undo_draws(drawn.number)
 
     @_guarded
     def held_out(self, run_id: str, newest_versions: int | None = None) -> list[Sample]:
@@ -264,14 +253,7 @@ class SampleStore:
         """
         if run_id != self._run_id:
             return []
-        limit = -1 if newest_versions is None else newest_versions
-        return self._read(self._db.held_out(limit))
-
-    @property
-    def draws(self) -> int:
-        """Number of the last draw over the life of the index."""
-        with self._lock:
-            return self._last_draw
+        return self._read(self._db.held_out(-1 if newest_versions is None else newest_versions))
 
     @_guarded
     def saved(self, draw: int) -> None:
@@ -287,12 +269,8 @@ class SampleStore:
     @_guarded
     def released(self, version: int) -> None:
         """A release whose weights contain every draw was written; no older state is resumed."""
-        last = self._last_draw
-        self._free_exhausted(last)
-        with self._db.transaction():
-            self._db.set("release", [version, last])
-            self._db.set("state_draw", last)
-            self._db.execute("DELETE FROM draws")
+        self._db.set("release", [version, self.draws])
+        self.saved(self.draws)
 
     @_guarded
     def rewind(self, draw: int | None, release: int) -> None:
@@ -303,8 +281,8 @@ class SampleStore:
                 resumed, and the weights are the release's.
             release: draft version of the newest release.
         """
+        last = self.draws
         with self._db.transaction():
-            last = self._last_draw
             if draw is None:
                 noted, draw = self._db.get("release", [release, 0])
                 # Another release than noted: the process was killed between writing and noting
@@ -314,7 +292,7 @@ class SampleStore:
             gone = self._db.undo_draws(draw + 1)
             # Numbers go on upwards, also where the state knows of more than this index.
             self._db.set("last_draw", max(last, draw))
-        self._last_draw = max(last, draw)
+        self.draws = max(last, draw)
         self.saved(draw)
         logger.info("draws %d to %d are undone; %d of their samples are gone", draw + 1, last, gone)
         self._count("undone", gone)
@@ -333,7 +311,7 @@ class SampleStore:
         with self._db.transaction():
             gone = self._evict("1")
             self._db.execute("DELETE FROM draws")
-            self._db.execute("DELETE FROM policies")
+            self._db.set("policies", [])
             self._db.set("run", [run_id, facts])
         self._free(gone)
         self._run = (run_id, facts)
@@ -349,13 +327,12 @@ class SampleStore:
         if run_id != self._run_id:
             expected, advice = f"{self._run_id!r}, which began meanwhile", "open this run again"
             raise RefusedError("run_id", run_id, expected, advice, StatusCode.FAILED_PRECONDITION)
-        with self._db.transaction():
-            self._db.put_policy(version, names)
+        self._db.set("policies", sorted([*self.policies(), (version, *names)]))
 
     @_guarded
     def policies(self) -> list[tuple[int, str, str]]:
         """Version and names of the matrices of every policy version, oldest first."""
-        return self._db.policies()
+        return [(version, *names) for version, *names in self._db.get("policies", [])]
 
     @_guarded
     def keep_versions(self, run_id: str, versions: Sequence[int], reason: str = "stale") -> bool:
@@ -366,12 +343,10 @@ class SampleStore:
         """
         if run_id != self._run_id:
             return False
-        others = f"NOT IN ({','.join('?' * len(versions))})"
+        others = "policy_version NOT IN (SELECT value FROM json_each(?)) AND times_drawn < ?"
         with self._db.transaction():
-            gone = self._evict(
-                f"policy_version {others} AND times_drawn < ?", *versions, self._config.max_epochs
-            )
-            self._db.execute(f"DELETE FROM policies WHERE version {others}", *versions)
+            gone = self._evict(others, json.dumps(list(versions)), self._config.max_epochs)
+            self._db.set("policies", [row for row in self.policies() if row[0] in versions])
         self._free(gone)
         lost = len(gone) if reason == "damaged" else sum(untrained for *_, untrained in gone)
         self._count(reason, lost)
@@ -405,7 +380,7 @@ class SampleStore:
             sample.tokens,
             int(is_held_out(sample.group, self._config.held_out_fraction)),
             tie_of(self._seed, sample.sample_id),
-            stored_header(sample),
+            sample.header.SerializeToString(),
             self._arena.start_of(sample.block.data_ptr()),
             aligned(sample.block.nbytes),
         )
@@ -413,13 +388,14 @@ class SampleStore:
 
     @_guarded
     def _start(self) -> None:
+        self._db.open()
         self._load()
 
     def _load(self) -> None:
         """Take over what the index says: at the start, and after a repair."""
         run = self._db.get("run", None)
         self._run = None if run is None else (run[0], run[1])
-        self._last_draw = int(self._db.get("last_draw", 0))
+        self.draws = int(self._db.get("last_draw", 0))
         with self._db.transaction():
             gone = self._evict("start + size > ?", self.capacity_bytes)
         self._count("capacity", sum(untrained for *_, untrained in gone))
@@ -428,33 +404,36 @@ class SampleStore:
     def _restart_arena(self) -> None:
         rows = self._db.execute(f"SELECT {_EXTENT}, number {RESIDENT}").fetchall()
         impossible = self._arena.restart([(start, size) for start, size, _ in rows])
+        self._arena.noted = len(rows)
         self._evict_damaged([rows[index][2] for index in impossible])
-        self._resident = len(rows) - len(impossible)
 
     def _repair(self, cause: str) -> None:
-        run, resident = self._run, self._resident
-        self._db.repair(cause)
+        self._db.repair()
+        left = self._db.one(f"SELECT count(*) {RESIDENT}")
+        lost = max(self._arena.noted - left, 0)
+        text = "%s is damaged (%s) and was rebuilt: %d rows are saved, %d are lost"
+        logger.error(text, self._db.path, cause, left, lost)
         with self._db.transaction():
             # What is known here goes on, however much was lost.
-            if run is not None:
-                self._db.set("run", run)
-            self._db.set("last_draw", self._last_draw)
+            if self._run is not None:
+                self._db.set("run", self._run)
+            self._db.set("last_draw", max(self.draws, self._db.get("last_draw", 0)))
         self._load()
-        self._count("damaged", max(resident - self._resident, 0))
+        self._count("damaged", lost)
 
     def _read(self, rows: Sequence[tuple[Any, ...]]) -> list[Sample]:
         """The samples of rows; those that are damaged are dropped instead."""
         found, damaged = [], []
         for number, seal, *columns in rows:
-            sample = None
             if seal == seal_of(*columns):
                 *_, header, start, size = columns
-                block = torch.from_numpy(self._arena.view(start, size))
-                sample = Sample(pb.VerifierStates.FromString(header), block)
-            if sample is not None and is_intact(sample):
-                found.append(sample)
-            else:
-                damaged.append(number)
+                block = self._arena.view(start, size)
+                sample = Sample(pb.VerifierStates.FromString(header), torch.from_numpy(block))
+                packed = sample.header.packed
+                if checksum_of(block[: sample.nbytes], packed.checksum_kind) == packed.checksum:
+                    found.append(sample)
+                    continue
+            damaged.append(number)
         if damaged:
             self._evict_damaged(damaged)
             # Their rows may be what is damaged: free what no sound row uses.
@@ -464,7 +443,8 @@ class SampleStore:
     def _evict_damaged(self, numbers: Sequence[int]) -> None:
         if numbers:
             with self._db.transaction():
-                self._evict(_AMONG, json.dumps(list(numbers)))
+                gone = self._evict(_AMONG, json.dumps(list(numbers)))
+            self._arena.noted -= len(gone)
             text = "%s: %d samples are damaged and dropped, the first of them are %s"
             logger.error(text, self.folder, len(numbers), list(numbers[:20]))
             self._count("damaged", len(numbers))
@@ -508,11 +488,16 @@ class SampleStore:
         ).fetchall()
         update = "UPDATE samples SET start = NULL, size = NULL, header = NULL"
         self._db.execute(f"{update} WHERE {condition}", *values)
-        self._db.forget()
+        # The keys of the newest rows stay, so that a sample that is sent again is recognised.
+        self._db.execute(
+            "DELETE FROM samples WHERE start IS NULL AND number <= "
+            "(SELECT max(number) FROM samples) - ?",
+            self._config.ledger_entries,
+        )
         return gone
 
     def _free(self, gone: Sequence[tuple[int, int, int, int]]) -> None:
-        self._resident -= len(gone)
+        self._arena.noted -= len(gone)
         for start, size, *_ in gone:
             self._arena.release(start, size)
 

@@ -49,11 +49,11 @@ def ledger(folder: Path, draws: dict[str, int]) -> Path:
     """A folder with a ledger of samples that were drawn so often, and are held no more."""
     held = folder / "samples"
     held.mkdir()
-    rows = Database(held / FILE, 100)
-    rows.executemany(
-        "INSERT INTO samples (key, held_out, times_drawn) VALUES (?, 0, ?)",
-        [(key_of(RUN, name), times) for name, times in draws.items()],
-    )
+    rows = Database(held / FILE)
+    rows.open()
+    for name, times in draws.items():
+        query = "INSERT INTO samples (key, held_out, times_drawn) VALUES (?, 0, ?)"
+        rows.execute(query, key_of(RUN, name), times)
     rows.close()
     return held
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from draft_trainer.config import ReplayConfig
 from draft_trainer.ingest.database import key_of
 from draft_trainer.ingest.store import SampleStore
+from slipstream.checksum import KINDS, checksum_of
 from slipstream.sample import Sample, header_of, layout_of
 
 WIDTH = 8
@@ -43,6 +44,13 @@ def received(
     sample.loss_mask.copy_(torch.arange(tokens) >= 4)
     if prompt is not None:
         sample.token_ids[:4] = prompt
+    return sealed(sample)
+
+
+def sealed(sample: Sample) -> Sample:
+    """The same, with the checksum of its block in its header."""
+    packed = sample.header.packed
+    packed.checksum_kind, packed.checksum = KINDS[0], checksum_of(sample.block.numpy(), KINDS[0])
     return sample
 
 
@@ -80,5 +88,5 @@ def times_drawn(store: SampleStore, names: Iterable[str], run_id: str = "run") -
 
 def rows_of(store: SampleStore) -> dict[str, int]:
     """Rows of every table that grows."""
-    tables = ("samples", "draws", "policies")
+    tables = ("samples", "draws")
     return {table: store._db.one(f"SELECT count(*) FROM {table}") for table in tables}

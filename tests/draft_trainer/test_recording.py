@@ -21,7 +21,6 @@ from torch import Tensor
 from draft_trainer.config import RecordingConfig, ReplayConfig
 from draft_trainer.counters import Counters, by_label, total
 from draft_trainer.drafters.policy import PolicyHead
-from draft_trainer.ingest.database import stored_header
 from draft_trainer.ingest.run import PolicySizes, Run
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.recordings import writer as recording_writer
@@ -33,6 +32,7 @@ from slipstream.sample import Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.recordings import FACTS, record_synthetic
 from tests.draft_trainer.rig import make_config, rollouts, running
+from tests.draft_trainer.samples import sealed
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, config, draft_vocab_ids
 
 
@@ -314,8 +314,7 @@ def test_the_service_records_what_it_accepts(tmp_path: Path) -> None:
     for found, sample in zip(
         map(recording.__getitem__, range(12)), Policy().samples(12), strict=True
     ):
-        header = pb.VerifierStates.FromString(stored_header(sample))
-        assert same(found, Sample(header, sample.block))
+        assert same(found, sealed(sample))
     heads = recording.policy_heads(draft_vocab_ids())
     assert torch.equal(heads.get(1).embed_tokens, Policy().embed)
     assert total(server._counters.samples_recorded) == 12
