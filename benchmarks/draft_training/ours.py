@@ -24,6 +24,7 @@ from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
 from draft_trainer.drafters.loss import step_weights, ttt_objective
+from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.kernels.library import use_kernels
 from draft_trainer.training.optimizer import DraftOptimizer
 
@@ -60,9 +61,9 @@ class Ours:
         self.token_ids = tensors.token_ids
         self.embed_tokens = tensors.embed_tokens
         self.aux, self.final_hidden = tensors.aux, tensors.final_hidden
-        self.lm_head_rows = tensors.lm_head[tensors.draft_vocab_ids]
-        logits = tensors.final_hidden.float() @ self.lm_head_rows.float().T
-        self.log_z = logits.logsumexp(-1)
+        rows = tensors.lm_head[tensors.draft_vocab_ids]
+        self.policy = PolicyHead(0, rows, tensors.embed_tokens)
+        self.log_z = (tensors.final_hidden @ rows.T).float().logsumexp(-1)
         # Every anchor whose teacher lies in the row: i + 1 + s <= T - 1, as the peers have it.
         index = torch.arange(case.tokens, device=case.device)
         valid = torch.stack([index + 1 + s < case.tokens for s in range(case.ttt_steps)])
@@ -105,7 +106,8 @@ class Ours:
             aux=self.aux[rows],
             embeds=torch.nn.functional.embedding(ids, self.embed_tokens),
             final_hidden=self.final_hidden[rows],
-            lm_head_rows=self.lm_head_rows,
+            policy=self.policy,
+            logits_dtype=case.torch_dtype,
             log_z=self.log_z[rows],
             teacher_known=torch.ones_like(ids, dtype=torch.bool),
             sampled_logprobs=torch.zeros(ids.shape, device=case.device),

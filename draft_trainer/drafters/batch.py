@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from draft_trainer.drafters.policy import PolicyHeads
+from draft_trainer.drafters.policy import PolicyHead, PolicyHeads, policy_logits
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 
@@ -31,7 +31,8 @@ class Batch:
         aux: [B, T, A * H], in the samples' type.
         embeds: [B, T, H], the policy's embeddings of ``token_ids``, in the policy's type.
         final_hidden: [B, T, H], in the samples' type.
-        lm_head_rows: [draft_vocab, H], the policy's lm_head rows of the draft vocabulary.
+        policy: how the policy makes its logits, on the batch's device; see ``policy_logits``.
+        logits_dtype: in which it has them.
         log_z: float32 [B, T]; at j the log of the sum, over the WHOLE vocabulary, of
             exp(y_j / temperature), as the policy's own log-probs say.
         teacher_known: bool [B, T], where log Z is known: j + 1 is in the row.
@@ -48,7 +49,8 @@ class Batch:
     aux: Tensor
     embeds: Tensor
     final_hidden: Tensor
-    lm_head_rows: Tensor
+    policy: PolicyHead
+    logits_dtype: torch.dtype
     log_z: Tensor
     teacher_known: Tensor
     sampled_logprobs: Tensor
@@ -66,8 +68,8 @@ class Batch:
             float32 [N, draft_vocab], NOT renormalised over the draft vocabulary: what is missing
             to 1 is the policy's mass outside it.
         """
-        logits = self.final_hidden[row, index].float() @ self.lm_head_rows.float().T
-        return logits / self.temperature[row, None] - self.log_z[row, index, None]
+        logits = policy_logits(self.final_hidden[row, index], self.policy, self.logits_dtype)
+        return logits.float() / self.temperature[row, None] - self.log_z[row, index, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +85,11 @@ class _Row:
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+    @property
+    def policy(self) -> tuple[int, str]:
+        """What the rows of a batch have in common: version, and type of the logits."""
+        return self.sample.policy_version, str(self.sample.logits_dtype)
 
 
 def collate(
@@ -126,11 +133,12 @@ def batches(
     rows = [row for sample in samples for row in _segments(sample)]
     if window_steps is not None:
         rows = [part for row in rows for part in _windows(row, max_tokens, window_steps)]
-    rows.sort(key=lambda row: (row.sample.policy_version, row.size))
+    rows.sort(key=lambda row: (*row.policy, row.size))
     chosen: list[_Row] = []
     for row in rows:
-        other = chosen and chosen[0].sample.policy_version != row.sample.policy_version
-        if other or (chosen and (len(chosen) + 1) * row.size > max_tokens):
+        if (chosen and chosen[0].policy != row.policy) or (
+            chosen and (len(chosen) + 1) * row.size > max_tokens
+        ):
             yield _collate(chosen, policy_heads, device)
             chosen = []
         chosen.append(row)
@@ -155,12 +163,12 @@ def _windows(row: _Row, size: int, steps: int) -> list[_Row]:
 
 
 def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.device | None) -> Batch:
-    versions = sorted({row.sample.policy_version for row in rows})
-    if len(versions) > 1:
+    policies = sorted({row.policy for row in rows})
+    if len(policies) > 1:
         raise RefusedError(
-            "policy_version", versions, "one version a batch", "collate each version separately"
+            "policy_version", policies, "one policy a batch", "collate each version separately"
         )
-    head = policy_heads.get(versions[0])
+    head = policy_heads.get(policies[0][0])
     where = device or head.lm_head_rows.device
     first = rows[0].sample
     size = (len(rows), max(row.size for row in rows))
@@ -197,7 +205,8 @@ def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.devi
         # Looked up on the table's device: the rows are small, the table is a gigabyte.
         embeds=head.embed_tokens[token_ids.to(head.embed_tokens.device)].to(where),
         final_hidden=final,
-        lm_head_rows=head.lm_head_rows.to(where),
+        policy=head.to(where),
+        logits_dtype=first.logits_dtype,
         log_z=log_z,
         teacher_known=known,
         sampled_logprobs=logprobs,

@@ -37,6 +37,7 @@ from torch.func import functional_call
 from draft_trainer.drafters.batch import Batch, ahead
 from draft_trainer.drafters.draft import Draft
 from draft_trainer.drafters.ops import product
+from draft_trainer.drafters.policy import PolicyHead, policy_logits
 from draft_trainer.kernels import library
 from draft_trainer.kernels.rows import score_rows
 
@@ -56,13 +57,15 @@ class TeacherRows:
 
     Attributes:
         final_hidden: [N, H], input of the policy's lm_head.
-        lm_head_rows: [V, H], rows of the draft vocabulary, in the type of ``final_hidden``.
+        policy: how it makes logits of them.
+        logits_dtype: in which it has those; see ``policy_logits``.
         log_z: float32 [N], log of the whole vocabulary's sum of exp(logit / temperature).
         temperature: float32 [N].
     """
 
     final_hidden: Tensor
-    lm_head_rows: Tensor
+    policy: PolicyHead
+    logits_dtype: torch.dtype
     log_z: Tensor
     temperature: Tensor
 
@@ -93,10 +96,7 @@ def soft_target_loss(
     loss, sums = _SoftTargetLoss.apply(
         hidden,
         lm_head,
-        teacher.final_hidden,
-        teacher.lm_head_rows,
-        teacher.log_z,
-        teacher.temperature,
+        teacher,
         valid,
         row_weights * valid,
         target,
@@ -110,10 +110,7 @@ class _SoftTargetLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         lm_head: Tensor,
-        final_hidden: Tensor,
-        lm_head_rows: Tensor,
-        log_z: Tensor,
-        temperature: Tensor,
+        teacher: TeacherRows,
         valid: Tensor,
         row_weights: Tensor,
         target: Target,
@@ -129,9 +126,9 @@ class _SoftTargetLoss(torch.autograd.Function):
             states = hidden[:, rows].flatten(0, 1)
             # The logits, replaced block by block by their gradient.
             logits = product(states, lm_head.T).unflatten(0, (steps, -1))
-            policy = product(final_hidden[rows], lm_head_rows.T)
+            policy = policy_logits(teacher.final_hidden[rows], teacher.policy, teacher.logits_dtype)
             scores = _score_blocks(
-                logits, policy, log_z[rows], 1.0 / temperature[rows], target, learns
+                logits, policy, teacher.log_z[rows], 1.0 / teacher.temperature[rows], target, learns
             )
             sums += (scores * valid[:, rows, None]).sum(1)
             loss += (scores[..., 0] * row_weights[:, rows]).sum()
@@ -139,7 +136,7 @@ class _SoftTargetLoss(torch.autograd.Function):
                 continue
             gradient = logits.flatten(0, 1)
             # The factor of a row is applied to its H states and not to its V logits.
-            factor = (row_weights[:, rows] / temperature[rows]).reshape(-1, 1).to(wide)
+            factor = (row_weights[:, rows] / teacher.temperature[rows]).reshape(-1, 1).to(wide)
             flowing = product(gradient, lm_head).to(wide).mul_(factor)
             grad_hidden[:, rows] = flowing.to(hidden.dtype).unflatten(0, (steps, -1))
             grad_lm_head += product(gradient.T, (states * factor).to(states.dtype))
@@ -152,9 +149,9 @@ class _SoftTargetLoss(torch.autograd.Function):
         grad_hidden, grad_lm_head = ctx.saved_tensors
         if not grad_loss.is_cuda and grad_loss == 1.0:
             # The backward pass begins at the loss: saves a pass over the largest gradient.
-            return grad_hidden, grad_lm_head.to(grad_hidden.dtype), *[None] * 7
+            return grad_hidden, grad_lm_head.to(grad_hidden.dtype), *[None] * 4
         for_lm_head = (grad_lm_head * grad_loss).to(grad_hidden.dtype)
-        return grad_hidden * grad_loss.to(grad_hidden.dtype), for_lm_head, *[None] * 7
+        return grad_hidden * grad_loss.to(grad_hidden.dtype), for_lm_head, *[None] * 4
 
 
 def _score_blocks(
@@ -164,14 +161,14 @@ def _score_blocks(
 
     Args:
         logits: [K, R, V] of the head, before temperature; overwritten when ``learns``.
-        policy: [R, V], the policy's logits, before temperature.
+        policy: [R, V], the policy's logits, before temperature, in their own type.
         log_z: float32 [R].
         inverse_t: float32 [R].
 
     Returns:
         float64 [K, R, len(METRICS)].
     """
-    if library.runs_on(logits):
+    if library.runs_on(logits) and library.runs_on(policy):
         return score_rows(logits, policy, log_z, inverse_t, target, learns)
     steps, count, vocab = logits.shape
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -308,8 +305,9 @@ def ttt_objective(
     # Of the anchor of step 0; rows without an anchor for a step take any other, and do not count.
     flat = row * anchors_a_row + index - 1 - first_anchor
     teacher = TeacherRows(
-        final_hidden=batch.final_hidden[row, index].to(compute_dtype),
-        lm_head_rows=batch.lm_head_rows.to(compute_dtype),
+        final_hidden=batch.final_hidden[row, index],
+        policy=batch.policy,
+        logits_dtype=batch.logits_dtype,
         log_z=batch.log_z[row, index],
         temperature=batch.temperature[row],
     )

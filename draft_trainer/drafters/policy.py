@@ -34,6 +34,13 @@ class PolicyHead:
     lm_head_bias: Tensor | None = None
     form: LogitForm = field(default_factory=LogitForm)
 
+    def to(self, device: torch.device) -> PolicyHead:
+        """With what makes the logits on a device; the embeddings stay where they are."""
+        if self.lm_head_rows.device == device:
+            return self
+        bias = None if self.lm_head_bias is None else self.lm_head_bias.to(device)
+        return replace(self, lm_head_rows=self.lm_head_rows.to(device), lm_head_bias=bias)
+
 
 def policy_logits(hidden: Tensor, head: PolicyHead, dtype: torch.dtype) -> Tensor:
     """The policy's logits over the draft vocabulary, before temperature, rounded as it rounds them.
@@ -44,16 +51,17 @@ def policy_logits(hidden: Tensor, head: PolicyHead, dtype: torch.dtype) -> Tenso
         dtype: in which the policy has its logits (``Sample.logits_dtype``).
 
     Returns:
-        [N, draft_vocab] in ``dtype``.
+        [N, draft_vocab], in ``dtype``; in float64 where the states are and ``dtype`` is float32.
     """
     rows, bias = head.lm_head_rows, head.lm_head_bias
     if dtype != torch.float32 and hidden.dtype == rows.dtype == dtype and bias is None:
         # As the policy itself: products are added up in float32 and rounded once.
-        logits = hidden @ rows.T
-    else:
-        logits = product(hidden.float(), rows.float().T)
-        logits = (logits if bias is None else logits + bias.float()).to(dtype)
-    return head.form.apply(logits)
+        return head.form.apply(hidden @ rows.T)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    logits = product(hidden.to(wide), rows.to(wide).T)
+    if bias is not None:
+        logits = logits + bias
+    return head.form.apply(logits if dtype == torch.float32 else logits.to(dtype))
 
 
 class PolicyHeads:

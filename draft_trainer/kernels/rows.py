@@ -67,7 +67,7 @@ def score_rows(
 
     Args:
         logits: float32 or bfloat16, each [R, V] contiguous.
-        policy: [R, V], in the same type.
+        policy: [R, V], float32 or bfloat16.
         log_z: float32 [R].
         inverse_t: float32 [R].
 
@@ -78,7 +78,8 @@ def score_rows(
     policy, log_z, inverse_t = policy.contiguous(), log_z.contiguous(), inverse_t.contiguous()
     scratch = torch.empty(torch.get_num_threads(), 2, vocab)
     scores = torch.empty(steps, rows, 4, dtype=torch.float64)
-    how = (_TARGETS[target], learns, logits.dtype == torch.float32)
+    wide = (logits.dtype == torch.float32, policy.dtype == torch.float32)
+    how = (_TARGETS[target], learns, *wide)
     counts = (steps, rows, vocab)
     run(
         *("score_rows", logits, logits.stride(0), policy, log_z, inverse_t),

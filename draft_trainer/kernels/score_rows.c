@@ -9,9 +9,9 @@ enum { KL, TV, LK };
     for (int64_t first = 0, last; last = first + SPAN < count ? first + SPAN : count, first < count; first = last)
 
 INLINE void score_row(void *logits, int64_t step_stride, const void *policy, float log_z,
-                      float inverse_t, int64_t steps, int64_t vocab, int64_t target, int learns,
-                      float *restrict p, float *restrict q, double *scores, int64_t score_stride,
-                      int64_t wide) {
+                      float inverse_t, int64_t steps, int64_t vocab, int64_t target,
+                      int64_t learns, float *restrict p, float *restrict q, double *scores,
+                      int64_t score_stride, int64_t wide, int64_t wide_policy) {
     const float warm = inverse_t * LOG2E, shift = log_z * LOG2E;
     double mass_sum = 0.0;
     float highest_p = -1.0f;
@@ -19,7 +19,7 @@ INLINE void score_row(void *logits, int64_t step_stride, const void *policy, flo
         float sum = 0.0f;
 #pragma omp simd reduction(+ : sum) reduction(max : highest_p)
         for (int64_t v = a; v < b; v++) {
-            float x = exp2_of(load(policy, v, wide) * warm - shift);
+            float x = exp2_of(load(policy, v, wide_policy) * warm - shift);
             p[v] = x;
             sum += x;
             highest_p = x > highest_p ? x : highest_p;
@@ -95,18 +95,19 @@ INLINE void score_row(void *logits, int64_t step_stride, const void *policy, flo
  * [steps, rows, 4], scratch [threads, 2, vocab]. */
 void score_rows(void *logits, int64_t step_stride, const void *policy, const float *log_z,
                 const float *inverse_t, int64_t steps, int64_t rows, int64_t vocab, int64_t target,
-                int64_t learns, int64_t wide, float *scratch, double *scores, int64_t threads) {
-    const int64_t row_bytes = vocab * (wide ? 4 : 2);
+                int64_t learns, int64_t wide, int64_t wide_policy, float *scratch, double *scores,
+                int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         float *p = scratch + omp_get_thread_num() * 2 * vocab;
-        char *z = (char *)logits + r * row_bytes;
-        const char *y = (const char *)policy + r * row_bytes;
-#define ROW(wide)                                                                                \
+        char *z = (char *)logits + r * vocab * (wide ? 4 : 2);
+        const char *y = (const char *)policy + r * vocab * (wide_policy ? 4 : 2);
+#define ROW(wide, wide_policy)                                                                                \
     score_row(z, step_stride, y, log_z[r], inverse_t[r], steps, vocab, target, learns, p,        \
-              p + vocab, scores + r * 4, rows * 4, wide)
-        if (wide) ROW(1);
-        else ROW(0);
+              p + vocab, scores + r * 4, rows * 4, wide, wide_policy)
+        if (wide) ROW(1, wide_policy);
+        else if (wide_policy) ROW(0, 1);
+        else ROW(0, 0);
 #undef ROW
     }
 }

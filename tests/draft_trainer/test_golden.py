@@ -19,6 +19,7 @@ from torch import Tensor
 from draft_trainer.drafters.batch import Batch, ahead
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
 from draft_trainer.drafters.loss import Objective, step_weights, ttt_objective
+from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.kernels.library import using_kernels
 
 STEPS = 4
@@ -71,7 +72,8 @@ def _batch(golden: dict[str, Tensor]) -> Batch:
         aux=golden["in.aux"],
         embeds=golden["w.embed_tokens.weight"][ids],
         final_hidden=golden["in.last_postnorm"],
-        lm_head_rows=draft_rows,
+        policy=PolicyHead(0, draft_rows, golden["w.embed_tokens.weight"]),
+        logits_dtype=torch.float32,
         log_z=(golden["in.last_postnorm"] @ draft_rows.T).logsumexp(-1),
         teacher_known=torch.ones_like(ids, dtype=torch.bool),
         sampled_logprobs=torch.zeros(ids.shape),
@@ -146,7 +148,7 @@ def test_speculators_loss_and_gradients() -> None:
     valid = torch.stack([ahead(batch.loss_mask, s + 1) for s in range(STEPS)])
     counts = valid.flatten(1).sum(1) + 1e-5
     outcome = ttt_objective(head, batch, valid, weights=[1.0] * STEPS, denominators=counts)
-    log_p = (batch.final_hidden @ batch.lm_head_rows.T).log_softmax(-1)
+    log_p = (batch.final_hidden @ batch.policy.lm_head_rows.T).log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     losses = []
     for step in range(STEPS):

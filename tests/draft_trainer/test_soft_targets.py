@@ -8,6 +8,7 @@ from torch import Tensor
 
 from draft_trainer.drafters import loss as soft_targets
 from draft_trainer.drafters.loss import Target, TeacherRows, soft_target_loss
+from draft_trainer.drafters.policy import PolicyHead
 
 STEPS, ROWS, HIDDEN, VOCAB = 3, 37, 24, 50
 
@@ -22,7 +23,8 @@ def _case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, TeacherRo
     temperature = torch.where(torch.arange(ROWS) % 2 == 0, 0.7, 1.0)
     final, rows = normal(ROWS, HIDDEN), normal(VOCAB, HIDDEN) / 3
     logits = final.double() @ rows.double().T / temperature[:, None]
-    teacher = TeacherRows(final, rows, (logits.logsumexp(-1) + 0.223).float(), temperature)
+    log_z = (logits.logsumexp(-1) + 0.223).float()
+    teacher = TeacherRows(final, PolicyHead(0, rows, rows), dtype, log_z, temperature)
     valid = torch.rand(STEPS, ROWS, generator=generator) < 0.7
     weights = torch.rand(STEPS, ROWS, generator=generator)
     return normal(STEPS, ROWS, HIDDEN), normal(VOCAB, HIDDEN) / 3, teacher, valid, weights
@@ -39,7 +41,7 @@ def _dense(
     """The same by the textbook, in float64, autograd's own gradient."""
     t = teacher.temperature[:, None].double()
     p = (
-        (teacher.final_hidden.double() @ teacher.lm_head_rows.double().T / t)
+        (teacher.final_hidden.double() @ teacher.policy.lm_head_rows.double().T / t)
         .sub(teacher.log_z[:, None].double())
         .exp()
     )
@@ -96,7 +98,9 @@ def test_a_perfect_head_loses_exactly_the_entropy() -> None:
     """q = p: cross-entropy = entropy, acceptance 1, nothing outside, no gradient."""
     hidden, lm_head, teacher, _, _ = _case()
     log_z = (hidden[0] @ lm_head.T / teacher.temperature[:, None]).logsumexp(-1)
-    same = TeacherRows(hidden[0], lm_head, log_z, teacher.temperature)
+    same = TeacherRows(
+        hidden[0], PolicyHead(0, lm_head, lm_head), torch.float32, log_z, teacher.temperature
+    )
     state = hidden[:1].clone().requires_grad_()
     everything = torch.ones(1, ROWS, dtype=torch.bool)
     loss, sums = soft_target_loss(state, lm_head, same, everything, everything / ROWS, "kl")
