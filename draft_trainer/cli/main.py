@@ -23,8 +23,7 @@ from tyro.conf import Positional, arg, subcommand
 
 from draft_trainer.cli.offline import Fit, Init
 from draft_trainer.cli.plan import Plan
-from draft_trainer.cli.release_actions import Export, Import, Pin, Promote, Rollback, Unpin
-from draft_trainer.cli.releases import Diff, List, Show, Verdicts, Verify
+from draft_trainer.cli.release_actions import Releases
 from draft_trainer.cli.top import Events, Status, Top
 from slipstream.errors import RefusedError
 
@@ -154,33 +153,6 @@ class Completion:
         with contextlib.suppress(SystemExit):
             _parse(["--tyro-print-completion", self.shell])
         return 0
-
-
-@dataclass(frozen=True)
-class Releases:
-    """Look at releases, copy them in and out, move the fleet.
-
-    A release is an immutable draft checkpoint in a trainer's registry. Commands ask the trainer at
-    --address; those with --registry also work on the folder itself, without one.
-    """
-
-    action: (
-        Annotated[List, subcommand("list")]
-        | Annotated[Show, subcommand("show")]
-        | Annotated[Verdicts, subcommand("verdicts")]
-        | Annotated[Diff, subcommand("diff")]
-        | Annotated[Verify, subcommand("verify")]
-        | Annotated[Promote, subcommand("promote")]
-        | Annotated[Rollback, subcommand("rollback")]
-        | Annotated[Pin, subcommand("pin")]
-        | Annotated[Unpin, subcommand("unpin")]
-        | Annotated[Export, subcommand("export")]
-        | Annotated[Import, subcommand("import")]
-    )
-
-    def run(self) -> int:
-        """Runs the action."""
-        return self.action.run()
 
 
 _COMMANDS: Any = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import sys
 import threading
@@ -12,14 +11,12 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from draft_trainer.cli.trainer import File, at_least
+from draft_trainer.cli.trainer import File, Folder, at_least
 from slipstream.errors import RefusedError
 
 DEFAULT_DRAFT_VOCAB = 32_000
 
-Folder = Annotated[Path, arg(metavar="DIR")]
-OptionalFolder = Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(optional)")]
-Rate = Annotated[float | None, arg(metavar="X", help_behavior_hint="(optional)")]
+Needed = Annotated[Path, arg(metavar="DIR")]
 Count = Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")]
 
 
@@ -32,11 +29,11 @@ class Init:
     fit, or with draft-trainer serve.
     """
 
-    policy: Folder
+    policy: Needed
     """The policy's Hugging Face checkpoint (safetensors)."""
-    out: Folder
+    out: Needed
     """The draft; must not exist."""
-    states: OptionalFolder = None
+    states: Folder = None
     """Recorded states of the policy, to choose the draft vocabulary by; without them it is the
     policy's whole vocabulary."""
     draft_vocab: Count = None
@@ -111,8 +108,14 @@ def _layers(text: str) -> tuple[int, ...]:
         ) from error
 
 
-def _key(dotted: str) -> dict[str, str]:
-    return {"key": dotted}
+_TRAINING = ("learning_rate", "batch_tokens", "ttt_steps", "compute_dtype")
+_PLACE = ("device", "threads", "seed")
+_KEYS = {
+    "epochs": "fit.epochs",
+    "draft_length": "fit.num_speculative_tokens",
+    **{name: f"training.{name}" for name in (*_TRAINING, *_PLACE)},
+}
+"""Options of ``Fit`` that override a key of its configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,43 +129,35 @@ class Fit:
     draft-trainer fit ...
     """
 
-    states: Folder
+    states: Needed
     """Recorded states."""
-    draft: Folder
+    draft: Needed
     """The draft to begin with, as draft-trainer init makes it."""
-    out: Folder
+    out: Needed
     """The trained draft; must not exist, unless it is resumed."""
-    policy: OptionalFolder = None
+    policy: Folder = None
     """The draft's policy; needed where the draft's checkpoint does not say everything."""
     config: File = None
     """TOML with the sections fit and training; the options below override it."""
     resume: bool = False
     """Go on with the unfinished fit in --out; begin one if there is none."""
-    epochs: Count = dataclasses.field(default=None, metadata=_key("fit.epochs"))
+    epochs: Count = None
     """Passes over the data (3)."""
-    draft_length: Count = dataclasses.field(
-        default=None, metadata=_key("fit.num_speculative_tokens")
-    )
+    draft_length: Count = None
     """Speculative tokens that will be served (3)."""
-    learning_rate: Annotated[float | None, arg(metavar="X", help_behavior_hint="(optional)")] = (
-        dataclasses.field(default=None, metadata=_key("training.learning_rate"))
-    )
+    learning_rate: Annotated[float | None, arg(metavar="X", help_behavior_hint="(optional)")] = None
     """AdamW's, after warm-up (1e-3)."""
-    batch_tokens: Count = dataclasses.field(default=None, metadata=_key("training.batch_tokens"))
+    batch_tokens: Count = None
     """Tokens of one step (4096)."""
-    ttt_steps: Count = dataclasses.field(default=None, metadata=_key("training.ttt_steps"))
+    ttt_steps: Count = None
     """Depth of the training-time test (5)."""
-    compute_dtype: Literal["float32", "bfloat16"] | None = dataclasses.field(
-        default=None, metadata=_key("training.compute_dtype")
-    )
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Of matrix products; weights and optimizer are float32 either way (float32)."""
-    device: Literal["cpu", "cuda"] | None = dataclasses.field(
-        default=None, metadata=_key("training.device")
-    )
+    device: Literal["cpu", "cuda"] | None = None
     """Where it computes (cpu)."""
-    threads: Count = dataclasses.field(default=None, metadata=_key("training.threads"))
+    threads: Count = None
     """Threads of torch (torch's own choice)."""
-    seed: Count = dataclasses.field(default=None, metadata=_key("training.seed"))
+    seed: Count = None
     """Orders the data (0)."""
 
     def run(self) -> int:
@@ -175,11 +170,8 @@ class Fit:
         from draft_trainer.offline.fit import FitFolders
         from draft_trainer.training.ranks import RankLostError, Ranks
 
-        options = {
-            field.metadata["key"]: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if "key" in field.metadata and getattr(self, field.name) is not None
-        }
+        given = {key: getattr(self, name) for name, key in _KEYS.items()}
+        options = {key: value for key, value in given.items() if value is not None}
         config = fit_config(self.config, options)
         training = config.training
         if "threads" in training.model_fields_set:

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import Positional, arg
+from google.protobuf import json_format
+from tyro.conf import Positional, arg, subcommand
 
-from draft_trainer.cli.releases import Folder, Manifest, Reading, RegistryFolder, Version
-from draft_trainer.cli.trainer import Connection, as_dict, plain, print_json
-from slipstream.errors import RefusedError
+from draft_trainer.cli.releases import (
+    Diff,
+    List,
+    Manifest,
+    Reading,
+    RegistryFolder,
+    Show,
+    Verdicts,
+    Verify,
+    Version,
+)
+from draft_trainer.cli.trainer import Connection, Folder, as_dict, print_json
+from slipstream.errors import RefusedError, clean
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 if TYPE_CHECKING:
@@ -41,8 +53,7 @@ class Promote(Reading):
             return _report(pb.PublishResult(draft_version=self.version), self.json)
         request = pb.PromoteReleaseRequest(draft_version=self.version, pin=self.pin)
         with self.trainer() as stub:
-            result = stub.PromoteRelease(request, timeout=self.timeout)
-        return _report(result, self.json)
+            return _report(stub.PromoteRelease(request, timeout=self.timeout), self.json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +74,7 @@ class Rollback(Reading):
             return _report(pb.PublishResult(draft_version=version), self.json)
         request = pb.RollBackReleaseRequest(reason=self.reason)
         with self.trainer() as stub:
-            result = stub.RollBackRelease(request, timeout=self.timeout)
-        return _report(result, self.json)
+            return _report(stub.RollBackRelease(request, timeout=self.timeout), self.json)
 
 
 def _report(result: pb.PublishResult, as_json: bool) -> int:
@@ -75,8 +85,8 @@ def _report(result: pb.PublishResult, as_json: bool) -> int:
         for server in result.servers:
             known = server.HasField("state")
             serves = f"draft {server.state.draft_version}" if known else "unknown"
-            error = f"; {plain(server.error)}" if server.error else ""
-            print(f"  {plain(server.address)}: {serves}{error}")
+            error = f"; {clean(server.error)}" if server.error else ""
+            print(f"  {clean(server.address)}: {serves}{error}")
     return 1 if any(server.error for server in result.servers) else 0
 
 
@@ -124,16 +134,20 @@ class Export(Reading):
     """The policy's folder, which speculators' layout names."""
 
     def run(self) -> int:
+        from draft_trainer.drafters import DRAFTERS
         from draft_trainer.files import check_free, folder_written_whole
 
         check_free(self.folder, "DIR")
         with self.source() as releases:
             manifest, tensors = releases.tensors(self.version)
-        with folder_written_whole(self.folder) as temporary:
-            if self.layout is None:
-                _write_as_released(temporary, manifest, tensors)
-            else:
-                self._write_in_layout(temporary, manifest, tensors)
+        with folder_written_whole(self.folder) as target, TemporaryDirectory() as temporary:
+            _write_as_released(
+                target if self.layout is None else Path(temporary), manifest, tensors
+            )
+            if self.layout is not None:
+                drafter, dtype = DRAFTERS["eagle3"], tensors["fc.weight"].dtype
+                head = drafter.read(Path(temporary)).draft()
+                drafter.save(target, head, dtype, layout=self.layout, policy=self.policy)
         layout = self.layout or "as released"
         if self.json:
             told = {"draft_version": manifest.draft_version, "layout": layout}
@@ -142,23 +156,8 @@ class Export(Reading):
             print(f"{self.folder}: draft {manifest.draft_version}, {layout}")
         return 0
 
-    def _write_in_layout(
-        self, folder: Path, manifest: Manifest, tensors: dict[str, Tensor]
-    ) -> None:
-        from tempfile import TemporaryDirectory
-
-        from draft_trainer.drafters import DRAFTERS
-
-        with TemporaryDirectory() as temporary:
-            _write_as_released(Path(temporary), manifest, tensors)
-            head = DRAFTERS["eagle3"].read(Path(temporary)).draft()
-        dtype = tensors["fc.weight"].dtype
-        layout = self.layout or "plain"
-        DRAFTERS[head.kind].save(folder, head, dtype, layout=layout, policy=self.policy)
-
 
 def _write_as_released(folder: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
-    from google.protobuf import json_format
     from safetensors.torch import save_file
 
     from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE
@@ -191,7 +190,7 @@ class Import(Reading):
 
     def run(self) -> int:
         from draft_trainer.drafters import DRAFTERS
-        from draft_trainer.releases.imports import read_foreign
+        from draft_trainer.releases.imports import read_foreign, release_foreign
 
         if self.registry is not None and self.gate:
             raise RefusedError(
@@ -200,40 +199,32 @@ class Import(Reading):
         checkpoint = read_foreign(DRAFTERS["eagle3"], self.folder, self.policy)
         origin = str(self.folder.resolve())
         if self.registry is not None:
-            answer = _import_offline(checkpoint, origin, self.registry)
+            registry = RegistryFolder(self.registry).registry
+            oldest = registry.drafter.read(registry.path(registry.versions()[0]))
+            head = checkpoint.draft_like(oldest)
+            manifest = release_foreign(registry, checkpoint, head, origin)
+            answer = pb.ImportReleaseResponse(manifest=manifest)
         else:
+            requests = _import_requests(checkpoint, origin, self.gate)
             with self.trainer() as stub:
-                answer = stub.ImportRelease(
-                    _import_requests(checkpoint, origin, self.gate), timeout=self.timeout
-                )
+                answer = stub.ImportRelease(requests, timeout=self.timeout)
         version, gated = answer.manifest.draft_version, answer.HasField("verdict")
         if self.json:
             print_json(as_dict(answer))
-        elif not gated:
+        elif gated:
+            promoted = "promoted" if answer.promoted else "not promoted"
+            print(f"draft {version}, {promoted}; {clean(answer.verdict.reason)}")
+        else:
             print(
                 f"draft {version}, not gated and not promoted; to serve it: "
                 f"draft-trainer releases promote {version}"
             )
-        else:
-            promoted = "promoted" if answer.promoted else "not promoted"
-            print(f"draft {version}, {promoted}; {plain(answer.verdict.reason)}")
         return 1 if gated and answer.verdict.outcome != "passed" else 0
-
-
-def _import_offline(checkpoint: Checkpoint, origin: str, root: Path) -> pb.ImportReleaseResponse:
-    from draft_trainer.releases.imports import release_foreign
-
-    registry = RegistryFolder(root).registry
-    oldest = registry.drafter.read(registry.path(registry.versions()[0]))
-    head = checkpoint.draft_like(oldest)
-    return pb.ImportReleaseResponse(manifest=release_foreign(registry, checkpoint, head, origin))
 
 
 def _import_requests(
     checkpoint: Checkpoint, origin: str, gate: bool
 ) -> Iterator[pb.ImportReleaseRequest]:
-    from tempfile import TemporaryDirectory
-
     from draft_trainer.checkpoints.draft import CONFIG_FILE, load_tensors
     from slipstream.tensors import chunks_of, spec_of
 
@@ -246,3 +237,30 @@ def _import_requests(
     yield pb.ImportReleaseRequest(header=header)
     for chunk in chunks_of(tensors):
         yield pb.ImportReleaseRequest(chunk=chunk)
+
+
+@dataclass(frozen=True)
+class Releases:
+    """Look at releases, copy them in and out, move the fleet.
+
+    A release is an immutable draft checkpoint in a trainer's registry. Commands ask the trainer at
+    --address; those with --registry also work on the folder itself, without one.
+    """
+
+    action: (
+        Annotated[List, subcommand("list")]
+        | Annotated[Show, subcommand("show")]
+        | Annotated[Verdicts, subcommand("verdicts")]
+        | Annotated[Diff, subcommand("diff")]
+        | Annotated[Verify, subcommand("verify")]
+        | Annotated[Promote, subcommand("promote")]
+        | Annotated[Rollback, subcommand("rollback")]
+        | Annotated[Pin, subcommand("pin")]
+        | Annotated[Unpin, subcommand("unpin")]
+        | Annotated[Export, subcommand("export")]
+        | Annotated[Import, subcommand("import")]
+    )
+
+    def run(self) -> int:
+        """Runs the action."""
+        return self.action.run()

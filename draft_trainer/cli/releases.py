@@ -16,15 +16,15 @@ from tyro.conf import Positional, arg
 
 from draft_trainer.cli.trainer import (
     Connection,
+    Folder,
     as_dict,
     at_least,
     mebibytes,
-    plain,
     print_json,
     print_table,
     when,
 )
-from slipstream.errors import RefusedError, StatusCode
+from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import release_pb2, tensor_pb2
@@ -38,19 +38,13 @@ MAX_RELEASE_BYTES = 64 << 30
 """Bound on a release that is fetched; far beyond any draft head."""
 
 Version = Annotated[Positional[int], arg(metavar="N")]
-Folder = Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(optional)")]
 Manifest = release_pb2.ReleaseManifest
 Listing = tuple[list[Manifest], list[release_pb2.ReleaseUse]]
+"""The manifests that can be read, and the use of every release; oldest first."""
 
 
 class RunningTrainer:
-    """The releases of a running trainer.
-
-    ``listing``: the manifests that can be read, and the use of every release; oldest first.
-    ``tensors``: one release, every tensor verified; RefusedError: none, or it is damaged.
-    ``verify``: everything of a release; RefusedError with what differs.
-    ``verdicts``: the newest gate results (0: all that are kept), oldest first.
-    """
+    """The releases of a running trainer. Every call raises RefusedError: none such, or damaged."""
 
     def __init__(self, stub: pb_grpc.DraftTrainerStub, timeout: float) -> None:
         self._stub = stub
@@ -61,6 +55,7 @@ class RunningTrainer:
         return list(answer.releases), list(answer.uses)
 
     def tensors(self, version: int) -> tuple[Manifest, dict[str, Tensor]]:
+        """One release. The trainer checks the files, this side the tensors that arrive."""
         from slipstream.tensors import ChunkAssembler
 
         request = pb.FetchReleaseRequest(draft_version=version)
@@ -72,21 +67,19 @@ class RunningTrainer:
         return manifest, assembler.finish()
 
     def verify(self, version: int) -> None:
-        # The trainer checks the files, this side the tensors that arrive.
+        """Every byte of a release."""
         self.tensors(version)
 
     def verdicts(self, newest: int) -> list[release_pb2.Verdict]:
+        """The newest gate results (0: all that are kept), oldest first."""
         request = pb.ListVerdictsRequest(newest=newest)
         return list(self._stub.ListVerdicts(request, timeout=self._timeout).verdicts)
 
 
 class RegistryFolder:
-    """The releases in a registry's folder, asked as ``RunningTrainer`` is.
+    """The releases in a registry's folder, asked as ``RunningTrainer`` is; needs no lock.
 
-    Only reads, so it needs no lock.
-
-    Raises:
-        RefusedError: no folder, or no release in it.
+    Raises RefusedError: no folder, or no release in it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -94,13 +87,9 @@ class RegistryFolder:
 
         registry = Registry(root) if root.is_dir() else None
         if registry is None or not registry.versions():
-            raise RefusedError(
-                "--registry",
-                f"{root}, {'without a release' if registry else 'which is no folder'}",
-                "a trainer's registry (draft.registry)",
-                "check the path",
-                StatusCode.NOT_FOUND,
-            )
+            found = f"{root}, {'without a release' if registry else 'which is no folder'}"
+            expected, code = "a trainer's registry (draft.registry)", StatusCode.NOT_FOUND
+            raise RefusedError("--registry", found, expected, "check the path", code)
         self.registry: Registry = registry
 
     def listing(self) -> Listing:
@@ -153,11 +142,8 @@ class List(Reading):
             manifests, uses = releases.listing()
         known = {manifest.draft_version: manifest for manifest in manifests}
         if self.json:
-            described = [
-                known.get(v, Manifest(draft_version=v)) for v in (u.draft_version for u in uses)
-            ]
-            pairs = zip(described, uses, strict=True)
-            print_json([{**as_dict(manifest), "use": as_dict(use)} for manifest, use in pairs])
+            found = [(known.get(u.draft_version, Manifest()), u) for u in uses]
+            print_json([{**as_dict(manifest), "use": as_dict(use)} for manifest, use in found])
             return 0
         rows: list[list[object]] = [
             ["draft", "source ", "parent", "policy", "length", "gain ", "MiB", "kept as "]
@@ -170,7 +156,7 @@ class List(Reading):
         print_table(rows)
         for use in uses:
             if use.draft_version not in known:
-                print(f"draft {use.draft_version}: {plain(use.damage)}")
+                print(f"draft {use.draft_version}: {clean(use.damage)}")
         return 0
 
 
@@ -207,40 +193,33 @@ class Show(Reading):
 
     def run(self) -> int:
         with self.source() as releases:
-            manifest, use = _find(releases.listing(), self.version)
+            manifests, uses = releases.listing()
+        use = next((use for use in uses if use.draft_version == self.version), None)
+        if use is None:
+            expected, code = f"one of {[u.draft_version for u in uses]}", StatusCode.NOT_FOUND
+            next_step = "list the releases; old ones are pruned"
+            raise RefusedError("draft_version", self.version, expected, next_step, code)
+        if use.damage:
+            field, code = f"draft {self.version}", StatusCode.DATA_LOSS
+            raise RefusedError(field, use.damage, "no damage", "restore a copy", code)
+        manifest = next(one for one in manifests if one.draft_version == self.version)
         if self.json:
             print_json({**as_dict(manifest), "use": as_dict(use)})
             return 0
         for name, text in _described(manifest).items():
             print(f"{name:24}{text}")
-        print(f"{'kept as':24}{', '.join(use.kept_as) or '-'}")
+        print(f"{'kept as':24}{', '.join(use.kept_as) or '-'}\n")
         rows: list[list[object]] = [["tensor ", "type ", "shape ", "MiB", "sha256 "]]
         for spec in manifest.tensors:
             dtype = tensor_pb2.DType.Name(spec.dtype).removeprefix("DTYPE_").lower()
             shape = " x ".join(map(str, spec.shape))
-            size = mebibytes(_bytes_of(spec))
-            rows.append([plain(spec.name), dtype, shape, size, spec.sha256.hex()[:16]])
-        print()
+            size = mebibytes(math.prod(spec.shape) * _BYTES[dtype])
+            rows.append([clean(spec.name), dtype, shape, size, spec.sha256.hex()[:16]])
         print_table(rows)
         return 0
 
 
-def _find(listing: Listing, version: int) -> tuple[Manifest, release_pb2.ReleaseUse]:
-    manifests, uses = listing
-    use = next((use for use in uses if use.draft_version == version), None)
-    if use is None:
-        raise RefusedError(
-            "draft_version",
-            version,
-            f"one of {[use.draft_version for use in uses]}",
-            "list the releases; old ones are pruned",
-            StatusCode.NOT_FOUND,
-        )
-    if use.damage:
-        raise RefusedError(
-            f"draft {version}", use.damage, "no damage", "restore a copy", StatusCode.DATA_LOSS
-        )
-    return next(one for one in manifests if one.draft_version == version), use
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1}
 
 
 def _described(manifest: Manifest) -> dict[str, str]:
@@ -249,14 +228,14 @@ def _described(manifest: Manifest) -> dict[str, str]:
         "draft": str(manifest.draft_version),
         "source": _source_name(manifest),
         "parent": str(_optional(manifest, "parent_version")),
-        "run": plain(manifest.run_id) or "-",
+        "run": clean(manifest.run_id) or "-",
         "trained against policy": str(_optional(manifest, "trained_against_policy_version")),
         "TTT depth": str(manifest.ttt_steps or "-"),
         "served draft length": str(manifest.num_speculative_tokens or "-"),
         "drafting": manifest.draft_sample_method or "-",
         "made": when(manifest.created_at),
         "code": manifest.code_version,
-        "origin": plain(manifest.origin) or "-",
+        "origin": clean(manifest.origin) or "-",
         "weights": f"{mebibytes(manifest.weights_bytes)} MiB, {len(manifest.tensors)} tensors",
         "gate": "not gated" if gate is None else "passed" if gate.passed else "not passed",
     }
@@ -269,11 +248,6 @@ def _described(manifest: Manifest) -> dict[str, str]:
             "measured on": f"{gate.prompts} prompts, {gate.anchors} anchors",
         }
     return described
-
-
-def _bytes_of(spec: tensor_pb2.TensorSpec) -> int:
-    widths = {"FLOAT32": 4, "BFLOAT16": 2, "FLOAT16": 2, "INT64": 8, "INT32": 4, "BOOL": 1}
-    return math.prod(spec.shape) * widths[tensor_pb2.DType.Name(spec.dtype).removeprefix("DTYPE_")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,19 +264,15 @@ class Verdicts(Reading):
         if self.json:
             print_json([as_dict(verdict) for verdict in verdicts])
             return 0
-        head = ["judged ", "verdict ", "draft", "against", "policy", "reason "]
         rows: list[list[object]] = [
-            [
-                when(verdict.judged_at),
-                verdict.outcome,
-                _optional(verdict, "draft_version"),
-                verdict.incumbent_version,
-                _optional(verdict, "trained_against_policy_version"),
-                plain(verdict.reason),
-            ]
-            for verdict in verdicts
+            ["judged ", "verdict ", "draft", "against", "policy", "reason "]
         ]
-        print_table([head, *rows])
+        for verdict in verdicts:
+            draft = _optional(verdict, "draft_version")
+            policy = _optional(verdict, "trained_against_policy_version")
+            cells = [when(verdict.judged_at), verdict.outcome, draft, verdict.incumbent_version]
+            rows.append([*cells, policy, clean(verdict.reason)])
+        print_table(rows)
         return 0
 
 
@@ -310,8 +280,8 @@ class Verdicts(Reading):
 class Diff(Reading):
     """What changed from one release to another.
 
-    Manifests and gate figures side by side, then every tensor that differs, by the norm of its
-    change relative to its own and by its largest change. Both releases are verified.
+    Manifests and gate figures side by side, then every tensor that differs, with the norm of its
+    change relative to its own. Both releases are verified.
     """
 
     a: Annotated[Positional[int], arg(metavar="A")]
@@ -328,61 +298,33 @@ class Diff(Reading):
             print_json({"a": as_dict(manifest_a), "b": as_dict(manifest_b), "tensors": diffs})
             return 0
         ours, theirs = _described(manifest_a), _described(manifest_b)
-        same = manifest_a.config_json == manifest_b.config_json
         rows: list[list[object]] = [[" ", "A ", "B "]]
-        rows += [
-            [name, ours.get(name, "-"), theirs.get(name, "-")]
-            for name in dict.fromkeys(ours | theirs)
-        ]
+        for name in dict.fromkeys(ours | theirs):
+            rows.append([name, ours.get(name, "-"), theirs.get(name, "-")])
+        same = manifest_a.config_json == manifest_b.config_json
         print_table([*rows, ["config.json", "", "the same" if same else "differs"]])
+        head: list[object] = ["changed tensor ", "relative norm"]
+        changed = [
+            [clean(name), "another shape" if norm is None else f"{norm:.3e}"]
+            for name, norm in diffs.items()
+            if norm != 0
+        ]
         print()
-        changed = [diff for diff in diffs if diff["changed"]]
-        if changed:
-            head = ["changed tensor ", "elements", "changed", "relative norm", "largest", " "]
-            print_table([head, *(_row(diff) for diff in changed)])
+        print_table([head, *changed])
         print(f"{len(changed)} of {len(diffs)} tensors differ")
         return 0
 
 
-def tensor_diffs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """How every tensor that is in either release changed, by name.
-
-    Returns:
-        For each: ``name``; its ``elements`` and how many ``changed``; ``relative``, the norm of the
-        difference over the norm of A's, and ``largest``, the greatest absolute difference, both
-        None where they cannot be told; ``note``, why not.
-    """
-    return [_tensor_diff(name, a.get(name), b.get(name)) for name in sorted(a.keys() | b.keys())]
-
-
-def _tensor_diff(name: str, a: Tensor | None, b: Tensor | None) -> dict[str, Any]:
-    relative = largest = None
-    held = b if b is not None else a
-    assert held is not None
-    elements = changed = held.numel()
-    note = ""
-    if a is None or b is None:
-        note = f"only in {'B' if a is None else 'A'}"
-    elif a.shape != b.shape:
-        note = f"{list(a.shape)} against {list(b.shape)}"
-    elif not elements:
-        note = "empty"
-    else:
-        difference, norm = b.double() - a.double(), float(a.double().norm())
-        changed = int((difference != 0).sum())
-        relative = float(difference.norm()) / norm if norm else None
-        largest = float(difference.abs().max())
-    sizes = {"elements": elements, "changed": changed}
-    return {"name": name, **sizes, "relative": relative, "largest": largest, "note": note}
-
-
-def _row(diff: Mapping[str, Any]) -> list[object]:
-    def known(value: float | None) -> str:
-        return "-" if value is None else f"{value:.3e}"
-
-    share = f"{diff['changed'] / max(diff['elements'], 1):.1%}"
-    cells = [plain(diff["name"]), diff["elements"], share]
-    return [*cells, known(diff["relative"]), known(diff["largest"]), diff["note"]]
+def tensor_diffs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, float | None]:
+    """By name, the norm of a tensor's change over that of ``a``'s; None: only in one, or of another
+    shape there."""
+    diffs: dict[str, float | None] = dict.fromkeys(sorted(a.keys() | b.keys()))
+    for name in a.keys() & b.keys():
+        before, after = a[name].double(), b[name].double()
+        if before.shape == after.shape:
+            change, norm = float((after - before).norm()), float(before.norm())
+            diffs[name] = change / max(norm, 1e-30)
+    return diffs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,8 +340,7 @@ class Verify(Reading):
     def run(self) -> int:
         damage: dict[int, str] = {}
         with self.source() as releases:
-            versions = self.versions or [use.draft_version for use in releases.listing()[1]]
-            for version in versions:
+            for version in self.versions or [u.draft_version for u in releases.listing()[1]]:
                 damage[version] = ""
                 try:
                     releases.verify(version)

@@ -32,12 +32,11 @@ from draft_trainer.cli.trainer import (
     at_least,
     explained,
     mebibytes,
-    plain,
     print_json,
     print_table,
     when,
 )
-from slipstream.errors import RefusedError
+from slipstream.errors import RefusedError, clean
 from slipstream.v1 import console_pb2 as console
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
@@ -80,12 +79,12 @@ class Status(Connection):
         for each in status.DESCRIPTOR.fields:
             if each.name not in tables:
                 print(f"{each.name.replace('_', ' '):32}{_text(status, each)}")
-        gate = f"{when(status.last_verdict.judged_at)} {plain(status.last_gate)}"
+        gate = f"{when(status.last_verdict.judged_at)} {clean(status.last_gate)}"
         print(f"{'gate':32}{gate if status.HasField('last_verdict') else 'none yet'}")
         if status.HasField("trial"):
             trial = status.trial
             text = f"draft {trial.draft_version} against {trial.incumbent_version}"
-            print(f"{'trial':32}{text} on {', '.join(map(plain, trial.servers))}")
+            print(f"{'trial':32}{text} on {', '.join(map(clean, trial.servers))}")
         print()
         if status.servers:
             head = [f"{name} " if name[0] not in "dpl" else name for name in _SERVER_COLUMNS]
@@ -105,7 +104,7 @@ def _text(status: pb.TrainerStatus, each: Any) -> str:
         return " ".join(f"{v:.3f}" for v in value) or DASH
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {value[name]}" for name in sorted(value)) or DASH
-    text = f"{value:.4g}" if isinstance(value, float) else plain(str(value))
+    text = f"{value:.4g}" if isinstance(value, float) else clean(str(value))
     return text or DASH
 
 
@@ -265,7 +264,7 @@ def picture(seen: Seen, servers: int = SERVERS_SHOWN) -> Group:
     ready = sum(_state_of(server) == "ready" for server in status.servers)
     parts: list[RenderableType] = [_title(seen), _versions(status)]
     if seen.error:
-        parts.append(Text(f" {plain(seen.error)}", style="bold red"))
+        parts.append(Text(f" {clean(seen.error)}", style="bold red"))
     parts += [_rule(f"fleet, {ready} of {len(status.servers)} ready"), _fleet(status, servers)]
     parts += [_rule("now"), _figures(seen), _rule("events")]
     events = Table.grid(padding=(0, 1), pad_edge=True)
@@ -283,8 +282,8 @@ def _title(seen: Seen) -> Text:
     status = seen.status
     return _line(
         (" draft-trainer ", "bold black on cyan"),
-        f" {plain(seen.address)}  run {plain(status.run_id) or DASH}"
-        f"  up {duration(status.time - status.started_at)}  version {plain(status.code_version)}",
+        f" {clean(seen.address)}  run {clean(status.run_id) or DASH}"
+        f"  up {duration(status.time - status.started_at)}  version {clean(status.code_version)}",
     )
 
 
@@ -335,7 +334,7 @@ def _figures(seen: Seen) -> Table:
     gate = "  ".join(f"{status.verdicts[name]} {name}" for name in ("passed", "failed"))
     if status.HasField("last_verdict"):
         ago = duration(status.time - status.last_verdict.judged_at)
-        gate += f"  {ago} ago: {plain(status.last_verdict.reason)}"
+        gate += f"  {ago} ago: {clean(status.last_verdict.reason)}"
     table = Table.grid(padding=(0, 1), pad_edge=True)
     table.add_column(style="dim")
     rows: dict[str, Text] = {
@@ -359,7 +358,7 @@ def _figures(seen: Seen) -> Table:
             f"{status.train_steps_skipped:,} skipped  "
             f"{number(seen.rate('tokens_trained'), ',.0f')} tokens/s  "
             f"expected {shares(status.step_acceptance) or DASH}",
-            (f"  {plain(status.training_error)}", "bold red"),
+            (f"  {clean(status.training_error)}", "bold red"),
         ),
         "gate": _line(gate),
     }
@@ -373,13 +372,13 @@ def _server_cells(server: console.ServerView) -> list[object]:
     length = drafted.acceptance_length if drafted.HasField("acceptance_length") else None
     accepted = drafted.accepted_per_position
     return [
-        plain(server.address),
+        clean(server.address),
         _state_of(server),
         state.draft_version if server.HasField("state") else DASH,
         state.policy_version if state.HasField("policy_version") else DASH,
         number(length),
         shares(count / drafted.drafts for count in accepted) if drafted.drafts else DASH,
-        plain(server.error or state.not_ready),
+        clean(server.error or state.not_ready),
     ]
 
 
@@ -406,8 +405,8 @@ def described(event: console.Event) -> str:
     if event.HasField("policy_version"):
         parts.append(f"policy {event.policy_version}")
     if event.server:
-        parts.append(plain(event.server))
-    text, reason = ", ".join(parts), plain(event.reason)
+        parts.append(clean(event.server))
+    text, reason = ", ".join(parts), clean(event.reason)
     return f"{text}: {reason}" if text and reason else text or reason
 
 

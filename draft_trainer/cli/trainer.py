@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,11 +29,17 @@ _UNTRUSTED = re.compile(
 """How gRPC's core says that it does not trust a server."""
 
 
-def _file_from(variable: str) -> Callable[[], Path | None]:
-    return lambda: Path(os.environ[variable]) if os.environ.get(variable) else None
+def _credentials_from_environment() -> ClientCredentials:
+    def file(name: str) -> Path | None:
+        path = os.environ.get(f"SLIPSTREAM_{name}")
+        return Path(path) if path else None
+
+    files = (file("CA"), file("CERTIFICATE"), file("KEY"), file("TOKEN_FILE"))
+    return ClientCredentials(*files, os.environ.get("SLIPSTREAM_SERVER_NAME", ""))
 
 
 File = Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(optional)")]
+Folder = Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(optional)")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +53,9 @@ class Connection:
     """The trainer's gRPC address."""
     timeout: Annotated[float, arg(metavar="S")] = 120.0
     """Seconds to wait for the answer."""
-    ca: File = field(default_factory=_file_from("SLIPSTREAM_CA"))
-    """PEM of the CA that signed the trainer's certificate; turns TLS on."""
-    certificate: File = field(default_factory=_file_from("SLIPSTREAM_CERTIFICATE"))
-    """PEM of a client certificate."""
-    key: File = field(default_factory=_file_from("SLIPSTREAM_KEY"))
-    """PEM of the client certificate's private key."""
-    token_file: File = field(default_factory=_file_from("SLIPSTREAM_TOKEN_FILE"))
-    """File with a token that has the role this command needs."""
-    server_name: Annotated[str, arg(metavar="NAME")] = field(
-        default_factory=lambda: os.environ.get("SLIPSTREAM_SERVER_NAME", "")
+    credentials: Annotated[ClientCredentials, arg(name="")] = field(
+        default_factory=_credentials_from_environment
     )
-    """Name in the trainer's certificate, where it differs from the host in --address."""
-    allow_plaintext: bool = False
-    """Send the token over the network without TLS."""
 
     @contextmanager
     def trainer(self) -> Iterator[pb_grpc.DraftTrainerStub]:
@@ -71,17 +66,9 @@ class Connection:
         """
         from slipstream.client import open_channel
 
-        shown = ClientCredentials(
-            self.ca,
-            self.certificate,
-            self.key,
-            self.token_file,
-            self.server_name,
-            self.allow_plaintext,
-        )
-        shown.check("--")
-        shown.check_address(self.address, "--address")
-        with open_channel(self.address, credentials=shown) as channel:
+        self.credentials.check("--")
+        self.credentials.check_address(self.address, "--address")
+        with open_channel(self.address, credentials=self.credentials) as channel:
             try:
                 yield pb_grpc.DraftTrainerStub(channel)
             except grpc.RpcError as error:
@@ -150,11 +137,6 @@ def print_table(rows: Sequence[Sequence[object]]) -> None:
             for cell, width, head in zip(row, widths, texts[0], strict=True)
         ]
         print("  ".join(cells).rstrip())
-
-
-def plain(text: str) -> str:
-    """One line without control characters, so that a peer's text cannot steer the terminal."""
-    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def mebibytes(size: int) -> str:

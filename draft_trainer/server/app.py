@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import threading
@@ -41,7 +42,7 @@ from draft_trainer.server.service import (
     limits_of,
     workers_for,
 )
-from draft_trainer.server.status import FleetView, RecentAcceptance, Status
+from draft_trainer.server.status import SNAPSHOT_SECONDS, FleetView, RecentAcceptance, Status
 from draft_trainer.server.web import serve_web
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
@@ -75,6 +76,7 @@ class TrainerServer:
         self.died = threading.Event()
         """Set when the training thread ended by itself."""
         self._stopped_cleanly: bool | None = None
+        self._history: asyncio.Task[None] | None = None
         self._counters = Counters()
         self._access = access_of(config)
         self._credentials = credentials_of(config)
@@ -211,7 +213,6 @@ class TrainerServer:
         if self._recorder:
             self._recorder.start()
         self.loop.start()
-        self._status.snapshots.start()
         self._reconciler.start()
 
     def stop(self) -> bool:
@@ -238,7 +239,6 @@ class TrainerServer:
         self._workers.close()
         self._fleet.close()
         clean = self._watch.stop(_left(deadline)) and clean
-        clean = self._status.snapshots.stop(_left(deadline)) and clean
         self._web.close(_left(deadline))
         self._close_samples()
         self._registry.close()
@@ -311,8 +311,17 @@ class TrainerServer:
     async def _serve(self) -> None:
         await self._grpc.grpc.start()
         self._grpc.set_serving(True)
+        self._history = asyncio.create_task(self._keep_history())
+
+    async def _keep_history(self) -> None:
+        while True:
+            await self._workers.run(self._status.keep_snapshot)
+            await asyncio.sleep(SNAPSHOT_SECONDS)
 
     async def _stop_serving(self, grace: float) -> None:
+        if self._history is not None:
+            self._history.cancel()
+            await asyncio.wait({self._history})
         self._grpc.set_serving(False)
         self._service.drain()
         await self._grpc.stop(grace)

@@ -198,7 +198,6 @@ class Status:
     def __post_init__(self) -> None:
         run = self.runs.current
         self.policy_clock = PolicyClock(None if run is None else run.latest_policy_version)
-        self.snapshots = Snapshots(self)
 
     @property
     def events(self) -> Events:
@@ -222,6 +221,17 @@ class Status:
         if latest is not None and self.policy_clock.registered(latest):
             self.counters.policy_announcements.inc()
             self.events.note(console.EVENT_KIND_POLICY_ANNOUNCED, policy_version=latest)
+
+    def keep_snapshot(self) -> None:
+        """Add the status to the history."""
+        try:
+            status = self.read()
+            for name in NOT_IN_HISTORY:
+                status.ClearField(name)  # type: ignore[arg-type]
+            self.state.history.add(status.time, status)
+        except RefusedError as error:
+            # A full disk must not end the trainer.
+            logger.error("a snapshot of the status was not kept: %s", error)
 
     def history(self) -> pb.History:
         """The snapshots and the newest gate results."""
@@ -331,43 +341,6 @@ def without_clock(status: pb.TrainerStatus) -> pb.TrainerStatus:
     copy.ClearField("time")
     copy.ClearField("served_staleness_seconds")
     return copy
-
-
-class Snapshots:
-    """Owns the thread that adds the status to the history every ``SNAPSHOT_SECONDS``."""
-
-    def __init__(self, status: Status) -> None:
-        self._status = status
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
-
-    def start(self) -> None:
-        """Begin. Once only."""
-        self._thread.start()
-
-    def stop(self, timeout: float) -> bool:
-        """End; True when the thread ended within ``timeout`` seconds."""
-        self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def take(self) -> None:
-        """Add one."""
-        try:
-            status = self._status.read()
-            for name in NOT_IN_HISTORY:
-                status.ClearField(name)  # type: ignore[arg-type]
-            self._status.state.history.add(status.time, status)
-        except RefusedError as error:
-            # A full disk must not end the trainer.
-            logger.error("a snapshot of the status was not kept: %s", error)
-
-    def _run(self) -> None:
-        while True:
-            self.take()
-            if self._stopping.wait(SNAPSHOT_SECONDS):
-                return
 
 
 def _behind(policy: int | None, trained_against: int | None) -> int | None:

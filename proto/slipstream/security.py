@@ -325,13 +325,13 @@ def is_loopback(host: str) -> bool:
 class ClientCredentials:
     """What a client shows, and how it knows the server: files, never their content.
 
-    All empty: plain text and no token, as on loopback. The token is followed when its file changes;
-    the certificates are those of the time when a channel was opened.
+    All empty: plain text and no token, as on loopback. The token is followed when its file changes,
+    certificates are not.
 
     Attributes:
         ca: PEM of the CA that signed the server's certificate; turns TLS on.
-        certificate: this client's own, for servers that ask for one.
-        key: its private key.
+        certificate: PEM of this client's own certificate, for servers that ask for one.
+        key: PEM of its private key.
         token_file: file whose first token is sent with every call.
         server_name: name in the server's certificate, where it is not that of the address.
         allow_plaintext: send the token without TLS over the network.

@@ -63,7 +63,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         # "The last minute" is that of the drafts, however long the tests take.
         drafted = server._status.acceptance.last_minute()
         server._status.acceptance.last_minute = lambda: drafted  # type: ignore[method-assign]
-        server._status.snapshots.take()
+        server._status.keep_snapshot()
         port = int(server._web.url.rpartition(":")[2])
         yield Live(server.address, port, client, double)
     double.stop()
