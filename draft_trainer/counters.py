@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -33,17 +32,6 @@ _FLEET_EVENTS = {
 """Events of a publish, each with the counter that counts it and its label."""
 
 
-@dataclass(frozen=True)
-class Servers:
-    """Rollout servers when they were last asked: known, reachable of them, and of these ready ones
-    and those on the release that they should serve."""
-
-    known: int
-    reachable: int
-    ready: int
-    current: int
-
-
 class Counters:
     """What the trainer counts, as prometheus_client metrics on a registry of their own.
 
@@ -56,7 +44,8 @@ class Counters:
         step_acceptance: expected acceptance at each TTT step of the last step, each in [0, 1].
         idle: whether there is nothing to train on.
         training_error: why the training thread ended; empty while it runs.
-        servers: the fleet when it was last asked; None before that.
+        servers: rollout servers when they were last asked: "known" ones, "reachable" of them, of
+            these "ready" ones and "current" ones, which serve the release that they should.
         newest_release: draft version of the newest release, and the newest policy version that it
             was trained on, if any.
     """
@@ -67,7 +56,7 @@ class Counters:
         self.step_acceptance: tuple[float, ...] = ()
         self.idle = True
         self.training_error = ""
-        self.servers: Servers | None = None
+        self.servers: dict[str, int] = {}
         self.newest_release: tuple[int, int | None] = (0, None)
 
         self.samples = self._counter(
@@ -177,19 +166,6 @@ class Counters:
         """A sample was refused for ``field`` (one of the fixed names of ``ingest``)."""
         self.samples.labels("refused").inc()
         self.samples_refused.labels(field).inc()
-
-    def received(self, nbytes: Mapping[str, int], waited: Sequence[tuple[float, int]]) -> None:
-        """Samples were acknowledged.
-
-        Args:
-            nbytes: bytes that they took, by transport.
-            waited: pairs of seconds from arrival to acknowledgement and number of samples.
-        """
-        for transport, size in nbytes.items():
-            self.received_bytes.labels(transport).inc(size)
-        for seconds, samples in waited:
-            for _ in range(samples):
-                self.acknowledgement_seconds.observe(seconds)
 
     def trained(
         self,

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 
-from draft_trainer.counters import Counters, Servers
+from draft_trainer.counters import Counters
 from draft_trainer.releases.canary import Canary
 from draft_trainer.releases.fleet import (
     DraftLag,
@@ -179,7 +179,10 @@ class Publisher:
         reached = {a: s for a, s in states.items() if not isinstance(s, Failure)}
         served = [self.payloads.is_served(s, now.wanted_on(a)) for a, s in reached.items()]
         ready = [state for state in reached.values() if not state.not_ready]
-        self.counters.servers = Servers(len(states), len(reached), len(ready), sum(served))
+        self.counters.servers = {
+            **{"known": len(states), "reachable": len(reached)},
+            **{"ready": len(ready), "current": sum(served)},
+        }
 
     @contextmanager
     def at_rest(self) -> Iterator[frozenset[str] | None]:

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from draft_trainer.counters import Counters, by_label, total
 from draft_trainer.ingest.ingest import Ingest
@@ -304,7 +304,7 @@ class Status:
             publishes=counters.fleet_events(),
             trial=None if trial is None else _trial_view(trial),
             servers=self._servers(drafted),
-            servers_by_state={} if counters.servers is None else asdict(counters.servers),
+            servers_by_state=counters.servers,
             last_minute=drafted.get("", ()),
         )
 

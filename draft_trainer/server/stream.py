@@ -175,8 +175,11 @@ class StateStream:
                 and message.packed.span.memory == pb.MEMORY_FILE
             )
         now = time.monotonic()
-        self.ingest.counters.received(
-            nbytes, [(now - each.at, len(each.samples)) for each in batch]
-        )
+        counters = self.ingest.counters
+        for transport, received in nbytes.items():
+            counters.received_bytes.labels(transport).inc(received)
+        for each in batch:
+            for _ in each.samples:
+                counters.acknowledgement_seconds.observe(now - each.at)
         self.window.give_back(size)
         return pb.StreamStatesResponse(acks=pb.AckBatch(acks=acks, credit_bytes=size))

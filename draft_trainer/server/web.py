@@ -1,8 +1,7 @@
 """The trainer's HTTP port: ``/metrics``, the page, and the page's facts as JSON.
 
-GET and HEAD alone. A route is looked up in a table; no part of a request is put into an answer but
-a host name that is refused. Everything that a client can hold is bounded: connections, their time,
-the size of a request.
+GET and HEAD alone. No part of a request is put into an answer but a host name that is refused.
+Everything that a client can hold is bounded: connections, their time, the size of a request.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Collection
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -30,7 +29,8 @@ from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -51,6 +51,7 @@ HANDSHAKE_SECONDS = 5.0
 FACTS_SECONDS = 1.0
 """Facts are put together at most once in this time, for any number of viewers."""
 
+ASSETS = Path(__file__).with_name("assets")
 EVENTS_SHOWN = 200
 _REQUEST_BYTES = 16 << 10
 _NAMES = "slipstream.certificate_names"
@@ -75,19 +76,15 @@ def serve_web(
     def events() -> console_pb2.Events:
         return console_pb2.Events(events=status.events.since(0, EVENTS_SHOWN))
 
-    page = _asset("index.html")
-    routes = {
-        "/": _file(page, "text/html; charset=utf-8"),
-        "/icon.svg": _file(_asset("icon.svg"), "image/svg+xml"),
-        "/uplot.js": _file(_asset("uPlot.iife.min.js"), "text/javascript; charset=utf-8"),
-        "/uplot.css": _file(_asset("uPlot.min.css"), "text/css; charset=utf-8"),
-        "/api/status": _facts(status.read),
-        "/api/history": _facts(status.history),
-        "/api/events": _facts(events),
-        "/metrics": scraped,
-    }
-    app = Starlette(routes=[Route(path, endpoint) for path, endpoint in routes.items()])
-    return WebServer(Guarded(app, access, page), access, host, port)
+    routes: list[BaseRoute] = [
+        Route("/api/status", _facts(status.read)),
+        Route("/api/history", _facts(status.history)),
+        Route("/api/events", _facts(events)),
+        Route("/metrics", scraped),
+        Mount("/", StaticFiles(directory=ASSETS, html=True)),
+    ]
+    page = (ASSETS / "index.html").read_bytes()
+    return WebServer(Guarded(Starlette(routes=routes), access, page), access, host, port)
 
 
 class Guarded:
@@ -296,19 +293,7 @@ def _tls(access: Access) -> ssl.SSLContext:
     return context
 
 
-def _asset(name: str) -> bytes:
-    return (resources.files("draft_trainer.server") / "assets" / name).read_bytes()
-
-
-Endpoint = Callable[[Request], Response]
-
-
-def _file(body: bytes, content_type: str) -> Endpoint:
-    etag = _etag(body)
-    return lambda request: _tagged(request, body, content_type, etag)
-
-
-def _facts(message: Callable[[], Message]) -> Endpoint:
+def _facts(message: Callable[[], Message]) -> Callable[[Request], Response]:
     lock = threading.Lock()
     made, body = float("-inf"), b""
 
@@ -324,20 +309,12 @@ def _facts(message: Callable[[], Message]) -> Endpoint:
                 ).encode()
                 made = time.monotonic()
             now = body
-        return _tagged(request, now, "application/json", _etag(now))
+        etag = f'"{hashlib.sha256(now).hexdigest()[:20]}"'
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers={"ETag": etag})
+        return Response(now, headers={"ETag": etag, "Content-Type": "application/json"})
 
     return answer
-
-
-def _etag(body: bytes) -> str:
-    return f'"{hashlib.sha256(body).hexdigest()[:20]}"'
-
-
-def _tagged(request: Request, body: bytes, content_type: str, etag: str) -> Response:
-    headers = {"ETag": etag, "Content-Type": content_type}
-    if request.headers.get("if-none-match") == etag:
-        return Response(status_code=304, headers=headers)
-    return Response(body, headers=headers)
 
 
 def _hashes(page: bytes, tag: str) -> str:

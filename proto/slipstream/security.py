@@ -21,7 +21,7 @@ from typing import NamedTuple
 import grpc
 
 from slipstream.errors import Refusals, RefusedError, StatusCode
-from slipstream.tls import Followed, OptionName, TlsFiles, TlsPaths, read_ca, read_file, read_pem
+from slipstream.tls import Followed, OptionName, TlsFiles, TlsPaths, read_ca, read_file
 
 
 class Role(StrEnum):
@@ -344,11 +344,6 @@ class ClientCredentials:
     server_name: str = ""
     allow_plaintext: bool = False
 
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to show."""
-        return self.ca is None and self.token_file is None
-
     def check(self, prefix: str) -> None:
         """Check all files. Call it at the start.
 
@@ -390,10 +385,8 @@ class ClientCredentials:
         if self.certificate is None or self.key is None:
             return grpc.ssl_channel_credentials(read_ca(self.ca, _named(prefix, "ca")))
         paths = TlsPaths(self.certificate, self.key, self.ca)
-        certificate, key, ca = read_pem(
-            paths, lambda name: _named(prefix, name), "ca", server=False
-        )
-        return grpc.ssl_channel_credentials(ca, key, certificate)
+        pem = paths.read(lambda name: _named(prefix, name), "ca", server=False)
+        return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.certificate)
 
     def token(self, prefix: str = "") -> Followed[str] | None:
         """The file's first token, followed; None without a file. Raises RefusedError: unusable."""

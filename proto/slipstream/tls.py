@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import grpc
 
@@ -121,23 +121,29 @@ OptionName = Callable[[str], str]
 """From ``certificate`` to what the user calls it: ``access.certificate``, ``--certificate``."""
 
 
-@dataclass(frozen=True)
-class TlsPaths:
+class TlsPaths(NamedTuple):
     """PEM files."""
 
     certificate: Path
     key: Path
     ca: Path | None = None
 
+    def read(self, name: OptionName, ca_name: str, *, server: bool) -> Pem:
+        """Their content, checked. Raises RefusedError."""
+        ca = None if self.ca is None else read_ca(self.ca, name(ca_name))
+        certificate = read_file(self.certificate, name("certificate"), secret=False)
+        key = read_file(self.key, name("key"), secret=True)
+        _check_pair(self, name, server=server)
+        return Pem(certificate, key, ca)
 
-@dataclass(frozen=True, repr=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Pem:
     """What was in the files; not for any log."""
 
     certificate: bytes
     key: bytes
     ca: bytes | None
-    context: ssl.SSLContext
 
 
 class TlsFiles:
@@ -152,13 +158,20 @@ class TlsFiles:
     """
 
     def __init__(self, paths: TlsPaths, name: OptionName) -> None:
-        self._asks_clients = paths.ca is not None
-        files = [path for path in (paths.certificate, paths.key, paths.ca) if path is not None]
-        self._pem = Followed(files, lambda: _server_pem(paths, name))
+        def read() -> tuple[Pem, ssl.SSLContext]:
+            pem = paths.read(name, "client_ca", server=True)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(paths.certificate, paths.key, _no_password)
+            if pem.ca is not None:
+                context.load_verify_locations(cadata=pem.ca.decode("ascii", "replace"))
+                context.verify_mode = ssl.CERT_REQUIRED
+            return pem, context
+
+        self._now = Followed([path for path in paths if path is not None], read)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """For ``add_secure_port``; later changes of the files are followed."""
-        served = self._pem.now()
+        served, _ = self._now.now()
 
         def configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
             pairs = ((pem.key, pem.certificate),)
@@ -166,40 +179,16 @@ class TlsFiles:
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
             nonlocal served
-            pem = self._pem.now()
-            if pem is served:
-                return None
-            served = pem
-            return configuration(pem)
+            before, (served, _) = served, self._now.now()
+            return None if served is before else configuration(served)
 
         return grpc.dynamic_ssl_server_credentials(
-            configuration(served), fetch, require_client_authentication=self._asks_clients
+            configuration(served), fetch, require_client_authentication=served.ca is not None
         )
 
     def context(self) -> ssl.SSLContext:
         """For one connection to an HTTP server."""
-        return self._pem.now().context
-
-
-def _server_pem(paths: TlsPaths, name: OptionName) -> Pem:
-    data = read_pem(paths, name, "client_ca", server=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(paths.certificate, paths.key, _no_password)
-    if data[2] is not None:
-        context.load_verify_locations(cadata=data[2].decode("ascii", "replace"))
-        context.verify_mode = ssl.CERT_REQUIRED
-    return Pem(*data, context)
-
-
-def read_pem(
-    paths: TlsPaths, name: OptionName, ca_name: str, *, server: bool
-) -> tuple[bytes, bytes, bytes | None]:
-    """The content of certificate, key and CA, checked. Raises RefusedError."""
-    ca = None if paths.ca is None else read_ca(paths.ca, name(ca_name))
-    certificate = read_file(paths.certificate, name("certificate"), secret=False)
-    key = read_file(paths.key, name("key"), secret=True)
-    _check_pair(paths, name, server=server)
-    return certificate, key, ca
+        return self._now.now()[1]
 
 
 def read_ca(path: Path, field: str) -> bytes:
@@ -230,12 +219,10 @@ def _check_pair(paths: TlsPaths, name: OptionName, *, server: bool) -> None:
         for end in ends:
             end.load_cert_chain(paths.certificate, paths.key, _no_password)
     except ssl.SSLError as error:
-        raise RefusedError(
-            name("key"),
-            f"{paths.key} with {paths.certificate} ({_reason(error)})",
-            "a certificate and its own private key, as PEM and not encrypted",
-            "give the two files that were made together",
-        ) from error
+        found = f"{paths.key} with {paths.certificate} ({_reason(error)})"
+        expected = "a certificate and its own private key, as PEM and not encrypted"
+        next_step = "give the two files that were made together"
+        raise RefusedError(name("key"), found, expected, next_step) from error
     except OSError as error:
         raise _unusable(paths.certificate, name("certificate"), str(error)) from error
     verifier = ends[0] if server else ends[1]

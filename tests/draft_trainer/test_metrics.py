@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
-from draft_trainer.counters import Counters, Servers, by_label
+from draft_trainer.counters import Counters, by_label
 from draft_trainer.server.metrics import facts, trainer_registry
 from slipstream.errors import Refusals, StatusCode
 from slipstream.v1.console_pb2 import TrialView
@@ -53,7 +53,10 @@ def test_what_is_counted_is_exposed() -> None:
     trainer = Trainer()
     counters = trainer.counters
     counters.samples.labels("accepted").inc(9)
-    counters.received({"grpc": 100, "shared_memory": 5000}, [(0.0004, 8), (0.3, 1)])
+    for transport, size in (("grpc", 100), ("shared_memory", 5000)):
+        counters.received_bytes.labels(transport).inc(size)
+    for seconds in (*[0.0004] * 8, 0.3):
+        counters.acknowledgement_seconds.observe(seconds)
     for event in ("committed", "committed", "rolled_back", "canary_rolled_back", "interrupted"):
         counters.published(event)
     for event in ("canary_promoted", "canary_undecided", "rolled_back_by_hand", "policy_only"):
@@ -154,7 +157,7 @@ def test_ten_thousand_releases_leave_a_bounded_number_of_series() -> None:
 def test_a_fleet_that_is_published_to_and_healed(rig: Rig) -> None:
     assert rig.promotions.now.served_at is None
     rig.publisher.promote(2, pin=False)
-    assert rig.counters.servers == Servers(known=3, reachable=3, ready=3, current=3)
+    assert rig.counters.servers == {"known": 3, "reachable": 3, "ready": 3, "current": 3}
     assert rig.promotions.now.served_at is not None
     # Somebody else's commit, and a server that says that it is not ready.
     rig.doubles[0].state.draft_version = 1
@@ -163,8 +166,7 @@ def test_a_fleet_that_is_published_to_and_healed(rig: Rig) -> None:
     assert by_label(rig.counters.heals) == {"other_version": 1, "not_ready": 1}
     rig.doubles[2].stop()
     rig.heal()
-    servers = rig.counters.servers
-    assert servers is not None and (servers.known, servers.reachable) == (3, 2)
+    assert (rig.counters.servers["known"], rig.counters.servers["reachable"]) == (3, 2)
 
 
 def test_a_running_trainer_serves_both_formats(tmp_path: Path) -> None:
