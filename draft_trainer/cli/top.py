@@ -10,13 +10,13 @@ import termios
 import time
 import tty
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import grpc
 from rich.console import Console, Group, RenderableType
@@ -33,7 +33,6 @@ from draft_trainer.cli.trainer import (
     explained,
     mebibytes,
     print_json,
-    print_table,
     when,
 )
 from slipstream.errors import RefusedError, clean
@@ -64,48 +63,20 @@ _GONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Status(Connection):
-    """Where a running trainer stands."""
+    """Where a running trainer stands, with every rollout server."""
 
     json: bool = False
     """The whole status as JSON."""
 
     def run(self) -> int:
         with self.trainer() as stub:
-            status = stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout)
-        if self.json:
-            print_json(as_dict(status))
-            return 0
-        tables = ("servers", "last_minute", "trial", "last_verdict", "last_gate")
-        for each in status.DESCRIPTOR.fields:
-            if each.name not in tables:
-                print(f"{each.name.replace('_', ' '):32}{_text(status, each)}")
-        gate = f"{when(status.last_verdict.judged_at)} {clean(status.last_gate)}"
-        print(f"{'gate':32}{gate if status.HasField('last_verdict') else 'none yet'}")
-        if status.HasField("trial"):
-            trial = status.trial
-            text = f"draft {trial.draft_version} against {trial.incumbent_version}"
-            print(f"{'trial':32}{text} on {', '.join(map(clean, trial.servers))}")
-        print()
-        if status.servers:
-            head = [f"{name} " if name[0] not in "dpl" else name for name in _SERVER_COLUMNS]
-            print_table([head, *map(_server_cells, status.servers)])
-        else:
-            print("no rollout servers (publish.rollout_servers)")
+            if self.json:
+                status = stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout)
+                print_json(as_dict(status))
+            else:
+                seen = Seen.of(stub, self.address, self.timeout)
+                Console(highlight=False).print(picture(seen, len(seen.status.servers)))
         return 0
-
-
-def _text(status: pb.TrainerStatus, each: Any) -> str:
-    if each.has_presence and not status.HasField(each.name):
-        return "none yet"
-    value = getattr(status, each.name)
-    if each.name in ("time", "started_at", "served_at", "policy_registered_at"):
-        return when(value)
-    if each.name == "step_acceptance":
-        return " ".join(f"{v:.3f}" for v in value) or DASH
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {value[name]}" for name in sorted(value)) or DASH
-    text = f"{value:.4g}" if isinstance(value, float) else clean(str(value))
-    return text or DASH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +89,6 @@ class Top(Connection):
 
     timeout: Annotated[float, arg(metavar="S")] = 10.0
     """Seconds to wait for the answer."""
-    once: bool = False
-    """Print it once and end."""
     interval: Annotated[float, arg(metavar="S")] = 1.0
     """Seconds between two pictures, 0.2 to 60."""
 
@@ -128,17 +97,10 @@ class Top(Connection):
         if not 0.2 <= self.interval <= 60.0:
             raise RefusedError("--interval", self.interval, "0.2 to 60", "choose from that range")
         screen = Console(highlight=False)
-        if not self.once and not screen.is_terminal:
-            raise RefusedError("stdout", "no terminal", "a terminal", "use --once for scripts")
+        if not screen.is_terminal:
+            raise RefusedError("stdout", "no terminal", "a terminal", "use draft-trainer status")
         with self.trainer() as stub:
-            seen = Seen(self.address, stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout))
-            history = stub.GetHistory(console.GetHistoryRequest(), timeout=self.timeout)
-            seen.past.extend(history.snapshots)
-            seen.ask_events(stub, self.timeout)
-            if self.once:
-                screen.print(picture(seen, len(seen.status.servers)))
-            else:
-                self._live(screen, stub, seen)
+            self._live(screen, stub, Seen.of(stub, self.address, self.timeout))
         return 0
 
     def _live(self, screen: Console, stub: pb_grpc.DraftTrainerStub, seen: Seen) -> None:
@@ -230,6 +192,15 @@ class Seen:
     events: Sequence[console.Event] = ()
     error: str = ""
 
+    @classmethod
+    def of(cls, stub: pb_grpc.DraftTrainerStub, address: str, timeout: float) -> Seen:
+        """Everything that is known now."""
+        seen = cls(address, stub.GetStatus(pb.GetStatusRequest(), timeout=timeout))
+        history = stub.GetHistory(console.GetHistoryRequest(), timeout=timeout)
+        seen.past.extend(history.snapshots)
+        seen.ask_events(stub, timeout)
+        return seen
+
     def ask(self, stub: pb_grpc.DraftTrainerStub) -> None:
         """The newest; without an answer the last one stays, and ``error`` says so."""
         try:
@@ -296,7 +267,10 @@ def _versions(status: pb.TrainerStatus) -> Text:
     )
     trial = f"   draft {status.trial.draft_version} on trial" if status.HasField("trial") else ""
     return _line(
-        (f" policy {known('policy_version')}   draft {known('promoted_release')} promoted", "bold"),
+        (
+            f" policy {known('policy_version')}   promoted release {known('promoted_release')}",
+            "bold",
+        ),
         f"   newest {known('newest_release')}   ",
         (f"staleness {stale}", "bold yellow" if status.staleness >= 4 else ""),
         ("   pinned by hand" if status.pinned else "", "bold yellow"),
@@ -319,7 +293,10 @@ def _fleet(status: pb.TrainerStatus, most: int) -> RenderableType:
         address, _, *cells, why = map(str, _server_cells(server))
         table.add_row(address, Text(state, style), *cells, Text(why[:120], "red"))
     if len(servers) > most:
-        return Group(table, Text(f" and {len(servers) - most} more, all shown by --once", "dim"))
+        return Group(
+            table,
+            Text(f" and {len(servers) - most} more, all shown by draft-trainer status", "dim"),
+        )
     return table
 
 

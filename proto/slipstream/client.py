@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import torch
@@ -60,17 +60,6 @@ def open_channel(
     return channel if token is None else grpc.intercept_channel(channel, _SendToken(token))
 
 
-class _CallDetails(NamedTuple):
-    """gRPC's ``ClientCallDetails``, which has no public constructor."""
-
-    method: str
-    timeout: float | None
-    metadata: Sequence[tuple[str, str | bytes]]
-    credentials: grpc.CallCredentials | None
-    wait_for_ready: bool | None
-    compression: grpc.Compression | None
-
-
 class _SendToken(
     grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]
     grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
@@ -85,10 +74,10 @@ class _SendToken(
     def intercept_unary_unary(
         self, continuation: Callable[[Any, Any], Any], client_call_details: Any, request: Any
     ) -> Any:
-        call = client_call_details
-        metadata = (*(call.metadata or ()), ("authorization", f"Bearer {self._token.now()}"))
-        rest = (call.credentials, call.wait_for_ready, call.compression)
-        return continuation(_CallDetails(call.method, call.timeout, metadata, *rest), request)
+        shown = ("authorization", f"Bearer {self._token.now()}")
+        metadata = (*(client_call_details.metadata or ()), shown)
+        # gRPC's own details are a named tuple, and have no public constructor.
+        return continuation(client_call_details._replace(metadata=metadata), request)
 
     intercept_unary_stream = intercept_unary_unary
     intercept_stream_unary = intercept_unary_unary

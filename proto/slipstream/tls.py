@@ -167,11 +167,11 @@ class TlsFiles:
                 context.verify_mode = ssl.CERT_REQUIRED
             return pem, context
 
-        self._now = Followed([path for path in paths if path is not None], read)
+        self._pem = Followed([path for path in paths if path is not None], read)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """For ``add_secure_port``; later changes of the files are followed."""
-        served, _ = self._now.now()
+        served, _ = self._pem.now()
 
         def configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
             pairs = ((pem.key, pem.certificate),)
@@ -179,7 +179,7 @@ class TlsFiles:
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
             nonlocal served
-            before, (served, _) = served, self._now.now()
+            before, (served, _) = served, self._pem.now()
             return None if served is before else configuration(served)
 
         return grpc.dynamic_ssl_server_credentials(
@@ -188,7 +188,7 @@ class TlsFiles:
 
     def context(self) -> ssl.SSLContext:
         """For one connection to an HTTP server."""
-        return self._now.now()[1]
+        return self._pem.now()[1]
 
 
 def read_ca(path: Path, field: str) -> bytes:

@@ -79,18 +79,13 @@ def test_status_names_every_number(live: Live, capsys: pytest.CaptureFixture[str
     assert up["address"] == live.double.address and up["last_minute"] == drafted
     assert down["address"] == "127.0.0.1:9" and "UNAVAILABLE" in down["error"]
     assert "last_minute" not in down and "state" not in down
-    text = run(capsys, "status", "--address", live.address)[1]
-    assert f"{'samples accepted':32}7\n" in text and f"{'gate':32}none yet\n" in text
-    rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
-    assert rows[live.double.address][1:8] == ["ready", "0", "5", "3.100", ".90", ".70", ".50"]
-    assert rows["127.0.0.1:9"][1:6] == ["unreachable", *"\N{EN DASH}" * 4]
 
 
-def test_top_once_shows_them(
+def test_status_shows_them_on_a_terminal(
     live: Live, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    code, text = run(capsys, "top", "--once", "--address", live.address)
+    code, text = run(capsys, "status", "--address", live.address)
     assert code == 0 and "\x1b" not in text
     lines = text.splitlines()
     assert all(len(line) <= 120 for line in lines)
@@ -98,6 +93,8 @@ def test_top_once_shows_them(
     assert lines[1].split()[:2] == ["policy", "5"] and "staleness 5 policy versions" in lines[1]
     (server,) = (line for line in lines if live.double.address in line and " ready" in line)
     assert server.split()[1:8] == ["ready", "0", "5", "3.100", ".90", ".70", ".50"]
+    (gone,) = (line for line in lines if "127.0.0.1:9 " in line and "unreachable" in line)
+    assert gone.split()[1:6] == ["unreachable", *"\N{EN DASH}" * 4]
     (length,) = (line for line in lines if line.startswith(" length"))
     assert length.split()[1] == "3.100"
     assert any("7 accepted" in line for line in lines)

@@ -218,9 +218,10 @@ def test_the_server_is_known_by_its_certificate(
     files = tls(pair)
     if case == "expired":
         old = authority.sign("server", hosts=hosts, ends=-HOUR / 2, file=f"old-{tmp_path.name}")
-        files._pem._value = dataclasses.replace(
-            files._pem.now(), certificate=old.certificate.read_bytes(), key=old.key.read_bytes()
-        )
+        pem, context = files._pem.now()
+        certificate, key = old.certificate.read_bytes(), old.key.read_bytes()
+        expired = dataclasses.replace(pem, certificate=certificate, key=key)
+        files._pem._value = expired, context
     ca = Authority(tmp_path / "other").path if case == "wrong CA" else authority.path
     token = write_token(tmp_path / "mine", OBSERVE)
     with start(Access(files, token_files(tmp_path), {})) as address:
