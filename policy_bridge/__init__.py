@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from policy_bridge.bridge import DisabledBridge, PolicyBridge, null_bridge
+    from policy_bridge.bridge import DisabledBridge, PolicyBridge
     from policy_bridge.config import BridgeConfig, ModulePaths
     from policy_bridge.selection import (
         Candidate,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from policy_bridge.sync import PolicySyncError
 
 _HOMES = {
-    "bridge": ("DisabledBridge", "PolicyBridge", "null_bridge"),
+    "bridge": ("DisabledBridge", "PolicyBridge"),
     "config": ("BridgeConfig", "ModulePaths"),
     "selection": ("Candidate", "MostRejected", "NewestFirst", "Selector", "UniformRandom"),
     "stats": ("BridgeStats", "SyncResult"),
@@ -52,7 +52,6 @@ __all__ = [
     "Selector",
     "SyncResult",
     "UniformRandom",
-    "null_bridge",
 ]
 
 

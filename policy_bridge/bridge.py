@@ -13,10 +13,10 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from policy_bridge.capture import Capture, CapturePlan, check_temperature
+from policy_bridge.capture import Capture, check_temperature
 from policy_bridge.config import FLOAT8, BridgeConfig
 from policy_bridge.connection import Connection
-from policy_bridge.copier import DeviceRunner, HostRunner, Runner, Staging
+from policy_bridge.copier import Copier
 from policy_bridge.guard import CaptureGuard, Cause, thread_ended
 from policy_bridge.model import find_modules, stamp_of
 from policy_bridge.outbox import Outbox
@@ -109,10 +109,6 @@ class DisabledBridge:
         """Nothing to close."""
 
 
-null_bridge = DisabledBridge
-"""A bridge that does nothing."""
-
-
 class PolicyBridge:
     """Captures samples in a policy's own forward passes, and wraps its weight syncs.
 
@@ -148,9 +144,8 @@ class PolicyBridge:
         self._matrices = PolicyMatrices(self._modules) if self._modules else None
         self._selector = selector or UniformRandom(config.seed)
         self._outbox = Outbox(config.outbox_bytes, self._counters)
-        self._runner = Runner()
-        self._staging = Staging()
-        self._device = ""
+        self._copier = Copier(torch.device("cpu"))
+        self._device = "cpu"
         trainer = partial(open_channel, config.trainer, credentials=config.trainer_credentials)
         self._channel = trainer()
         # Weight syncs must not wait behind states that a slow trainer has not read yet.
@@ -269,13 +264,13 @@ class PolicyBridge:
             self._guard.refuse(Cause.CALL, error)
             return NullCapture()
         self._guard.check_trainer()
-        if self._runner.died:
+        if self._copier.died:
             self._guard.refuse(Cause.BRIDGE, thread_ended("that copies states"))
-        plan = None if self._guard.off_reason() else self._plan(temperature, forwards)
-        if plan is None:
+        window = None if self._guard.off_reason() else self._window(temperature, forwards)
+        if window is None:
             self._counters.add(captures_skipped=1)
             return NullCapture()
-        return Capture(plan, self._counters)
+        return window
 
     def wait_connected(self, timeout: float) -> bool:
         """Wait for the trainer. A loop that must not lose its first step may call this."""
@@ -284,7 +279,7 @@ class PolicyBridge:
     def flush(self, timeout: float) -> bool:
         """Wait until everything captured was acknowledged or shed. False: not in time."""
         deadline = time.monotonic() + timeout
-        return self._runner.wait_idle(timeout) and self._outbox.wait_empty(
+        return self._copier.wait_idle(timeout) and self._outbox.wait_empty(
             max(0.0, deadline - time.monotonic())
         )
 
@@ -309,7 +304,7 @@ class PolicyBridge:
         if self._closed:
             return
         self._closed = True
-        self._runner.close()
+        self._copier.close()
         if self._guard.connected:
             self._outbox.wait_empty(self._config.drain_seconds)
         if self._connection is not None:
@@ -343,14 +338,14 @@ class PolicyBridge:
         if snapshot is not None and self._connection is not None:
             self._connection.offer_policy(snapshot)
 
-    def _plan(self, temperature: float, forwards: int | None) -> CapturePlan | None:
+    def _window(self, temperature: float, forwards: int | None) -> Capture | None:
         config, modules, outbox = self._config, self._modules, self._outbox
         session, version = self._guard.session, self._guard.version
         if modules is None or session is None or version is None:
             return None
         self._set_device(modules.head_weight.device)
         name = "float8_e4m3fn" if config.states_dtype == FLOAT8 else config.states_dtype
-        return CapturePlan(
+        return Capture(
             modules=modules,
             session=session,
             policy_version=version,
@@ -362,21 +357,19 @@ class PolicyBridge:
             states_dtype=getattr(torch, name) if name else None,
             selector=self._selector,
             next_id=self._next_id,
-            offer=lambda sample, rank: outbox.put(sample, config.offer_seconds, rank),
-            takes=lambda size, rank: outbox.takes(size, version, rank, config.offer_seconds),
-            runner=self._runner,
-            staging=self._staging,
+            offer=lambda sample, rank: outbox.put(sample, rank),
+            takes=lambda size, rank: outbox.takes(size, version, rank),
+            copier=self._copier,
             refuse=lambda error: self._guard.refuse(Cause.CALL, error),
             done=lambda: self._guard.clear(Cause.CALL),
+            counters=self._counters,
         )
 
     def _set_device(self, device: torch.device) -> None:
-        """Choose the runner at a window: the policy may be moved after the bridge was built."""
+        """Choose the copier at a window: the policy may be moved after the bridge was built."""
         if self._device != device.type:
-            self._runner.close()
-            self._device, cuda = device.type, device.type == "cuda"
-            self._runner = DeviceRunner(device) if cuda else HostRunner()
-            self._staging = Staging(pinned=cuda)
+            self._copier.close()
+            self._device, self._copier = device.type, Copier(device)
 
     def _check_open(self) -> None:
         if self._closed:

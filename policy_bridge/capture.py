@@ -9,16 +9,14 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from policy_bridge.copier import Runner, Staging
+from policy_bridge.copier import Copier
 from policy_bridge.extraction import (
     Chosen,
-    HostRecord,
     Record,
     candidates_of,
     fill,
     sampled_of,
     state_dtype,
-    with_logits,
     without_logits,
 )
 from policy_bridge.hooks import ForwardTap
@@ -28,7 +26,7 @@ from policy_bridge.selection import Selector, bytes_per_token, choose
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
-from slipstream.sample import Layout, Sample, header_of, layout_of
+from slipstream.sample import Sample, header_of, layout_of
 
 
 def raise_error(error: RefusedError) -> None:
@@ -56,78 +54,68 @@ def _aligned(name: str, values: torch.Tensor | None, shape: tuple[int, ...]) -> 
     return values
 
 
-@dataclass(frozen=True)
-class CapturePlan:
-    """What stays the same over a window.
+@dataclass(eq=False, kw_only=True)
+class Capture:
+    """A context manager around the policy's own log-prob (or training) forward.
+
+    Hooks are on the model only inside it. After each forward call ``ship`` says what its rows were;
+    at the end the byte budget picks sequences from all passes. With ``forwards`` known, each pass
+    gets its share of what is left and its device memory is let go at once.
+
+    A call that cannot be served ends the window's capture: the hooks come off, nothing more of it
+    is shipped, and the error goes to ``refuse``.
 
     Attributes:
         modules: the policy.
         session: what the trainer wants.
         policy_version: whose states these are.
-        weights_stamp: ``PolicyModules.stamp`` when that version was synced.
+        weights: ``PolicyModules.weights`` when that version was synced.
+        weights_stamp: ``stamp_of`` these then.
         temperature: of the rollouts.
-        budget_bytes: for the whole window.
+        budget_bytes: what is left of the window's.
         forwards: how many passes will be shipped, if known.
         states_dtype: what the states are sent in; None keeps theirs.
         selector: chooses.
         next_id: a fresh sample id.
         offer: hands a sample over with its priority, 0 to ``PRIORITIES`` - 1.
         takes: whether a sample of so many bytes and such a priority would be taken.
-        runner: where choosing and copying is done.
-        staging: memory in which blocks are assembled.
+        copier: where choosing and copying is done.
         refuse: told of a call that cannot be served; raises it if it should.
         done: told that a window ended well.
-        weights: ``PolicyModules.weights`` when that version was synced; empty: they are found
-            again.
+        counters: of the bridge.
     """
 
     modules: PolicyModules
     session: Session
     policy_version: int
+    weights: Sequence[torch.Tensor]
     weights_stamp: int
     temperature: float
     budget_bytes: int
-    forwards: int | None
-    states_dtype: torch.dtype | None
+    forwards: int | None = None
+    states_dtype: torch.dtype | None = None
     selector: Selector
     next_id: Callable[[], str]
     offer: Callable[[Sample, int], bool]
     takes: Callable[[int, int], bool] = lambda nbytes, priority: True
-    runner: Runner = field(default_factory=Runner)
-    staging: Staging = field(default_factory=Staging)
+    copier: Copier = field(default_factory=Copier)
     refuse: Callable[[RefusedError], None] = raise_error
     done: Callable[[], None] = lambda: None
-    weights: Sequence[torch.Tensor] = ()
+    counters: Counters = field(default_factory=Counters)
+    _records: list[Record] = field(default_factory=list, init=False)
+    _recorded: int = field(default=0, init=False)
+    _refused: bool = field(default=False, init=False)
 
-
-class Capture:
-    """A context manager around the policy's own log-prob (or training) forward.
-
-    Hooks are on the model only inside it. After each forward call ``ship`` says
-    what its rows were; at the end the byte budget picks sequences from all passes.
-    With ``forwards`` known, each pass gets its share of what is left and its
-    device memory is let go at once.
-
-    A call that cannot be served ends the window's capture: the hooks come off, nothing
-    more of it is shipped, and the error goes to ``plan.refuse``.
-    """
-
-    def __init__(self, plan: CapturePlan, counters: Counters) -> None:
-        self._plan = plan
-        self._counters = counters
-        # Weights that are spread over ranks, or that the policy may move on from before the
-        # side stream gets to them, cannot be read later. Its logits hold what is needed.
-        head = plan.modules.head_weight
-        self._at_once = bool(plan.modules.shards) or head.device.type != "cpu"
-        self._tap = ForwardTap(plan.modules, plan.session.aux_layers)
-        self._records: list[Record] = []
-        self._recorded = 0
-        self._budget = plan.budget_bytes
-        self._refused = False
+    def __post_init__(self) -> None:
+        # Weights that are spread over ranks, or that the policy may move on from before the side
+        # stream gets to them, cannot be read later. The pass's logits hold what is needed.
+        on_device = self.modules.head_weight.device.type != "cpu"
+        self._at_once = bool(self.modules.shards) or on_device
 
     def __enter__(self) -> Capture:
+        self._tap = ForwardTap(self.modules, self.session.aux_layers)
         self._tap.__enter__()
-        self._counters.add(captures=1)
+        self.counters.add(captures=1)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -168,7 +156,7 @@ class Capture:
                 ``MostRejected``. None: not known.
 
         Raises:
-            RefusedError: (to ``plan.refuse``) no forward pass to describe, or shapes that do
+            RefusedError: (to ``refuse``) no forward pass to describe, or shapes that do
                 not fit it.
         """
         if self._refused:
@@ -190,15 +178,14 @@ class Capture:
                 if tensor is not None and tuple(tensor.shape) != shape:
                     expected = f"the pass's {list(shape)}"
                     raise RefusedError(name, list(tensor.shape), expected, "pass what was run")
-            for layer, aux in zip(self._plan.session.aux_layers, states.aux, strict=True):
+            for layer, aux in zip(self.session.aux_layers, states.aux, strict=True):
                 if aux.shape != states.final.shape:
                     name = f"hidden state after {layer} layers"
                     step = "run lm_head on every position (no logits_to_keep)"
                     raise RefusedError(name, aux.shape, states.final.shape, step)
-            plan = self._plan
-            if stamp_of(plan.weights or plan.modules.weights()) != plan.weights_stamp:
+            if stamp_of(self.weights) != self.weights_stamp:
                 # An optimizer step since the sync: these states belong to no announced version.
-                self._counters.shed("policy_moved", len(input_ids), 0)
+                self.counters.shed("policy_moved", len(input_ids), 0)
                 return
             record = Record(
                 states=states,
@@ -210,14 +197,12 @@ class Capture:
                 logits=_aligned("sampled_logits", sampled_logits, shape),
                 acceptance=acceptance,
             )
-            if self._at_once:
-                record = without_logits(record, self._plan.modules, self._plan.temperature)
-            else:
-                record = with_logits(record)
-            self._records.append(record)
+            self._records.append(
+                without_logits(record, self.modules, self.temperature, whole=self._at_once)
+            )
             self._recorded += 1
-            if self._plan.forwards is not None:
-                self._submit(max(1, self._plan.forwards - self._recorded + 1))
+            if self.forwards is not None:
+                self._submit(max(1, self.forwards - self._recorded + 1))
         except RefusedError as error:
             self._tap.__exit__()
             self._records = []
@@ -225,21 +210,22 @@ class Capture:
         except torch.OutOfMemoryError:
             # The loop needs the device's memory more than the draft needs this window.
             self._records = []
-            self._counters.shed("device_memory", len(input_ids), 0)
+            self.counters.shed("device_memory", len(input_ids), 0)
 
     def _refuse(self, error: RefusedError) -> None:
         # Also called from the side: then the hooks come off with the next call of the window.
         if self._refused:
             raise error
         self._refused = True
-        self._counters.add(captures_refused=1)
-        self._plan.refuse(error)
+        self.counters.add(captures_refused=1)
+        self.refuse(error)
 
     def _submit(self, passes_left: int) -> None:
         """Choose from the held records, hand the chosen over, let the rest go."""
         records, self._records = self._records, []
         if not records:
             return
+        rows = sum(len(record.token_ids) for record in records)
 
         def choose() -> list[Chosen] | None:
             try:
@@ -248,7 +234,7 @@ class Capture:
             except RefusedError as error:
                 self._refuse(error)
             except torch.OutOfMemoryError:
-                self._counters.shed("device_memory", sum(len(r.token_ids) for r in records), 0)
+                self.counters.shed("device_memory", rows, 0)
             return None
 
         def copy(chosen: list[Chosen]) -> None:
@@ -258,78 +244,73 @@ class Capture:
             except RefusedError as error:
                 self._refuse(error)
             except torch.OutOfMemoryError:
-                self._counters.shed("device_memory", len(chosen), 0)
+                self.counters.shed("device_memory", len(chosen), 0)
             else:
-                self._plan.done()
+                self.done()
 
-        if not self._plan.runner.submit(choose, copy):
-            self._counters.shed("copies_behind", sum(len(r.token_ids) for r in records), 0)
+        if not self.copier.submit(choose, copy):
+            self.counters.shed("copies_behind", rows, 0)
 
     def _choose(self, records: list[Record], passes_left: int) -> list[Chosen]:
         """What goes out, its numbers on the host, most wanted first."""
-        plan = self._plan
-        hosts = [HostRecord.of(record) for record in records]
-        candidates = []
-        for index, host in enumerate(hosts):
-            states = host.record.states
-            dtype = state_dtype(plan.states_dtype, states.final)
-            token_bytes = bytes_per_token(len(states.aux), states.final.shape[-1], dtype)
-            most = plan.session.max_sample_tokens(token_bytes)
-            candidates += candidates_of(index, host, token_bytes, most)
+        records = [record.on_host() for record in records]
+        candidates, dtypes = [], []
+        for index, record in enumerate(records):
+            states = record.states
+            dtypes.append(state_dtype(self.states_dtype, states.final))
+            token_bytes = bytes_per_token(len(states.aux), states.final.shape[-1], dtypes[-1])
+            most = self.session.max_sample_tokens(token_bytes)
+            candidates += candidates_of(index, record, token_bytes, most)
         # Choices are made one after the other: what the last one left is known here.
-        wanted = choose(plan.selector, candidates, self._budget // passes_left)
-        self._budget -= sum(candidate.nbytes for candidate in wanted)
-        self._counters.add(
-            captured_tokens=sum(span.end - span.start for host in hosts for span in host.spans),
+        wanted = choose(self.selector, candidates, self.budget_bytes // passes_left)
+        self.budget_bytes -= sum(candidate.nbytes for candidate in wanted)
+        self.counters.add(
+            captured_tokens=sum(s.end - s.start for record in records for s in record.spans),
             chosen_samples=len(wanted),
             chosen_tokens=sum(candidate.tokens for candidate in wanted),
             not_chosen_samples=len(candidates) - len(wanted),
         )
         chosen = []
         for rank, candidate in enumerate(wanted):
-            host = hosts[candidate.forward]
-            sampled = sampled_of(host, candidate, plan.modules, plan.temperature)
+            record = records[candidate.forward]
+            sampled = sampled_of(record, candidate, self.modules, self.temperature)
             if sampled is None:
-                self._counters.shed("non_finite", 1, candidate.nbytes)
+                self.counters.shed("non_finite", 1, candidate.nbytes)
                 continue
+            width, layers = record.states.final.shape[-1], len(record.states.aux)
+            layout = layout_of(candidate.tokens, layers, width, dtypes[candidate.forward])
             priority = PRIORITIES - 1 - rank * PRIORITIES // len(wanted)
-            chosen.append(Chosen(host, candidate, sampled, priority))
+            chosen.append(Chosen(record, candidate, layout, sampled, priority))
         _check_unwritten(chosen)
         return chosen
 
     def _copy_and_offer(self, chosen: list[Chosen]) -> None:
-        plan = self._plan
         for group in self._groups(chosen):
-            with plan.staging.borrow(sum(layout.nbytes for _, layout in group)) as memory:
+            with self.copier.staging.borrow(sum(one.layout.nbytes for one in group)) as memory:
                 at, filled = 0, []
-                for one, layout in group:
-                    facts = (plan.next_id(), plan.policy_version, plan.temperature)
-                    header = header_of(*facts, plan.session.aux_layers, layout)
-                    sample = Sample(header, memory[at : at + layout.nbytes])
+                for one in group:
+                    facts = (self.next_id(), self.policy_version, self.temperature)
+                    header = header_of(*facts, self.session.aux_layers, one.layout)
+                    sample = Sample(header, memory[at : at + one.layout.nbytes])
                     fill(sample, one)
                     filled.append((sample, one.priority))
-                    at += layout.nbytes
-                plan.runner.settle()
+                    at += one.layout.nbytes
+                self.copier.settle()
                 # Again, with the copies done: the loop has gone on meanwhile.
-                _check_unwritten([one for one, _ in group])
+                _check_unwritten(group)
                 for sample, priority in filled:
-                    plan.offer(sample, priority)
+                    self.offer(sample, priority)
 
-    def _groups(self, chosen: list[Chosen]) -> Iterator[list[tuple[Chosen, Layout]]]:
+    def _groups(self, chosen: list[Chosen]) -> Iterator[list[Chosen]]:
         """What is copied together: as much as the staging memory holds."""
-        plan = self._plan
-        group: list[tuple[Chosen, Layout]] = []
+        group: list[Chosen] = []
         for one in chosen:
-            states = one.host.record.states
-            dtype = state_dtype(plan.states_dtype, states.final)
-            width = states.final.shape[-1]
-            layout = layout_of(one.candidate.tokens, len(states.aux), width, dtype)
-            nbytes = layout.nbytes + sum(other.nbytes for _, other in group)
-            if group and nbytes > plan.staging.nbytes:
+            nbytes = one.layout.nbytes + sum(other.layout.nbytes for other in group)
+            if group and nbytes > self.copier.staging.nbytes:
                 yield group
                 group = []
-            if plan.takes(layout.nbytes, one.priority):
-                group.append((one, layout))
+            if self.takes(one.layout.nbytes, one.priority):
+                group.append(one)
         if group:
             yield group
 
@@ -340,5 +321,5 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_unwritten(chosen: Sequence[Chosen]) -> None:
-    for host in {id(one.host): one.host for one in chosen}.values():
-        host.record.states.check_unwritten()
+    for record in {id(one.record): one.record for one in chosen}.values():
+        record.states.check_unwritten()

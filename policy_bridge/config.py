@@ -67,7 +67,6 @@ class BridgeConfig:
         announce_seconds: deadline of registering a policy version, in the background.
         sync_seconds: deadline of PrepareSync and of CompleteSync, each.
         policy_seconds: deadline of staging the policy, and of committing it, per server.
-        offer_seconds: longest that handing one sample to the outbox may take.
         stall_seconds: a stream that waits this long for its first credit or for an acknowledgement
             is opened again.
         drain_seconds: how long ``close`` waits for acknowledgements.
@@ -97,7 +96,6 @@ class BridgeConfig:
     announce_seconds: float = 60.0
     sync_seconds: float = 20.0
     policy_seconds: float = 120.0
-    offer_seconds: float = 0.1
     stall_seconds: float = 30.0
     drain_seconds: float = 5.0
     max_backoff_seconds: float = 5.0

@@ -41,10 +41,10 @@ _JOIN_SECONDS = 5.0
 # a MiB of states. Inline, more than one message's worth of them is not faster.
 _BATCH_SAMPLES = 128
 _BATCH_BYTES = 16 << 20
-DESCRIPTION_BYTES = 512
-"""More than a sample's header takes in a message."""
-# More than a piece of a payload takes beside its bytes.
-_FIELD_BYTES = 16
+# More than a sample's header, or a piece of a payload, takes in a message beside its own bytes.
+_HEADER_BYTES, _FIELD_BYTES = 64, 16
+_MOST_LOST = 3
+"""Files lost one soon after the other, after which states go inline."""
 
 
 class Connection:
@@ -82,6 +82,7 @@ class Connection:
         self.session: Session | None = None
         self.connected = self.died = False
         self._shared: BlockFile | None = None
+        self._lost = 0
         self._attempted = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="slipstream-sender", daemon=True)
@@ -155,7 +156,14 @@ class Connection:
                 header.shared_memory.nonce = file.nonce
                 self._shared = self._outbox.move_to(file)
             self._counters.transport("grpc" if file is None else "shared_memory", why_inline)
-            return self._stream(header, session, again)
+            opened = time.monotonic()
+            at_once = self._stream(header, session, again)
+            if time.monotonic() - opened > self._config.stall_seconds:
+                self._lost = 0
+            if self._shared is not None and self._shared.lost:
+                self._lost += 1
+                self._note(RuntimeError(self._outbox.damage))
+            return at_once
         finally:
             self._shared = None
             if file is not None:
@@ -171,8 +179,9 @@ class Connection:
                     self._note(TimeoutError("the trainer does not answer on its stream of samples"))
                     stalled = True
                     break
-                if self._outbox.damage:
-                    self._counters.transport("grpc", self._outbox.damage)
+                if self._shared is not None and self._shared.lost:
+                    # Another stream, with another file.
+                    return True
                 sent = self._send_next(stream, session)
                 self._counters.add(resent_samples=len(again.intersection(sent)))
         finally:
@@ -203,8 +212,8 @@ class Connection:
         config = self._config
         if config.transport == "grpc":
             return None, 'transport = "grpc"'
-        if self._outbox.damage:
-            return None, self._outbox.damage
+        if self._lost >= _MOST_LOST:
+            return None, f"{self._lost} files were lost; {self._outbox.damage}"
         try:
             nbytes = file_bytes(config.outbox_bytes)
             return SharedFile.create(Path(config.shared_memory), nbytes), ""
@@ -398,7 +407,8 @@ class Connection:
 
 def _message_bytes(entry: Entry, shared: BlockFile | None) -> int:
     """Most serialized bytes that a sample takes in a message, its block included if inline."""
+    described = entry.header.ByteSize() + _HEADER_BYTES
     if entry.blocks is shared:
-        return DESCRIPTION_BYTES
+        return described
     pieces = entry.nbytes // PIECE_BYTES + 1
-    return DESCRIPTION_BYTES + entry.nbytes + pieces * _FIELD_BYTES
+    return described + entry.nbytes + pieces * _FIELD_BYTES

@@ -1,9 +1,9 @@
 """Where the choice and the copies of a capture are done: beside the policy's own work.
 
-On a GPU both are, on a stream and a thread of their own. On a CPU the choice is made at once,
-because its numbers may come from weights that the next step changes, and the copies go to a
-thread: the policy's backward pass runs without the interpreter's lock, so by then they cost it
-nothing where there is a free core.
+For a policy on a GPU both are done on a stream and a thread of their own, without a synchronisation
+on the policy's stream. For one on a CPU the choice is made at once, because its numbers may come
+from weights that the next step changes, and the copies go to the thread: the backward pass runs
+without the interpreter's lock, so there they cost the policy nothing where there is a free core.
 
 Blocks are assembled in a small staging buffer, page-locked for a CUDA device, and written from
 there to the outbox's file, once.
@@ -30,7 +30,8 @@ JOBS = 2
 STAGING_BYTES = 16 << 20
 
 _JOIN_SECONDS = 5.0
-# Of the policy's thread. Without it a short loss takes longer.
+# Before copies on a CPU begin: at once they would take the interpreter's lock from the policy's
+# thread between the operations that lead from the pass to its backward.
 _HEAD_START_SECONDS = 0.002
 
 
@@ -63,48 +64,71 @@ class Staging:
             self._lock.release()
 
 
-class Runner:
-    """Runs the work of a bridge's windows in order. This one does so in the caller's thread."""
+class Copier:
+    """Runs the work of a bridge's windows in order, on a thread that the first job starts.
 
-    died = False
-    """Whether its thread ended of an unexpected error: it copies nothing any more."""
+    On a CUDA device ``submit`` records an event on the policy's stream and returns; the thread's
+    own stream waits for it. A job references the tensors that it reads until that stream has
+    finished, so the allocator cannot hand their memory to the policy meanwhile.
+
+    Args:
+        device: of the policy; None: everything is done in the caller's thread.
+
+    Attributes:
+        staging: memory for the blocks.
+        died: whether the thread ended of an unexpected error: nothing is copied any more.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        cuda = device is not None and device.type == "cuda"
+        self._inline = device is None
+        self._stream = torch.cuda.Stream(device) if cuda else None
+        self.staging = Staging(pinned=cuda)
+        self.died = False
+        self._changed = threading.Condition()
+        self._jobs: deque[Job] = deque()
+        self._running = self._closed = False
+        self._error: RefusedError | None = None
+        self._thread: threading.Thread | None = None
 
     def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
         """Call ``copy`` with what ``choose`` returned, unless that is None; each now or soon.
 
+        On a device call it on the stream that makes the tensors that are read.
+
         Returns:
-            False if too much waits: then neither was called, nor will be.
+            False if too much waits (on a device): then neither was called, nor will be.
 
         Raises:
             RefusedError: what a job before this one raised.
         """
+        if (stream := self._stream) is not None:
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(stream.device))
+
+            def on_stream() -> None:
+                with torch.cuda.stream(stream):
+                    stream.wait_event(ready)
+                    try:
+                        chosen = choose()
+                        if chosen is not None:
+                            copy(chosen)
+                    finally:
+                        stream.synchronize()
+
+            return self.put(on_stream)
         chosen = choose()
-        if chosen is not None:
+        if chosen is None:
+            return True
+
+        def later() -> None:
+            time.sleep(_HEAD_START_SECONDS)
+            copy(chosen)
+
+        # Where too much waits the caller's thread copies: its memory is the policy's own.
+        if self._inline or not self.put(later):
             copy(chosen)
         return True
-
-    def settle(self) -> None:
-        """Inside ``copy``: wait for the copies it has begun. Between host tensors they are done."""
-
-    def wait_idle(self, timeout: float) -> bool:
-        """Wait until nothing runs or waits; False if that took longer, in seconds."""
-        return True
-
-    def close(self) -> None:
-        """Take no more, finish what waits within a deadline. Idempotent."""
-
-
-class SideThread(Runner):
-    """Runs jobs one after the other in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._jobs: deque[Job] = deque()
-        self._running = False
-        self._closed = False
-        self._error: RefusedError | None = None
-        self._thread = threading.Thread(target=self._run, name="slipstream-copies", daemon=True)
-        self._thread.start()
 
     def put(self, job: Job) -> bool:
         """Run ``job`` soon; False if too many wait or the thread has ended: it will not be run.
@@ -118,21 +142,32 @@ class SideThread(Runner):
                 raise error
             if len(self._jobs) >= JOBS or self._closed:
                 return False
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="slipstream-copies", daemon=True
+                )
+                self._thread.start()
             self._jobs.append(job)
             self._changed.notify_all()
             return True
 
+    def settle(self) -> None:
+        """Inside ``copy``: wait for the copies it has begun."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def wait_idle(self, timeout: float) -> bool:
-        """See ``Runner``."""
+        """Wait until nothing runs or waits; False if that took longer, in seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs and not self._running, timeout)
 
     def close(self) -> None:
-        """See ``Runner``; a job that hangs is left."""
+        """Take no more and finish what waits within a deadline. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(_JOIN_SECONDS)
+        if self._thread is not None:
+            self._thread.join(_JOIN_SECONDS)
 
     def _run(self) -> None:
         try:
@@ -162,61 +197,3 @@ class SideThread(Runner):
         with self._changed:
             self._running = False
             self._changed.notify_all()
-
-
-class HostRunner(SideThread):
-    """For policies on the CPU: chooses in the caller's thread, copies in its own.
-
-    The copies begin a moment later: at once they would take the interpreter's lock from the
-    caller between the operations that lead from the pass to its backward.
-    """
-
-    def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
-        """See ``Runner``; too much never waits: the caller's thread copies then."""
-        chosen = choose()
-        if chosen is None:
-            return True
-
-        def job() -> None:
-            time.sleep(_HEAD_START_SECONDS)
-            copy(chosen)
-
-        if not self.put(job):
-            copy(chosen)
-        return True
-
-
-class DeviceRunner(SideThread):
-    """For policies on a CUDA device: chooses and copies in a thread and on a stream of its own.
-
-    No synchronisation on the policy's stream: ``submit`` records an event there and
-    returns. The thread makes its stream wait for that event, and every copy to the host,
-    every ``tolist`` and the final wait are that stream's. The tensors that a job reads are
-    referenced by the job until its stream has finished, so the allocator cannot hand their
-    memory to the policy meanwhile.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._stream = torch.cuda.Stream(device)
-
-    def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
-        """See ``Runner``. Call it on the stream that makes the tensors that are read."""
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self._stream.device))
-
-        def job() -> None:
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(ready)
-                try:
-                    chosen = choose()
-                    if chosen is not None:
-                        copy(chosen)
-                finally:
-                    self._stream.synchronize()
-
-        return self.put(job)
-
-    def settle(self) -> None:
-        """Wait, in the side thread, for the side stream alone."""
-        self._stream.synchronize()

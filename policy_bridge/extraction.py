@@ -4,14 +4,15 @@ Up to the choice everything stays on the policy's device. What is computed for a
 tokens' logits and log-probabilities) is computed for the chosen rows alone, where the policy's
 weights are at hand then; only the chosen tokens' states move to host memory.
 
-For a sequence x with final hidden states h: logit_t = h_{t-1} . W[x_t], and log p(x_t | x_<t) =
-logit_t / temperature - log Z_{t-1}. The wire carries logit and log-probability of every token,
-which fixes log Z without a full row of logits (slipstream.v1.PackedStates).
+For a sequence x with final hidden states h: logit_t = f(h_{t-1} . W[x_t]), where f is what the
+policy makes of its lm_head's output (``slipstream.logits``), and log p(x_t | x_<t) = logit_t /
+temperature - log Z_{t-1}. The wire carries logit and log-probability of every token, which fixes
+log Z without a full row of logits (slipstream.v1.PackedStates).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +24,8 @@ from policy_bridge.hooks import ForwardStates
 from policy_bridge.model import PolicyModules
 from policy_bridge.selection import Candidate, Span, scores_of, spans_of, windows
 from slipstream.errors import RefusedError
-from slipstream.sample import FLOAT8, STATE_DTYPES, Sample
+from slipstream.logits import LogitForm
+from slipstream.sample import FLOAT8, STATE_DTYPES, Layout, Sample
 from slipstream.tensors import quantize
 
 Floats = NDArray[np.float32]
@@ -45,6 +47,7 @@ class Record:
         token_ids, loss_mask, attention_mask, position_ids, logprobs, logits: [B, S], see
             ``Capture.ship``.
         acceptance: one number a sequence.
+        spans: the sequences, once the record is on the host.
     """
 
     states: ForwardStates
@@ -55,48 +58,45 @@ class Record:
     logprobs: torch.Tensor | None
     logits: torch.Tensor | None
     acceptance: torch.Tensor | Sequence[float] | None
+    spans: Sequence[Span] = ()
 
+    def on_host(self) -> Record:
+        """With copies of everything but the states in host memory: int32 ids, float32 numbers.
 
-@dataclass(frozen=True)
-class HostRecord:
-    """A pass with the numbers that the choice and the samples need on the host, copied once.
+        Raises:
+            RefusedError: masks or positions that are not of whole sequences.
+        """
+        shape = self.states.final.shape
 
-    Attributes:
-        record: the pass.
-        spans: its sequences.
-        token_ids: int32 [B, S].
-        loss_mask: bool [B, S].
-        logprobs, logits: float32 [B, S]; None where they are computed for what is chosen.
-    """
+        def floats(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values.to("cpu", torch.float32, copy=True)
 
-    record: Record
-    spans: Sequence[Span]
-    token_ids: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
-    logprobs: Floats | None
-    logits: Floats | None
-
-    @classmethod
-    def of(cls, record: Record) -> HostRecord:
-        """Of a pass. Raises RefusedError for masks or positions that are not of whole sequences."""
-        shape = record.states.final.shape[:2]
-        return cls(
-            record=record,
-            spans=spans_of(record.attention_mask, record.position_ids, (shape[0], shape[1])),
+        return replace(
+            self,
+            spans=spans_of(self.attention_mask, self.position_ids, (shape[0], shape[1])),
             # Copies in any case: the loop may write into its own before the samples are written.
-            token_ids=record.token_ids.cpu().numpy().astype(np.int32),
-            loss_mask=record.loss_mask.cpu().numpy().copy(),
-            logprobs=_floats(record.logprobs),
-            logits=_floats(record.logits),
+            token_ids=self.token_ids.to("cpu", torch.int32, copy=True),
+            loss_mask=self.loss_mask.to("cpu", copy=True),
+            logprobs=floats(self.logprobs),
+            logits=floats(self.logits),
         )
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A candidate that goes out, with its log-probs and logits, ``sampled``: float32 [2, T]."""
+    """A candidate that goes out.
 
-    host: HostRecord
+    Attributes:
+        record: the pass, on the host.
+        candidate: a part of it.
+        layout: of its block.
+        sampled: float32 [2, T], log-probs and logits.
+        priority: see ``Outbox.put``.
+    """
+
+    record: Record
     candidate: Candidate
+    layout: Layout
     sampled: Floats
     priority: int
 
@@ -111,24 +111,24 @@ def state_dtype(wanted: torch.dtype | None, state: torch.Tensor) -> torch.dtype:
 
 
 def candidates_of(
-    index: int, host: HostRecord, token_bytes: int, max_sample_tokens: int
+    index: int, record: Record, token_bytes: int, max_sample_tokens: int
 ) -> list[Candidate]:
-    """Every sequence of a pass, or the windows of it, that could be sent.
+    """Every sequence of a pass on the host, or the windows of it, that could be sent.
 
     ``index`` is the pass's place among those that are chosen from.
 
     Raises:
         RefusedError: an acceptance that does not fit the pass.
     """
-    scores = scores_of("acceptance", host.record.acceptance, len(host.spans))
+    scores = scores_of("acceptance", record.acceptance, len(record.spans))
     return [
         candidate
-        for span, acceptance in zip(host.spans, scores, strict=True)
+        for span, acceptance in zip(record.spans, scores, strict=True)
         for candidate in windows(
             forward=index,
             row=span.row,
             start=span.start,
-            loss_mask=host.loss_mask[span.row, span.start : span.end],
+            loss_mask=record.loss_mask[span.row, span.start : span.end].numpy(),
             token_bytes=token_bytes,
             max_tokens=max_sample_tokens,
             acceptance=acceptance,
@@ -137,7 +137,7 @@ def candidates_of(
 
 
 def sampled_of(
-    host: HostRecord, chosen: Candidate, modules: PolicyModules, temperature: float
+    record: Record, chosen: Candidate, modules: PolicyModules, temperature: float
 ) -> Floats | None:
     """Log-probs and logits of the chosen tokens; None where one that is read is not finite.
 
@@ -147,31 +147,26 @@ def sampled_of(
     Returns:
         float32 [2, T].
     """
-    row, columns = chosen.row, slice(chosen.start, chosen.end)
-    if host.logprobs is not None and host.logits is not None:
-        found = np.stack([host.logprobs[row, columns], host.logits[row, columns]])
-    else:
-        pair = _sampled(host.record, modules, temperature, row, columns)
-        found = torch.stack([values.float() for values in pair]).cpu().numpy()
+    pair = _sampled(record, modules, temperature, chosen.row, slice(chosen.start, chosen.end))
+    found = torch.stack([values.to("cpu", torch.float32) for values in pair]).numpy()
     found[:, 0] = 0.0
-    mask = _mask_of(host, chosen)
+    mask = _mask_of(record, chosen)
     found[:, ~mask] = np.where(np.isfinite(found[:, ~mask]), found[:, ~mask], 0.0)
     return found if np.isfinite(found).all() else None
 
 
 def fill(sample: Sample, chosen: Chosen) -> None:
     """Write a chosen candidate into a sample's block; complete when the current stream is."""
-    host, candidate = chosen.host, chosen.candidate
+    record, candidate = chosen.record, chosen.candidate
     row, columns = candidate.row, slice(candidate.start, candidate.end)
-    sample.token_ids.numpy()[:] = host.token_ids[row, columns]
+    sample.token_ids.copy_(record.token_ids[row, columns])
     sample.positions.numpy()[:] = np.arange(candidate.offset, candidate.offset + candidate.tokens)
-    sample.segment_ids.numpy()[:] = 0
-    sample.loss_mask.numpy()[:] = _mask_of(host, candidate)
+    sample.segment_ids.zero_()
+    sample.loss_mask.numpy()[:] = _mask_of(record, candidate)
     sample.sampled_logprobs.numpy()[:], sample.sampled_logits.numpy()[:] = chosen.sampled
     sample.clear_padding()
-    states = host.record.states
-    aux = [layer[row].narrow(0, candidate.start, candidate.tokens) for layer in states.aux]
-    final = states.final[row].narrow(0, candidate.start, candidate.tokens)
+    aux = [layer[row].narrow(0, candidate.start, candidate.tokens) for layer in record.states.aux]
+    final = record.states.final[row].narrow(0, candidate.start, candidate.tokens)
     if sample.layout.dtype != FLOAT8:
         gather_into(sample.aux, aux)
         gather_into(sample.final_hidden, [final])
@@ -209,63 +204,53 @@ def gather_into(host: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         at += width
 
 
-def with_logits(record: Record) -> Record:
-    """The record with the logits of the sampled tokens picked out of the pass's, if they are there.
-
-    Without the pass's own, which are large. Those that the loop wrote into since, by a temperature
-    for one, are no logits any more: then the chosen tokens' are computed from the weights.
-    """
-    states, logits = record.states, record.logits
-    if states.logits is None:
-        return record
-    if logits is None and states.logits_unwritten:
-        logits = picked_logits(states.logits, record.token_ids)
-    return replace(record, states=replace(states, logits=None), logits=logits)
-
-
 @torch.no_grad()
-def without_logits(record: Record, modules: PolicyModules, temperature: float) -> Record:
-    """The record with every token's logit and log-prob, and without the pass's logits.
+def without_logits(
+    record: Record, modules: PolicyModules, temperature: float, *, whole: bool
+) -> Record:
+    """The record without the pass's logits, which are large: the sampled ones are picked out.
 
-    For weights that cannot be read later: those that are spread over ranks, and those on a
-    device, which the policy may have changed when the side stream gets to them.
+    Args:
+        record: of a pass.
+        modules: the policy.
+        temperature: of the log-probs.
+        whole: every token's logit and log-prob must be there, for weights that cannot be read
+            later: those that are spread over ranks, and those on a device, which the policy may
+            have changed when the side stream gets to them. Otherwise what the pass does not tell is
+            computed later, for the chosen tokens, also where the loop wrote into its logits since.
 
     Raises:
-        RefusedError: weights that are spread, of a pass whose logits were not seen; logits
+        RefusedError: (whole) weights that are spread, of a pass whose logits were not seen; logits
             that were written in place since the pass.
     """
     states, logits, logprobs = record.states, record.logits, record.logprobs
-    if logits is None or logprobs is None:
-        if states.logits is not None:
-            seen = states.logits
-            if not states.logits_unwritten:
+    seen = states.logits
+    if logits is None or (whole and logprobs is None):
+        if seen is not None and not states.logits_unwritten:
+            if whole:
                 found = "written in place between the forward pass and ship"
                 step = "divide by the temperature out of place, or pass the sampled ones"
                 raise RefusedError("logits", found, "the output of lm_head as it was", step)
-            own_logits = picked_logits(seen, record.token_ids)
-            if logprobs is None:
-                logprobs = picked_logprobs(seen, record.token_ids, temperature)
-        elif modules.shards:
+        elif seen is not None:
+            if logits is None:
+                logits = picked_logits(seen, record.token_ids, modules.form)
+            if whole and logprobs is None:
+                logprobs = picked_logprobs(seen, record.token_ids, modules.form, temperature)
+        elif whole and modules.shards:
             found = "not given, of a pass that does not call lm_head"
             step = "pass both, or let the pass call lm_head (no modules.final_norm)"
             raise RefusedError("sampled_logits", found, "sampled logits and log-probs", step)
-        else:
+        elif whole:
             rows = [
                 _sampled(record, modules, temperature, row, slice(None))
                 for row in range(len(record.token_ids))
             ]
-            logprobs = torch.stack([row[0] for row in rows])
-            own_logits = torch.stack([row[1] for row in rows])
-        logits = own_logits if logits is None else logits
+            logprobs, logits = (torch.stack(values) for values in zip(*rows, strict=True))
     return replace(record, states=replace(states, logits=None), logits=logits, logprobs=logprobs)
 
 
 def sampled_logits(
-    final: torch.Tensor,
-    token_ids: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
+    final: torch.Tensor, token_ids: torch.Tensor, modules: PolicyModules, dtype: torch.dtype
 ) -> torch.Tensor:
     """The logit of each token given those before it, rounded as the policy rounds its own.
 
@@ -276,26 +261,24 @@ def sampled_logits(
     Args:
         final: [T, H].
         token_ids: [T], whole numbers below V, on the same device.
-        weight: lm_head [V, H].
-        bias: lm_head [V] or None.
-        dtype: of the policy's logits.
+        modules: the policy.
+        dtype: of its logits.
 
     Returns:
         float32 [T]; the first is 0.
     """
     target = token_ids[1:].long()
-    rows = weight[target].to(dtype).float()
+    rows = modules.head_weight[target].to(dtype).float()
     logits = (final[:-1].to(dtype).float() * rows).sum(-1)
-    if bias is not None:
-        logits = logits + bias[target].to(dtype).float()
-    return F.pad(logits.to(dtype).float(), (1, 0))
+    if modules.head_bias is not None:
+        logits = logits + modules.head_bias[target].to(dtype).float()
+    return F.pad(modules.form.apply(logits.to(dtype)).float(), (1, 0))
 
 
 def sampled_logprobs(
     final: torch.Tensor,
     token_ids: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    modules: PolicyModules,
     dtype: torch.dtype,
     temperature: float,
 ) -> torch.Tensor:
@@ -305,43 +288,51 @@ def sampled_logprobs(
     [T, V] floats at once. Arguments and result as ``sampled_logits``.
     """
     blocks = [final.new_zeros(1, dtype=torch.float32)]
-    head = weight.to(dtype)
-    head_bias = bias.to(dtype) if bias is not None else None
-    rows = max(1, _BLOCK_BYTES // (4 * len(weight)))
+    logits_of = whole_logits(modules, dtype)
+    rows = max(1, _BLOCK_BYTES // (4 * modules.vocab_size))
     for start in range(0, len(token_ids) - 1, rows):
         end = min(start + rows, len(token_ids) - 1)
-        logits = F.linear(final[start:end].to(dtype), head, head_bias).float() / temperature
+        logits = logits_of(final[start:end]) / temperature
         target = token_ids[start + 1 : end + 1].long()
         blocks.append(logits.log_softmax(-1).gather(-1, target[:, None]).squeeze(-1))
     return torch.cat(blocks)
 
 
-def picked_logits(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """The logits [B, S] of the tokens [B, S] out of all [B, S, V]; column 0 is 0. Float32."""
+def whole_logits(
+    modules: PolicyModules, dtype: torch.dtype
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From final states [N, H] to the policy's logits, float32 [N, V], by products in ``dtype``."""
+    weight = modules.head_weight.to(dtype)
+    bias = None if modules.head_bias is None else modules.head_bias.to(dtype)
+    return lambda final: modules.form.apply(F.linear(final.to(dtype), weight, bias)).float()
+
+
+def picked_logits(logits: torch.Tensor, token_ids: torch.Tensor, form: LogitForm) -> torch.Tensor:
+    """The policy's logits [B, S] of the tokens [B, S], of its lm_head's output [B, S, V].
+
+    Float32; column 0 is 0.
+    """
     target = token_ids[:, 1:, None].long().to(logits.device)
-    return F.pad(logits[:, :-1].gather(-1, target).squeeze(-1).float(), (1, 0))
+    picked = logits[:, :-1].gather(-1, target).squeeze(-1)
+    return F.pad(form.apply(picked).float(), (1, 0))
 
 
 def picked_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, temperature: float
+    logits: torch.Tensor, token_ids: torch.Tensor, form: LogitForm, temperature: float
 ) -> torch.Tensor:
     """The log-probabilities [B, S] of the tokens at ``temperature``; as ``picked_logits``."""
     columns = max(1, _BLOCK_BYTES // (4 * logits.shape[0] * logits.shape[2]))
     blocks = [
-        (logits[:, start : start + columns].float() / temperature).logsumexp(-1)
+        (form.apply(logits[:, start : start + columns]).float() / temperature).logsumexp(-1)
         for start in range(0, logits.shape[1], columns)
     ]
     log_z = F.pad(torch.cat(blocks, 1)[:, :-1], (1, 0))
-    return picked_logits(logits, token_ids) / temperature - log_z
+    return picked_logits(logits, token_ids, form) / temperature - log_z
 
 
-def _floats(values: torch.Tensor | None) -> Floats | None:
-    return None if values is None else values.float().cpu().numpy().copy()
-
-
-def _mask_of(host: HostRecord, chosen: Candidate) -> NDArray[np.bool_]:
+def _mask_of(record: Record, chosen: Candidate) -> NDArray[np.bool_]:
     """The loss mask without the context that a window repeats, and without the first token."""
-    mask = host.loss_mask[chosen.row, chosen.start : chosen.end].copy()
+    mask = record.loss_mask[chosen.row, chosen.start : chosen.end].numpy().copy()
     mask[: max(1, chosen.fresh - chosen.start)] = False
     return mask
 
@@ -352,13 +343,11 @@ def _sampled(
     """Log-probs and logits of a row's sampled tokens: as given, else from the weights."""
     logprobs = record.logprobs[row, columns] if record.logprobs is not None else None
     logits = record.logits[row, columns] if record.logits is not None else None
-    if logprobs is not None and logits is not None:
-        return logprobs, logits
-    final = record.states.final[row, columns]
-    tokens = record.token_ids[row, columns].to(final.device)
-    head = (modules.head_weight, modules.head_bias, record.states.logits_dtype)
-    if logits is None:
-        logits = sampled_logits(final, tokens, *head)
-    if logprobs is None:
-        logprobs = sampled_logprobs(final, tokens, *head, temperature)
-    return logprobs.to(final.device), logits.to(final.device)
+    if logprobs is None or logits is None:
+        final, dtype = record.states.final[row, columns], record.states.logits_dtype
+        tokens = record.token_ids[row, columns].to(final.device)
+        if logits is None:
+            logits = sampled_logits(final, tokens, modules, dtype)
+        if logprobs is None:
+            logprobs = sampled_logprobs(final, tokens, modules, dtype, temperature)
+    return logprobs, logits

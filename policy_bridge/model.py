@@ -15,6 +15,7 @@ from torch import nn
 
 from policy_bridge.config import ModulePaths
 from slipstream.errors import RefusedError
+from slipstream.logits import LogitForm
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 _INNER = {
@@ -103,6 +104,7 @@ class PolicyModules:
         lm_head: the output projection, weight [vocab, hidden].
         embed_tokens: the input embeddings, weight [vocab, hidden].
         final_norm: when set, its output is the final hidden state.
+        form: what the policy does to lm_head's output.
         shards: every parameter of a policy that is spread over ranks (FSDP2), as this rank
             holds it between steps; empty if it is not spread.
     """
@@ -113,6 +115,7 @@ class PolicyModules:
     lm_head: nn.Module
     embed_tokens: nn.Module
     final_norm: nn.Module | None
+    form: LogitForm
     shards: tuple[torch.Tensor, ...]
 
     @property
@@ -149,13 +152,6 @@ class PolicyModules:
             model_name=model_name or type(self.root).__name__,
         )
 
-    def stamp(self) -> int:
-        """A number that changes when an optimizer writes to the weights in place.
-
-        Sum of the parameters' version counters. Writes through ``.data`` escape it.
-        """
-        return stamp_of(self.weights())
-
     def weights(self) -> list[torch.Tensor]:
         """Every parameter that counts how often it was written to, or shard of one."""
         # FSDP2 puts gathered parameters into the places of the shards during a step.
@@ -164,7 +160,11 @@ class PolicyModules:
 
 
 def stamp_of(weights: Sequence[torch.Tensor]) -> int:
-    """``PolicyModules.stamp`` of ``weights``, which take a millisecond to find: not in a step."""
+    """A number that changes when an optimizer writes to the weights in place.
+
+    Sum of the version counters. Writes through ``.data`` escape it. The weights take a millisecond
+    to find: not in a step.
+    """
     return sum([p._version for p in weights])
 
 
@@ -216,6 +216,7 @@ def find_modules(model: nn.Module, paths: ModulePaths) -> PolicyModules:
         lm_head=lm_head,
         embed_tokens=embed_tokens,
         final_norm=norm,
+        form=LogitForm(),
         shards=tuple(model.parameters()) if sharded else (),
     )
 

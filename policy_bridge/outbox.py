@@ -6,21 +6,21 @@ counts against the bound too and is still here to be sent again when a stream is
 
 What is shed to free memory is the least of (policy version, priority), the oldest of equals first,
 and only what is less than the sample that needs the memory: swapping equals would only churn.
-Finding it takes no search: samples are in one bin per version and priority, and versions only rise.
+Finding it takes no search: samples are in one bin per version and priority.
 
 Blocks are in a file of shared memory, written once; a trainer on this host reads them from there,
 and for any other they are read into the message. A file that was cut short, or whose memory is
-full, costs the blocks in it and nothing else: later ones go into another file.
+full, costs the blocks in it and nothing else: later ones go into anonymous memory, and with the
+next stream into another file.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from bisect import insort
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -62,16 +62,8 @@ class BlockFile:
     def __init__(self, file: SharedFile) -> None:
         self.file = file
         self.lost = False
-        self._free = FreeList()
-        self._free.give(HEADER_BYTES, file.nbytes - HEADER_BYTES)
-
-    def take(self, nbytes: int) -> int | None:
-        """The offset of a free part of the file; None where no part is as large."""
-        return self._free.take(nbytes)
-
-    def give(self, offset: int, nbytes: int) -> None:
-        """The part is free again."""
-        self._free.give(offset, nbytes)
+        self.free = FreeList()
+        self.free.give(HEADER_BYTES, file.nbytes - HEADER_BYTES)
 
 
 @dataclass(eq=False, slots=True)
@@ -101,6 +93,11 @@ class Entry:
         return self.header.policy_version
 
     @property
+    def key(self) -> tuple[int, int]:
+        """Policy version and priority: the least is shed first."""
+        return self.version, self.priority
+
+    @property
     def nbytes(self) -> int:
         """Size of the block."""
         return self.header.packed.span.bytes
@@ -115,23 +112,17 @@ class Entry:
         return block
 
 
-@dataclass
-class _VersionBins:
-    bins: list[OrderedDict[str, Entry]] = field(
-        default_factory=lambda: [OrderedDict() for _ in range(PRIORITIES)]
-    )
-    nbytes: list[int] = field(default_factory=lambda: [0] * PRIORITIES)
-
-
 class Outbox:
     """Filled by the policy's threads, drained by the sender. Thread-safe.
+
+    The lock is held for moments: blocks are written and read without it.
 
     Args:
         capacity_bytes: bound on the blocks of all samples held.
         counters: where shed samples are counted.
 
     Attributes:
-        damage: why the file of shared memory was given up; empty while it is whole.
+        damage: why the last file that was lost was given up; empty before that.
         checksum_kind: of blocks that are put from now on.
     """
 
@@ -143,42 +134,34 @@ class Outbox:
         self._blocks = BlockFile(SharedFile.anonymous(file_bytes(capacity_bytes)))
         self._changed = threading.Condition()
         self._held: dict[str, Entry] = {}
-        self._versions: list[int] = []
-        self._bins: dict[int, _VersionBins] = {}
+        # What is held by (policy version, priority), and the bytes of each.
+        self._bins: dict[tuple[int, int], dict[str, Entry]] = {}
+        self._sizes: Counter[tuple[int, int]] = Counter()
         self._waiting: OrderedDict[str, None] = OrderedDict()
         self._sent: OrderedDict[str, None] = OrderedDict()
         # Shed while the trainer may still read them: their parts of the file are not free yet.
         self._pinned: dict[str, Entry] = {}
-        # Entries whose lock could not be had in time; the next caller with the lock removes them.
-        self._abandoned: deque[Entry] = deque()
         self._bytes = 0
         self._reserved = 0
         self._flight = 0
         self._closed = ""  # Why, once it is.
 
-    def takes(self, nbytes: int, version: int, priority: int, deadline_seconds: float) -> bool:
+    def takes(self, nbytes: int, version: int, priority: int) -> bool:
         """Whether ``put`` would take such a sample now; False is counted as shed.
 
         Asked before a block is copied from the policy's device. Arguments as ``put``.
         """
-        if not self._acquire(deadline_seconds, nbytes):
-            return False
-        try:
-            reason = self._obstacle(nbytes, version, priority)
+        with self._changed:
+            reason = self._obstacle(nbytes, (version, priority))
             if reason:
                 self._counters.shed(reason, 1, nbytes)
             return not reason
-        finally:
-            self._changed.release()
 
-    def put(self, sample: Sample, deadline_seconds: float, priority: int = 0) -> bool:
+    def put(self, sample: Sample, priority: int = 0) -> bool:
         """Take a sample, whose block is written to the file, or count it as shed.
-
-        O(1) under the lock, apart from what it displaces; the block is written without the lock.
 
         Args:
             sample: its ``nbytes`` count against the bound.
-            deadline_seconds: the longest this call may wait for another thread.
             priority: 0 to ``PRIORITIES`` - 1.
         """
         nbytes = sample.nbytes
@@ -190,7 +173,7 @@ class Outbox:
         header.packed.span.bytes = nbytes
         # Once more where the first file is lost.
         for _ in range(2):
-            entry = self._reserve(header, priority, deadline_seconds)
+            entry = self._reserve(header, priority)
             if entry is None:
                 return False
             try:
@@ -201,15 +184,14 @@ class Outbox:
                     self._free(entry)
                 self.lose(entry.blocks, str(error))
                 continue
-            return self._add(entry, deadline_seconds)
+            return self._add(entry)
         self._counters.shed(LOST, 1, nbytes)
         return False
 
     def lose(self, blocks: BlockFile, reason: str) -> None:
         """Give up a file that is damaged: later blocks go into an anonymous one."""
         with self._changed:
-            self.damage = self.damage or reason
-            blocks.lost = True
+            blocks.lost, self.damage = True, reason
             if self._blocks is blocks:
                 self._blocks = BlockFile(SharedFile.anonymous(file_bytes(self._capacity)))
             self._changed.notify_all()
@@ -345,95 +327,53 @@ class Outbox:
         with self._changed:
             return len(self._held)
 
-    def _acquire(self, deadline_seconds: float, nbytes: int) -> bool:
-        if not self._changed.acquire(timeout=deadline_seconds):
-            self._counters.shed("deadline", 1, nbytes)
-            return False
-        while self._abandoned:
-            entry = self._abandoned.popleft()
-            self._reserved -= entry.nbytes
-            self._free(entry)
-        return True
-
-    def _reserve(
-        self, header: pb.VerifierStates, priority: int, deadline_seconds: float
-    ) -> Entry | None:
+    def _reserve(self, header: pb.VerifierStates, priority: int) -> Entry | None:
         """A part of the file for a block; None, counted as shed, where there is none."""
-        nbytes, version = header.packed.span.bytes, header.policy_version
-        if not self._acquire(deadline_seconds, nbytes):
-            return None
-        try:
-            reason = self._obstacle(nbytes, version, priority)
+        nbytes, key = header.packed.span.bytes, (header.policy_version, priority)
+        with self._changed:
+            reason = self._obstacle(nbytes, key)
             while not reason:
                 fits = self._capacity - self._bytes - self._reserved >= nbytes
-                offset = self._blocks.take(nbytes) if fits else None
+                offset = self._blocks.free.take(nbytes) if fits else None
                 if offset is not None:
                     header.packed.span.offset = offset
                     self._reserved += nbytes
                     return Entry(header, priority, self._blocks)
                 # Also where there is memory enough, but in gaps.
-                if not self._displace(version, priority):
+                least = min(self._bins, default=key)
+                if least >= key:
                     reason = "outbox_full"
+                else:
+                    self._give_up(next(iter(self._bins[least].values())), "superseded")
             self._counters.shed(reason, 1, nbytes)
             return None
-        finally:
-            self._changed.release()
 
-    def _add(self, entry: Entry, deadline_seconds: float) -> bool:
+    def _add(self, entry: Entry) -> bool:
         """Hold a sample whose block was written."""
-        if not self._changed.acquire(timeout=deadline_seconds):
-            self._abandoned.append(entry)
-            self._counters.shed("deadline", 1, entry.nbytes)
-            return False
-        try:
+        with self._changed:
             self._reserved -= entry.nbytes
             if self._closed:
                 self._free(entry)
                 self._counters.shed(self._closed, 1, entry.nbytes)
             else:
-                if entry.version not in self._bins:
-                    self._bins[entry.version] = _VersionBins()
-                    insort(self._versions, entry.version)
-                of_version = self._bins[entry.version]
-                of_version.bins[entry.priority][entry.sample_id] = entry
-                of_version.nbytes[entry.priority] += entry.nbytes
+                self._bins.setdefault(entry.key, {})[entry.sample_id] = entry
+                self._sizes[entry.key] += entry.nbytes
                 self._held[entry.sample_id] = entry
                 self._waiting[entry.sample_id] = None
                 self._bytes += entry.nbytes
             self._changed.notify_all()
             return not self._closed
-        finally:
-            self._changed.release()
 
-    def _obstacle(self, nbytes: int, version: int, priority: int) -> str:
+    def _obstacle(self, nbytes: int, key: tuple[int, int]) -> str:
         """Why a sample cannot be taken, even if all that is less than it were shed; or empty."""
         if self._closed:
             return self._closed
         if nbytes > self._capacity:
             return "too_large"
         free = self._capacity - self._bytes - self._reserved
-        if free < nbytes and free + self._displaceable(version, priority) < nbytes:
-            return "outbox_full"
-        return ""
-
-    def _displaceable(self, version: int, priority: int) -> int:
-        own = self._bins.get(version)
-        lower = sum(own.nbytes[:priority]) if own else 0
-        if not self._versions or version >= self._versions[-1]:
-            return self._bytes - (sum(own.nbytes) if own else 0) + lower
-        return sum(sum(self._bins[v].nbytes) for v in self._versions if v < version) + lower
-
-    def _displace(self, version: int, priority: int) -> bool:
-        """Shed the least sample, if it is less than (version, priority)."""
-        if not self._versions or self._versions[0] > version:
-            return False
-        oldest = self._versions[0]
-        bins = self._bins[oldest].bins
-        for held in bins[:priority] if oldest == version else bins:
-            for entry in held.values():
-                self._give_up(entry, "superseded")
-                return True
-        return False
+        if free < nbytes:
+            free += sum(size for other, size in self._sizes.items() if other < key)
+        return "outbox_full" if free < nbytes else ""
 
     def _give_up(self, entry: Entry, reason: str) -> None:
         if entry.lent:
@@ -448,13 +388,11 @@ class Outbox:
         self._waiting.pop(sample_id, None)
         if sample_id in self._sent:
             self._take_back(entry)
-        of_version = self._bins[entry.version]
-        del of_version.bins[entry.priority][sample_id]
-        of_version.nbytes[entry.priority] -= entry.nbytes
+        del self._bins[entry.key][sample_id]
+        self._sizes[entry.key] -= entry.nbytes
         self._bytes -= entry.nbytes
-        if not any(of_version.nbytes):
-            del self._bins[entry.version]
-            self._versions.remove(entry.version)
+        if not self._bins[entry.key]:
+            del self._bins[entry.key], self._sizes[entry.key]
         if sample_id not in self._pinned:
             self._free(entry)
 
@@ -471,13 +409,13 @@ class Outbox:
             self._free(entry)
 
     def _free(self, entry: Entry) -> None:
-        entry.blocks.give(entry.header.packed.span.offset, entry.nbytes)
+        entry.blocks.free.give(entry.header.packed.span.offset, entry.nbytes)
 
     def _move(self, entry: Entry, target: BlockFile) -> None:
         try:
             block = entry.read()
             with self._changed:
-                offset = target.take(entry.nbytes)
+                offset = target.free.take(entry.nbytes)
             if offset is None:
                 self.give_up(entry, "outbox_full")
                 return
@@ -490,4 +428,4 @@ class Outbox:
                 self._free(entry)
                 entry.blocks, entry.header.packed.span.offset = target, offset
             else:
-                target.give(offset, entry.nbytes)
+                target.free.give(offset, entry.nbytes)

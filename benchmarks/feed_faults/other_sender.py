@@ -9,7 +9,6 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from policy_bridge.connection import DESCRIPTION_BYTES
 from policy_bridge.session import Session, decode_session
 from policy_bridge.stream import StateStream
 from slipstream.checksum import KINDS, checksum_of
@@ -50,7 +49,7 @@ class OtherSender:
             damage: flip a bit of its states after its checksum was taken.
         """
         block = sample.block.numpy().copy()
-        assert self._stream.wait_credit(DESCRIPTION_BYTES + len(block), self._patience), "no credit"
+        assert self._stream.wait_credit((1 << 12) + len(block), self._patience), "no credit"
         request = pb.StreamStatesRequest()
         header = request.batch.samples.add()
         header.CopyFrom(sample.header)

@@ -109,13 +109,13 @@ class _Witness:
         self._outbox.put = self.put  # type: ignore[method-assign]
         connection._on_acks = self.on_acks  # type: ignore[method-assign]
 
-    def put(self, sample: Sample, deadline_seconds: float, priority: int = 0) -> bool:
+    def put(self, sample: Sample, priority: int = 0) -> bool:
         # Its anchors: see valid_targets in draft_trainer/drafters/eagle3/loss.py.
         anchors = int(sample.loss_mask.sum()) - 1
         self._captured.write(f"{sample.sample_id} {anchors}")
         if not self._recorded:
             self._record(sample)
-        return self._put(sample, deadline_seconds, priority)
+        return self._put(sample, priority)
 
     def on_acks(self, acks: Sequence[pb.Ack]) -> None:
         self._answered.write(

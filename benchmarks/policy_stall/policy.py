@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from policy_bridge import PolicyBridge, null_bridge
+from policy_bridge import DisabledBridge, PolicyBridge
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "arithmetic_grpo" / "policy"
 LARGE = {
@@ -82,7 +82,7 @@ class Policy:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self._generator = torch.Generator().manual_seed(self.seed)
         self.next_batch()
-        self.step(null_bridge())
+        self.step(DisabledBridge())
 
     @property
     def parameters(self) -> int:
@@ -105,7 +105,7 @@ class Policy:
     def step(self, bridge: PolicyBridge | object, capture: bool = False) -> None:
         """One step; the gradients stay until the next one."""
         self._optimizer.zero_grad(set_to_none=False)
-        window = (bridge if capture else null_bridge()).capture(forwards=1)  # type: ignore[attr-defined]
+        window = (bridge if capture else DisabledBridge()).capture(forwards=1)  # type: ignore[attr-defined]
         with window as taken:
             logits = self.model(input_ids=self._ids, use_cache=False).logits
             log_p = logits[:, :-1].log_softmax(-1)

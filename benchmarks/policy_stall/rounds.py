@@ -17,7 +17,7 @@ import torch
 from benchmarks.harness import spread
 from benchmarks.policy_stall.policy import Policy
 from benchmarks.policy_stall.trainers import confine
-from policy_bridge import PolicyBridge, null_bridge
+from policy_bridge import DisabledBridge, PolicyBridge
 
 ABSENT = "absent"
 """The row without a bridge: its ratios are the noise of the run."""
@@ -130,12 +130,12 @@ class Rounds:
         self._policy.next_batch()
         self._version += 1
         start = self._policy.moving()
-        self._policy.step(null_bridge())
+        self._policy.step(DisabledBridge())
         reference = [gradient.clone() for gradient in self._policy.gradients()]
         for row in self._rows:
             self._policy.restore(start)
             self._sync(row)
-            self._policy.step(row.bridge or null_bridge(), row.captures)
+            self._policy.step(row.bridge or DisabledBridge(), row.captures)
             row.checked += 1
             row.same_bits += all(map(torch.equal, reference, self._policy.gradients()))
             self._settle(row)
@@ -150,7 +150,7 @@ class Rounds:
             confine(os.getpid(), self._background, but=(threading.get_native_id(),))
         process, own = time.process_time(), time.thread_time()
         began = time.perf_counter()
-        self._policy.step(bridge or null_bridge(), captures)
+        self._policy.step(bridge or DisabledBridge(), captures)
         wall = time.perf_counter() - began
         own = time.thread_time() - own
         return Times(wall, own, time.process_time() - process)

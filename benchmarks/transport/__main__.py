@@ -129,7 +129,7 @@ class Sender:
         receiver_cpu = self._receiver.ask("cpu")["seconds"]
         own_cpu, started = time.process_time(), time.perf_counter()
         for sample in named:
-            if not self._outbox.put(sample, DEADLINE):
+            if not self._outbox.put(sample):
                 raise RuntimeError("the outbox refused a sample")
         if not self._outbox.wait_empty(DEADLINE):
             raise RuntimeError("not everything was acknowledged in time")

@@ -31,12 +31,11 @@ from draft_trainer.recordings.writer import RecordingWriter
 from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.sampling import prompt_ids, sample
 from examples.task import Task
-from policy_bridge.capture import Capture, CapturePlan
+from policy_bridge.capture import Capture
 from policy_bridge.config import ModulePaths
-from policy_bridge.model import PolicyModules, find_modules
+from policy_bridge.model import PolicyModules, find_modules, stamp_of
 from policy_bridge.selection import UniformRandom
 from policy_bridge.session import Session
-from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
 from slipstream.layers import default_aux_layers
 from slipstream.sample import Sample
@@ -123,17 +122,19 @@ class Recorder:
             mask[row, :end] = True
             completion_mask[row, len(prompt) : end] = True
         ids, mask = ids.to(self._model.device), mask.to(self._model.device)
-        with Capture(self._plan(), Counters()) as capture:
+        with self._window() as capture:
             self._model(input_ids=ids, attention_mask=mask, use_cache=False)
             capture.ship(ids, loss_mask=completion_mask, attention_mask=mask)
 
-    def _plan(self) -> CapturePlan:
-        """Take everything."""
-        return CapturePlan(
+    def _window(self) -> Capture:
+        """One that takes everything."""
+        weights = self._modules.weights()
+        return Capture(
             modules=self._modules,
             session=self._session,
             policy_version=POLICY_VERSION,
-            weights_stamp=self._modules.stamp(),
+            weights=weights,
+            weights_stamp=stamp_of(weights),
             temperature=self._temperature,
             budget_bytes=sys.maxsize,
             forwards=1,

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from policy_bridge import BridgeConfig, ModulePaths, PolicyBridge, null_bridge
+from policy_bridge import BridgeConfig, DisabledBridge, ModulePaths, PolicyBridge
 from policy_bridge.model import find_modules
 from slipstream.errors import RefusedError
 
@@ -22,7 +22,7 @@ import json, sys
 before = set(sys.modules)
 import policy_bridge
 packages = {name.partition(".")[0] for name in set(sys.modules) - before}
-policy_bridge.PolicyBridge, policy_bridge.null_bridge
+policy_bridge.PolicyBridge, policy_bridge.DisabledBridge
 banned = {"vllm", "ray", "transformers", "draft_trainer", "rollout_server"}
 print(json.dumps([sorted(packages - sys.stdlib_module_names), sorted(banned & set(sys.modules))]))
 """
@@ -102,7 +102,7 @@ def test_modules_by_explicit_path() -> None:
 def test_a_bridge_that_is_off_has_the_same_surface() -> None:
     model, data = make_model(), batch((6,))
     public = {name for name in dir(PolicyBridge) if not name.startswith("_")}
-    assert public - {"disabled"} == {n for n in dir(null_bridge()) if not n.startswith("_")}
+    assert public - {"disabled"} == {n for n in dir(DisabledBridge()) if not n.startswith("_")}
     with PolicyBridge.disabled() as bridge:
         with bridge.sync(1) as window:
             pass

@@ -42,11 +42,11 @@ def counters() -> Counters:
 
 def test_it_never_holds_more_than_its_bound(counters: Counters) -> None:
     outbox = Outbox(5 * UNIT, counters)
-    taken = sum(outbox.put(sample(f"a{i}", 1), 1.0) for i in range(10))
+    taken = sum(outbox.put(sample(f"a{i}", 1)) for i in range(10))
     assert (taken, outbox.nbytes, len(outbox)) == (5, 5 * UNIT, 5)
     assert counters.snapshot().shed == {"outbox_full": 5}
     assert counters.snapshot().shed_bytes == 5 * UNIT
-    assert not outbox.put(sample("big", 9, units=6), 1.0)
+    assert not outbox.put(sample("big", 9, units=6))
     assert counters.snapshot().shed == {"outbox_full": 5, "too_large": 1}
     assert outbox.nbytes == 5 * UNIT
 
@@ -54,10 +54,10 @@ def test_it_never_holds_more_than_its_bound(counters: Counters) -> None:
 def test_older_policies_make_room_and_newer_ones_do_not(counters: Counters) -> None:
     outbox = Outbox(5 * UNIT, counters)
     for name, version in (("a", 1), ("b", 2), ("c", 1), ("d", 2), ("e", 3)):
-        assert outbox.put(sample(name, version), 1.0)
-    assert outbox.put(sample("f", 3), 1.0)  # a goes
-    assert outbox.put(sample("g", 3, units=2), 1.0)  # c and b go
-    assert not outbox.put(sample("h", 2), 1.0)  # nothing is older
+        assert outbox.put(sample(name, version))
+    assert outbox.put(sample("f", 3))  # a goes
+    assert outbox.put(sample("g", 3, units=2))  # c and b go
+    assert not outbox.put(sample("h", 2))  # nothing is older
     assert counters.snapshot().shed == {"superseded": 3, "outbox_full": 1}
     order = []
     while head := take_one(outbox):
@@ -74,17 +74,17 @@ def test_among_one_versions_samples_the_least_wanted_make_room(counters: Counter
         ("d", 1, 15),
         ("e", 2, 5),
     ):
-        assert outbox.put(sample(name, version), 1.0, priority)
+        assert outbox.put(sample(name, version), priority)
     gone = []
     for name in "fghi":
         before = set(outbox._held)
-        taken = outbox.put(sample(name, 2), 1.0, 5)
+        taken = outbox.put(sample(name, 2), 5)
         gone += sorted(before - set(outbox._held))
         assert taken == (name in "fgh")
     # The older version whatever its priority, then the lowest, the oldest of equals; never equals.
     assert gone == ["d", "b", "c"]
     assert counters.snapshot().shed == {"superseded": 3, "outbox_full": 1}
-    assert outbox.put(sample("j", 3), 1.0, 0)
+    assert outbox.put(sample("j", 3), 0)
     assert set(outbox._held) == {"a", "f", "g", "h", "j"}
 
 
@@ -92,9 +92,9 @@ def test_a_trainer_that_takes_nothing_leaves_no_trace_of_what_was_shed(counters:
     """The head waits for credit for ever; what is superseded behind it must not pile up."""
     outbox = Outbox(5 * UNIT, counters)
     for version in range(2000):
-        assert outbox.put(sample(f"v{version}", version), 1.0)
+        assert outbox.put(sample(f"v{version}", version))
         outbox.peek(0.0)
-    sizes = [len(outbox._held), len(outbox._waiting), len(outbox._versions), len(outbox._bins)]
+    sizes = [len(outbox._held), len(outbox._waiting), len(outbox._sizes), len(outbox._bins)]
     assert sizes == [5, 5, 5, 5]
 
 
@@ -109,7 +109,7 @@ def test_putting_looks_at_no_other_sample(
         one = sample("", 1)
         for number in range(held):
             one.header.sample_id, one.header.policy_version = f"s{number}", 1 + number % 2
-            assert outbox.put(one, 1.0, number % 16)
+            assert outbox.put(one, number % 16)
         count = 0
 
         def counted(entry: Entry) -> int:
@@ -118,7 +118,7 @@ def test_putting_looks_at_no_other_sample(
             return nbytes(entry)  # type: ignore[no-any-return]
 
         monkeypatch.setattr(Entry, "nbytes", property(counted))
-        assert outbox.put(sample("new", 3), 1.0)
+        assert outbox.put(sample("new", 3))
         monkeypatch.undo()
         reads.append(count)
     assert reads[0] == reads[1] < 20
@@ -127,7 +127,7 @@ def test_putting_looks_at_no_other_sample(
 def test_a_block_is_in_the_file_as_it_was_put(counters: Counters) -> None:
     outbox = Outbox(5 * UNIT, counters)
     one = sample("a", 1)
-    assert outbox.put(one, 1.0)
+    assert outbox.put(one)
     entry = outbox.peek(0.0)
     assert entry is not None
     assert entry.read().tobytes() == one.block.numpy().tobytes()
@@ -140,18 +140,18 @@ def test_a_block_is_in_the_file_as_it_was_put(counters: Counters) -> None:
 def test_what_is_shed_in_flight_keeps_its_part_of_the_file(counters: Counters) -> None:
     outbox = Outbox(5 * UNIT, counters)
     for name in "abcde":
-        assert outbox.put(sample(name, 1), 1.0)
+        assert outbox.put(sample(name, 1))
     first = take_one(outbox)
     assert first is not None and outbox.flight == UNIT
     block, place = first.read(), first.header.packed.span.offset
-    assert outbox.put(sample("f", 2), 1.0)
+    assert outbox.put(sample("f", 2))
     assert counters.snapshot().shed == {"superseded": 1} and "a" not in outbox._held
     newest = outbox._held["f"]
     assert newest.header.packed.span.offset != place
     assert first.read().tobytes() == block.tobytes()
     # Answered late: it is not counted again, and its part is free.
     assert outbox.settle("a") == 0 and outbox.flight == 0
-    assert outbox.put(sample("g", 2), 1.0)
+    assert outbox.put(sample("g", 2))
     assert outbox._held["g"].header.packed.span.offset == place
 
 
@@ -159,7 +159,7 @@ def test_what_is_held_moves_to_another_file(counters: Counters, tmp_path: Path) 
     outbox = Outbox(8 * UNIT, counters)
     given = {name: sample(name, 1) for name in "abcd"}
     for one in given.values():
-        assert outbox.put(one, 1.0)
+        assert outbox.put(one)
     damaged = outbox._held["b"]
     os.pwrite(damaged.blocks.file._descriptor, b"x" * 9, damaged.header.packed.span.offset)
     made = SharedFile.create(tmp_path, file_bytes(8 * UNIT))
@@ -174,10 +174,10 @@ def test_a_file_that_is_lost_is_followed_by_another_one(counters: Counters, tmp_
     outbox = Outbox(8 * UNIT, counters)
     outbox.move_to(SharedFile.create(tmp_path, file_bytes(8 * UNIT)))
     first, second = sample("a", 1), sample("b", 1)
-    assert outbox.put(first, 1.0)
+    assert outbox.put(first)
     lost = outbox.blocks
     os.ftruncate(lost.file._descriptor, 4096)
-    assert outbox.put(second, 1.0)
+    assert outbox.put(second)
     assert lost.lost and outbox.blocks is not lost and "as it was made" in outbox.damage
     assert outbox._held["b"].read().tobytes() == second.block.numpy().tobytes()
     with pytest.raises(MemoryLostError, match="ends at byte"):
@@ -186,11 +186,11 @@ def test_a_file_that_is_lost_is_followed_by_another_one(counters: Counters, tmp_
 
 def test_what_is_taken_is_asked_before_anything_is_copied(counters: Counters) -> None:
     outbox = Outbox(5 * UNIT, counters)
-    assert outbox.takes(5 * UNIT, 1, 0, 1.0) and not outbox.takes(6 * UNIT, 1, 0, 1.0)
+    assert outbox.takes(5 * UNIT, 1, 0) and not outbox.takes(6 * UNIT, 1, 0)
     for name in "abcde":
-        assert outbox.put(sample(name, 1), 1.0, 7)
-    assert outbox.takes(UNIT, 2, 0, 1.0) and outbox.takes(UNIT, 1, 8, 1.0)
-    assert not outbox.takes(UNIT, 1, 7, 1.0)
+        assert outbox.put(sample(name, 1), 7)
+    assert outbox.takes(UNIT, 2, 0) and outbox.takes(UNIT, 1, 8)
+    assert not outbox.takes(UNIT, 1, 7)
     assert len(outbox) == 5
     assert counters.snapshot().shed == {"too_large": 1, "outbox_full": 1}
 
@@ -198,8 +198,8 @@ def test_what_is_taken_is_asked_before_anything_is_copied(counters: Counters) ->
 def test_a_sample_too_large_for_what_is_older_displaces_nothing(counters: Counters) -> None:
     outbox = Outbox(5 * UNIT, counters)
     for name, version in (("a", 1), ("b", 2), ("c", 2), ("d", 2), ("e", 2)):
-        assert outbox.put(sample(name, version), 1.0)
-    assert not outbox.put(sample("f", 2, units=2), 1.0)
+        assert outbox.put(sample(name, version))
+    assert not outbox.put(sample("f", 2, units=2))
     assert len(outbox) == 5
     assert counters.snapshot().shed == {"outbox_full": 1}
 
@@ -209,7 +209,7 @@ def test_sent_samples_count_until_acknowledged_and_come_again_in_order(
 ) -> None:
     outbox = Outbox(5 * UNIT, counters)
     for name in "abc":
-        outbox.put(sample(name, 1), 1.0)
+        outbox.put(sample(name, 1))
     for _ in range(2):
         assert take_one(outbox)
     assert outbox.nbytes == 3 * UNIT
@@ -226,31 +226,13 @@ def test_sent_samples_count_until_acknowledged_and_come_again_in_order(
 
 def test_a_sample_shed_after_the_peek_is_not_sent(counters: Counters) -> None:
     outbox = Outbox(UNIT, counters)
-    outbox.put(sample("a", 1), 1.0)
+    outbox.put(sample("a", 1))
     head = outbox.peek(0.0)
     assert head is not None
-    assert outbox.put(sample("b", 2), 1.0)
+    assert outbox.put(sample("b", 2))
     assert not outbox.holds(head)
     assert [entry.sample_id for entry in outbox.take(lambda entry: True, 9)] == ["b"]
     assert counters.snapshot().shed == {"superseded": 1}
-
-
-def test_an_offer_keeps_its_deadline_and_counts(counters: Counters) -> None:
-    outbox = Outbox(5 * UNIT, counters)
-    held, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with outbox._changed:
-            held.set()
-            done.wait(10.0)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert held.wait(10.0)
-    assert not outbox.put(sample("a", 1), 0.01)
-    done.set()
-    thread.join(10.0)
-    assert counters.snapshot().shed == {"deadline": 1}
 
 
 def test_close_wakes_the_waiter_sheds_the_rest_and_takes_no_more(counters: Counters) -> None:
@@ -261,7 +243,7 @@ def test_close_wakes_the_waiter_sheds_the_rest_and_takes_no_more(counters: Count
     outbox.close()
     thread.join(10.0)
     assert found == [None]
-    assert not outbox.put(sample("a", 1), 1.0)
+    assert not outbox.put(sample("a", 1))
     assert counters.snapshot().shed["closed"] == 1
 
 
@@ -270,7 +252,7 @@ def test_every_sample_of_many_threads_is_settled_or_shed(counters: Counters) -> 
 
     def fill(worker: int) -> None:
         for i in range(200):
-            outbox.put(sample(f"{worker}-{i}", i % 7), 5.0)
+            outbox.put(sample(f"{worker}-{i}", i % 7))
 
     def empty() -> None:
         while outbox.peek(1.0) is not None:

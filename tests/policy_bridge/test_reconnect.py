@@ -212,7 +212,7 @@ def test_what_fits_goes_out_behind_what_does_not(trainer: FakeTrainer, connect: 
         with bridge.sync(1):
             pass
         ship(bridge, model, batch((10, 7, 9, 8)))
-        assert bridge._runner.wait_idle(DEADLINE)
+        assert bridge._copier.wait_idle(DEADLINE)
         held = bridge._outbox._held
         with bridge._outbox._changed:
             for name in list(held)[1::2]:

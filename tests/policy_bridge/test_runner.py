@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from policy_bridge import capture
-from policy_bridge.copier import JOBS, DeviceRunner, HostRunner, SideThread, Staging
+from policy_bridge.copier import JOBS, Copier, Staging
 from policy_bridge.extraction import gather_into
 from slipstream.errors import RefusedError
 from slipstream.sample import FLOAT8, TENSORS
@@ -21,13 +21,13 @@ from .doubles import DEADLINE, FakeTrainer
 
 
 @pytest.fixture
-def side() -> Iterator[SideThread]:
-    side = SideThread()
+def side() -> Iterator[Copier]:
+    side = Copier(torch.device("cpu"))
     yield side
     side.close()
 
 
-def hold(side: SideThread) -> threading.Event:
+def hold(side: Copier) -> threading.Event:
     """Keep the thread busy until the event is set."""
     begun, go_on = threading.Event(), threading.Event()
 
@@ -40,7 +40,7 @@ def hold(side: SideThread) -> threading.Event:
     return go_on
 
 
-def test_jobs_run_in_order_in_a_thread_of_their_own(side: SideThread) -> None:
+def test_jobs_run_in_order_in_a_thread_of_their_own(side: Copier) -> None:
     ran: list[tuple[int, int]] = []
     go_on = hold(side)
     for number in range(JOBS):
@@ -53,7 +53,7 @@ def test_jobs_run_in_order_in_a_thread_of_their_own(side: SideThread) -> None:
     assert threading.get_ident() not in {thread for _, thread in ran}
 
 
-def test_an_error_is_raised_once_by_the_next_submit(side: SideThread) -> None:
+def test_an_error_is_raised_once_by_the_next_submit(side: Copier) -> None:
     def job() -> None:
         raise RefusedError("states", "late", "early", "hurry")
 
@@ -64,7 +64,7 @@ def test_an_error_is_raised_once_by_the_next_submit(side: SideThread) -> None:
     assert side.put(lambda: None)
 
 
-def test_closing_finishes_what_waits_and_takes_no_more(side: SideThread) -> None:
+def test_closing_finishes_what_waits_and_takes_no_more(side: Copier) -> None:
     ran: list[int] = []
     go_on = hold(side)
     for number in range(JOBS):
@@ -79,11 +79,12 @@ def test_closing_finishes_what_waits_and_takes_no_more(side: SideThread) -> None
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_broke_takes_no_more(side: SideThread) -> None:
+def test_a_thread_that_broke_takes_no_more(side: Copier) -> None:
     go_on = hold(side)
     assert side.put(lambda: [][0])
     assert side.put(lambda: None)
     go_on.set()
+    assert side._thread is not None
     side._thread.join(DEADLINE)
     assert side.wait_idle(0.0)
     assert not side.put(lambda: None)
@@ -102,7 +103,7 @@ def test_staging_memory_is_used_again_and_never_waited_for() -> None:
 
 
 def test_on_a_host_the_choice_is_made_at_once_and_copied_beside() -> None:
-    runner, caller = HostRunner(), threading.get_ident()
+    runner, caller = Copier(torch.device("cpu")), threading.get_ident()
     threads: list[tuple[str, int]] = []
 
     def choose() -> list[int] | None:
@@ -156,7 +157,7 @@ class Streams:
 
 def test_on_a_device_nothing_waits_but_the_side(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
-    runner = DeviceRunner(torch.device("cuda"))
+    runner = Copier(torch.device("cuda"))
 
     def choose() -> int:
         streams.note("choose")
@@ -229,8 +230,7 @@ def test_close_ships_what_is_still_to_be_copied(
         ship(bridge, model, batch((7, 8)))
         closing = threading.Thread(target=bridge.close)
         closing.start()
-        side = bridge._runner
-        assert isinstance(side, SideThread)
+        side = bridge._copier
         with side._changed:
             assert side._changed.wait_for(lambda: side._closed, DEADLINE)
         held.set()
@@ -328,13 +328,13 @@ def test_float8_states_are_quantized_as_they_are_captured(
 def test_a_device_without_memory_costs_the_window_and_not_the_run(
     trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("seeded by a test")
 
     model, data = make_model(), batch((9, 12))
     with trainer.serve() as server:
         bridge = connect(server.address, model=model, strict=True, version=1)
-        for name in ("with_logits", "fill"):
+        for name in ("without_logits", "fill"):
             monkeypatch.setattr(capture, name, full)
             ship(bridge, model, data)
             assert bridge.flush(DEADLINE)

@@ -19,6 +19,7 @@ from policy_bridge.model import find_modules
 from policy_bridge.session import PolicyMatrices
 from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
+from slipstream.logits import LogitForm
 
 from .conftest import batch, make_model
 from .test_models import check_states, qwen3
@@ -116,7 +117,7 @@ def test_logits_that_the_loop_scaled_in_place_are_not_shipped(given: bool) -> No
     capture._at_once = True
     with torch.no_grad(), capture:
         logits = model(data["input_ids"], attention_mask=data["attention_mask"]).logits
-        own = picked_logits(logits, data["input_ids"])
+        own = picked_logits(logits, data["input_ids"], LogitForm())
         logits.div_(0.5)
         if given:
             capture.ship(**data, sampled_logits=own, sampled_logprobs=own - 9.0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from policy_bridge import PolicySyncError, null_bridge
+from policy_bridge import DisabledBridge, PolicySyncError
 from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -236,7 +236,7 @@ def test_misuse_is_refused(trainer: FakeTrainer, connect: Connect, rollouts: Rol
             window.push_policy()
         with pytest.raises(RefusedError, match="open window"), other.sync(1), other.sync(2):
             pass
-    with pytest.raises(RefusedError, match="disabled"), null_bridge().sync(1) as null_window:
+    with pytest.raises(RefusedError, match="disabled"), DisabledBridge().sync(1) as null_window:
         null_window.push_policy()
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from policy_bridge.capture import Capture, CapturePlan
+from policy_bridge.capture import Capture
 from policy_bridge.config import ModulePaths
-from policy_bridge.model import PolicyModules, find_modules
+from policy_bridge.model import PolicyModules, find_modules, stamp_of
 from policy_bridge.selection import Selector, UniformRandom
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
@@ -51,20 +51,21 @@ class Windows:
 
     def open(self, **changes: Any) -> Capture:
         """A window."""
+        weights = self.modules.weights()
         values: dict[str, Any] = {
             "modules": self.modules,
             "session": session_of(self.modules, self.layers),
             "policy_version": 1,
-            "weights_stamp": self.modules.stamp(),
+            "weights": weights,
+            "weights_stamp": stamp_of(weights),
             "temperature": 1.0,
             "budget_bytes": self.budget_bytes,
-            "forwards": None,
-            "states_dtype": None,
             "selector": self.selector,
             "next_id": lambda: str(next(self._numbers)),
             "offer": self._take,
+            "counters": self.counters,
         }
-        return Capture(CapturePlan(**{**values, **changes}), self.counters)
+        return Capture(**{**values, **changes})
 
     def of_row(self, data: Batch, row: int) -> Sample:
         """The sample of a row of a batch, by its tokens."""

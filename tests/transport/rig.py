@@ -49,7 +49,7 @@ class Sender:
 
     def send(self, *given: Sample) -> None:
         for sample in given:
-            assert self.outbox.put(sample, DEADLINE)
+            assert self.outbox.put(sample)
 
     def flush(self) -> None:
         assert self.outbox.wait_empty(DEADLINE)

@@ -17,8 +17,8 @@ def main() -> None:
             sender.send(*(s.repacked(sample_id=f"{s.sample_id}-{seed}-{number}") for s in given))
             sender.flush()
             stats = sender.stats()
-            lost = sum(stats.shed.values())
-            print(stats.accepted, stats.transport, lost, stats.transport_reason, flush=True)
+            lost, why = sum(stats.shed.values()), stats.transport_reason
+            print(stats.accepted, stats.transport, lost, stats.connects, why, flush=True)
 
 
 if __name__ == "__main__":
