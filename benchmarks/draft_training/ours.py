@@ -23,6 +23,7 @@ from benchmarks.draft_training.case import (
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.drafters.eagle3.rope import Rope
 from draft_trainer.drafters.loss import step_weights, ttt_objective
 from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.kernels.library import use_kernels
@@ -48,7 +49,7 @@ class Ours:
                 aux_layer_ids=tuple(range(1, NUM_AUX + 1)),
                 target_hidden_size=case.hidden_size,
                 rms_norm_eps=EPS,
-                rope_theta=ROPE_THETA,
+                rope=Rope(ROPE_THETA),
                 max_position_embeddings=max(2048, 2 * case.tokens),
             )
         ).to(case.device)

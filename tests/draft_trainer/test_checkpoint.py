@@ -14,7 +14,7 @@ from draft_trainer.checkpoints.draft import target_ids
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.drafters.eagle3.rope import RopeScaling
+from draft_trainer.drafters.eagle3.rope import Rope
 from slipstream.errors import RefusedError
 from tests.draft_trainer.checkpoint_rig import (
     CONFIG,
@@ -42,15 +42,15 @@ _VLLM_NAMES = {
         )
     ),
 }
-_YARN = RopeScaling("yarn", (("factor", 4.0), ("original_max_position_embeddings", 64)))
+_YARN = Rope(1e4, "yarn", (("factor", 4.0), ("original_max_position_embeddings", 64)))
 _VARIANTS: dict[str, dict[str, Any]] = {
     "reduced": {},
     "full": {"draft_vocab": VOCAB},
     "norms": {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True},
     "fc_norm": {"fc_norm": True, "aux_layer_ids": (0, 7), "sliding_window": 32},
-    "biases": {"attention_bias": True, "mlp_bias": True, "rope_scaling": _YARN},
-    "qk_norm": {"qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
-    "narrow": {"target_hidden_size": 24, "own_embeddings": True, "rope_theta": 3e5},
+    "biases": {"attention_bias": True, "mlp_bias": True, "rope": _YARN},
+    "qk_norm": {"qk_norm": True, "attention_bias": True, "rope": Rope(partial=0.5)},
+    "narrow": {"target_hidden_size": 24, "own_embeddings": True, "rope": Rope(3e5)},
     "own": {"own_embeddings": True, "aux_layer_ids": (3,), "rms_norm_eps": 1e-6},
 }
 
@@ -129,9 +129,7 @@ def test_older_fields_are_read(tmp_path: Path) -> None:
     absent = dict.fromkeys(("rope_parameters", "num_aux_hidden_states", "target_hidden_size"), ...)
     edit_config(tmp_path, **absent, rope_theta=5e5, rope_scaling=scaling)
     config = Eagle3().read(tmp_path).config
-    assert config.rope_theta == 5e5 and config.rope_scaling == RopeScaling(
-        "linear", (("factor", 2.0),)
-    )
+    assert config.rope == Rope(5e5, "linear", (("factor", 2.0),))
 
 
 def test_maps_of_a_full_vocabulary(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
+from draft_trainer.drafters.eagle3.rope import Rope
 from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
@@ -59,9 +60,9 @@ def test_the_fields_of_each_trainer() -> None:
     assert default.sliding_window == 32
     assert configs["speculators_qwen3"].qk_norm and configs["speculators_qwen3"].fc_norm
     assert configs["specforge_hf"].full_vocabulary and configs["specforge_hf"].fc_norm
-    scaling = configs["specforge_sglang"].rope_scaling
-    assert scaling is not None and scaling.kind == "llama3" and scaling["factor"] == 8.0
-    assert configs["modelopt"].rms_norm_eps == 1e-7 and configs["modelopt"].rope_scaling is None
+    rope = configs["specforge_sglang"].rope
+    assert rope.kind == "llama3" and dict(rope.values)["factor"] == 8.0
+    assert configs["modelopt"].rms_norm_eps == 1e-7 and configs["modelopt"].rope == Rope()
 
 
 @pytest.mark.parametrize(

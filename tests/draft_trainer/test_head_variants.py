@@ -22,7 +22,7 @@ from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.drafters.eagle3.rope import RopeScaling
+from draft_trainer.drafters.eagle3.rope import Rope
 from slipstream.errors import RefusedError
 from tests.draft_trainer.dense_head import dense_step
 
@@ -41,13 +41,13 @@ _BASE: dict[str, Any] = {
     "draft_vocab_size": VOCAB,
     "aux_layer_ids": (2, 4, 5),
     "rms_norm_eps": 1e-3,
-    "rope_theta": 5000.0,
+    "rope": Rope(5000.0),
     "max_position_embeddings": 256,
 }
 
 
 def _scaling(kind: str, **values: float) -> dict[str, Any]:
-    return {"rope_scaling": RopeScaling(kind, tuple(sorted(values.items())))}
+    return {"rope": Rope(5000.0, kind, tuple(sorted(values.items())))}
 
 
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
@@ -85,12 +85,12 @@ _VARIANTS: dict[str, dict[str, Any]] = {
         "yarn", **_YARN, beta_fast=16, beta_slow=2, mscale=0.7, mscale_all_dim=0.4, truncate=False
     ),
     "yarn, attention factor": _scaling("yarn", **_YARN, attention_factor=0.8),
-    "partial rotary": {"partial_rotary_factor": 0.5},
+    "partial rotary": {"rope": Rope(5000.0, partial=0.5)},
     "everything": {
         **{"draft_vocab_size": 96, "norm_before_residual": True, "norm_output": True},
-        **{"norm_before_fc": True, "aux_layer_ids": (2, 5), "partial_rotary_factor": 0.5},
+        **{"norm_before_fc": True, "aux_layer_ids": (2, 5)},
         **{"attention_bias": True, "mlp_bias": True},
-        **_scaling("yarn", **_YARN),
+        "rope": Rope(5000.0, "yarn", tuple(sorted(_YARN.items())), partial=0.5),
     },
     # speculators trains with a window unless it is told not to.
     "sliding window": {"sliding_window": 5},

@@ -56,7 +56,7 @@ def test_the_policys_rows_and_norm_are_taken() -> None:
     made = init_draft(given, draft_vocab_ids())
     assert torch.equal(made.lm_head.weight, given.lm_head[draft_vocab_ids()])
     assert torch.equal(made.norm.weight, given.final_norm)
-    assert made.config.aux_layer_ids == (2, 5, 7) and made.config.rope_theta == 123.0
+    assert made.config.aux_layer_ids == (2, 5, 7) and made.config.rope.theta == 123.0
     assert torch.equal(made.fc.weight, init_draft(given, draft_vocab_ids()).fc.weight)
     assert not torch.equal(made.fc.weight, init_draft(given, draft_vocab_ids(), seed=1).fc.weight)
     # fc is near the mean of the auxiliary states, so that it starts at their scale.
@@ -75,8 +75,8 @@ def test_scaled_rope_is_the_drafts_too() -> None:
         "original_max_position_embeddings": 32,
     }
     made = init_draft(policy(rope_parameters=scaled), None).config
-    assert made.full_vocabulary and made.rope_scaling is not None
-    assert made.rope_scaling.kind == "llama3" and made.rope_scaling["factor"] == 8.0
+    assert made.full_vocabulary and made.rope.kind == "llama3"
+    assert dict(made.rope.values)["factor"] == 8.0
 
 
 @pytest.mark.parametrize(

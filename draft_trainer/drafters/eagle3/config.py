@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NoReturn
 
 from draft_trainer.drafters.draft import DraftShape
-from draft_trainer.drafters.eagle3.rope import Rope, RopeScaling
+from draft_trainer.drafters.eagle3.rope import Rope
 from slipstream.errors import RefusedError
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -70,7 +70,7 @@ class HeadConfig(DraftShape):
         num_key_value_heads: key and value heads; divides the query heads.
         head_dim: size of one head.
         rms_norm_eps: epsilon of every RMSNorm.
-        rope_theta: base of the rotary embedding.
+        rope: the rotary embedding.
         max_position_embeddings: longest sequence.
         norm_before_residual: the residual is the normed hidden state, not the un-normed one.
         norm_output: what feeds the next step is the output after ``norm``, not before it.
@@ -80,8 +80,6 @@ class HeadConfig(DraftShape):
         mlp_bias: gate, up and down have a bias.
         qk_norm: an RMSNorm for each query and key head (vLLM's Qwen3 class; else its Llama one).
         sliding_window: keys that a query attends to, its own included; None for all before it.
-        rope_scaling: of the rotary frequencies.
-        partial_rotary_factor: share of a head that is rotated.
         own_embeddings: the head has its own embeddings instead of the policy's.
     """
 
@@ -91,7 +89,7 @@ class HeadConfig(DraftShape):
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
+    rope: Rope = field(default_factory=Rope)
     max_position_embeddings: int = 2048
     norm_before_residual: bool = False
     norm_output: bool = False
@@ -101,8 +99,6 @@ class HeadConfig(DraftShape):
     mlp_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
-    rope_scaling: RopeScaling | None = None
-    partial_rotary_factor: float = 1.0
     own_embeddings: bool = False
 
     def __post_init__(self) -> None:
@@ -133,11 +129,6 @@ class HeadConfig(DraftShape):
             _refuse("mlp_bias", True, "false: vLLM's Qwen3 drafts have no MLP bias")
 
     @property
-    def num_aux_layers(self) -> int:
-        """A, the number of auxiliary layers."""
-        return len(self.aux_layer_ids)
-
-    @property
     def max_row_tokens(self) -> int | None:
         """Longest row whose queries stay within the sliding window; None without one."""
         return self.sliding_window
@@ -145,12 +136,7 @@ class HeadConfig(DraftShape):
     @property
     def bounds(self) -> frozenset[str]:
         """With scaled rotary frequencies the longest sequence is part of the function."""
-        return frozenset(() if self.rope_scaling else ("max_position_embeddings",))
-
-    @property
-    def rope(self) -> Rope:
-        """The rotary embedding."""
-        return Rope(self.rope_theta, self.rope_scaling, self.partial_rotary_factor)
+        return frozenset(() if self.rope.kind != "default" else ("max_position_embeddings",))
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> HeadConfig:
@@ -178,7 +164,6 @@ class HeadConfig(DraftShape):
         for name in ("num_aux_hidden_states", "num_aux_layers"):
             if config.get(name) not in (None, len(layer_ids)):
                 _refuse(name, config[name], f"{len(layer_ids)}, as many as layer ids")
-        rope = Rope.from_dict(config)
         hidden = _required(config, "hidden_size")
         heads = _required(config, "num_attention_heads")
         vocab = _required(config, "vocab_size")
@@ -194,7 +179,7 @@ class HeadConfig(DraftShape):
             aux_layer_ids=tuple(int(layer) for layer in layer_ids),
             target_hidden_size=target,
             rms_norm_eps=float(_required(config, "rms_norm_eps")),
-            rope_theta=rope.theta,
+            rope=Rope.from_dict(config),
             max_position_embeddings=_required(config, "max_position_embeddings"),
             norm_before_residual=_flag(config, "norm_before_residual"),
             norm_output=_flag(config, "norm_output"),
@@ -204,8 +189,6 @@ class HeadConfig(DraftShape):
             mlp_bias=_flag(config, "mlp_bias"),
             qk_norm=model_type == "qwen3",
             sliding_window=_sliding_window(config),
-            rope_scaling=rope.scaling,
-            partial_rotary_factor=rope.partial_rotary_factor,
             own_embeddings=_flag(config, OWN_EMBEDDINGS) or target != hidden,
         )
 
@@ -224,14 +207,14 @@ class HeadConfig(DraftShape):
             "num_hidden_layers": 1,
             **{name: getattr(self, name) for name in _SIZES},
             "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
+            "rope_theta": self.rope.theta,
             "rope_parameters": self.rope.to_dict(),
             "attention_bias": self.attention_bias,
             "mlp_bias": self.mlp_bias,
             "tie_word_embeddings": False,
             LAYER_IDS: list(self.aux_layer_ids),
             # Without it vLLM assumes three layers whatever the list above says.
-            "num_aux_hidden_states": self.num_aux_layers,
+            "num_aux_hidden_states": len(self.aux_layer_ids),
             "norm_before_residual": self.norm_before_residual,
             "norm_output": self.norm_output,
             "norm_before_fc": self.norm_before_fc,

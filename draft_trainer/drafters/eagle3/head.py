@@ -125,7 +125,7 @@ class Eagle3Head(Draft):
         super().__init__(draft_vocab_ids)
         self.config: HeadConfig = config
         size, eps, target = config.hidden_size, config.rms_norm_eps, config.target_hidden_size
-        width = config.num_aux_layers * target
+        width = len(config.aux_layer_ids) * target
         self.input_norm = RMSNorm(width, eps) if config.norm_before_fc else None
         self.fc_norm = (
             nn.ModuleList(RMSNorm(target, eps) for _ in config.aux_layer_ids)

@@ -81,8 +81,8 @@ def init_draft(
         for parameter in head.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
-        hidden = config.hidden_size
-        mean = torch.eye(hidden).repeat(1, config.num_aux_layers) / config.num_aux_layers
+        hidden, layers = config.hidden_size, len(config.aux_layer_ids)
+        mean = torch.eye(hidden).repeat(1, layers) / layers
         head.fc.weight.mul_(0.1).add_(mean)
         head.lm_head.weight.copy_(rows)
         head.norm.weight.copy_(policy.final_norm)
@@ -107,7 +107,6 @@ def _head_config(
         raise RefusedError(
             "the policy's config.json rms_norm_eps", found, "a number", "write the draft's by hand"
         )
-    rope = Rope.from_dict(policy)
     return HeadConfig(
         hidden_size=hidden,
         target_hidden_size=hidden,
@@ -119,8 +118,6 @@ def _head_config(
         draft_vocab_size=draft_vocab_size,
         aux_layer_ids=ids,
         rms_norm_eps=found,
-        rope_theta=rope.theta,
-        rope_scaling=rope.scaling,
-        partial_rotary_factor=rope.partial_rotary_factor,
+        rope=Rope.from_dict(policy),
         max_position_embeddings=size_of(policy, "max_position_embeddings"),
     )

@@ -36,38 +36,20 @@ _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """A scaling of the rotary frequencies, by the names of ``rope_parameters``.
-
-    Attributes:
-        kind: "linear", "dynamic", "llama3" or "yarn".
-        values: its parameters, sorted by name; optional ones only where they were given.
-    """
-
-    kind: str
-    values: tuple[tuple[str, float], ...]
-
-    def __getitem__(self, name: str) -> float:
-        return dict(self.values)[name]
-
-    def get(self, name: str, default: float) -> float:
-        """A parameter, or ``default`` where it was not given."""
-        return dict(self.values).get(name, default)
-
-
-@dataclass(frozen=True)
 class Rope:
-    """What a config.json says about rotary embeddings.
+    """What a config.json says about rotary embeddings, by the names of ``rope_parameters``.
 
     Attributes:
         theta: the base.
-        scaling: None for plain frequencies.
-        partial_rotary_factor: share of each head that is rotated.
+        kind: "default", "linear", "dynamic", "llama3" or "yarn".
+        values: the kind's parameters, sorted by name; optional ones only where they were given.
+        partial: share of each head that is rotated.
     """
 
-    theta: float
-    scaling: RopeScaling | None
-    partial_rotary_factor: float
+    theta: float = 10000.0
+    kind: str = "default"
+    values: tuple[tuple[str, float], ...] = ()
+    partial: float = 1.0
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Rope:
@@ -90,57 +72,62 @@ class Rope:
             name = "original_max_position_embeddings"
             length = config.get(name, given.get(name, config.get("max_position_embeddings")))
             given[name] = length
-        known = (*_REQUIRED.get(kind, ()), *_OPTIONAL.get(kind, ()))
+        required = _REQUIRED.get(kind, ())
+        known = (*required, *_OPTIONAL.get(kind, ()))
         unknown = sorted(given.keys() - {*known, *_COMMON})
         if unknown:
             _refuse(f"{field}.{unknown[0]}", given[unknown[0]], f"none for rope_type {kind}")
-        values = []
-        for name in sorted(known):
-            value = given.get(name)
-            if value is None and name not in _REQUIRED[kind]:
-                continue
+        values: dict[str, Any] = {
+            n: given.get(n) for n in known if n in required or given.get(n) is not None
+        }
+        for name, value in sorted(values.items()):
             if not isinstance(value, int | float):
                 _refuse(f"{field}.{name}", value, f"a number, for rope_type {kind}")
-            values.append((name, value))
-        return cls(
-            theta=_theta(config, given, field),
-            scaling=None if kind == "default" else RopeScaling(kind, tuple(values)),
-            partial_rotary_factor=_partial(config, given, field),
-        )
+        theta = given.get("rope_theta", config.get("rope_theta"))
+        if not isinstance(theta, int | float) or theta <= 0:
+            _refuse("rope_theta", theta, "the rotary base, in rope_parameters or at top level")
+        if config.get("rope_theta") not in (None, theta):
+            _refuse("rope_theta", config["rope_theta"], f"{theta}, as {field}.rope_theta says")
+        partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        partial = 1.0 if partial is None else partial
+        if not isinstance(partial, int | float) or not 0 < partial <= 1:
+            _refuse(f"{field}.partial_rotary_factor", partial, "above 0 and at most 1")
+        return cls(float(theta), kind, tuple(sorted(values.items())), float(partial))
 
     def to_dict(self) -> dict[str, Any]:
         """``rope_parameters`` of transformers 5."""
-        written: dict[str, Any] = {"rope_type": "default", "rope_theta": self.theta}
-        if self.scaling is not None:
-            written |= {"rope_type": self.scaling.kind, **dict(self.scaling.values)}
+        written: dict[str, Any] = {
+            "rope_type": self.kind,
+            "rope_theta": self.theta,
+            **dict(self.values),
+        }
+        if "factor" in written:
             # vLLM takes a whole number for a list of factors, and fails.
             written["factor"] = float(written["factor"])
-        if self.partial_rotary_factor != 1.0:
-            written["partial_rotary_factor"] = self.partial_rotary_factor
+        if self.partial != 1.0:
+            written["partial_rotary_factor"] = self.partial
         return written
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:
         """float32 [rotary_dim / 2]: radians per position of every rotated pair."""
-        dim = self.rotary_dim(head_dim)
+        dim, given = self.rotary_dim(head_dim), dict(self.values)
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        scaling = self.scaling
-        if scaling is None:
-            return 1.0 / self.theta**exponents
-        if scaling.kind == "linear":
-            return 1.0 / self.theta**exponents / scaling["factor"]
-        if scaling.kind == "dynamic":
+        theta = self.theta
+        if self.kind == "dynamic":
             # Without alpha, vLLM's base for the trained length is the plain one.
-            return 1.0 / (self.theta * scaling.get("alpha", 1.0) ** (dim / (dim - 2))) ** exponents
-        if scaling.kind == "llama3":
-            return _llama3(1.0 / self.theta**exponents, scaling)
-        return _yarn(self.theta**exponents, scaling, self.theta)
+            theta *= given.get("alpha", 1.0) ** (dim / (dim - 2))
+        if self.kind == "yarn":
+            return _yarn(theta**exponents, given, theta)
+        frequencies = 1.0 / theta**exponents
+        if self.kind == "linear":
+            return frequencies / given["factor"]
+        return _llama3(frequencies, given) if self.kind == "llama3" else frequencies
 
     def attention_scale(self) -> float:
         """What cos and sin are multiplied with (YaRN's mscale)."""
-        scaling = self.scaling
-        if scaling is None or scaling.kind != "yarn":
+        given = dict(self.values)
+        if self.kind != "yarn":
             return 1.0
-        given = dict(scaling.values)
         if "attention_factor" in given:
             return float(given["attention_factor"])
         if given.get("mscale") and given.get("mscale_all_dim"):
@@ -151,13 +138,13 @@ class Rope:
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many of a head's elements are rotated, the first ones."""
-        return int(head_dim * self.partial_rotary_factor)
+        return int(head_dim * self.partial)
 
 
-def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def _llama3(frequencies: Tensor, given: Mapping[str, float]) -> Tensor:
     """Long wavelengths divided by the factor, short ones kept, those between blended."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    length, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    low, high = given["low_freq_factor"], given["high_freq_factor"]
+    length, factor = given["original_max_position_embeddings"], given["factor"]
     wavelengths = 2 * math.pi / frequencies
     smooth = (length / wavelengths - low) / (high - low) if low != high else 0.0
     blended = (1 - smooth) * frequencies / factor + smooth * frequencies
@@ -165,17 +152,17 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where(wavelengths < length / high, frequencies, stretched)
 
 
-def _yarn(periods: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+def _yarn(periods: Tensor, given: Mapping[str, float], theta: float) -> Tensor:
     """YaRN (arXiv 2309.00071), section 3.2: a ramp from kept to divided frequencies."""
-    length, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    length, factor = given["original_max_position_embeddings"], given["factor"]
     dim = 2 * len(periods)
 
     def pair_with_rotations(times: float) -> float:
         return dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = pair_with_rotations(scaling.get("beta_fast", 32))
-    last = pair_with_rotations(scaling.get("beta_slow", 1))
-    if scaling.get("truncate", True):
+    first = pair_with_rotations(given.get("beta_fast", 32))
+    last = pair_with_rotations(given.get("beta_slow", 1))
+    if given.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     if first == last:
@@ -187,24 +174,6 @@ def _yarn(periods: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
 
 def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def _theta(config: Mapping[str, Any], given: Mapping[str, Any], field: str) -> float:
-    theta = given.get("rope_theta", config.get("rope_theta"))
-    if not isinstance(theta, int | float) or theta <= 0:
-        _refuse("rope_theta", theta, "the rotary base, in rope_parameters or at top level")
-    if config.get("rope_theta") not in (None, theta):
-        _refuse("rope_theta", config["rope_theta"], f"{theta}, as {field}.rope_theta says")
-    return float(theta)
-
-
-def _partial(config: Mapping[str, Any], given: Mapping[str, Any], field: str) -> float:
-    factor = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if factor is None:
-        return 1.0
-    if not isinstance(factor, int | float) or not 0 < factor <= 1:
-        _refuse(f"{field}.partial_rotary_factor", factor, "above 0 and at most 1")
-    return float(factor)
 
 
 def _refuse(name: str, found: object, expected: object) -> NoReturn:
