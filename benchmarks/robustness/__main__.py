@@ -14,10 +14,10 @@ from pathlib import Path
 
 from benchmarks.harness import Target, finish, options, table
 from benchmarks.robustness import traffic
+from benchmarks.robustness.caller import ROLLOUT, TRAINER
 from benchmarks.robustness.examples_of_calls import Calls
 from benchmarks.robustness.fuzzing import Fuzzed, fuzz
 from benchmarks.robustness.healthy import Feeder, Stager
-from benchmarks.robustness.methods import ROLLOUT, TRAINER
 from benchmarks.robustness.overload import SILENT_ROLLOUT, SILENT_TRAINER, Crowd, flood
 from benchmarks.robustness.services import Process, start_rollout_server, start_trainer
 

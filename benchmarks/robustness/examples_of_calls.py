@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from benchmarks.robustness import traffic
-from benchmarks.robustness.methods import Method
+from benchmarks.robustness.caller import Method
 from benchmarks.robustness.mutate import filled
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import rollout_server_pb2 as rollout_pb

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.robustness.caller import Caller, Tally
+from benchmarks.robustness.caller import Caller, Method, Tally
 from benchmarks.robustness.examples_of_calls import Calls
-from benchmarks.robustness.methods import Method
 from benchmarks.robustness.mutate import mutated
 from benchmarks.robustness.services import Process
 

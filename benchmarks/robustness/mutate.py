@@ -6,25 +6,21 @@ Everything is drawn from one ``random.Random``: a seed in the long mode, hypothe
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 _F = FieldDescriptor
 _BITS = {
-    _F.TYPE_INT32: (32, True),
-    _F.TYPE_SINT32: (32, True),
-    _F.TYPE_SFIXED32: (32, True),
-    _F.TYPE_UINT32: (32, False),
-    _F.TYPE_FIXED32: (32, False),
-    _F.TYPE_INT64: (64, True),
-    _F.TYPE_SINT64: (64, True),
-    _F.TYPE_SFIXED64: (64, True),
-    _F.TYPE_UINT64: (64, False),
-    _F.TYPE_FIXED64: (64, False),
+    getattr(_F, f"TYPE_{kind}{bits}"): (bits, kind[0] not in "UF")
+    for bits in (32, 64)
+    for kind in ("INT", "SINT", "SFIXED", "UINT", "FIXED")
 }
+"""Size in bits and whether signed, of every integer type."""
+
 _FLOATS = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, -1.0, 1e-45, 3e38, 0.5)
 _TEXTS = (
     "",
@@ -62,81 +58,72 @@ def mutated(messages: Sequence[Message], rng: random.Random) -> list[bytes]:
 
 def mutate(message: Message, rng: random.Random) -> None:
     """Set one field of it, or of a message in it, to something that it should not be."""
-    fields = _fields_of(message)
-    if not fields:
-        return
-    field = rng.choice(fields)
-    if _repeated(field):
-        _mutate_repeated(getattr(message, field.name), field, rng)
-    elif field.type == _F.TYPE_MESSAGE:
-        roll = rng.random()
-        if roll < 0.1:
-            message.ClearField(field.name)
-        else:
-            inner = getattr(message, field.name)
-            inner.SetInParent()
-            mutate(inner, rng)
-    else:
-        setattr(message, field.name, _value(field, getattr(message, field.name), rng))
+    fields: list[Any] = list(message.DESCRIPTOR.fields)
+    if fields:
+        _change(message, rng.choice(fields), rng)
 
 
 def filled(message: Message, rng: random.Random, depth: int = 3) -> Message:
-    """A message of a kind that nobody wrote an example of, with some of its fields set."""
-    for field in _fields_of(message):
+    """A message that has no example, with some of its fields set."""
+    for field in message.DESCRIPTOR.fields:
         if depth and rng.random() < 0.7:
-            if _repeated(field):
-                _mutate_repeated(getattr(message, field.name), field, rng)
-            elif field.type == _F.TYPE_MESSAGE:
-                getattr(message, field.name).SetInParent()
+            _change(message, field, rng)
+            if field.type == _F.TYPE_MESSAGE and not field.is_repeated:
                 filled(getattr(message, field.name), rng, depth - 1)
-            else:
-                setattr(message, field.name, _value(field, getattr(message, field.name), rng))
     return message
 
 
+def _change(message: Message, field: Any, rng: random.Random) -> None:
+    value, nested = getattr(message, field.name), field.type == _F.TYPE_MESSAGE
+    if field.is_repeated:
+        what = rng.randrange(4)
+        if what == 0:
+            del value[rng.randrange(len(value) + 1) :]
+        elif what == 1:
+            new = GetMessageClass(field.message_type)() if nested else _value(field, "", rng)
+            value.extend([new] * rng.choice((1, 5, 300, _MOST_REPEATED)))
+        elif value and what == 2:
+            value.extend([rng.choice(value)])
+        elif value:
+            at = rng.randrange(len(value))
+            if nested:
+                mutate(value[at], rng)
+            else:
+                value[at] = _value(field, value[at], rng)
+    elif not nested:
+        setattr(message, field.name, _value(field, value, rng))
+    elif rng.random() < 0.1:
+        message.ClearField(field.name)
+    else:
+        value.SetInParent()
+        mutate(value, rng)
+
+
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Bytes with some flipped, missing, doubled or foreign."""
-    return rng.choice(_DAMAGES)(data, rng)
-
-
-def _flipped(data: bytes, rng: random.Random) -> bytes:
+    """Bytes with some flipped, missing, foreign, spliced in, doubled or nested."""
+    at = rng.randrange(len(data) + 1)
+    what = rng.randrange(7)
+    if what == 0:
+        return data[:at]
+    if what == 1:
+        return rng.randbytes(rng.choice((0, 1, 2, 7, 64, 1000)))
+    if what == 2:
+        return data[:at] + rng.randbytes(rng.randrange(1, 9)) + data[at:]
+    if what == 3:
+        return data * rng.choice((2, 3, 40))
+    if what == 4:
+        # Length-delimited fields in one another, deeper than a parser follows.
+        for _ in range(rng.choice((5, 150))):
+            data = data[:16000]
+            head, length = bytes([rng.randrange(1, 16) << 3 | 2]), len(data)
+            data = head + bytes([length & 0x7F | 0x80, length >> 7 & 0x7F]) + data
+        return data
     changed = bytearray(data)
     for _ in range(min(len(changed), rng.choice((1, 1, 2, 8)))):
         # Most often where the structure is, not in the states.
         most = len(changed) if rng.random() < 0.3 else min(len(changed), 200)
         changed[rng.randrange(most)] ^= 1 << rng.randrange(8)
     return bytes(changed)
-
-
-def _cut(data: bytes, rng: random.Random) -> bytes:
-    return data[: rng.randrange(len(data) + 1)]
-
-
-def _foreign(data: bytes, rng: random.Random) -> bytes:
-    return rng.randbytes(rng.choice((0, 1, 2, 7, 64, 1000)))
-
-
-def _spliced(data: bytes, rng: random.Random) -> bytes:
-    at = rng.randrange(len(data) + 1)
-    return data[:at] + rng.randbytes(rng.randrange(1, 9)) + data[at:]
-
-
-def _doubled(data: bytes, rng: random.Random) -> bytes:
-    return data * rng.choice((2, 3, 40))
-
-
-def _nested(data: bytes, rng: random.Random) -> bytes:
-    """Length-delimited fields in one another, deeper than a parser follows."""
-    for _ in range(rng.choice((5, 150))):
-        data = data[:16000]
-        head, length = bytes([rng.randrange(1, 16) << 3 | 2]), len(data)
-        data = head + bytes([length & 0x7F | 0x80, length >> 7 & 0x7F]) + data
-    return data
-
-
-_DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
-    *(_flipped, _flipped, _cut, _foreign, _spliced, _doubled, _nested),
-)
 
 
 def _reorder(given: list[Any], rng: random.Random) -> None:
@@ -149,28 +136,6 @@ def _reorder(given: list[Any], rng: random.Random) -> None:
         given.insert(rng.randrange(len(given) + 1), _copy(rng.choice(given)))
     elif given:
         given += [_copy(given[-1])] * rng.randrange(1, 20)
-
-
-def _mutate_repeated(values: Any, field: FieldDescriptor, rng: random.Random) -> None:
-    what = rng.randrange(5)
-    if field.type == _F.TYPE_MESSAGE:
-        if what == 0 and values:
-            del values[rng.randrange(len(values)) :]
-        elif what == 1 and values:
-            values.add().CopyFrom(rng.choice(values))
-        elif what == 2:
-            for _ in range(rng.choice((1, 300, _MOST_REPEATED))):
-                values.add()
-        elif values:
-            mutate(rng.choice(values), rng)
-    elif what == 0 and values:
-        del values[:]
-    elif what == 1 and values:
-        values[rng.randrange(len(values))] = _value(field, values[0], rng)
-    elif what == 2:
-        values.extend([_value(field, "", rng)] * rng.choice((1, 5, _MOST_REPEATED)))
-    elif values:
-        values.append(rng.choice(values))
 
 
 def _value(field: FieldDescriptor, now: Any, rng: random.Random) -> Any:
@@ -190,14 +155,6 @@ def _value(field: FieldDescriptor, now: Any, rng: random.Random) -> Any:
         return rng.choice((*_TEXTS, str(now) + "x", str(now)[:-1]))
     data = now if isinstance(now, bytes) else b""
     return rng.choice((b"", data[:-1], data + b"\0", rng.randbytes(32), damaged(data, rng)))
-
-
-def _fields_of(message: Message) -> list[Any]:
-    return list(message.DESCRIPTOR.fields)
-
-
-def _repeated(field: FieldDescriptor) -> bool:
-    return bool(field.is_repeated)
 
 
 def _copy(message: Message) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from benchmarks.robustness import traffic
-from benchmarks.robustness.methods import ROLLOUT, TRAINER, Method
+from benchmarks.robustness.caller import ROLLOUT, TRAINER, Method
 from slipstream.client import OPTIONS
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import rollout_server_pb2 as rollout_pb

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.robustness.caller import Caller
+from benchmarks.robustness.caller import ROLLOUT, TRAINER, Caller, Method
 from benchmarks.robustness.examples_of_calls import Calls
-from benchmarks.robustness.methods import ROLLOUT, TRAINER, Method
 from benchmarks.robustness.mutate import mutated
 
 from .conftest import Rollout, Trainer
