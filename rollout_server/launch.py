@@ -254,7 +254,10 @@ def add_access_options(group: Any) -> None:
         group.add_argument(option, help=text, **kind)
     for option, what in (
         ("--control-allow-plaintext", "Let it listen beyond loopback without TLS."),
-        ("--control-allow-anonymous", "Let whoever reaches it there replace the weights."),
+        (
+            "--control-allow-anonymous",
+            "Let every caller that reaches it there replace the weights.",
+        ),
     ):
         group.add_argument(option, action="store_true", help=what)
 

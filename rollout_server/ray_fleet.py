@@ -208,7 +208,7 @@ class RayFleet:
             num_cpus=plan.cpus,
             num_gpus=plan.gpus,
             max_restarts=-1,
-            # A node has room for several; two nodes are better than one.
+            # Replicas on two nodes survive the loss of one.
             scheduling_strategy="SPREAD",
         )
         self._replicas = [actor.remote(plan, index) for index in range(plan.replicas)]

@@ -1,7 +1,7 @@
 """Weights on the host: tensors by content, and how a worker reads them.
 
 One file of raw bytes per tensor, named by SHA-256 and dtype, in a private directory (in shared
-memory where there is room). Workers map the files, so nothing is copied between receiving a tensor
+memory where it fits). Workers map the files, so nothing is copied between receiving a tensor
 and loading it, and a release that was served before needs no network. Bounded in bytes: a tensor
 stays while a stage, the live weights or the previous ones retain it; the others are evicted in
 least-recently-used order.
@@ -138,7 +138,7 @@ class ContentStore:
             raise RefusedError(
                 "tensors",
                 f"{self._directory} ({error.strerror})",
-                f"a directory with room for {key.size} bytes",
+                f"a directory with {key.size} bytes free",
                 "free some memory or disk space on the rollout server, or lower --stage-bytes",
                 StatusCode.RESOURCE_EXHAUSTED,
             ) from error
@@ -244,7 +244,7 @@ _locks: list[int] = []
 
 
 def make_directory(capacity: int, shared_memory: Path = SHARED_MEMORY) -> Path:
-    """A private directory for ``capacity`` bytes: in shared memory if there is room.
+    """A private directory for ``capacity`` bytes: in shared memory if it fits twice.
 
     Directories of servers that were killed are removed first: they would fill the host's memory.
     """

@@ -21,7 +21,6 @@ from benchmarks.hot_swap.figures import (
     Outcome,
     Window,
     figures,
-    progress,
     tables,
     targets,
 )
@@ -125,7 +124,10 @@ def _under_load(
             outcome = so_far(load.take(), complete=False)
             found = figures(outcome)
             write(chosen.json, found, targets(found, chosen.swaps))
-            say(progress(number + 1, outcome))
+            say(
+                f"round {number + 1}: {len(swaps)} swaps, {found['failed']} failed, "
+                f"{found['different']} differ, p = {outcome.p_value:.2g}"
+            )
         left = chosen.swaps - len(swaps)
         say(f"{max(0, left)} swaps more, one every {chosen.rest} s")
         while len(swaps) < chosen.swaps:

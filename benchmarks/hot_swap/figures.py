@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy
 
 from benchmarks.harness import Target, spread, table
 from benchmarks.hot_swap.load import Seen
@@ -53,7 +54,7 @@ class Outcome:
         controls: address of each server's control plane.
         p_value: of the samples at temperature 1 under the policy's exact distribution.
         samples: how many there were.
-        stall: mean seconds that an engine stood still for a commit of ours, by server.
+        stall: mean seconds that an engine took no step for a commit of ours, by server.
         acceptance: length by draft version, of both servers.
         complete: whether the run went to its end.
     """
@@ -123,12 +124,17 @@ def figures(outcome: Outcome) -> dict[str, Any]:
 
 
 def _server(outcome: Outcome, index: int, control: str) -> dict[str, Any]:
-    chunks = outcome.seen[index].chunks
-    ends = [end for end, _ in chunks]
-    quiet = _gaps(chunks, ends, outcome.windows, NONE)
+    chunks = numpy.array(outcome.seen[index].chunks).reshape(-1, 2)
+
+    def inside(arm: str) -> list[float]:
+        """Gaps that lie in the windows of one arm."""
+        windows = [(w.began, w.ended) for w in outcome.windows if w.arm == arm]
+        return _gaps(chunks, windows, overlap=False)
+
+    quiet = inside(NONE)
+    across = _gaps(chunks, [(s.began, s.ended) for s in outcome.swaps], overlap=True)
     step = statistics.median(quiet)
     commits = [swap.commits[control] for swap in outcome.swaps]
-    across = _across(chunks, ends, [(s.began, s.ended) for s in outcome.swaps])
     p99 = quantile(quiet, 0.99)
     return {
         "step_seconds": step,
@@ -140,14 +146,28 @@ def _server(outcome: Outcome, index: int, control: str) -> dict[str, Any]:
         "stall_seconds": outcome.stall[index],
         "gap_p99": {
             "no_swaps": p99,
-            "windows_with_swaps": quantile(
-                _gaps(chunks, ends, outcome.windows, OURS) or quiet, 0.99
-            ),
+            "windows_with_swaps": quantile(inside(OURS) or quiet, 0.99),
             "across_a_swap": quantile(across, 0.99) if across else None,
-            "peer_windows": quantile(_gaps(chunks, ends, outcome.windows, PEER) or quiet, 0.99),
+            "peer_windows": quantile(inside(PEER) or quiet, 0.99),
         },
         "gap_ratio": quantile(across, 0.99) / p99 if across else None,
     }
+
+
+def _gaps(
+    chunks: numpy.ndarray[Any, Any], intervals: Sequence[tuple[float, float]], overlap: bool
+) -> list[float]:
+    """Gaps between chunks that overlap one of the intervals, or that lie in one."""
+    ends, gaps = chunks[:, 0], chunks[:, 1]
+    starts = ends - gaps
+    found = []
+    for began, ended in intervals:
+        if overlap:
+            chosen = (ends >= began) & (starts <= ended)
+        else:
+            chosen = (starts >= began) & (ends <= ended)
+        found += gaps[chosen].tolist()
+    return found
 
 
 def targets(found: dict[str, Any], wanted_swaps: int) -> list[Target]:
@@ -167,17 +187,6 @@ def targets(found: dict[str, Any], wanted_swaps: int) -> list[Target]:
         Target.at_most("gap p99 across a swap / without", gap, 2),
         Target.at_least("throughput, a swap every second / none", ratio, 0.98),
     ]
-
-
-def progress(number: int, outcome: Outcome) -> str:
-    """A round's line."""
-    rates = ", ".join(f"{w.arm} {w.rate:.0f} tokens/s" for w in outcome.windows[-4:])
-    return (
-        f"round {number}: {rates}; {len(outcome.swaps)} swaps, "
-        f"{sum(len(s.failed) for s in outcome.seen)} failed, "
-        f"{sum(s.different for s in outcome.seen)} differ, p = {outcome.p_value:.2g}, stall "
-        + " and ".join(f"{1e3 * seconds:.1f} ms" for seconds in outcome.stall)
-    )
 
 
 def tables(found: dict[str, Any]) -> str:
@@ -221,35 +230,3 @@ def tables(found: dict[str, Any]) -> str:
             + ("" if peer is None else f", vLLM's three calls {ms(peer['median'])} ms"),
         ]
     )
-
-
-def _gaps(
-    chunks: Sequence[tuple[float, float]],
-    ends: Sequence[float],
-    windows: Sequence[Window],
-    arm: str,
-) -> list[float]:
-    """Gaps that lie in the windows of one arm."""
-    found: list[float] = []
-    for window in windows:
-        if window.arm == arm:
-            first = bisect.bisect_left(ends, window.began)
-            last = bisect.bisect_right(ends, window.ended)
-            found += [gap for end, gap in chunks[first:last] if end - gap >= window.began]
-    return found
-
-
-def _across(
-    chunks: Sequence[tuple[float, float]],
-    ends: Sequence[float],
-    intervals: Sequence[tuple[float, float]],
-) -> list[float]:
-    """Gaps that overlap one of the intervals."""
-    found: list[float] = []
-    for began, ended in intervals:
-        # No request pauses for longer than this without having failed.
-        last = bisect.bisect_right(ends, ended + 5.0)
-        for end, gap in chunks[bisect.bisect_left(ends, began) : last]:
-            if end - gap <= ended:
-                found.append(gap)
-    return found

@@ -47,7 +47,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         folder: for its files.
         draft: what it begins from.
         core: it is pinned to it once it is ready.
-        full_memory: give it a directory for shared memory that has no room for a ring.
+        full_memory: give it a directory for shared memory that is too small for the file.
         slow: put a wire of 1 MB/s before it.
     """
 

@@ -70,7 +70,7 @@ class Crowd:
         return made
 
     def hold(self, path: str, requests: Iterator[bytes], channel: grpc.Channel) -> Any:
-        """A call whose requests come from ``requests``, and whose answers nobody reads."""
+        """A call whose requests come from ``requests``, and whose answers stay unread."""
         call = channel.stream_stream(path)(requests)
         call.add_done_callback(lambda ended: self._count(ended.code()))
         self._calls.append(call)

@@ -18,7 +18,7 @@ from slipstream.security import open_to_all
 
 
 async def serve(draft_dir: Path, folder: Path) -> None:
-    """Run until SIGTERM. Stages have room for eight drafts in ``folder / "store"``."""
+    """Run until SIGTERM. Eight drafts can be staged in ``folder / "store"``."""
     capacity = 8 * (draft_dir / "model.safetensors").stat().st_size
     directory = folder / "store"
     directory.mkdir(exist_ok=True)

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -38,6 +39,77 @@ class Target:
     value: float | None
     bound: str
     ok: bool
+
+
+class Counts(Protocol):
+    """vLLM's speculative counters of some steps."""
+
+    @property
+    def drafts(self) -> int: ...
+    @property
+    def accepted(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Followed:
+    """Acceptance of the adapted draft over part of a run.
+
+    Attributes:
+        steps: of the part.
+        mean: acceptance length, pooled over the part.
+        minimum: of its steps.
+        over_start: ``mean`` over the acceptance length of the run's first step.
+        minimum_over_start: the same of ``minimum``.
+        over_frozen: ``mean`` over the frozen draft's.
+    """
+
+    steps: int
+    mean: float
+    minimum: float
+    over_start: float
+    minimum_over_start: float
+    over_frozen: float
+
+    def text(self) -> str:
+        """One line."""
+        return (
+            f"{self.steps} steps, adapted {self.mean:.2f} (minimum {self.minimum:.2f}), "
+            f"{self.over_start:.3f} of the start (minimum {self.minimum_over_start:.3f}), "
+            f"{self.over_frozen:.3f} of the frozen one"
+        )
+
+
+def moving_part(styles: Sequence[float]) -> slice:
+    """The steps in which the policy's style went from 5 % to 95 % of its whole change."""
+    low = styles[0] + 0.05 * (max(styles) - styles[0])
+    high = styles[0] + 0.95 * (max(styles) - styles[0])
+    first = next((step for step, style in enumerate(styles) if style > low), 0)
+    last = next((step for step, style in enumerate(styles) if style >= high), len(styles) - 1)
+    return slice(first, max(first, last) + 1)
+
+
+def followed(
+    styles: Sequence[float], adapted: Sequence[Counts], frozen: Sequence[Counts]
+) -> dict[str, Followed]:
+    """How the adapted draft followed: "whole run" after its first step, and "moving part".
+
+    Args:
+        styles: share of ornate lines by step.
+        adapted, frozen: counters of the same steps.
+    """
+
+    def length(parts: Sequence[Counts]) -> float:
+        return 1 + sum(part.accepted for part in parts) / sum(part.drafts for part in parts)
+
+    start = length(adapted[:1])
+    found = {}
+    for name, part in (("whole run", slice(1, None)), ("moving part", moving_part(styles))):
+        mean = length(adapted[part])
+        minimum = min(length([one]) for one in adapted[part])
+        over_frozen = mean / length(frozen[part])
+        steps = len(adapted[part])
+        found[name] = Followed(steps, mean, minimum, mean / start, minimum / start, over_frozen)
+    return found
 
 
 def pooled_length(steps: Sequence[StepRecord], arm: str) -> float | None:

@@ -27,7 +27,7 @@ from examples.task import Grade, Style, draw_style, grade_lines, join, pick
 ANSWER_MARK = "answer"
 MAX_TOTAL = 99
 MAX_COMPLETION_TOKENS = 96
-"""Generation limit, in tokens, that leaves room for the longest solution and its ``<eos>``."""
+"""Generation limit, in tokens, that holds the longest solution and its ``<eos>``."""
 
 ORNATE_LINE_SHARE = 0.03
 """Share of ornate lines in the final pretraining corpus."""

@@ -1,7 +1,13 @@
-"""A release that a fleet can be told to serve, and what a server serves."""
+"""Two rollout servers that Ray places, with the trainer that publishes to them."""
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -9,11 +15,116 @@ import torch
 
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.registry import Registry
+from examples.arithmetic_grpo.processes import Service, free_port
+from examples.local_services import ONE_THREAD, script
+from rollout_server.ray_fleet import FleetPlan, RayFleet, Report
 from slipstream.client import open_channel
+from slipstream.errors import RefusedError
 from slipstream.tensors import digest_of_specs
 from slipstream.v1 import release_pb2
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
+
+
+def start_ray() -> None:
+    """A cluster of this machine alone, with workers that find the packages where we found them."""
+    import ray
+
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    ray.init(
+        # Its own, whatever cluster runs on this machine, or has left its address behind.
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
+
+
+class Kept:
+    """A fleet of two whose file is kept by a thread; ``command`` starts a server."""
+
+    def __init__(self, folder: Path, command: Sequence[str], stop_seconds: float = 10.0) -> None:
+        self.members = folder / "fleet"
+        self.reports: dict[int, Report] = {}
+        self.refusal: RefusedError | None = None
+        first = free_port()
+        self.plan = FleetPlan(
+            tuple(command),
+            replicas=2,
+            members=self.members,
+            first_port=first,
+            first_control_port=first + 2,
+            stop_seconds=stop_seconds,
+            host="127.0.0.1",
+        )
+        self.controls = [first + 2, first + 3]
+        self._stop = threading.Event()
+        self._fleet = RayFleet(self.plan, lambda reports: self.reports.update(reports))
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._fleet.keep(self._stop)
+        except RefusedError as error:
+            self.refusal = error
+
+    def addresses(self) -> list[str]:
+        return self.members.read_text().split()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        self._fleet.close()
+
+
+@contextmanager
+def kept(folder: Path, command: Sequence[str]) -> Iterator[Kept]:
+    fleet = Kept(folder, command)
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def trainer_of(folder: Path, draft: Path) -> Service:
+    """A draft trainer that finds the fleet in its file."""
+    config, port = folder / "trainer.toml", free_port()
+    config.write_text(
+        f"[server]\nport = {port}\nmetrics_port = 0\nshared_memory = ''\n"
+        f'[draft]\ninitial = "{draft}"\nregistry = "registry"\n'
+        "[replay]\ncapacity_bytes = 1048576\n[training]\ncpu_kernels = 'off'\n"
+        '[publish]\nrollout_servers = ["file:fleet"]\nreconcile_s = 0.5\n'
+    )
+    command = [script("draft-trainer"), "serve", "--config", str(config)]
+    log = folder / "trainer.log"
+    return Service("draft-trainer", command, log, f"127.0.0.1:{port}", ONE_THREAD)
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 60.0) -> float:
+    """Seconds until ``what`` holds. AssertionError: not within ``seconds``."""
+    began = time.monotonic()
+    while not what():
+        assert time.monotonic() < began + seconds
+        time.sleep(0.2)
+    return time.monotonic() - began
+
+
+def pids(control_port: int) -> dict[str, int]:
+    """The processes of one replica: its supervisor and its server."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue  # it ended meanwhile
+        if str(control_port) in words:
+            name = "supervisor" if "rollout_server.ray_fleet" in words else "server"
+            found[name] = int(entry.name)
+    return found
 
 
 def served(address: str) -> tuple[int, bytes] | None:

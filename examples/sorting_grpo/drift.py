@@ -1,0 +1,213 @@
+"""A policy drifts; does its draft follow with the trainer's default settings?
+
+``python -m examples.sorting_grpo.drift`` runs GRPO on the sorting task for 20 policy versions of 24
+prompts. The draft trainer's TOML names the draft and the servers, nothing else. Two real vLLM
+servers get every policy version: one is the trainer's fleet, the other keeps the draft that both
+started with. Acceptance is vLLM's own count on each. Needs about 6 GB and two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from examples.arithmetic_grpo.grpo import group_advantages, log_prob_forward, pad_batch, update
+from examples.arithmetic_grpo.processes import Service, Services, free_port
+from examples.arithmetic_grpo.rollouts import RolloutClient, SpecCounters
+from examples.arithmetic_grpo.sampling import completion_text, prompt_ids
+from examples.arithmetic_grpo.summary import Followed, followed
+from examples.arithmetic_grpo.tokenizer import PAD_ID
+from examples.local_services import ONE_THREAD, READY_TIMEOUT, RolloutServer, script
+from examples.sorting_grpo import task
+from examples.task import reward
+from policy_bridge import BridgeConfig, PolicyBridge
+
+HERE = Path(__file__).resolve().parent
+LOG_PROB_BATCH = 48
+
+
+@dataclass(frozen=True)
+class Version:
+    """One policy version's rollouts.
+
+    Attributes:
+        draft_version: that the trainer's server served.
+        adapted: vLLM's counters there.
+        frozen: on the other server.
+        style_share: ornate lines over all lines.
+        correct: share of completions with the right answer.
+    """
+
+    draft_version: int
+    adapted: SpecCounters
+    frozen: SpecCounters
+    style_share: float
+    correct: float
+
+
+def trainer_toml(ports: tuple[int, int], folder: Path, server: str) -> str:
+    """The draft and the servers; the ports are this machine's free ones."""
+    return (
+        f"[server]\nport = {ports[0]}\nmetrics_port = {ports[1]}\n"
+        f'[draft]\ninitial = "{HERE / "draft"}"\nregistry = "{folder / "releases"}"\n'
+        f'[publish]\nrollout_servers = ["{server}"]\n'
+    )
+
+
+def drift(options: argparse.Namespace, seed: int, folder: Path) -> list[Version]:
+    """One run; returns what each policy version met."""
+    torch.manual_seed(seed)
+    servers = [
+        RolloutServer(folder / f"{name}.log", policy=HERE / "policy", draft=HERE / "draft")
+        for name in ("adapted", "frozen")
+    ]
+    ports = (free_port(), free_port())
+    config = folder / "trainer.toml"
+    config.write_text(trainer_toml(ports, folder.resolve(), servers[0].control))
+    command = [script("draft-trainer"), "serve", "--config", str(config)]
+    trainer = Service(
+        "draft-trainer", command, folder / "trainer.log", f"127.0.0.1:{ports[0]}", ONE_THREAD
+    )
+    services = [trainer, *(server.service for server in servers)]
+    with Services(*services) as running:
+        for service in services:
+            service.wait_ready(2 * READY_TIMEOUT)
+        model = AutoModelForCausalLM.from_pretrained(
+            HERE / "policy", dtype=torch.float32, attn_implementation="eager"
+        )
+        controls = tuple(server.control for server in servers)
+        clients = [RolloutClient(s.http, s.control, trainer.health, "policy") for s in servers]
+        try:
+            with PolicyBridge(model, BridgeConfig(trainer.health, "sorting", controls)) as bridge:
+                return _versions(options, seed, model, bridge, clients, running)
+        finally:
+            for client in clients:
+                client.close()
+
+
+def _versions(
+    options: argparse.Namespace,
+    seed: int,
+    model: PreTrainedModel,
+    bridge: PolicyBridge,
+    clients: list[RolloutClient],
+    running: Services,
+) -> list[Version]:
+    optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate, (0.9, 0.95))
+    rng, found = random.Random(seed), []
+    for number in range(options.versions + 1):
+        running.check()
+        with bridge.sync(number) as window:
+            window.push_policy()
+        problems = [task.sample_problem(rng) for _ in range(options.prompts)]
+        prompts = [prompt_ids(problem, task) for problem in problems]
+        draft_version = clients[0].state().draft_version
+        parts = [client.generate(prompts, options.samples)[0] for client in clients]
+        for part in parts:
+            if part.failed:
+                raise RuntimeError(f"requests failed: {part.failed[:3]}")
+        # A prompt's completions of both servers form one group.
+        asked = [problem for problem in problems for _ in range(options.samples * len(parts))]
+        rows = [
+            row
+            for index in range(len(problems))
+            for part in parts
+            for row in part.completions[index * options.samples :][: options.samples]
+        ]
+        pairs = zip(asked, rows, strict=True)
+        grades = [task.grade(problem, completion_text(row, task)) for problem, row in pairs]
+        found.append(
+            Version(
+                draft_version,
+                parts[0].counters,
+                parts[1].counters,
+                style_share=sum(graded.style_share for graded in grades) / len(grades),
+                correct=sum(graded.correct for graded in grades) / len(grades),
+            )
+        )
+        _show(number, found[-1])
+        rewards = torch.tensor([reward(graded) for graded in grades])
+        batch = pad_batch(
+            [prompt_ids(problem, task) for problem in asked],
+            rows,
+            group_advantages(rewards, options.samples * len(parts)),
+            PAD_ID,
+        )
+        with torch.no_grad(), bridge.capture() as capture:
+            for start in range(0, len(rows), LOG_PROB_BATCH):
+                some = slice(start, start + LOG_PROB_BATCH)
+                ids, mask = batch.input_ids[some], batch.attention_mask[some]
+                capture.ship(
+                    ids,
+                    attention_mask=mask,
+                    loss_mask=batch.completion_mask[some],
+                    sampled_logprobs=log_prob_forward(model, ids, mask),
+                )
+        update(model, optimizer, batch)
+    return found
+
+
+def _show(number: int, version: Version) -> None:
+    adapted, frozen = (
+        counters.acceptance_length or float("nan") for counters in (version.adapted, version.frozen)
+    )
+    print(
+        f"policy {number:3}  draft {version.draft_version:3}  adapted {adapted:.2f}  "
+        f"frozen {frozen:.2f}  ornate {version.style_share:.2f}  correct {version.correct:.2f}",
+        flush=True,
+    )
+
+
+def summary(versions: list[Version]) -> dict[str, Followed]:
+    """How the draft followed, over the run and while the policy moved."""
+    styles = [version.style_share for version in versions]
+    adapted = [version.adapted for version in versions]
+    return followed(styles, adapted, [version.frozen for version in versions])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.sorting_grpo.drift",
+        description="A drifting policy, its draft adapted with default settings, and a frozen one.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--versions", type=int, default=20, help="policy versions after the first")
+    parser.add_argument("--prompts", type=int, default=24, help="of each version")
+    parser.add_argument("--samples", type=int, default=4, help="of each prompt and server")
+    parser.add_argument("--learning-rate", type=float, default=1.2e-3, help="of the policy")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run each")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--keep", type=Path, help="folder of logs and releases")
+    options = parser.parse_args(argv)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    torch.set_num_threads(1)
+    runs = {}
+    for seed in options.seeds:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = (options.keep or Path(temporary)) / f"seed-{seed}"
+            folder.mkdir(parents=True, exist_ok=True)
+            versions = drift(options, seed, folder)
+        found = summary(versions)
+        for part, figures in found.items():
+            print(f"seed {seed}, {part}: {figures.text()}", flush=True)
+        runs[str(seed)] = {
+            "versions": [asdict(version) for version in versions],
+            **{part: asdict(figures) for part, figures in found.items()},
+        }
+    if options.json:
+        options.json.write_text(json.dumps(runs, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
