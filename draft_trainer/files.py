@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -26,19 +27,8 @@ def written_whole(path: Path) -> Iterator[Path]:
     """
     number, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     os.close(number)
-    temporary = Path(name)
-    try:
+    with _renamed(Path(name), path) as temporary:
         yield temporary
-        # mkstemp and safetensors leave 0600; a server under another user reads these files.
-        temporary.chmod(0o644)
-        fsync(temporary)
-        temporary.replace(path)
-        fsync(path.parent)
-    except SafetensorError as error:
-        # Its only name for a full disk.
-        raise OSError(f"{path}: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -51,18 +41,30 @@ def folder_written_whole(path: Path) -> Iterator[Path]:
     """
     check_free(path, "folder")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    name = tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent)
+    with _renamed(Path(name), path) as temporary:
+        yield temporary
+
+
+@contextmanager
+def _renamed(temporary: Path, path: Path) -> Iterator[Path]:
+    folder = temporary.is_dir()
     try:
         yield temporary
-        temporary.chmod(0o755)
-        for file in (*temporary.iterdir(), temporary):
-            fsync(file)
+        # mkstemp and safetensors leave 0600; a server under another user reads these files.
+        temporary.chmod(0o755 if folder else 0o644)
+        for part in (*(temporary.iterdir() if folder else ()), temporary):
+            fsync(part)
         temporary.rename(path)
         fsync(path.parent)
     except SafetensorError as error:
+        # Its only name for a full disk.
         raise OSError(f"{path}: {error}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if folder:
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
 
 
 def fsync(path: Path) -> None:
@@ -80,3 +82,23 @@ def check_free(path: Path, field: str) -> None:
         raise RefusedError(
             f"{field} {path}", "something there", "a free name", "remove it, or choose another"
         )
+
+
+def lock_file(path: Path) -> int:
+    """Make a file if there is none and take its exclusive lock, which the process's end drops.
+
+    Returns:
+        The descriptor that holds the lock.
+
+    Raises:
+        BlockingIOError: another descriptor holds it.
+        OSError: it cannot be opened, or is a link.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

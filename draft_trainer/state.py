@@ -4,14 +4,13 @@ Pointer, intent, pins, canary trial, gate results, events and history. Changes t
 are one transaction, on disk (synchronous=FULL) before any thread sees them: there is no intent to
 commit without its event.
 
-A writer keeps the file's exclusive SQLite lock from open to close, and that lock is also the lock
-of the registry's folder. The kernel drops it with the process. A reader shares the file with other
-readers and is refused while a trainer runs.
+A writer holds the lock of ``state.lock`` from open to close, which is also the lock of the
+registry's folder; the kernel drops it with the process. Readers share the file with the writer:
+each waits for the other's transactions alone.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sqlite3
@@ -19,25 +18,25 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from draft_trainer.files import lock_file
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.v1 import console_pb2, draft_trainer_pb2, release_pb2
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE = "state.db"
-SCHEMA_VERSION = 1
+STATE_FILE, LOCK_FILE = "state.db", "state.lock"
+SCHEMA_VERSION = 2
 FIRST_DESIGN_FILES = (
     *("promoted.json", "pins.json", "verdicts.jsonl", "publishes.jsonl", "events.jsonl"),
 )
-LOCK_SECONDS = 0.5
-"""How long an open waits for a reader, which holds the lock for one query."""
+LOCK_SECONDS = 5.0
+"""How long a transaction waits for a reader's or the writer's."""
 
 GATE_RESULTS_KEPT = 500
 EVENTS_KEPT = 10_000
@@ -45,23 +44,14 @@ REASON_CHARACTERS = 600
 RECENT_SNAPSHOTS = 120
 THINNED_SNAPSHOTS = 400
 
+_LOG = "number INTEGER PRIMARY KEY AUTOINCREMENT, message BLOB NOT NULL"
 _SCHEMA = (
     """CREATE TABLE promotion (
-        id INTEGER PRIMARY KEY CHECK (id = 0),
-        promoted INTEGER NOT NULL, pinned INTEGER NOT NULL, served TEXT NOT NULL,
-        intent INTEGER, canaries TEXT NOT NULL, served_at REAL) STRICT""",
-    """CREATE TABLE trial (
-        id INTEGER PRIMARY KEY CHECK (id = 0),
-        draft_version INTEGER NOT NULL, incumbent INTEGER NOT NULL,
-        servers TEXT NOT NULL, others TEXT NOT NULL, began_at REAL NOT NULL,
-        history TEXT NOT NULL) STRICT""",
+        id INTEGER PRIMARY KEY CHECK (id = 0), document TEXT NOT NULL) STRICT""",
     "CREATE TABLE pins (draft_version INTEGER PRIMARY KEY) STRICT",
-    "CREATE TABLE gate_results (number INTEGER PRIMARY KEY, message BLOB NOT NULL) STRICT",
-    """CREATE TABLE events (
-        number INTEGER PRIMARY KEY AUTOINCREMENT, message BLOB NOT NULL) STRICT""",
-    """CREATE TABLE history (
-        number INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, message BLOB NOT NULL)
-        STRICT""",
+    f"CREATE TABLE gate_results ({_LOG}) STRICT",
+    f"CREATE TABLE events ({_LOG}) STRICT",
+    f"CREATE TABLE history ({_LOG}) STRICT",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
 
@@ -84,6 +74,7 @@ class State:
     def __init__(self, root: Path, write: bool = True) -> None:
         self.path = root / STATE_FILE
         self.lock = threading.RLock()
+        self._lock_file: int | None = None
         self._after_commit: list[Callable[[], None]] | None = None
         if self.path.is_symlink():
             code = StatusCode.FAILED_PRECONDITION
@@ -91,52 +82,87 @@ class State:
         there = self.path.exists() and self.path.stat().st_size > 0
         if not there:
             self._refuse_first_design()
-        name = f"{self.path.absolute().as_uri()}?mode={'rwc' if write else 'rw'}"
-        with self._refusing():
-            self._db = sqlite3.connect(
-                name if write or there else ":memory:",
-                uri=True,
-                timeout=LOCK_SECONDS,
-                isolation_level=None,
-                check_same_thread=False,
-            )
+        if write:
+            self._lock_file = self._locked()
+        # A reader that may write rolls back what a killed writer left half done.
+        mode = "rwc" if write else "rw" if os.access(self.path, os.W_OK) else "ro"
         try:
-            self._open(write)
+            with self._refusing():
+                self._db = sqlite3.connect(
+                    f"{self.path.absolute().as_uri()}?mode={mode}"
+                    if write or there
+                    else ":memory:",
+                    uri=True,
+                    timeout=LOCK_SECONDS,
+                    isolation_level=None,
+                    check_same_thread=False,
+                )
+                try:
+                    self._open(write or not there)
+                except BaseException:
+                    self._db.close()
+                    raise
             self.events = Events(self)
             self.gate_results = GateResults(self)
             self.history = History(self)
         except BaseException:
-            self._db.close()
+            self._unlock()
             raise
 
-    def _open(self, write: bool) -> None:
-        with self._refusing():
-            if write:
-                self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
-                self._db.execute("PRAGMA synchronous = FULL")
-            self._db.execute("BEGIN EXCLUSIVE" if write else "BEGIN")
-            (version,) = self._db.execute("PRAGMA user_version").fetchone()
-            (tables,) = self._db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-            if not version and not tables:
-                for statement in _SCHEMA:
-                    self._db.execute(statement)
-            elif version != SCHEMA_VERSION:
-                raise RefusedError(
-                    str(self.path),
-                    f"schema version {version}",
-                    f"schema version {SCHEMA_VERSION}, which this release of slipstream writes",
-                    "run the release of slipstream that wrote it, or begin another draft.registry",
-                    StatusCode.FAILED_PRECONDITION,
-                )
-            damage = [text for (text,) in self._db.execute("PRAGMA quick_check")]
-            if damage != ["ok"]:
-                raise self._damaged("; ".join(damage[:3]))
-            self._db.execute("COMMIT")
+    def _locked(self) -> int:
+        path = self.path.parent / LOCK_FILE
+        try:
+            descriptor = lock_file(path)
+        except BlockingIOError as error:
+            pid = path.read_text().strip()
+            raise RefusedError(
+                "registry",
+                f"{path.parent}, held by process {pid}",
+                "a registry that no other process writes",
+                "ask the trainer that runs on it (--address), or stop it first",
+                StatusCode.FAILED_PRECONDITION,
+            ) from error
+        except OSError as error:
+            raise self._not_writable(error.strerror or str(error)) from error
+        with suppress(OSError):
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        return descriptor
+
+    def _open(self, make: bool) -> None:
+        self._db.execute("PRAGMA synchronous = FULL" if make else "PRAGMA query_only = ON")
+        if make:
+            # No file comes and goes with every transaction.
+            self._db.execute("PRAGMA journal_mode = PERSIST")
+        self._db.execute("BEGIN IMMEDIATE" if make else "BEGIN")
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        (tables,) = self._db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        if make and not version and not tables:
+            for statement in _SCHEMA:
+                self._db.execute(statement)
+        elif version != SCHEMA_VERSION:
+            raise RefusedError(
+                str(self.path),
+                f"schema version {version}",
+                f"schema version {SCHEMA_VERSION}, which this release of slipstream writes",
+                "run the release of slipstream that wrote it, or begin another draft.registry",
+                StatusCode.FAILED_PRECONDITION,
+            )
+        damage = [text for (text,) in self._db.execute("PRAGMA quick_check")]
+        if damage != ["ok"]:
+            raise self.damaged("; ".join(damage[:3]))
+        self._db.execute("COMMIT")
 
     def close(self) -> None:
         """Let go of the lock. Later calls are refused."""
         with self.lock:
             self._db.close()
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -176,23 +202,37 @@ class State:
         with self.lock, self._refusing():
             return self._db.execute(statement, values).fetchall()
 
-    def parsed(self, kind: type[M], data: bytes) -> M:
-        """A column that holds a protobuf message. Raises RefusedError: it is none."""
+    def append(self, table: str, message: Message) -> int:
+        """Add a message to one of the logs; its number. Raises RefusedError as ``transaction``."""
+        ((number,),) = self.query(
+            f"INSERT INTO {table} (message) VALUES (?) RETURNING number",
+            message.SerializeToString(),
+        )
+        return int(number)
+
+    def messages(
+        self, table: str, kind: type[M], after: int = 0, newest: int = 0
+    ) -> list[tuple[int, M]]:
+        """Messages of a log with their numbers, oldest first.
+
+        Args:
+            table: the log.
+            kind: what its messages are.
+            after: only those with a higher number.
+            newest: at most the newest so many; 0: all.
+
+        Raises:
+            RefusedError: DATA_LOSS, a message is none.
+        """
+        rows = self.query(
+            f"SELECT number, message FROM {table} WHERE number > ? ORDER BY number DESC LIMIT ?",
+            after,
+            newest or -1,
+        )
         try:
-            return kind.FromString(data)
+            return [(number, kind.FromString(data)) for number, data in reversed(rows)]
         except DecodeError as error:
-            raise self._damaged(f"a row that is no {kind.__name__} ({error})") from error
-
-    def listed(self, text: str) -> list[Any]:
-        """A column that holds a JSON list. Raises RefusedError: it is none."""
-        try:
-            return list(json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise self._damaged(f"a list that is no JSON ({error})") from error
-
-    def names(self, text: str) -> tuple[str, ...]:
-        """A column that holds a JSON list of strings."""
-        return tuple(map(str, self.listed(text)))
+            raise self.damaged(f"a row that is no {kind.__name__} ({error})") from error
 
     def pins(self) -> frozenset[int]:
         """Releases that retention never removes."""
@@ -201,32 +241,9 @@ class State:
     def set_pins(self, pins: frozenset[int]) -> None:
         """Replace them. Raises RefusedError: they cannot be written."""
         with self.transaction():
-            self._db.execute("DELETE FROM pins")
-            self._db.executemany("INSERT INTO pins VALUES (?)", [(version,) for version in pins])
-
-    @property
-    def trial(self) -> Trial | None:
-        """The canary trial under way."""
-        columns = "draft_version, incumbent, servers, others, began_at, history"
-        for version, incumbent, servers, others, began_at, history in self.query(
-            f"SELECT {columns} FROM trial"
-        ):
-            lists = self.names(servers), self.names(others)
-            past = tuple(tuple(map(int, one)) for one in self.listed(history))
-            return Trial(version, incumbent, *lists, began_at, past)  # type: ignore[arg-type]
-        return None
-
-    def set_trial(self, trial: Trial | None) -> None:
-        """Keep a trial, or that there is none. Raises RefusedError: it cannot be written."""
-        with self.transaction():
-            self._db.execute("DELETE FROM trial")
-            if trial is not None:
-                lists = json.dumps(trial.servers), json.dumps(trial.others)
-                values = (trial.version, trial.incumbent, *lists, trial.began_at)
-                self.query(
-                    "INSERT INTO trial VALUES (0, ?, ?, ?, ?, ?, ?)",
-                    *(*values, json.dumps(trial.history)),
-                )
+            self.query("DELETE FROM pins")
+            for version in pins:
+                self.query("INSERT INTO pins VALUES (?)", version)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -238,26 +255,23 @@ class State:
     def _refusal(self, error: sqlite3.Error) -> RefusedError:
         name = getattr(error, "sqlite_errorname", "")
         if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-            return RefusedError(
-                "registry",
-                f"{self.path.parent}, held by {_holder(self.path)}",
-                "a registry that no other process writes",
-                "ask the trainer that runs on it (--address), or stop it first",
-                StatusCode.FAILED_PRECONDITION,
-            )
+            return self._not_writable(f"locked for more than {LOCK_SECONDS:.0f} s")
         disk = ("SQLITE_IOERR", "SQLITE_FULL", "SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM")
         if name.startswith(disk):
-            reason = _disk_error(self.path.parent) or str(error)
-            return RefusedError(
-                "draft.registry",
-                f"{self.path} ({reason})",
-                "a folder that can be written",
-                "check its owner, its mode and the free space",
-                StatusCode.FAILED_PRECONDITION,
-            )
-        return self._damaged(str(error))
+            return self._not_writable(_disk_error(self.path.parent) or str(error))
+        return self.damaged(str(error))
 
-    def _damaged(self, found: str) -> RefusedError:
+    def _not_writable(self, reason: str) -> RefusedError:
+        return RefusedError(
+            "draft.registry",
+            f"{self.path} ({reason})",
+            "a folder that can be written",
+            "check its owner, its mode and the free space",
+            StatusCode.FAILED_PRECONDITION,
+        )
+
+    def damaged(self, found: str) -> RefusedError:
+        """What is raised where the file is not what was written."""
         return RefusedError(
             str(self.path),
             f"a damaged file: {found}",
@@ -278,33 +292,6 @@ class State:
                 f"draft-trainer releases promote N --registry {self.path.parent}",
                 StatusCode.FAILED_PRECONDITION,
             )
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One release on trial against the one before it.
-
-    Args:
-        version: on trial.
-        incumbent: what it is compared with.
-        servers: that serve it.
-        others: that serve the incumbent meanwhile; empty when there are none.
-        began_at: Unix time.
-        history: the incumbent's verification steps on ``servers`` before it, where ``others`` is
-            empty: drafts, accepted tokens and the sum of their squares, by report.
-    """
-
-    version: int
-    incumbent: int
-    servers: tuple[str, ...]
-    others: tuple[str, ...]
-    began_at: float
-    history: tuple[tuple[int, int, int], ...] = ()
-
-    @property
-    def shared(self) -> bool:
-        """Both drafts are live, each on its own servers."""
-        return bool(self.others)
 
 
 class Events:
@@ -346,18 +333,13 @@ class Events:
             alone = self._state._after_commit is None
             try:
                 with self._state.transaction():
-                    self._add(event)
+                    number = self._state.append("events", event)
+                    self._state.query("DELETE FROM events WHERE number <= ?", number - EVENTS_KEPT)
+                    self._state.after_commit(lambda: self._notify(number))
             except RefusedError as error:
                 if not alone:
                     raise
                 logger.error("%s; this event was not written: %s", error, event)
-
-    def _add(self, event: console_pb2.Event) -> None:
-        ((number,),) = self._state.query(
-            "INSERT INTO events (message) VALUES (?) RETURNING number", event.SerializeToString()
-        )
-        self._state.query("DELETE FROM events WHERE number <= ?", number - EVENTS_KEPT)
-        self._state.after_commit(lambda: self._notify(number))
 
     def _notify(self, number: int) -> None:
         with self._changed:
@@ -376,17 +358,10 @@ class Events:
         """
         with self._changed:
             first = number if number <= self._newest else 0
-        rows = self._state.query(
-            "SELECT number, message FROM events WHERE number > ? ORDER BY number DESC LIMIT ?",
-            first,
-            newest or -1,
-        )
-        events = []
-        for event_number, data in reversed(rows):
-            event = self._state.parsed(console_pb2.Event, data)
+        found = self._state.messages("events", console_pb2.Event, first, newest)
+        for event_number, event in found:
             event.number = event_number
-            events.append(event)
-        return events
+        return [event for _, event in found]
 
     def wait_beyond(self, number: int, timeout: float) -> bool:
         """Block until there is an event with a higher number; False after ``timeout`` seconds."""
@@ -410,32 +385,24 @@ class GateResults:
 
     def add(self, result: release_pb2.Verdict) -> None:
         """Keep one more, with its event. Raises RefusedError: it cannot be written."""
-        known = result.HasField
+        against = result.trained_against_policy_version
         with self._state.transaction():
-            ((number,),) = self._state.query(
-                "INSERT INTO gate_results (message) VALUES (?) RETURNING number",
-                result.SerializeToString(),
-            )
-            self._state.query(
-                "DELETE FROM gate_results WHERE number <= ?", number - GATE_RESULTS_KEPT
-            )
+            number = self._state.append("gate_results", result)
+            oldest = number - GATE_RESULTS_KEPT
+            self._state.query("DELETE FROM gate_results WHERE number <= ?", oldest)
             self._state.events.note(
                 _GATE_EVENTS[result.outcome],
-                draft_version=result.draft_version if known("draft_version") else None,
+                draft_version=result.draft_version if result.HasField("draft_version") else None,
                 policy_version=(
-                    result.trained_against_policy_version
-                    if known("trained_against_policy_version")
-                    else None
+                    against if result.HasField("trained_against_policy_version") else None
                 ),
                 reason=result.reason,
             )
 
     def newest(self, count: int) -> list[release_pb2.Verdict]:
         """The newest so many (0: all), oldest first."""
-        rows = self._state.query(
-            "SELECT message FROM gate_results ORDER BY number DESC LIMIT ?", count or -1
-        )
-        return [self._state.parsed(release_pb2.Verdict, data) for (data,) in reversed(rows)]
+        found = self._state.messages("gate_results", release_pb2.Verdict, newest=count)
+        return [result for _, result in found]
 
 
 class History:
@@ -449,15 +416,10 @@ class History:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def add(self, at: float, status: draft_trainer_pb2.TrainerStatus) -> None:
-        """Keep one more, taken at Unix time ``at``. Raises RefusedError: it cannot be written."""
+    def add(self, status: draft_trainer_pb2.TrainerStatus) -> None:
+        """Keep one more. Raises RefusedError: it cannot be written."""
         with self._state.transaction():
-            ((number,),) = self._state.query(
-                "INSERT INTO history (time, message) VALUES (?, ?) RETURNING number",
-                at,
-                status.SerializeToString(),
-            )
-            stride = 1
+            number, stride = self._state.append("history", status), 1
             while number // stride > THINNED_SNAPSHOTS:
                 stride *= 2
             self._state.query(
@@ -466,23 +428,10 @@ class History:
                 stride,
             )
 
-    def snapshots(self) -> list[tuple[float, draft_trainer_pb2.TrainerStatus]]:
-        """All that are kept, oldest first, each with the Unix time at which it was taken."""
-        rows = self._state.query("SELECT time, message FROM history ORDER BY number")
-        kind = draft_trainer_pb2.TrainerStatus
-        return [(at, self._state.parsed(kind, data)) for at, data in rows]
-
-
-def _holder(path: Path) -> str:
-    """The process that holds a lock on a file, as the kernel tells it (Linux)."""
-    try:
-        inode, locks = path.stat().st_ino, Path("/proc/locks").read_text()
-    except OSError:
-        return "another process"
-    # 2: POSIX  ADVISORY  WRITE 26449 fe:00:2163106 1073741824 1073742335
-    rows = [line.split() for line in locks.splitlines() if "POSIX" in line]
-    pids = [row[4] for row in rows if row[5].endswith(f":{inode}") and int(row[4]) > 0]
-    return f"process {pids[0]}" if pids else "another process"
+    def snapshots(self) -> list[draft_trainer_pb2.TrainerStatus]:
+        """All that are kept, oldest first."""
+        found = self._state.messages("history", draft_trainer_pb2.TrainerStatus)
+        return [status for _, status in found]
 
 
 def _disk_error(folder: Path) -> str:

@@ -54,7 +54,7 @@ class Story:
         rig = self.rig
         # Measured before all is well: a server that never generates plainly has no break-even.
         rig.servers[A].speculate(False)
-        rig.trainer((A, B), canary={"min_drafts": 200})
+        rig.trainer((A, B), canary={"min_drafts": 200, "max_seconds": 10.0})
         rig.connect((A, B))
         first = time.monotonic()
         rig.policy.sync(1)
@@ -76,6 +76,14 @@ class Story:
         yield self._seen(
             "SlipstreamDraftStale seconds", "no newer draft since the first sync", first
         )
+        rig.servers[A].speculate(False)
+        rig.servers[B].speculate(False)
+        untested = time.monotonic()
+        rig.command("releases", "promote", "1")
+        yield self._seen("SlipstreamTrialUndecided", "a release without any drafting", untested)
+        rig.command("releases", "rollback")
+        rig.servers[A].speculate(True)
+        rig.servers[B].speculate(True)
         killed = time.monotonic()
         rig.kill_trainer()
         yield self._seen("SlipstreamTrainerDown", "kill -9 of the trainer", killed)

@@ -56,11 +56,11 @@ def run(root: str, addresses: tuple[str, ...], pipe: Connection) -> None:
         )
     )
     watch = AcceptanceWatch(fleet)
-    canary = Canary(CanaryConfig(), 3, watch, promotions.state)
+    canary = Canary(CanaryConfig(), 3, watch)
     publisher = Publisher(fleet, registry, promotions, Counters(), canary)
     reconciler = Reconciler(publisher, watch)
     reconciler.start()
-    pipe.send({"ready": promotions.now.last_good})
+    pipe.send({"ready": promotions.now.live})
     try:
         while True:
             name, *arguments = pipe.recv()
@@ -97,7 +97,7 @@ def _promote_both(publisher: Publisher, first: int, second: int) -> dict[str, An
 
 
 def _wanted(publisher: Publisher) -> dict[str, Any]:
-    return {"wanted": publisher.promotions.now.last_good}
+    return {"wanted": publisher.promotions.now.live}
 
 
 def _arm(publisher: Publisher, fault: str, *arguments: Any) -> dict[str, Any]:
@@ -263,7 +263,7 @@ _ARMS: dict[str, Callable[..., None]] = {
     "die-during-stage": lambda: _patched(RolloutClient, "stage", _die),
     "die-before-commit": lambda: _patched(Promotions, "intends", _die),
     "die-between-commits": lambda: _patched(phases, "commit_on", _die),
-    "die-after-commits": lambda: _patched(Promotions, "serves", None, before=True),
+    "die-after-commits": lambda: _patched(Promotions, "on_trial", None, before=True),
     "flip": _flip,
     "nan": _bad(_nan),
     "shape": _bad(_shape),

@@ -265,7 +265,8 @@ def _versions(status: pb.TrainerStatus) -> Text:
     stale = known("staleness") + (
         " policy version" if status.staleness == 1 else " policy versions"
     )
-    trial = f"   draft {status.trial.draft_version} on trial" if status.HasField("trial") else ""
+    word = "undecided" if status.trial.undecided else "on trial"
+    trial = f"   draft {status.trial.draft_version} {word}" if status.HasField("trial") else ""
     return _line(
         (
             f" policy {known('policy_version')}   promoted release {known('promoted_release')}",

@@ -7,7 +7,6 @@ page cache; files from before the machine started may not have reached the disk 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from draft_trainer.files import written_whole
+from draft_trainer.files import lock_file, written_whole
 from draft_trainer.ingest import policies
 from draft_trainer.ingest.database import FILE
 from draft_trainer.ingest.store import ARENA
@@ -146,17 +145,15 @@ class SampleFolder:
         )
 
     def _locked(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self._marker, flags, 0o600)
+        refused = self._refused("another draft-trainer uses it", "stop that one, or set another")
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A trainer that ended meanwhile removed what was locked here.
-            in_use = os.fstat(descriptor).st_nlink == 0
-        except BlockingIOError:
-            in_use = True
-        if in_use:
+            descriptor = lock_file(self._marker)
+        except BlockingIOError as error:
+            raise refused from error
+        # A trainer that ended meanwhile removed what was locked here.
+        if os.fstat(descriptor).st_nlink == 0:
             os.close(descriptor)
-            raise self._refused("another draft-trainer uses it", "stop that one, or set another")
+            raise refused
         return descriptor
 
     def _clear(self) -> None:

@@ -1,8 +1,8 @@
 """Canary trials: some servers serve a release first, and live acceptance decides.
 
 Where both drafts are live, each on its own servers, they are compared over the same minutes. Where
-every server has the new one (one server, or ``canary.share = 1``) it is compared with what the
-incumbent did on the same servers just before.
+every server has the new one (one server, or ``canary.share = 1``), or the others serve a release
+that never passed, it is compared with what the last good release did when the fleet served it.
 
 Looking after each report must not spend the error rate, so each side has a confidence sequence of
 the mean accepted tokens per verification step: with probability 1 - alpha it covers the true mean
@@ -17,17 +17,16 @@ the correlation's length).
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from draft_trainer.config import CanaryConfig
 from draft_trainer.releases.fleet import Fleet
-from draft_trainer.state import State, Trial
+from draft_trainer.releases.promotions import Figures, Promotion, Trial
 from slipstream.v1 import rollout_server_pb2 as pb
 
 TUNED_FOR = 100.0
@@ -135,8 +134,6 @@ def decide(candidate: Interval, incumbent: Interval, max_loss: float) -> bool | 
     return None
 
 
-logger = logging.getLogger(__name__)
-
 INTERVAL_MS = 100
 STREAM_SECONDS = 600.0
 RETRY_SECONDS = 1.0
@@ -195,13 +192,14 @@ class AcceptanceWatch:
 
     def since(self, version: int, addresses: Iterable[str], begin: float) -> list[Batch]:
         """What a draft version did on these servers after ``begin``, oldest first."""
-        return [seen.batch for seen in self._of(version, addresses) if seen.at > begin]
-
-    def before(
-        self, version: int, addresses: Iterable[str], end: float, seconds: float
-    ) -> list[Batch]:
-        """What it did on them in the ``seconds`` before ``end``, oldest first."""
-        return [s.batch for s in self._of(version, addresses) if end - seconds < s.at <= end]
+        with self._changed:
+            found = [
+                seen
+                for address in addresses
+                for seen in self._seen.get(address, ())
+                if seen.version == version and seen.at > begin
+            ]
+        return [seen.batch for seen in sorted(found, key=lambda seen: seen.at)]
 
     def wait_beyond(self, revision: int, timeout: float) -> int:
         """Block until a report came, or ``timeout`` seconds; returns the revision then."""
@@ -226,11 +224,6 @@ class AcceptanceWatch:
         for thread, _ in threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread, _ in threads.values())
-
-    def _of(self, version: int, addresses: Iterable[str]) -> list[Seen]:
-        with self._changed:
-            found = [s for a in addresses for s in self._seen.get(a, ()) if s.version == version]
-        return sorted(found, key=lambda seen: seen.at)
 
     def _watch(self, address: str, over: threading.Event) -> None:
         before: dict[int, list[int]] | None = None
@@ -267,130 +260,125 @@ class AcceptanceWatch:
 
 
 HISTORY_SECONDS = 300.0
-"""How far back an incumbent's figures count where none of its servers are left."""
+"""How far back the acceptance of a release counts that nothing is compared with yet."""
 
-HISTORY_BATCHES = 64
+FIGURES_KEPT = 64
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How a trial ended."""
+    """How a trial ended.
+
+    Args:
+        trial: which.
+        event: "canary_promoted", "canary_rolled_back" or "canary_undecided".
+        reason: the figures, for people.
+        figures: of the release that was on trial.
+        unmeasured: undecided because the incumbent has no figures, while the release has.
+    """
 
     trial: Trial
     event: str
     reason: str
-
-    @property
-    def keep(self) -> bool:
-        """The release stays."""
-        return self.event != "canary_rolled_back"
+    figures: Figures = ()
+    unmeasured: bool = False
 
 
+@dataclass(eq=False)
 class Canary:
-    """Chooses servers, keeps the trial under way on disk, decides it. Thread-safe.
+    """Chooses servers and decides trials, which themselves are on disk (``Promotion.trial``).
 
     A trial that a restart interrupts goes on: its live acceptance is collected anew, and
     ``max_seconds`` begins again.
+
+    Args:
+        config: the [canary] section.
+        most: tokens that one verification step can accept.
+        watch: of the fleet's live acceptance.
     """
 
-    def __init__(
-        self, config: CanaryConfig, most: int, watch: AcceptanceWatch, state: State
-    ) -> None:
-        self._config = config
-        self._most = most
-        self._watch = watch
-        self._state = state
-        self._lock = threading.Lock()
-        self._trial = state.trial if config.share else None
-        self._began = time.monotonic()
-
-    @property
-    def trial(self) -> Trial | None:
-        """The trial under way."""
-        with self._lock:
-            return self._trial
+    config: CanaryConfig
+    most: int
+    watch: AcceptanceWatch
+    _began: float = field(default_factory=time.monotonic)
 
     def choose(self, holders: Sequence[str]) -> tuple[str, ...]:
         """The servers that get a release first, of those that hold it."""
-        count = max(1, math.floor(self._config.share * len(holders) + 1e-9))
+        count = max(1, math.floor(self.config.share * len(holders) + 1e-9))
         return tuple(sorted(holders)[:count])
 
-    def plan(
-        self, version: int, incumbent: int, servers: Sequence[str], others: Sequence[str]
-    ) -> Trial:
-        """The trial of a release that has just gone live."""
-        past: list[Batch] = []
-        if not others:
-            past = self._watch.before(incumbent, servers, time.monotonic(), HISTORY_SECONDS)
-        history = tuple((b.drafts, b.accepted, b.squares) for b in merged(past, HISTORY_BATCHES))
-        return Trial(version, incumbent, tuple(servers), tuple(others), time.time(), history)
+    def begin(self) -> None:
+        """Only what is drafted from now on counts for the trial under way."""
+        self._began = time.monotonic()
 
-    def begin(self, trial: Trial) -> None:
-        """Keep a trial, in the transaction under way if there is one; replaces another one.
+    def figures(self, version: int, addresses: Iterable[str]) -> Figures | None:
+        """A release's acceptance in the last ``HISTORY_SECONDS``; None where that is too little."""
+        begin = time.monotonic() - HISTORY_SECONDS
+        figures = _figures(self.watch.since(version, addresses, begin))
+        return figures if sum(f[0] for f in figures) >= self.config.min_drafts else None
 
-        Raises:
-            RefusedError: it cannot be written.
+    def result(self, now: Promotion, addresses: Iterable[str]) -> TrialResult | None:
+        """The result of the trial under way, once there is one.
+
+        Args:
+            now: the pointer.
+            addresses: of the fleet's servers.
+
+        Returns:
+            None while it is not known, and after the trial was found undecided.
         """
-        began = time.monotonic()
-        with self._state.transaction():
-            self._state.set_trial(trial)
-            self._state.after_commit(lambda: self._keep(trial, began))
-
-    def end(self) -> None:
-        """No trial is under way any more. Raises RefusedError: that cannot be written."""
-        with self._state.transaction():
-            self._state.set_trial(None)
-            self._state.after_commit(lambda: self._keep(None, 0.0))
-
-    def _keep(self, trial: Trial | None, began: float) -> None:
-        with self._lock:
-            self._trial, self._began = trial, began
-
-    def result(self) -> TrialResult | None:
-        """The result, once there is one. The trial stays until ``end``."""
-        with self._lock:
-            trial, began = self._trial, self._began
+        trial = now.trial
         if trial is None:
             return None
-        watch, config = self._watch, self._config
-        mine = watch.since(trial.version, trial.servers, began)
-        theirs = [Batch(*figures) for figures in trial.history]
-        if trial.shared:
-            theirs = watch.since(trial.incumbent, trial.others, began)
-        elif sum(batch.drafts for batch in theirs) < config.min_drafts:
-            text = f"draft {trial.incumbent} left nothing to compare with"
-            return TrialResult(trial, "canary_undecided", text)
+        mine = self.watch.since(trial.version, trial.servers or addresses, self._began)
+        live = bool(trial.others) and now.live == trial.incumbent
+        theirs = [Batch(*figures) for figures in now.figures]
+        if live:
+            theirs = self.watch.since(trial.incumbent, trial.others, self._began)
         candidate, incumbent = self._interval(mine), self._interval(theirs)
-        late = time.monotonic() - began > config.max_seconds
+        fine = None
         if candidate is None or incumbent is None:
             text = "too few verification steps in time to tell"
-            return TrialResult(trial, "canary_undecided", text) if late else None
-        text = f"{_text(trial.version, candidate)}; {_text(trial.incumbent, incumbent)}"
-        if not trial.shared:
-            text += ", before it"
-        fine = decide(candidate, incumbent, config.max_loss)
-        if fine is None:
-            return TrialResult(trial, "canary_undecided", text) if late else None
-        return TrialResult(trial, "canary_promoted" if fine else "canary_rolled_back", text)
+            if incumbent is None and not live:
+                text = f"draft {trial.incumbent} left nothing to compare with"
+        else:
+            text = f"{_text(trial.version, candidate)}; {_text(trial.incumbent, incumbent)}"
+            text += "" if live else ", before it"
+            fine = decide(candidate, incumbent, self.config.max_loss)
+        if fine is not None:
+            event = "canary_promoted" if fine else "canary_rolled_back"
+            return TrialResult(trial, event, text, _figures(mine))
+        unmeasured = candidate is not None and incumbent is None and not live
+        # An operator who rolled back to it does not want the incumbent again.
+        if unmeasured and trial.version not in now.good:
+            return TrialResult(trial, "canary_undecided", text, unmeasured=True)
+        seconds = time.monotonic() - self._began
+        if not trial.servers:
+            # Of all the releases that replaced one another without a verdict.
+            seconds = max(seconds, time.time() - trial.began_at)
+        late = seconds > self.config.max_seconds
+        if late and (trial.servers or not trial.undecided):
+            return TrialResult(trial, "canary_undecided", text)
+        return None
 
     def _interval(self, batches: Sequence[Batch]) -> Interval | None:
-        arm = Arm(self._most, self._config.design_effect)
+        arm = Arm(self.most, self.config.design_effect)
         for batch in batches:
             arm.add(batch)
-        if arm.drafts < self._config.min_drafts:
+        if arm.drafts < self.config.min_drafts:
             return None
         # Half of the error rate for each of the two intervals.
-        return arm.interval(self._config.alpha / 2)
+        return arm.interval(self.config.alpha / 2)
 
 
-def merged(batches: Sequence[Batch], most: int) -> list[Batch]:
-    """At most so many batches with the same sums: neighbours are added up."""
-    stride = -(-len(batches) // most) or 1
+def _figures(batches: Sequence[Batch]) -> Figures:
+    """At most ``FIGURES_KEPT`` with the same sums: neighbours are added up."""
+    stride = -(-len(batches) // FIGURES_KEPT) or 1
     groups = [batches[start : start + stride] for start in range(0, len(batches), stride)]
-    return [
-        Batch(sum(b.drafts for b in g), sum(b.accepted for b in g), sum(b.squares for b in g))
+    return tuple(
+        (sum(b.drafts for b in g), sum(b.accepted for b in g), sum(b.squares for b in g))
         for g in groups
-    ]
+    )
 
 
 def _text(version: int, found: Interval) -> str:

@@ -1,70 +1,113 @@
-"""The pointer: which release the fleet should serve, which it served, which is being committed.
+"""The pointer: which release the fleet should serve, which passed, and which is on trial.
 
 Without it a restarted trainer would fall back to the initial draft and the next sync would push
 that to every server. An intent is on disk before its first commit, so that a trainer that is killed
 between the commits of two servers knows afterwards that there may be servers to be put back.
+
+A release is good once its live acceptance has stood a trial against the last one that did. One that
+was replaced, or has no traffic to be judged on, is undecided: nothing is ever rolled back to it,
+and what comes after it is compared with the last good release.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+
+from pydantic import TypeAdapter, ValidationError
 
 from draft_trainer.state import State
 from slipstream.errors import RefusedError, StatusCode
 
-SERVED_KEPT = 4
+GOOD_KEPT = 4
 """Releases a roll back can land on; retention spares all of them."""
+
+Figures = tuple[tuple[int, int, int], ...]
+"""Live acceptance: verification steps, accepted tokens, sum of their squares, by report."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A release whose live acceptance is compared with the last good one's.
+
+    Args:
+        version: on trial.
+        incumbent: the last good release.
+        servers: that serve it; empty: the whole fleet does.
+        others: that serve the release before it meanwhile.
+        began_at: Unix time at which the fleet left the last good release.
+        undecided: why there is no verdict although there should be one; empty until then.
+    """
+
+    version: int
+    incumbent: int
+    servers: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    began_at: float = 0.0
+    undecided: str = ""
 
 
 @dataclass(frozen=True)
 class Promotion:
-    """What is wanted and what was served.
+    """What is wanted and what is served.
 
     Args:
-        promoted: the release that every server should serve.
-        pinned: the gate may not replace it.
-        served: the newest ``SERVED_KEPT`` releases the whole fleet served, oldest first; the last
-            is the last good one.
+        promoted: the release that every server should come to serve.
+        live: the release that servers serve which are not on trial with another one.
+        good: the newest ``GOOD_KEPT`` releases that passed a trial, newest last.
+        pinned: the gate may not replace ``promoted``.
         intent: a release whose commits have begun and have no outcome yet; None between.
-        canaries: servers that serve ``intent`` on trial; the others serve the last good one.
-        served_at: Unix time at which the fleet came to serve the last good one, if known.
+        trial: the one under way, if any.
+        figures: of the incumbent, from before the trial.
+        hold: the incumbent is measured before anything else is tried.
+        live_at: Unix time at which the fleet came to serve ``live``, if known.
     """
 
     promoted: int
-    pinned: bool
-    served: tuple[int, ...]
+    live: int
+    good: tuple[int, ...]
+    pinned: bool = False
     intent: int | None = None
-    canaries: tuple[str, ...] = ()
-    served_at: float | None = None
+    trial: Trial | None = None
+    figures: Figures = ()
+    hold: bool = False
+    live_at: float | None = None
 
     @property
-    def last_good(self) -> int:
-        """The release the fleet ends on when a publish fails."""
-        return self.served[-1]
+    def incumbent(self) -> int:
+        """What a new release is compared with: the last one that passed."""
+        return self.live if self.trial is None else self.trial.incumbent
+
+    @property
+    def canaries(self) -> tuple[str, ...]:
+        """Servers that serve another release than ``live``, on trial."""
+        return () if self.trial is None else self.trial.servers
 
     @property
     def in_use(self) -> frozenset[int]:
         """Releases that may be asked for at any time and must not be removed."""
-        intended = () if self.intent is None else (self.intent,)
-        return frozenset((self.promoted, *self.served, *intended))
+        used = {self.promoted, self.live, self.incumbent, *self.good}
+        used |= set() if self.intent is None else {self.intent}
+        return frozenset(used | (set() if self.trial is None else {self.trial.version}))
 
     def wanted_on(self, address: str) -> int:
         """What a server should serve while no publish is under way."""
-        on_trial = self.intent is not None and address in self.canaries
-        return self.intent if on_trial else self.last_good  # type: ignore[return-value]
+        on_trial = self.trial is not None and address in self.canaries
+        return self.trial.version if on_trial else self.live  # type: ignore[union-attr]
+
+
+_PROMOTION = TypeAdapter(Promotion)
 
 
 class Promotions:
-    """The pointer: which release is wanted, was served, and is about to be committed."""
+    """Reads and moves the pointer, in the transaction under way if there is one."""
 
     def __init__(self, state: State, check: Callable[[int], object], initial: int = 0) -> None:
         self.state = state
         self._check = check
         if read_promotion(state) is None:
-            self._write(Promotion(initial, False, (initial,)))
+            self._write(Promotion(initial, initial, (initial,)))
 
     @property
     def now(self) -> Promotion:
@@ -76,101 +119,153 @@ class Promotions:
     def offer(self, version: int) -> bool:
         """Promote a release that passed the gate, unless one is pinned. True when promoted."""
         with self.state.transaction():
-            if not self.now.pinned:
+            pinned = self.now.pinned
+            if not pinned:
                 self._change(promoted=version)
-                return True
-            return False
+            return not pinned
 
     def promote(self, version: int, pin: bool) -> None:
         """Promote by hand."""
         self._change(promoted=version, pinned=pin)
 
-    def intends(self, version: int, canaries: tuple[str, ...] = ()) -> None:
-        """``version`` is about to be committed, for good or on some servers on trial."""
-        self._change(intent=version, canaries=canaries)
+    def intends(self, version: int) -> None:
+        """``version`` is about to be committed."""
+        self._change(intent=version)
 
-    def undone(self) -> None:
-        """What was intended is live on no server that can be reached, or is being undone."""
-        self._change(intent=None, canaries=())
-
-    def serves(self, version: int) -> None:
-        """Every reachable server serves ``version`` now."""
+    def undone(self, version: int | None = None) -> None:
+        """No commit is under way, and no server serves ``version`` on trial any more."""
         with self.state.transaction():
-            served = self.now.served
-            if served[-1] != version:
-                served = (*served, version)[-SERVED_KEPT:]
-            self._change(intent=None, canaries=(), served=served)
+            trial = self.now.trial
+            if trial is not None and trial.servers and trial.version == version:
+                self._change(trial=None)
+            self._change(intent=None)
 
-    def give_up(self, version: int) -> None:
-        """``version`` failed its trial: it is wanted no more, and no pin holds it."""
+    def serves(self, version: int, figures: Figures = ()) -> None:
+        """Every reachable server serves ``version``, which passed its trial or needs none."""
         with self.state.transaction():
             now = self.now
-            if now.promoted == version:
-                self._change(promoted=now.last_good, pinned=False)
-            self.undone()
+            good = (*(v for v in now.good if v != version), version)[-GOOD_KEPT:]
+            if version == now.incumbent and not figures:
+                figures = now.figures
+            self._change(live=version, good=good, figures=figures)
+            self._change(intent=None, trial=None, hold=False)
 
-    def roll_back(self, unpin: bool = False) -> int:
-        """Promote the newest release that was served before the current one, and return it.
+    def on_trial(self, trial: Trial, figures: Figures | None = None) -> None:
+        """A release is live on some servers or on all, and has no verdict.
+
+        Args:
+            trial: replaces the one under way.
+            figures: the incumbent's, where they are newer than those that are kept.
+        """
+        with self.state.transaction():
+            now = self.now
+            live = now.live if trial.servers else trial.version
+            kept = now.figures if figures is None else figures
+            self._change(live=live, trial=trial, figures=kept, intent=None, hold=False)
+
+    def measured(self, figures: Figures) -> None:
+        """The incumbent's live acceptance, while the whole fleet serves it."""
+        self._change(figures=figures, hold=False)
+
+    def measure_incumbent(self) -> None:
+        """There is nothing to compare with: the fleet goes back to the incumbent until there is."""
+        with self.state.transaction():
+            self._change(live=self.now.incumbent, trial=None, hold=True)
+
+    def failed(self) -> tuple[int, int]:
+        """What is on trial, or is live without one, is shown to be worse than the last good one.
+
+        Returns:
+            That release, and the one that every server should serve instead. The gate's next
+            release replaces it: no pin holds it.
+
+        Raises:
+            RefusedError: FAILED_PRECONDITION, there is no sound one.
+        """
+        with self.state.transaction():
+            now = self.now
+            version = now.live if now.trial is None else now.trial.version
+            others = [v for v in (*now.good, now.incumbent) if v != version]
+            target = self._sound(version, others)
+            good = tuple(v for v in others if v != target)
+            figures = now.figures if target == now.incumbent else ()
+            self._change(live=target, good=(*good, target)[-GOOD_KEPT:], figures=figures)
+            self._change(intent=None, trial=None, hold=False)
+            if now.promoted == version:
+                self._change(promoted=target, pinned=False)
+            return version, target
+
+    def roll_back(self, trials: bool = True) -> tuple[int, int]:
+        """Promote the newest good release before the live one; from a trial, the last good one.
+
+        Args:
+            trials: a release that is not the one last compared with is tried again.
+
+        Returns:
+            The release before, and the one that every server should serve now.
 
         Raises:
             RefusedError: FAILED_PRECONDITION, there is none; or none of them is there any more.
         """
         with self.state.transaction():
             now = self.now
-            refused = RefusedError(
-                "release",
-                f"only release {now.last_good} was ever served",
-                "a release that was served before it",
-                "promote a release by its number: draft-trainer releases promote N",
-                StatusCode.FAILED_PRECONDITION,
-            )
-            for index in range(len(now.served) - 2, -1, -1):
-                try:
-                    self._change(
-                        promoted=now.served[index],
-                        pinned=now.pinned and not unpin,
-                        served=now.served[: index + 1],
-                        intent=None,
-                        canaries=(),
-                    )
-                    return now.served[index]
-                except RefusedError as error:
-                    refused = error
-            raise refused
+            version = now.trial.version if now.trial is not None else now.live
+            place = now.good.index(version) if version in now.good else len(now.good)
+            target = self._sound(version, now.good[:place])
+            trial = None
+            if trials and target != now.incumbent:
+                trial = Trial(target, now.incumbent, began_at=time.time())
+            good = now.good[: now.good.index(target) + 1]
+            # From a trial on some servers: what was promoted since then still comes.
+            later = bool(now.canaries) and now.promoted != version
+            promoted = now.promoted if later else target
+            figures = now.figures if trials else ()
+            self._change(promoted=promoted, live=target, good=good, figures=figures)
+            self._change(intent=None, trial=trial, hold=False)
+            return version, target
+
+    def _sound(self, version: int, candidates: Iterable[int]) -> int:
+        """The last one that is there and whole."""
+        refused = RefusedError(
+            "release",
+            f"no release before {version} that is good",
+            "a release that passed its trial before it",
+            "promote a release by its number: draft-trainer releases promote N",
+            StatusCode.FAILED_PRECONDITION,
+        )
+        for candidate in reversed(list(candidates)):
+            try:
+                self._check(candidate)
+            except RefusedError as error:
+                refused = error
+            else:
+                return candidate
+        raise refused
 
     def _change(self, **changes: object) -> None:
         with self.state.transaction():
             now = self.now
             changed = replace(now, **changes)  # type: ignore[arg-type]
-            for name in ("promoted", "last_good", "intent"):
+            for name in ("promoted", "live", "intent"):
                 version = getattr(changed, name)
                 if version not in (None, getattr(now, name)):
                     self._check(version)
-            if changed.last_good != now.last_good:
-                changed = replace(changed, served_at=time.time())
+            if changed.live != now.live:
+                changed = replace(changed, live_at=time.time())
             if changed != now:
                 self._write(changed)
 
     def _write(self, promotion: Promotion) -> None:
         with self.state.transaction():
-            self.state.query(
-                "INSERT OR REPLACE INTO promotion VALUES (0, ?, ?, ?, ?, ?, ?)",
-                promotion.promoted,
-                promotion.pinned,
-                json.dumps(promotion.served),
-                promotion.intent,
-                json.dumps(promotion.canaries),
-                promotion.served_at,
-            )
+            document = _PROMOTION.dump_json(promotion).decode()
+            self.state.query("INSERT OR REPLACE INTO promotion VALUES (0, ?)", document)
 
 
 def read_promotion(state: State) -> Promotion | None:
     """The pointer; None where no trainer ever ran on the registry. Raises RefusedError: damaged."""
-    columns = "promoted, pinned, served, intent, canaries, served_at"
-    for promoted, pinned, served, intent, canaries, served_at in state.query(
-        f"SELECT {columns} FROM promotion"
-    ):
-        versions = tuple(map(int, state.names(served)))
-        names = state.names(canaries)
-        return Promotion(promoted, bool(pinned), versions, intent, names, served_at)
+    for (document,) in state.query("SELECT document FROM promotion"):
+        try:
+            return _PROMOTION.validate_json(document)
+        except ValidationError as error:
+            raise state.damaged(f"a pointer that is none ({error.errors()[0]['msg']})") from error
     return None

@@ -5,8 +5,10 @@ fails, all forget it. A server that cannot be reached is left out; ``reconcile``
 
 Commit: the intent is on disk first, then one call per server between two engine steps, with the
 policy's weights where there are some. A lost answer is settled by reading the server's state, never
-by assuming. Where one server fails, all are put back on the last good release and the policy is
+by assuming. Where one server fails, all are put back on the release before and the policy is
 committed without the draft. A trainer that dies in between undoes it when it is back.
+
+What is live is on trial until its live acceptance is compared with the last good release's.
 
 ``_staging`` serialises publishes. ``_committing`` covers only the commits, so that a policy's
 commit waits for another commit at most, never for a publish that is still staging.
@@ -17,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -34,7 +36,7 @@ from draft_trainer.releases.fleet import (
     commit_on,
     put_on,
 )
-from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.promotions import Promotions, Trial
 from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -87,13 +89,13 @@ class Publisher:
         """Stage the promoted release on every reachable server that serves another one.
 
         Staging that fails anywhere is undone everywhere; the outcomes say why. While a release
-        is on trial on some servers nothing is staged: the trial comes first.
+        is on trial on some servers, or the live one is measured first, nothing is staged.
         """
         with self._staged_alone():
             self._drop_staged()
             now = self.promotions.now
-            if now.canaries:
-                return PublishResult(now.last_good)
+            if now.canaries or now.hold:
+                return PublishResult(now.live)
             result = self._stage(now.promoted)
             with self._handover:
                 self._staged = result if result.draft is not None else None
@@ -115,10 +117,10 @@ class Publisher:
         self._registry.get(version)
         with self._staged_alone():
             now = self.promotions.now
-            if now.canaries:
+            if now.trial is not None and now.canaries:
                 raise RefusedError(
                     "publish",
-                    f"draft {now.intent} on trial",
+                    f"draft {now.trial.version} on trial",
                     "a fleet that serves one release",
                     "wait for the trial's result, or roll back",
                     StatusCode.ABORTED,
@@ -133,11 +135,12 @@ class Publisher:
         """Stage and commit the promoted release now, where it is not served yet."""
         with self._staged_alone():
             now = self.promotions.now
-            return PublishResult(now.last_good) if now.canaries else self._publish(now.promoted)
+            waits = now.canaries or now.hold
+            return PublishResult(now.live) if waits else self._publish(now.promoted)
 
     def roll_back(self, reason: str) -> PublishResult:
-        """Put every reachable server back to the release that was served before the last good
-        one; where a release is on trial on some of them, to the last good one.
+        """Put every reachable server on the newest good release before the live one; where a
+        release is on trial, on the last good one.
 
         Raises:
             RefusedError: there is none (FAILED_PRECONDITION), or another publish is
@@ -146,32 +149,79 @@ class Publisher:
         with self._staged_alone():
             return self._roll_back("rolled_back_by_hand", reason)
 
+    def give_up(self, version: int, reason: str) -> None:
+        """Put every server on the last good release where ``version`` is live and serves nothing.
+
+        Raises:
+            RefusedError: there is no other good one, or another publish is under way (ABORTED).
+        """
+        with self._staged_alone():
+            now = self.promotions.now
+            if version in (now.live, *(() if now.trial is None else (now.trial.version,))):
+                self._roll_back("canary_rolled_back", reason)
+
     def settle(self) -> bool:
         """End the trial under way if it has a result: promote to the rest, or roll back.
 
+        A release that stays undecided stays on trial, until there is enough traffic to tell or
+        another replaces it.
+
         Returns:
-            Whether a trial ended.
+            Whether something changed.
 
         Raises:
             RefusedError: another publish is under way (ABORTED), or the disk is full.
         """
-        result = self._canary.result() if self._canary is not None else None
-        if self._canary is None or result is None:
+        promotions, canary = self.promotions, self._canary
+        result = None if canary is None else canary.result(promotions.now, self.fleet.addresses)
+        if result is None:
             return False
+        trial = result.trial
         with self._staged_alone():
-            trial = result.trial
-            if self._canary.trial is not trial:
+            if promotions.now.trial != trial:
                 return False
-            if not result.keep:
-                self._roll_back(result.event, result.reason, failed=True)
+            if result.event == "canary_rolled_back":
+                self._roll_back(result.event, result.reason)
                 return True
-            with self.promotions.state.transaction():
-                self._canary.end()
-                self.promotions.state.events.published(result.event, trial.version, result.reason)
-            self.counters.published(result.event)
-            if trial.shared:
-                self._publish(trial.version, trial=False)
+
+            def settled() -> None:
+                if result.unmeasured:
+                    promotions.measure_incumbent()
+                elif result.event == "canary_undecided":
+                    late = replace(trial, servers=(), others=(), undecided=result.reason)
+                    promotions.on_trial(late)
+                else:
+                    promotions.serves(trial.version, result.figures)
+                self._record(result.event, trial.version, result.reason)
+
+            if trial.servers and not result.unmeasured:
+                self._publish(trial.version, settled)
+                return True
+            with self.committed_alone():
+                with promotions.state.transaction():
+                    settled()
+                if result.unmeasured:
+                    self._restore(trial.incumbent, self.fleet.addresses, {})
             return True
+
+    def measure(self) -> bool:
+        """Keep the live acceptance of a fleet that serves a good release: a trial compares with it.
+
+        Returns:
+            Whether a release has waited for that.
+
+        Raises:
+            RefusedError: the disk is full.
+        """
+        now = self.promotions.now
+        if self._canary is None or now.trial is not None:
+            return False
+        figures = self._canary.figures(now.live, self.fleet.addresses)
+        with self.promotions.state.transaction():
+            if figures is None or self.promotions.now != now:
+                return False
+            self.promotions.measured(figures)
+        return now.hold
 
     def looked(self, states: Mapping[str, pb.ServerState | Failure]) -> None:
         """Count servers that are known, reachable, ready, and on the release wanted on them."""
@@ -196,7 +246,9 @@ class Publisher:
                 draft = self._staged.draft if self._staged is not None else None
             now = self.promotions.now
             waiting = {draft.stage_id} if draft is not None else set()
-            yield frozenset(waiting | ({f"draft-{now.intent}"} if now.canaries else set()))
+            if now.trial is not None and now.canaries:
+                waiting.add(f"draft-{now.trial.version}")
+            yield frozenset(waiting)
         finally:
             self._staging.release()
 
@@ -224,25 +276,25 @@ class Publisher:
         finally:
             lock.release()
 
-    def _publish(self, version: int, trial: bool = True) -> PublishResult:
+    def _publish(self, version: int, settled: Callable[[], None] | None = None) -> PublishResult:
         """Stage and commit.
 
         Args:
             version: the release.
-            trial: try it out first, where trials are on; otherwise it goes to all servers, and from
-                its canaries too where that fails.
+            settled: its trial has a result, which this writes down: it goes to all servers, and
+                from its canaries too where that fails. None: it goes on trial first.
         """
         self._drop_staged()
-        result = self._stage(version)
+        result = self._stage(version, settled)
         with self.committed_alone():
             if result.draft is not None:
-                return self._commit(result, 0, "", trial)
-            if not trial and result.draft_version != version:
+                return self._commit(result, 0, "", settled)
+            if settled is not None and result.draft_version != version:
                 why = "the others could not stage it"
                 result.outcomes |= self._undo(version, (), {}, why)
             return result
 
-    def _stage(self, version: int) -> PublishResult:
+    def _stage(self, version: int, settled: Callable[[], None] | None = None) -> PublishResult:
         """Stage on every reachable server that serves another release, or on none of them."""
         self.fleet.refresh()
         states = self.fleet.states()
@@ -253,8 +305,8 @@ class Publisher:
         reached = {a: o.state for a, o in outcomes.items() if o.state is not None}
         behind = [a for a, s in reached.items() if not self.payloads.is_served(s, version)]
         if not behind:
-            if reached:
-                self.promotions.serves(version)
+            if reached and (settled is not None or version != self.promotions.now.live):
+                self._went_live(version, (), (), settled)
             return PublishResult(version, outcomes)
         draft = self.payloads.get(version)
         # No other draft will be committed: what is left there would only take this one's memory.
@@ -278,28 +330,27 @@ class Publisher:
         for address in set(behind) - set(failed):
             error = f"{draft.stage_id} was aborted: staging failed on {', '.join(failed)}"
             outcomes[address].staged, outcomes[address].error = False, error
-        return PublishResult(self.promotions.now.last_good, outcomes)
+        return PublishResult(self.promotions.now.live, outcomes)
 
     def _commit(
         self,
         staged: PublishResult | None,
         policy_version: int,
         policy_stage_id: str,
-        trial: bool = True,
+        settled: Callable[[], None] | None = None,
     ) -> PublishResult:
         """Commit on every server; a draft that fails on one of its holders is undone on all."""
         if policy_version:
             self.lag.before_policy(self.fleet, policy_version)
-        now, canary = self.promotions.now, self._canary if trial else None
+        now, canary = self.promotions.now, self._canary if settled is None else None
         draft = staged.draft if staged is not None else None
         holders = staged.holders if staged is not None else []
         chosen = canary.choose(holders) if canary is not None else tuple(holders)
-        others = [address for address in holders if address not in chosen]
+        others = tuple(address for address in holders if address not in chosen)
         refusal = ""
         if draft is not None:
             try:
-                # Servers that are on trial already stay on it until all have committed.
-                self.promotions.intends(draft.version, chosen if others else now.canaries)
+                self.promotions.intends(draft.version)
             except RefusedError as error:
                 self._note("not_committed", draft.version, str(error))
                 refusal = f"{draft.stage_id} was not committed: {error}"
@@ -325,50 +376,70 @@ class Publisher:
             if outcome.committed:
                 self.counters.commit_seconds.observe(outcome.commit_seconds)
             outcome.error = outcome.error or refusal
-        result = PublishResult(now.last_good, outcomes, draft=draft)
+        result = PublishResult(now.live, outcomes, draft=draft)
         if draft is None or refusal:
             if policy_stage_id:
                 missed = not all(outcome.committed for outcome in outcomes.values())
                 self.counters.published("policy_failed" if missed else "policy_only")
         else:
-            self._finish(result, draft.version, chosen, others, canary, bool(policy_stage_id))
-        self.lag.apply(self.fleet, {a: o.state for a, o in outcomes.items()})
-        return result
-
-    def _finish(
-        self,
-        result: PublishResult,
-        version: int,
-        chosen: Sequence[str],
-        others: Sequence[str],
-        canary: Canary | None,
-        with_policy: bool,
-    ) -> None:
-        """Write down that a draft is live on ``chosen``, or undo it everywhere."""
-        incumbent = result.draft_version
-        failed = [a for a in chosen if not result.outcomes[a].draft_committed]
-        why = f"it failed on {', '.join(failed)}" if failed else ""
-        if not failed:
-            # Not inside the transaction: reports of servers take other locks.
-            trial = canary.plan(version, incumbent, chosen, others) if canary is not None else None
+            failed = [address for address in chosen if not outcomes[address].draft_committed]
+            why = f"it failed on {', '.join(failed)}" if failed else ""
             try:
-                with self.promotions.state.transaction():
-                    if not others:
-                        self.promotions.serves(version)
-                        self.promotions.state.events.published("committed", version, "")
-                    if canary is not None and trial is not None:
-                        canary.begin(trial)
+                if not failed:
+                    self._went_live(draft.version, chosen, others, settled)
             except RefusedError as error:
                 # The disk does not know that it is live, so it must not be.
                 why = str(error)
-        if not why:
-            result.changes = True
+            if why:
+                undo = [address for address in chosen if outcomes[address].draft_committed]
+                restored = self._undo(draft.version, undo, outcomes, why, bool(policy_stage_id))
+                result.outcomes |= restored
+            else:
+                result.changes = True
+                result.draft_version = now.live if others else draft.version
+        self.lag.apply(self.fleet, {a: o.state for a, o in outcomes.items()})
+        return result
+
+    def _went_live(
+        self,
+        version: int,
+        servers: tuple[str, ...],
+        others: tuple[str, ...],
+        settled: Callable[[], None] | None,
+    ) -> None:
+        """Write down that ``servers`` serve a release, and ``others`` the one before it.
+
+        Args:
+            version: the release.
+            servers: some of the fleet's; whoever they are where there are no others.
+            others: the rest, while the release is on trial.
+            settled: writes it down where a trial has its result; None: the trial begins.
+
+        Raises:
+            RefusedError: it cannot be written.
+        """
+        promotions, canary = self.promotions, self._canary
+        now = promotions.now
+        # Not inside the transaction: reports of servers take other locks.
+        figures = None
+        if canary is not None and now.trial is None:
+            figures = canary.figures(now.live, self.fleet.addresses)
+        trial = Trial(version, now.incumbent, servers if others else (), others, time.time())
+        with promotions.state.transaction():
+            if now.trial is not None and settled is None:
+                before = now.trial
+                trial = replace(trial, began_at=before.began_at, undecided=before.undecided)
+                text = f"draft {version} replaced it before a verdict"
+                self._record("canary_undecided", before.version, text)
+            if settled is not None:
+                settled()
+            elif canary is None or version == now.incumbent:
+                promotions.serves(version)
+            else:
+                promotions.on_trial(trial, figures)
+                promotions.state.after_commit(canary.begin)
             if not others:
-                result.draft_version = version
-                self.counters.published("committed")
-            return
-        undo = [a for a in chosen if result.outcomes[a].draft_committed]
-        result.outcomes |= self._undo(version, undo, result.outcomes, why, with_policy)
+                self._record("committed", version)
 
     def _undo(
         self,
@@ -378,43 +449,36 @@ class Publisher:
         why: str,
         policy_committed: bool = False,
     ) -> dict[str, ServerOutcome]:
-        """Put servers, and those that serve ``version`` on trial, on the last good release."""
+        """Put servers, and those that serve ``version`` on trial, on the live release."""
         now = self.promotions.now
-        affected = dict.fromkeys((*addresses, *now.canaries))
-        restored = self._restore(now.last_good, affected, outcomes)
+        restored = self._restore(now.live, dict.fromkeys((*addresses, *now.canaries)), outcomes)
         text = f"draft {version} was rolled back: {why}"
         for outcome in restored.values():
             outcome.committed = policy_committed
             outcome.error = f"{text}; {outcome.error}" if outcome.error else text
         try:
-            self.promotions.undone()
+            self.promotions.undone(version)
         except RefusedError as error:
             # It stays intended on disk, which a restart takes for "undo it", as it should.
             logger.error("%s", error)
         self._note("rolled_back", version, why)
         return restored
 
-    def _roll_back(self, event: str, reason: str, failed: bool = False) -> PublishResult:
-        """To the last good release from a trial on some servers, else to the one before it.
-
-        A pin holds a release that an operator rolled back to, not one that a failed trial did.
-        """
+    def _roll_back(self, event: str, reason: str) -> PublishResult:
+        """To a good release. Only a failed trial lets go of a pin."""
         self._drop_staged()
-        reason = reason or "no reason given"
+        promotions, reason = self.promotions, reason or "no reason given"
         with self.committed_alone():
-            with self.promotions.state.transaction():
-                now = self.promotions.now
-                if now.canaries and now.intent is not None:
-                    version, target = now.intent, now.last_good
-                    self.promotions.give_up(version)
+            with promotions.state.transaction():
+                if event == "canary_rolled_back":
+                    version, target = promotions.failed()
                 else:
-                    version, target = now.last_good, self.promotions.roll_back(unpin=failed)
-                if self._canary is not None:
-                    self._canary.end()
-                self.promotions.state.events.published(event, version, reason)
+                    version, target = promotions.roll_back(self._canary is not None)
+                self._record(event, version, reason)
+            if self._canary is not None:
+                self._canary.begin()
             outcomes = self._restore(target, self.fleet.addresses, {})
         self.fleet.each(lambda client: client.abort([f"draft-{version}"]))
-        self.counters.published(event)
         logger.warning("rolled back to draft %d: %s", target, reason)
         return PublishResult(target, outcomes, True)
 
@@ -438,17 +502,15 @@ class Publisher:
 
     def _undo_interrupted(self) -> None:
         """After a restart: commits that have begun and did not end are undone by ``reconcile``; a
-        trial goes on."""
-        now = self.promotions.now
-        trial = self._canary.trial if self._canary is not None else None
-        if now.intent is None or (trial is not None and trial.shared and now.canaries):
+        trial goes on, unless there are none any more."""
+        now, promotions = self.promotions.now, self.promotions
+        if self._canary is None and (now.trial is not None or now.hold):
+            promotions.serves(now.live)
+        if now.intent is None:
             return
-        state = self.promotions.state
-        with state.transaction():
-            self.promotions.undone()
-            state.set_trial(None)
-            state.events.published("interrupted", now.intent, "the trainer ended between commits")
-        self.counters.published("interrupted")
+        with promotions.state.transaction():
+            promotions.undone()
+            self._record("interrupted", now.intent, "the trainer ended between commits")
 
     def _drop_staged(self) -> None:
         """Abort a stage that was never committed, or that another publish replaces."""
@@ -461,6 +523,11 @@ class Publisher:
         if staged is not None and staged.draft is not None:
             stage_id = staged.draft.stage_id
             self.fleet.each(lambda client: client.abort([stage_id]), staged.holders)
+
+    def _record(self, event: str, version: int, reason: str = "") -> None:
+        """An event of the transaction under way, counted once that is on disk."""
+        self.promotions.state.events.published(event, version, reason)
+        self.promotions.state.after_commit(lambda: self.counters.published(event))
 
     def _note(self, event: str, version: int, reason: str) -> None:
         self.counters.published(event)

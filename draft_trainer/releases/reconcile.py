@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,11 +29,20 @@ logger = logging.getLogger(__name__)
 PACE_SECONDS = 0.05
 """Least time between two looks at a trial: every server reports ten times a second."""
 
+MOST_RECOMMITS = 2
+"""Of one release on a server that serves nothing acceptable with it."""
+
+NOTHING_ACCEPTED = "acceptance length of draft"
+"""How ``not_ready`` of such a server begins."""
+
 LOOK_SECONDS = 2.0
 """Between two looks at who belongs to the fleet, where nothing is reconciled."""
 
 READ_BACK_SECONDS = 10.0
 """Between two looks into the workers' memory: they cost an engine step a little time."""
+
+MEASURE_SECONDS = 5.0
+"""Between two writes of what the live acceptance of a good release is."""
 
 FIRST_WAIT = 1.0
 LONGEST_WAIT = 60.0
@@ -63,9 +73,11 @@ class Reconciler:
         self._seconds = publisher.fleet.config.reconcile_s
         self._diverged: dict[str, Divergence] = {}
         self._stages = 0
+        self._recommits: Counter[tuple[str, int]] = Counter()
         self._read_back_at = 0.0
         self._stopping = threading.Event()
         # What the last process could not finish is published at the start.
+        self._give_up: tuple[int, str] | None = None
         self._released = threading.Event()
         self._released.set()
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
@@ -95,9 +107,12 @@ class Reconciler:
 
         Does nothing while a publish is under way; that one sees to the fleet itself.
         """
+        self._give_up = None
         with self._publisher.at_rest() as waiting:
             if waiting is not None:
                 self._reconcile(waiting)
+        if self._give_up is not None:
+            self._publisher.give_up(*self._give_up)
 
     def _reconcile(self, waiting: frozenset[str]) -> None:
         publisher, fleet = self._publisher, self._publisher.fleet
@@ -114,6 +129,10 @@ class Reconciler:
         for address, state in states.items():
             if not isinstance(state, Failure):
                 self._compare(address, state)
+                if state.not_ready.startswith(NOTHING_ACCEPTED):
+                    version = state.draft_version
+                    if self._recommits[address, version] >= MOST_RECOMMITS:
+                        self._give_up = (version, f"{address}, again: {state.not_ready}")
         now = time.monotonic()
         due = [
             address
@@ -166,6 +185,8 @@ class Reconciler:
         found, publisher = self._diverged[address], self._publisher
         wait = min(LONGEST_WAIT, FIRST_WAIT * 2**found.attempts)
         found.attempts += 1
+        if found.text.startswith(NOTHING_ACCEPTED) and not isinstance(answer, Failure):
+            self._recommits[address, answer.draft_version] += 1
         found.not_before = time.monotonic() + wait
         publisher.counters.healed(found.reason, not isinstance(answer, Failure))
         if isinstance(answer, Failure):
@@ -176,7 +197,7 @@ class Reconciler:
         logger.warning("%s was put on draft %d: it %s", address, wanted, found.text)
 
     def _run(self) -> None:
-        revision, due = 0, time.monotonic()
+        revision, due, measure_at = 0, time.monotonic(), 0.0
         while not self._stopping.is_set():
             try:
                 if time.monotonic() >= due:
@@ -185,6 +206,10 @@ class Reconciler:
                         self.round()
                     else:
                         self._publisher.fleet.states()
+                    if time.monotonic() >= measure_at:
+                        measure_at = time.monotonic() + MEASURE_SECONDS
+                        if self._publisher.measure():
+                            self.released()
                     due = time.monotonic() + (self._seconds or LOOK_SECONDS)
                 if self._released.is_set():
                     self._released.clear()
@@ -200,7 +225,7 @@ class Reconciler:
 
     def _publish(self) -> None:
         now = self._publisher.promotions.now
-        if self._publisher.fleet.config.on != "promotion" or now.promoted == now.last_good:
+        if self._publisher.fleet.config.on != "promotion" or now.promoted == now.live:
             return
         for address, outcome in self._publisher.publish_promoted().outcomes.items():
             if outcome.error:

@@ -27,7 +27,7 @@ from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE
 from draft_trainer.config import DraftConfig
 from draft_trainer.drafters import DRAFTERS, Draft, Drafter
 from draft_trainer.files import folder_written_whole
-from draft_trainer.releases.promotions import Promotions, read_promotion
+from draft_trainer.releases.promotions import Promotions, Trial, read_promotion
 from draft_trainer.releases.release import (
     FILES,
     check_names,
@@ -91,7 +91,7 @@ class Registry:
 
     @contextmanager
     def reading(self) -> Iterator[State]:
-        """The state, for queries alone. Raises RefusedError: another process writes it."""
+        """The state, for queries alone, beside whoever writes it. Raises RefusedError: damaged."""
         held = self._state
         state = held or State(self.root, write=False)
         try:
@@ -334,31 +334,37 @@ class Retention:
         except (OSError, RefusedError) as error:
             logger.error("old releases were not removed: %s", error)
 
-    def uses(self) -> list[release_pb2.ReleaseUse]:
-        """Every release, oldest first, with why it stays."""
-        return list_uses(self.registry, [(self.parent(), "parent")])
 
+def list_uses(registry: Registry, parent: int | None = None) -> list[release_pb2.ReleaseUse]:
+    """Every release of a registry, oldest first: bytes, damage, and why retention spares it.
 
-def list_uses(
-    registry: Registry, more: Collection[tuple[int, str]] = ()
-) -> list[release_pb2.ReleaseUse]:
-    """Every release of a registry, oldest first: bytes, damage, and why retention spares it."""
+    Args:
+        registry: whose.
+        parent: the release that training goes on from, if one runs.
+    """
     with registry.reading() as state:
         now, pins = read_promotion(state), state.pins()
-    in_use: list[tuple[int | None, str]] = []
+    versions = registry.versions()
+    reasons: dict[str, Collection[int | None]] = {}
     if now is not None:
-        in_use = [(now.promoted, "promoted"), (now.last_good, "served")]
-        in_use += [(version, "previous") for version in dict.fromkeys(now.served[:-1])]
-        in_use += [(now.intent, "staged")]
-    in_use += more
-    versions, busy = registry.versions(), registry.busy()
+        on_trial = None if now.trial is None else now.trial.version
+        reasons = {
+            "promoted": {now.promoted},
+            "served": {now.live},
+            "previous": set(now.good) - {now.live},
+            "staged": {now.intent, on_trial} - {now.live},
+        }
+    reasons |= {
+        "parent": {parent},
+        "initial": {0},
+        "newest": {*versions[-1:]},
+        "pinned": {*pins},
+        "busy": {*registry.busy()},
+    }
     uses = []
     for version in versions:
         use = release_pb2.ReleaseUse(draft_version=version, bytes=registry.nbytes(version))
-        use.kept_as.extend(word for number, word in in_use if number == version)
-        for word, known in (("initial", {0}), ("newest", {versions[-1]}), ("pinned", pins)):
-            use.kept_as.extend([word] if version in known else [])
-        use.kept_as.extend(["busy"] if version in busy else [])
+        use.kept_as.extend(word for word, known in reasons.items() if version in known)
         try:
             registry.get(version)
         except RefusedError as error:
@@ -424,7 +430,7 @@ def open_promotions(registry: Registry) -> Promotions:
     """
     promotions = Promotions(registry.hold(), registry.get)
     try:
-        for version in {promotions.now.promoted, promotions.now.last_good}:
+        for version in {promotions.now.promoted, promotions.now.live}:
             registry.get(version)
     except RefusedError as error:
         raise RefusedError(
@@ -439,7 +445,7 @@ def open_promotions(registry: Registry) -> Promotions:
 
 
 def promote_offline(registry: Registry, version: int, pin: bool) -> None:
-    """Have the next trainer put the fleet on a release, whatever state.db says so far.
+    """Have the next trainer put the fleet on a release and try it, whatever state.db says so far.
 
     Raises:
         RefusedError: no such release, or a damaged one; or a trainer runs on the registry.
@@ -447,14 +453,17 @@ def promote_offline(registry: Registry, version: int, pin: bool) -> None:
     with registry.writing() as state, state.transaction():
         registry.verify(version)
         promotions = Promotions(state, registry.path, version)
-        promotions.serves(version)
+        incumbent = promotions.now.incumbent
+        if version == incumbent:
+            promotions.serves(version)
+        else:
+            promotions.on_trial(Trial(version, incumbent, began_at=time.time()))
         promotions.promote(version, pin)
-        state.set_trial(None)
         state.events.published("committed", version, "promoted offline")
 
 
 def roll_back_offline(registry: Registry, reason: str) -> int:
-    """Have the next trainer put the fleet on the newest sound release that was served before.
+    """Have the next trainer put the fleet on the newest sound release that is good.
 
     Returns:
         That release.
@@ -463,9 +472,6 @@ def roll_back_offline(registry: Registry, reason: str) -> int:
         RefusedError: there is none; or a trainer runs on the registry.
     """
     with registry.writing() as state, state.transaction():
-        promotions = Promotions(state, registry.verify)
-        failed = promotions.now.last_good
-        version = promotions.roll_back()
-        state.set_trial(None)
+        failed, version = Promotions(state, registry.verify).roll_back()
         state.events.published("rolled_back_by_hand", failed, reason or "offline")
     return version

@@ -121,9 +121,6 @@ class TrainerServer:
         acceptance = RecentAcceptance()
         self._fleet = Fleet(publish, fleet_view.looked, self._credentials)
         self._watch = AcceptanceWatch(self._fleet, acceptance.grew)
-        self._canary = canary = Canary(
-            config.canary, publish.num_speculative_tokens, self._watch, state
-        )
         known = newest.HasField("trained_against_policy_version")
         against = newest.trained_against_policy_version if known else None
         self._counters.newest_release = (newest.draft_version, against)
@@ -150,14 +147,15 @@ class TrainerServer:
             state,
             fleet_view,
             acceptance,
-            lambda: canary.trial,
         )
         self.publisher = Publisher(
             self._fleet,
             registry,
             self._promotions,
             self._counters,
-            canary if config.canary.share else None,
+            Canary(config.canary, publish.num_speculative_tokens, self._watch)
+            if config.canary.share
+            else None,
         )
         self._reconciler = Reconciler(self.publisher, self._watch)
         gate = Gate(config, registry, self._promotions, self._counters)

@@ -147,6 +147,11 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
         {"state": ("known", "reachable", "ready", "current")},
     ),
     Fact("trial_running", "1 while a release is on trial.", lambda s: s.HasField("trial")),
+    Fact(
+        "trial_undecided",
+        "1 while the fleet serves a release that has had no verdict for `canary.max_seconds`.",
+        lambda s: bool(s.trial.undecided),
+    ),
 )
 
 

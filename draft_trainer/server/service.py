@@ -22,7 +22,7 @@ from draft_trainer.ingest.ingest import CreditWindow, Ingest
 from draft_trainer.ingest.run import Runs
 from draft_trainer.releases.imports import MAX_ORIGIN_CHARACTERS, Imports
 from draft_trainer.releases.publisher import Publisher, PublishResult
-from draft_trainer.releases.registry import Registry, Retention
+from draft_trainer.releases.registry import Registry, Retention, list_uses
 from draft_trainer.server.status import Status, without_clock
 from draft_trainer.server.stream import StateStream
 from slipstream.checksum import KINDS
@@ -218,7 +218,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         return await self.workers.run(self._list_releases)
 
     def _list_releases(self) -> pb.ListReleasesResponse:
-        uses = self.retention.uses()
+        uses = list_uses(self.registry, self.retention.parent())
         sound = [use.draft_version for use in uses if not use.damage]
         releases = [self.registry.get(version) for version in sound]
         return pb.ListReleasesResponse(releases=releases, uses=uses)
@@ -262,7 +262,8 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     def _pin(self, request: pb.PinReleaseRequest) -> release_pb2.ReleaseUse:
         version = request.draft_version
         self.registry.pin(version, request.pinned)
-        return next(use for use in self.retention.uses() if use.draft_version == version)
+        uses = list_uses(self.registry, self.retention.parent())
+        return next(use for use in uses if use.draft_version == version)
 
     async def ImportRelease(
         self, request_iterator: AsyncIterator[pb.ImportReleaseRequest], context: ServicerContext

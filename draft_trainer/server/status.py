@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
@@ -18,9 +18,9 @@ from draft_trainer.ingest.ingest import Ingest
 from draft_trainer.ingest.run import Run, Runs, Session
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.releases.fleet import Failure
-from draft_trainer.releases.promotions import Promotions
+from draft_trainer.releases.promotions import Promotions, Trial
 from draft_trainer.releases.registry import Registry
-from draft_trainer.state import Events, State, Trial
+from draft_trainer.state import Events, State
 from slipstream.errors import RefusedError
 from slipstream.metrics import code_version
 from slipstream.v1 import console_pb2 as console
@@ -190,7 +190,6 @@ class Status:
     state: State
     fleet: FleetView
     acceptance: RecentAcceptance
-    trial: Callable[[], Trial | None]
     started_at: float = field(default_factory=time.time)
     _client: tuple[str, str] | None = None
     _against: dict[int, int | None] = field(default_factory=dict)
@@ -228,7 +227,7 @@ class Status:
             status = self.read()
             for name in NOT_IN_HISTORY:
                 status.ClearField(name)  # type: ignore[arg-type]
-            self.state.history.add(status.time, status)
+            self.state.history.add(status)
         except RefusedError as error:
             # A full disk must not end the trainer.
             logger.error("a snapshot of the status was not kept: %s", error)
@@ -236,7 +235,7 @@ class Status:
     def history(self) -> pb.History:
         """The snapshots and the newest gate results."""
         return pb.History(
-            snapshots=[status for _, status in self.state.history.snapshots()],
+            snapshots=self.state.history.snapshots(),
             verdicts=self.state.gate_results.newest(VERDICTS_SHOWN),
         )
 
@@ -245,11 +244,9 @@ class Status:
         counters, held = self.counters, self.store.counts()
         samples, evicted = by_label(counters.samples), by_label(counters.samples_evicted)
         promotion, (newest, trained_against) = self.promotions.now, counters.newest_release
-        promoted_against, served_against = self._trained_against(
-            promotion.promoted, promotion.last_good
-        )
+        promoted_against, served_against = self._trained_against(promotion.promoted, promotion.live)
         gate = next(iter(self.state.gate_results.newest(1)), None)
-        run, trial = self.runs.current, self.trial()
+        run, trial = self.runs.current, promotion.trial
         policy = None if run is None else run.latest_policy_version
         drafted = self.acceptance.last_minute()
         return pb.TrainerStatus(
@@ -290,9 +287,9 @@ class Status:
             promoted_trained_against=promoted_against,
             pinned=promotion.pinned,
             staleness=_behind(policy, promoted_against),
-            served_release=promotion.last_good,
+            served_release=promotion.live,
             served_trained_against=served_against,
-            served_at=promotion.served_at,
+            served_at=promotion.live_at,
             served_staleness=_behind(policy, served_against),
             served_staleness_seconds=None
             if policy is None
@@ -354,4 +351,6 @@ def _trial_view(trial: Trial) -> console.TrialView:
         incumbent_version=trial.incumbent,
         servers=trial.servers,
         others=trial.others,
+        began_at=trial.began_at,
+        undecided=trial.undecided,
     )

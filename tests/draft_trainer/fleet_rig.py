@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -67,13 +69,51 @@ class Rig:
         """A trainer that starts: what is on disk is read again."""
         self.registry.close()
         self.promotions = open_promotions(self.registry)
-        self.canary = Canary(self.canary_config, 3, self.watch, self.promotions.state)
+        self.canary = Canary(self.canary_config, 3, self.watch)
         canary = self.canary if self.canary_config.share else None
         self.publisher = Publisher(
             self.fleet, self.registry, self.promotions, self.counters, canary
         )
         self.settled = threading.Event()
         self.reconciler = Reconciler(self.publisher, self.watch, self.settled.set)
+
+    def forget(self) -> None:
+        """A trainer that starts in another process: nothing in memory is left."""
+        assert self.watch.stop(10) or True
+        self.watch = AcceptanceWatch(self.fleet)
+        for double in self.doubles:
+            double.watched.clear()
+        self.restart()
+
+    def watching(self, version: int) -> None:
+        """Until every server's counters are followed: what is drafted from now on is seen."""
+        self.watch.follow(double.address for double in self.doubles)
+        for double in self.doubles:
+            double.draft(1, [0, 0, 0])
+            assert double.watched.wait(10)
+
+    def draft(self, version: int, accepted: Sequence[int], steps: int) -> None:
+        """So many steps on every server that serves ``version``, until the watch has seen them.
+
+        Args:
+            version: of the draft.
+            accepted: at each position, of 100 steps.
+            steps: a multiple of 100.
+        """
+        before, servers = self.seen(version), self.served.count(version)
+        for _ in range(steps // 100):
+            for double in self.doubles:
+                if double.state.draft_version == version:
+                    double.draft(100, accepted)
+        revision, deadline = 0, time.monotonic() + 20
+        while self.seen(version) < before + servers * steps:
+            assert time.monotonic() < deadline, "not seen"
+            revision = self.watch.wait_beyond(revision, 1.0)
+
+    def seen(self, version: int) -> int:
+        """Verification steps of a release that the watch knows of."""
+        addresses = [double.address for double in self.doubles]
+        return sum(batch.drafts for batch in self.watch.since(version, addresses, 0.0))
 
     def heal(self) -> None:
         """One round of the reconciler."""

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from draft_trainer.checkpoints.draft import d2t_of
 from draft_trainer.releases.registry import Registry
-from draft_trainer.state import STATE_FILE
 from slipstream.v1 import release_pb2
 from tests.draft_trainer.synthetic import draft_vocab_ids, head
 
@@ -26,8 +25,9 @@ def create(registry: Registry, seed: int = 0, **changes: Any) -> release_pb2.Rel
 
 
 def names(folder: Path) -> set[str]:
-    """What is in a folder, state.db aside."""
-    return {path.name for path in folder.iterdir()} - {STATE_FILE}
+    """What is in a folder, state.db and what belongs to it aside."""
+    names = (path.name for path in folder.iterdir())
+    return {name for name in names if not name.startswith("state.")}
 
 
 def flip(path: Path, old: str, new: str) -> None:

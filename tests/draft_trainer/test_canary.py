@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from draft_trainer.config import CanaryConfig
+from draft_trainer.releases import canary
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.fleet_rig import Rig
 
@@ -39,10 +40,7 @@ class Running:
     def history(self, drafts: int = 2000) -> None:
         """The incumbent's acceptance before anything is tried."""
         rig = self.rig
-        seen = lambda: sum(  # noqa: E731
-            b.drafts for b in rig.watch.since(rig.served[0], [d.address for d in rig.doubles], 0.0)
-        )
-        self.draft_until(lambda: seen() >= drafts, -1)
+        self.draft_until(lambda: rig.seen(rig.served[0]) >= drafts, -1)
 
 
 @pytest.fixture(params=[(4, 0.25), (1, 0.25)], ids=["one-of-four", "alone"])
@@ -63,7 +61,8 @@ def test_a_ruined_draft_that_was_forced_is_rolled_back(running: Running) -> None
     assert spent <= 2000
     assert rig.served == [0] * len(rig.doubles)
     now = rig.promotions.now
-    assert (now.promoted, now.pinned, now.served, now.intent) == (0, False, (0,), None)
+    assert (now.promoted, now.pinned, now.live, now.good) == (0, False, 0, (0,))
+    assert (now.intent, now.trial) == (None, None)
     assert ("canary_rolled_back", 2) in rig.events()
     assert rig.counters.fleet_events()["canary_rolled_back"] == 1
     line = rig.promotions.state.events.since(0)[-1].reason
@@ -78,7 +77,7 @@ def test_a_draft_as_good_goes_to_everybody(running: Running) -> None:
     running.draft_until(running.settled.is_set, ruined=-1)
     assert rig.served == [1] * len(rig.doubles)
     rig.assert_live(1)
-    assert rig.promotions.now.served == (0, 1)
+    assert rig.promotions.now.good == (0, 1) and rig.promotions.now.trial is None
     assert ("canary_promoted", 1) in rig.events()
 
 
@@ -115,25 +114,125 @@ def test_a_promotion_to_the_rest_that_fails_takes_the_canaries_back(
         other.faults.stage = True
     else:
         other.faults.commit = {"draft-1"}
-    rig.publisher._publish(1, trial=False)
+    passed = lambda: rig.promotions.serves(1)  # noqa: E731
+    rig.publisher._publish(1, passed)
     assert rig.served == [0, 0, 0]
-    assert rig.promotions.now.canaries == ()
+    assert rig.promotions.now.canaries == () and rig.promotions.now.good == (0,)
     other.faults.stage, other.faults.commit = False, set()
-    rig.publisher._publish(1, trial=False)
-    assert rig.served == [1, 1, 1]
+    rig.publisher._publish(1, passed)
+    assert rig.served == [1, 1, 1] and rig.promotions.now.good == (0, 1)
 
 
-def test_no_traffic_is_no_verdict_but_does_not_hold_a_release_up_for_ever(
+def settle(rig: Rig, version: int = -1, accepted: Sequence[int] = GOOD) -> None:
+    """Until the trial under way has a result, while ``version`` drafts."""
+    deadline = time.monotonic() + 20
+    while not rig.publisher.settle():
+        assert time.monotonic() < deadline, "no result"
+        rig.draft(version, accepted, 1000)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_no_traffic_is_no_verdict_and_the_trial_goes_on_when_traffic_comes(
+    make_rig: Callable[..., Rig], share: float
+) -> None:
+    rig = make_rig(2, CanaryConfig(share=share, max_seconds=0.05))
+    rig.watching(0)
+    rig.draft(0, GOOD, 2000)
+    rig.publisher.promote(1, pin=False)
+    settle(rig)
+    assert rig.served == [1, 1], "an idle fleet does not hold a release up"
+    trial = rig.promotions.now.trial
+    assert trial is not None and "too few verification steps" in trial.undecided
+    assert rig.promotions.now.good == (0,) and rig.promotions.now.incumbent == 0
+    assert rig.counters.fleet_events()["canary_undecided"] == 1
+    assert not rig.publisher.settle(), "it is said once"
+    rig.restart()
+    assert rig.promotions.now.trial == trial
+    rig.draft(1, RUINED, 1000)
+    settle(rig)
+    assert rig.served == [0, 0] and rig.promotions.now.trial is None
+    assert rig.events()[-1] == ("canary_rolled_back", 1)
+
+
+def test_untested_releases_do_not_lower_what_the_next_is_compared_with(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each release loses a little and replaces the one before it in its trial."""
+    rig = make_rig(1, CanaryConfig(max_loss=0.1))
+    rig.watching(0)
+    rig.draft(0, GOOD, 4000)
+    began = time.time()
+    for version in (1, 2, 3):
+        rig.publisher.promote(version, pin=False)
+        rig.draft(version, [70 - 20 * version, 50 - 15 * version, 30 - 9 * version], 200)
+        assert not rig.publisher.settle(), "too few to tell"
+    now = rig.promotions.now
+    assert now.good == (0,) and now.trial is not None
+    assert (now.trial.version, now.trial.incumbent) == (3, 0)
+    undecided = [version for name, version in rig.events() if name == "canary_undecided"]
+    assert undecided == [1, 2]
+    assert began <= now.trial.began_at <= time.time() and not now.trial.undecided
+    monkeypatch.setattr(canary.time, "time", lambda: began + 61)
+    assert rig.publisher.settle(), "the fleet has served nothing that passed for a minute"
+    late = rig.promotions.now.trial
+    assert late is not None and late.undecided
+    rig.draft(3, [10, 5, 3], 4000)
+    settle(rig)
+    assert rig.served == [0], "neither 2 nor 1, which nobody tested"
+    assert rig.promotions.now.promoted == 0
+
+
+def test_a_fleet_without_figures_of_the_incumbent_measures_it_first(
     make_rig: Callable[..., Rig],
 ) -> None:
-    rig = make_rig(2, CanaryConfig(share=0.5, max_seconds=0.05))
-    assert rig.canary is not None
+    rig = make_rig(1, CanaryConfig())
+    rig.watching(0)
     rig.publisher.promote(1, pin=False)
-    deadline = time.monotonic() + 10
-    while not rig.publisher.settle():
-        assert time.monotonic() < deadline
-    assert rig.served == [1, 1]
-    assert rig.counters.fleet_events()["canary_undecided"] == 1
+    rig.draft(1, GOOD, 1000)
+    settle(rig)
+    assert rig.served == [0] and rig.promotions.now.hold
+    assert rig.promotions.now.promoted == 1
+    assert not rig.publisher.prepare().changes, "it waits"
+    assert not rig.publisher.measure()
+    rig.draft(0, GOOD, 6000)
+    assert rig.publisher.measure()
+    assert rig.publisher.publish_promoted().draft_version == 1
+    settle(rig, 1)
+    assert rig.served == [1] and rig.promotions.now.good == (0, 1)
+
+
+@pytest.mark.parametrize("accepted", [GOOD, RUINED])
+def test_a_roll_back_by_hand_is_tried_too(
+    make_rig: Callable[..., Rig], accepted: list[int]
+) -> None:
+    rig = make_rig(1, CanaryConfig())
+    rig.watching(0)
+    rig.draft(0, GOOD, 6000)
+    for version in (1, 2):
+        rig.publisher.promote(version, pin=False)
+        settle(rig, version)
+    assert rig.promotions.now.good == (0, 1, 2)
+    assert rig.publisher.roll_back("by hand").draft_version == 1
+    trial = rig.promotions.now.trial
+    assert trial is not None and (trial.version, trial.incumbent) == (1, 2)
+    settle(rig, 1, accepted)
+    if accepted == GOOD:
+        assert rig.served == [1] and rig.promotions.now.good == (0, 1)
+    else:
+        assert rig.served == [2] and rig.promotions.now.good == (0, 2)
+
+
+def test_figures_of_the_incumbent_survive_the_trainer(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(1, CanaryConfig())
+    rig.watching(0)
+    rig.draft(0, GOOD, 4000)
+    assert not rig.publisher.measure()
+    rig.forget()
+    rig.watching(0)
+    rig.publisher.promote(2, pin=False)
+    rig.draft(2, RUINED, 1000)
+    settle(rig)
+    assert rig.served == [0] and rig.events()[-1] == ("canary_rolled_back", 2)
 
 
 def test_no_draft_is_served_further_behind_than_configured(make_rig: Callable[..., Rig]) -> None:
@@ -171,16 +270,16 @@ def test_a_trial_survives_a_restart_of_the_trainer(
     first = Running(rig)
     first.history()
     rig.publisher.promote(2, pin=False)
-    trial = rig.canary.trial
-    assert trial is not None and trial.shared == (servers > 1)
+    trial = rig.promotions.now.trial
+    assert trial is not None and bool(trial.others) == (servers > 1)
     assert first.reconciler.stop(10)
     rig.restart()
-    assert rig.canary.trial == trial
+    assert rig.promotions.now.trial == trial
     second = Running(rig)
     assert rig.served.count(2) == 1
     second.draft_until(second.settled.is_set, ruined=2)
     assert rig.served == [0] * servers
-    assert rig.canary.trial is None and rig.promotions.state.trial is None
+    assert rig.promotions.now.trial is None
     assert ("canary_rolled_back", 2) in rig.events()
     assert "interrupted" not in [name for name, _ in rig.events()]
     assert second.reconciler.stop(10)
@@ -191,10 +290,10 @@ def test_a_trial_that_no_disk_knows_of_is_taken_back(
 ) -> None:
     rig = make_rig(2, CanaryConfig(share=0.5))
 
-    def full(trial: object) -> None:
+    def full(*_: object) -> None:
         raise RefusedError("draft.registry", "No space left", "space", "make some")
 
-    monkeypatch.setattr(rig.promotions.state, "set_trial", full)
+    monkeypatch.setattr(rig.promotions, "on_trial", full)
     result = rig.publisher.promote(1, pin=False)
     assert not result.changes and rig.served == [0, 0]
-    assert rig.canary.trial is None and rig.promotions.now.intent is None
+    assert rig.promotions.now.trial is None and rig.promotions.now.intent is None

@@ -198,12 +198,14 @@ def test_import_refuses_what_is_not_this_registrys_draft(
 
 
 def test_a_folder_that_a_trainer_holds(tmp_path: Path, capsys: Capture) -> None:
-    """Releases can be read beside the trainer; its state is refused and says whom to ask."""
+    """Everything can be read beside the trainer; who would write is told whom to ask."""
     config = make_config(tmp_path)
     with running(config, train=False) as (server, _):
         root = config.draft.registry
         assert run(capsys, "verify", 0, "--registry", root)[0] == 0
-        assert "held by process" in refused(capsys, "list", "--registry", root)
+        rows = run(capsys, "list", "--registry", root)[1].splitlines()
+        assert rows[1].split()[-4:] == ["promoted,", "served,", "initial,", "newest"]
+        assert as_json(capsys, "verdicts", "--registry", root) == (0, [])
         draft = write_draft(tmp_path / "other", 1)
         line = refused(capsys, "import", draft, "--registry", root)
         assert "held by process" in line and "--address" in line
@@ -230,7 +232,7 @@ def test_a_folder_that_a_trainer_holds(tmp_path: Path, capsys: Capture) -> None:
         assert "no run" in refused(capsys, "import", draft, "--gate", *at)
         promoted = run(capsys, "promote", 1, *at)
         assert promoted == (0, "the fleet serves draft 1\n")
-        assert "only release 0 was ever served" in refused(capsys, "rollback", *at)
+        assert "no release before 0 that is good" in refused(capsys, "rollback", *at)
     # Promoted or not, training goes on from what was trained here.
     with running(config, train=False) as (_, client):
         assert client.status().newest_release == 0
@@ -271,12 +273,14 @@ def test_a_damaged_promoted_release_is_replaced_offline(tmp_path: Path, capsys: 
     assert "not the text" in refused(capsys, "promote", 2, "--registry", folder)
     assert "expected one of" in refused(capsys, "promote", 7, "--registry", folder)
     code, text = run(capsys, "rollback", "--registry", folder)
-    assert (code, text) == (0, "the fleet serves draft 1\n")
+    assert (code, text) == (0, "the fleet serves draft 0\n"), "draft 1 was never tried"
     assert main(["events", "--registry", str(folder), "--newest", "1"]) == 0
     assert "rolled_back_by_hand" in capsys.readouterr().out
     with running(config, train=False) as (server, client):
-        assert client.status().promoted_release == 1
-        assert "held by process" in refused(capsys, "promote", 0, "--registry", folder)
-    assert run(capsys, "promote", 0, "--registry", folder)[0] == 0
-    with running(config, train=False) as (_, client):
         assert client.status().promoted_release == 0
+        assert "held by process" in refused(capsys, "promote", 1, "--registry", folder)
+    assert run(capsys, "promote", 1, "--registry", folder)[0] == 0
+    with running(config, train=False) as (_, client):
+        status = client.status()
+        assert (status.promoted_release, status.served_release) == (1, 1)
+        assert (status.trial.draft_version, status.trial.incumbent_version) == (1, 0)

@@ -155,10 +155,10 @@ def test_ten_thousand_releases_leave_a_bounded_number_of_series() -> None:
 
 
 def test_a_fleet_that_is_published_to_and_healed(rig: Rig) -> None:
-    assert rig.promotions.now.served_at is None
+    assert rig.promotions.now.live_at is None
     rig.publisher.promote(2, pin=False)
     assert rig.counters.servers == {"known": 3, "reachable": 3, "ready": 3, "current": 3}
-    assert rig.promotions.now.served_at is not None
+    assert rig.promotions.now.live_at is not None
     # Somebody else's commit, and a server that says that it is not ready.
     rig.doubles[0].state.draft_version = 1
     rig.doubles[1].state.not_ready = "nothing accepted"

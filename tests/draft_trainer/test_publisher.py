@@ -25,7 +25,7 @@ def test_draft_and_policy_are_committed_in_one_call_per_server(rig: Rig) -> None
         assert outcome.committed and outcome.draft_committed and outcome.error == ""
         assert outcome.commit_seconds > 0 and outcome.stage_seconds > 0
         assert outcome.state is not None and outcome.state.draft_version == 1
-    assert rig.promotions.now.served == (0, 1)
+    assert rig.promotions.now.good == (0, 1)
     assert rig.counters.fleet_events() == {"committed": 1}
     for name in ("stage_seconds", "commit_seconds"):
         assert rig.counters.registry.get_sample_value(f"slipstream_trainer_{name}_count") == 3
@@ -88,7 +88,7 @@ def test_commit_failure_rolls_the_fleet_back_and_the_policy_is_committed(rig: Ri
         assert "draft 1 was rolled back: it failed on " + rig.doubles[2].address in outcome.error
         assert outcome.state is not None and outcome.state.draft_version == 0
     assert rig.doubles[2].commits() == [("draft-1", "policy-7"), ("policy-7",)]
-    assert rig.promotions.now.served == (0,)
+    assert rig.promotions.now.good == (0,)
     assert rig.counters.fleet_events() == {"rolled_back": 1}
 
 

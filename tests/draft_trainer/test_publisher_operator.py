@@ -60,7 +60,7 @@ def test_roll_back_goes_one_release_back_each_time(rig: Rig) -> None:
     with pytest.raises(RefusedError) as caught:
         rig.publisher.roll_back("test")
     assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
-    assert "only release 0 was ever served" in caught.value.found
+    assert "no release before 0 that is good" in caught.value.found
 
 
 def test_roll_back_when_a_server_cannot(rig: Rig) -> None:
@@ -87,7 +87,7 @@ def test_pointer_survives_a_restart(rig: Rig) -> None:
     rig.restart()
     again = rig.promotions.now
     assert again == before
-    assert (again.promoted, again.pinned, again.served) == (2, True, (0, 1, 2))
+    assert (again.promoted, again.pinned, again.good) == (2, True, (0, 1, 2))
 
 
 def test_retention_spares_every_release_that_a_roll_back_can_land_on(rig: Rig) -> None:

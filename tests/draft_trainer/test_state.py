@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from draft_trainer import state as state_module
-from draft_trainer.releases.promotions import Promotion, Promotions
+from draft_trainer.releases.promotions import Promotion, Promotions, Trial, read_promotion
 from draft_trainer.state import (
     EVENTS_KEPT,
     FIRST_DESIGN_FILES,
@@ -24,13 +24,13 @@ from draft_trainer.state import (
     STATE_FILE,
     THINNED_SNAPSHOTS,
     State,
-    Trial,
 )
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.v1 import console_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2, release_pb2
 
-TRIAL = Trial(3, 2, ("a:1",), ("b:1", "c:1"), 12.5)
+TRIAL = Trial(3, 2, ("a:1",), ("b:1", "c:1"), 12.5, "idle")
+FIGURES = ((300, 400, 900), (100, 150, 300))
 
 
 @pytest.fixture
@@ -44,11 +44,11 @@ def fill(state: State) -> None:
     """Something in every table."""
     promotions = Promotions(state, lambda version: None)
     promotions.serves(2)
-    promotions.intends(3, ("a:1",))
-    state.set_trial(TRIAL)
+    promotions.on_trial(TRIAL, FIGURES)
+    promotions.intends(4)
     state.set_pins(frozenset({1, 2}))
     state.gate_results.add(release_pb2.Verdict(outcome="passed", draft_version=3, reason="gain"))
-    state.history.add(1.0, draft_trainer_pb2.TrainerStatus(train_steps=4))
+    state.history.add(draft_trainer_pb2.TrainerStatus(train_steps=4))
 
 
 def test_everything_survives_a_kill(tmp_path: Path) -> None:
@@ -68,12 +68,13 @@ with state.transaction():
     assert killed.returncode == -signal.SIGKILL
     state = State(tmp_path)
     now = Promotions(state, lambda version: None).now
-    assert (now.promoted, now.served, now.intent, now.canaries) == (0, (0, 2), 3, ("a:1",))
-    assert state.trial == TRIAL and state.pins() == {1, 2}
+    assert (now.promoted, now.live, now.good, now.intent) == (0, 2, (0, 2), 4)
+    assert (now.trial, now.figures, now.canaries) == (TRIAL, FIGURES, ("a:1",))
+    assert now.in_use == {0, 2, 3, 4} and now.wanted_on("a:1") == 3 and now.wanted_on("b:1") == 2
+    assert state.pins() == {1, 2}
     assert [v.reason for v in state.gate_results.newest(0)] == ["gain"]
     assert [e.kind for e in state.events.since(0)] == [pb.EVENT_KIND_GATE_PASSED]
-    ((at, status),) = state.history.snapshots()
-    assert (at, status.train_steps) == (1.0, 4)
+    assert [status.train_steps for status in state.history.snapshots()] == [4]
     state.close()
 
 
@@ -85,7 +86,7 @@ def test_one_transaction_is_all_or_nothing_and_seen_when_it_is_on_disk(state: St
         assert promotions.now.intent == 1
         assert not state.events.wait_beyond(0, 0.0)
         raise ZeroDivisionError
-    assert promotions.now == Promotion(0, False, (0,)) and state.events.since(0) == []
+    assert promotions.now == Promotion(0, 0, (0,)) and state.events.since(0) == []
     with state.transaction():
         promotions.intends(1)
         state.events.published("committed", 1, "")
@@ -122,8 +123,8 @@ def test_a_roll_back_passes_by_what_is_not_there_any_more(state: State) -> None:
     for version in (1, 2, 3):
         promotions.serves(version)
     gone.add(2)
-    assert promotions.roll_back() == 1
-    assert promotions.now.served == (0, 1)
+    assert promotions.roll_back(trials=False) == (3, 1)
+    assert promotions.now.good == (0, 1)
     gone.update((0, 1))
     with pytest.raises(RefusedError, match="found 0"):
         promotions.roll_back()
@@ -165,35 +166,38 @@ def test_gate_results_and_history_are_bounded(state: State) -> None:
     with state.transaction():
         for number in range(2000):
             state.gate_results.add(release_pb2.Verdict(outcome="failed", judged_at=number))
-            state.history.add(number, draft_trainer_pb2.TrainerStatus(train_steps=number))
+            state.history.add(draft_trainer_pb2.TrainerStatus(train_steps=number))
     assert len(state.gate_results.newest(0)) == GATE_RESULTS_KEPT
     assert [v.judged_at for v in state.gate_results.newest(2)] == [1998, 1999]
-    times = [at for at, _ in state.history.snapshots()]
+    times = [status.train_steps for status in state.history.snapshots()]
     assert times[-RECENT_SNAPSHOTS:] == [*range(2000 - RECENT_SNAPSHOTS, 2000)]
     assert len(times) <= RECENT_SNAPSHOTS + THINNED_SNAPSHOTS
     older = times[:-RECENT_SNAPSHOTS]
     assert {b - a for a, b in pairwise(older)} == {8}
 
 
-def test_a_reader_leaves_no_trace_and_is_refused_beside_a_writer(tmp_path: Path) -> None:
+def test_readers_share_the_file_with_the_one_writer(tmp_path: Path) -> None:
     empty = State(tmp_path, write=False)
-    assert empty.trial is None and empty.pins() == frozenset()
+    assert read_promotion(empty) is None and empty.pins() == frozenset()
     assert list(tmp_path.iterdir()) == []
     writer = State(tmp_path)
     fill(writer)
-    for write in (False, True):
-        with pytest.raises(RefusedError, match=f"held by process {os.getpid()}") as caught:
-            State(tmp_path, write)
-        assert caught.value.code is StatusCode.FAILED_PRECONDITION
-    writer.close()
+    with pytest.raises(RefusedError, match=f"held by process {os.getpid()}") as caught:
+        State(tmp_path)
+    assert caught.value.code is StatusCode.FAILED_PRECONDITION
     before = (tmp_path / STATE_FILE).stat()
     one, two = State(tmp_path, write=False), State(tmp_path, write=False)
-    assert one.trial == two.trial == TRIAL
-    one.close()
+    assert read_promotion(one) == read_promotion(two) == read_promotion(writer)
+    with pytest.raises(RefusedError), one.transaction():
+        one.set_pins(frozenset())
     two.close()
     after = (tmp_path / STATE_FILE).stat()
-    assert [p.name for p in tmp_path.iterdir()] == [STATE_FILE]
     assert (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size)
+    writer.set_pins(frozenset({7}))
+    assert one.pins() == {7}
+    one.close()
+    writer.close()
+    State(tmp_path).close()
 
 
 def test_a_full_disk_is_named_changes_nothing_and_passes(state: State) -> None:
@@ -242,7 +246,7 @@ def ruin_a_message(path: Path) -> None:
 
 def ruin_a_list(path: Path) -> None:
     with sqlite3.connect(path) as database:
-        database.execute("UPDATE promotion SET served = '[0,'")
+        database.execute("UPDATE promotion SET document = '[0,'")
 
 
 @pytest.mark.parametrize(

@@ -135,11 +135,11 @@ def test_a_full_disk_does_not_end_the_history(caplog: pytest.LogCaptureFixture) 
     class History:
         full = True
 
-        def add(self, at: float, status: TrainerStatus) -> None:
+        def add(self, status: TrainerStatus) -> None:
             if self.full:
                 raise RefusedError("draft.registry", "no space", "space", "make room")
             assert not status.servers and not status.code_version
-            kept.append(at)
+            kept.append(status.time)
 
     class Fake:
         state = SimpleNamespace(history=History())

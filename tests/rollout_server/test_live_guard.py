@@ -55,7 +55,7 @@ class Guarded:
         )
         self.promotions = open_promotions(registry)
         self.watch = AcceptanceWatch(self.fleet)
-        canary = Canary(CanaryConfig(), 3, self.watch, self.promotions.state)
+        canary = Canary(CanaryConfig(), 3, self.watch)
         self.counters = Counters()
         self.publisher = Publisher(self.fleet, registry, self.promotions, self.counters, canary)
         self.reconciler = Reconciler(self.publisher, self.watch)
@@ -91,7 +91,7 @@ def test_a_ruined_draft_that_was_forced_is_rolled_back_while_requests_run(
         until(lambda: guarded.seen(0) >= 2000, 120)
         began = time.monotonic()
         assert guarded.publisher.promote(1, pin=True).draft_version == 1
-        until(lambda: guarded.promotions.now.last_good == 0 and live.state().draft_version == 0, 60)
+        until(lambda: guarded.promotions.now.live == 0 and live.state().draft_version == 0, 60)
         took = time.monotonic() - began
     assert took <= MOST_SECONDS
     assert 0 < live.drafts()[1] - before <= MOST_DRAFTS
