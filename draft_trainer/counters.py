@@ -43,7 +43,7 @@ class Counters:
         loss: training loss of the last step; None before it.
         step_acceptance: expected acceptance at each TTT step of the last step, each in [0, 1].
         idle: whether there is nothing to train on.
-        training_error: why the training thread ended; empty while it runs.
+        training_error: why the training thread ended, or what it waits for; empty while it runs.
         servers: rollout servers when they were last asked: "known" ones, "reachable" of them, of
             these "ready" ones and "current" ones, which serve the release that they should.
         newest_release: draft version of the newest release, and the newest policy version that it
@@ -110,6 +110,9 @@ class Counters:
         self.train_steps = self._counter("train_steps", "Optimizer steps.")
         self.train_steps_skipped = self._counter(
             "train_steps_skipped", "Steps skipped: not finite or no anchor."
+        )
+        self.training_waits = self._counter(
+            "training_waits", "Times that training waited because samples.db could not be written."
         )
         self.train_seconds = self._counter("train_seconds", "Time in training steps.")
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.checksum import all_finite
 from slipstream.errors import RefusedError
 from slipstream.layers import decode_layers
 from slipstream.sample import FLOAT8, STATE_DTYPES, Layout, Sample, layout_of
@@ -92,12 +93,7 @@ def check_header(header: pb.VerifierStates, expected: Expected) -> Layout:
         raise RefusedError(
             "logits_dtype", header.logits_dtype, "a floating dtype, or 0", "send the policy's"
         )
-    layout = layout_of(packed.tokens, len(layers), hidden, _DTYPES[packed.states_dtype])
-    if packed.span.bytes != layout.nbytes:
-        sizes = f"{packed.tokens} tokens of {len(layers) + 1} states of {hidden}"
-        wanted, advice = f"{layout.nbytes} for {sizes}", "lay the block out as docs/wire.md says"
-        raise RefusedError("packed.span.bytes", packed.span.bytes, wanted, advice)
-    return layout
+    return layout_of(packed.tokens, len(layers), hidden, _DTYPES[packed.states_dtype])
 
 
 def kept_layout(arriving: Layout) -> Layout:
@@ -108,11 +104,17 @@ def kept_layout(arriving: Layout) -> Layout:
 
 
 def check_contents(sample: Sample, expected: Expected) -> None:
-    """Check everything of a sample but its states.
+    """Check what is in a block whose states are not float8.
 
     Raises:
-        RefusedError: the first thing that is wrong, by its name in ``Sample``.
+        RefusedError: the first thing that is wrong, by its name.
     """
+    layout = sample.layout
+    if not all_finite(sample.block.numpy()[layout.aux_at : layout.nbytes], layout.dtype):
+        _check_finite("aux_hidden_states", sample.aux)
+        _check_finite("final_hidden_state", sample.final_hidden)
+        advice = "lay the block out as docs/wire.md says"
+        raise RefusedError("packed", "padding that is not zero", "zeros", advice)
     token_ids, positions = sample.token_ids.numpy(), sample.positions.numpy()
     _in_range(token_ids, "token_ids", expected.vocab_size, "the policy's vocab_size")
     # Any other byte is undefined behaviour in a bool tensor.
@@ -129,8 +131,8 @@ def check_contents(sample: Sample, expected: Expected) -> None:
         raise RefusedError(
             "loss_mask", "no true for an anchor", "at least one target", "send completions"
         )
-    check_finite("sampled_logprobs", sample.sampled_logprobs)
-    check_finite("sampled_logits", sample.sampled_logits)
+    _check_finite("sampled_logprobs", sample.sampled_logprobs)
+    _check_finite("sampled_logits", sample.sampled_logits)
     highest = float(sample.sampled_logprobs.max())
     if highest > LOGPROB_TOLERANCE:
         raise RefusedError(
@@ -138,16 +140,7 @@ def check_contents(sample: Sample, expected: Expected) -> None:
         )
 
 
-def refuse_states(sample: Sample) -> None:
-    named = {"aux_hidden_states": sample.aux, "final_hidden_state": sample.final_hidden}
-    for name, values in named.items():
-        check_finite(name, values)
-    raise RefusedError(
-        "packed", "padding that is not zero", "zeros", "lay the block out as docs/wire.md says"
-    )
-
-
-def check_finite(name: str, values: torch.Tensor) -> None:
+def _check_finite(name: str, values: torch.Tensor) -> None:
     """Raise RefusedError where a value is not finite."""
     bad = int((~values.float().isfinite()).sum())
     if bad:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from draft_trainer.counters import Counters
@@ -25,14 +26,14 @@ from draft_trainer.ingest.checks import (
     check_sample_id,
     check_scales,
     kept_layout,
-    refuse_states,
 )
 from draft_trainer.ingest.run import Run
 from draft_trainer.ingest.store import SampleStore
-from slipstream.checksum import Bytes, all_finite, checksum_of
+from slipstream.checksum import Bytes, checksum_of
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.sample import FLOAT8, Layout, Sample, decode_float8, header_of
+from slipstream.sample import Layout, Sample, decode_float8
 from slipstream.shm import HEADER_BYTES, SharedFile
+from slipstream.tensors import dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 _LEAST_CREDIT = 1 << 16
@@ -178,40 +179,35 @@ class Ingest:
         with self._lock:
             self._streams[transport] += change
 
-    def _read(
-        self,
-        header: pb.VerifierStates,
-        memories: Memories,
-        layout: Layout,
-    ) -> Sample:
+    def _read(self, header: pb.VerifierStates, memories: Memories, arriving: Layout) -> Sample:
         """The sample in the store's memory, checked. Raises RefusedError: what is wrong with it."""
-        kept, packed = kept_layout(layout), header.packed
-        facts = (header.sample_id, header.policy_version, header.temperature)
-        layers = self.expected.aux_layer_ids
-        block = self._store.reserve(kept.nbytes)
-        arrived = own = Sample(header_of(*facts, layers, kept), torch.from_numpy(block))
-        own.header.sampling.CopyFrom(header.sampling)
-        own.header.logits_dtype = header.logits_dtype
-        if layout.dtype == FLOAT8:
-            scratch = torch.empty(layout.nbytes, dtype=torch.uint8)
-            arrived = Sample(header_of(*facts, layers, layout), scratch)
-            block = scratch.numpy()
+        layout, packed = kept_layout(arriving), header.packed
+        kept = pb.VerifierStates()
+        kept.CopyFrom(header)
+        kept.DiscardUnknownFields()
+        kept.packed.ClearField("span")
+        kept.packed.states_dtype = dtype_to_wire(layout.dtype)
+        sample = Sample(kept, torch.from_numpy(self._store.reserve(layout.nbytes)))
+        block = sample.block.numpy()
+        if arriving != layout:
+            block = np.empty(arriving.nbytes, np.uint8)
+        if packed.span.bytes != arriving.nbytes:
+            sizes = f"{arriving.tokens} tokens of {arriving.aux_layers + 1} states"
+            wanted = f"{arriving.nbytes} for {sizes} of {arriving.hidden_size}"
+            advice = "lay the block out as docs/wire.md says"
+            raise RefusedError("packed.span.bytes", packed.span.bytes, wanted, advice)
         memories.read(packed.span, block)
         checksum = checksum_of(block, packed.checksum_kind)
         if checksum != packed.checksum:
-            raise RefusedError(
-                "packed.checksum", f"{packed.checksum:#x}", f"{checksum:#x}", "send it again"
-            )
-        if not all_finite(block[layout.aux_at :], layout.dtype):
-            refuse_states(arrived)
-        if arrived is not own:
+            found, advice = f"{packed.checksum:#x}", "send it again"
+            raise RefusedError("packed.checksum", found, f"{checksum:#x}", advice)
+        if arriving != layout:
+            arrived = Sample(header, torch.from_numpy(block))
             check_scales(arrived.scales)
-            decode_float8(arrived, own)
-            checksum = checksum_of(own.block.numpy(), packed.checksum_kind)
-        own.header.packed.checksum_kind = packed.checksum_kind
-        own.header.packed.checksum = checksum
-        check_contents(own, self.expected)
-        return own
+            decode_float8(arrived, sample)
+            kept.packed.checksum = checksum_of(sample.block.numpy(), packed.checksum_kind)
+        check_contents(sample, self.expected)
+        return sample
 
     def _accept(self, run: Run, taken: Sequence[tuple[pb.Ack, Sample]]) -> None:
         try:

@@ -151,8 +151,6 @@ class SampleStore:
             self._db.close()
             raise
 
-    # Ingest
-
     @_guarded
     def reserve(self, nbytes: int) -> Bytes:
         """A buffer for one block, uint8 [nbytes], 64-byte aligned; others are evicted for it.
@@ -213,8 +211,6 @@ class SampleStore:
         """Bytes of samples that may be in flight: all that is not being read or filled."""
         with self._lock:
             return self.capacity_bytes - self._arena.pinned
-
-    # Training
 
     @_guarded
     def draw(self, run_id: str, max_tokens: int) -> Drawn:
@@ -297,8 +293,6 @@ class SampleStore:
         logger.info("draws %d to %d are undone; %d of their samples are gone", draw + 1, last, gone)
         self._count("undone", gone)
 
-    # Runs and policy versions
-
     @property
     def run(self) -> tuple[str, dict[str, Any]] | None:
         """Id and facts of the current run; None before the first."""
@@ -367,8 +361,6 @@ class SampleStore:
         """Leave what a restart needs. Views stay valid. Idempotent."""
         with self._lock:
             self._db.close()
-
-    # Internals
 
     @property
     def _run_id(self) -> str:

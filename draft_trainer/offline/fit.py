@@ -43,7 +43,7 @@ from draft_trainer.recordings.recording import INDEX_FILE
 from draft_trainer.training.learner import Learner, StepMetrics
 from draft_trainer.training.optimizer import Schedule
 from draft_trainer.training.ranks import Ranks, shares
-from draft_trainer.training.state import Facts, StateStore, StateWriter, head_facts
+from draft_trainer.training.state import Facts, StateStore, head_facts
 from slipstream.errors import RefusedError
 from slipstream.tensors import digest
 
@@ -138,7 +138,6 @@ class FitOutput:
             advice = "give --resume to go on" if unfinished else "remove it, or choose another"
             raise RefusedError(f"--out {self.folder}", "something there", "a free name", advice)
         self._store = StateStore(self._states, belongs_to)
-        self._writer = StateWriter(self._store)
         state = self._store.load()
         if state is None:
             self.log = TrainingLog(self.folder / LOG_FILE)
@@ -162,19 +161,19 @@ class FitOutput:
         every = self._every_steps
         if every == 1:
             self.save(learner, now)
-        elif 0 < every <= now.step - self._saved and self._writer.free:
-            self._writer.write(learner.state_dict(), now.step, self._position(now), timeout=0.0)
+        elif 0 < every <= now.step - self._saved and self._store.free:
+            self._store.write(learner.state_dict(), now.step, self._position(now), timeout=0.0)
             self._saved = now.step
 
     def save(self, learner: Learner, now: FitProgress) -> None:
         """Write a training state now. Raises OSError."""
-        self._writer.wait(_WRITE_SECONDS)
+        self._store.wait(_WRITE_SECONDS)
         self._store.save(learner.state_dict(), now.step, self._position(now))
         self._saved = now.step
 
     def close(self) -> None:
         """Wait for what is being written."""
-        self._writer.wait(_WRITE_SECONDS)
+        self._store.wait(_WRITE_SECONDS)
         self.log.sync()
         self.log.close()
 

@@ -20,8 +20,7 @@ from draft_trainer.config import RecordingConfig
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import DraftShape
 from draft_trainer.ingest.run import Run
-from draft_trainer.recordings.recording import RecordingFacts
-from draft_trainer.recordings.writer import RecordingWriter
+from draft_trainer.recordings.recording import RecordingFacts, RecordingWriter
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 
@@ -179,4 +178,4 @@ class Recorder:
 
     @property
     def _waiting(self) -> int:
-        return 0 if self._writer is None else self._writer.waiting
+        return 0 if self._writer is None else len(self._writer.waiting)

@@ -56,7 +56,7 @@ def _which(
 FACTS: tuple[Fact[TrainerStatus], ...] = (
     Fact(
         "training_failed",
-        "1 once the training thread ended with an error.",
+        "1 while training cannot go on: its thread ended with an error, or waits for a full disk.",
         lambda s: bool(s.training_error),
     ),
     Fact("streams", "Open streams of samples.", lambda s: s.streams, {"transport": TRANSPORTS}),

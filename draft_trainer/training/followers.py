@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import safetensors.torch
@@ -21,7 +22,9 @@ from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.ranks import Ranks, shares
 from slipstream.errors import RefusedError
+from slipstream.logits import LogitForm
 from slipstream.sample import Sample
+from slipstream.tensors import digest
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -38,8 +41,7 @@ class Followers:
         self.patience = ranks.timeout_s / 3 if ranks.size > 1 else None
         """Seconds that rank 0 may wait between two messages; None for ever."""
         self._ranks = ranks
-        self._heads: PolicyHeads | None = None
-        self._sent: dict[int, tuple[bytes, bytes]] = {}
+        self._held: set[str] = set()  # hashes of the tensors of policies that they hold
 
     def begin(self, draft: Draft, config: TrainingConfig) -> None:
         """Have them make their learners; rank 0's calls ``take_rank_0`` next."""
@@ -62,18 +64,28 @@ class Followers:
         """
         if self._ranks.size == 1:
             return samples
+        versions: dict[int, tuple[list[str], tuple[float, ...]]] = {}
+        policies: dict[str, Tensor] = {}
         for version in {sample.policy_version for sample in samples}:
-            heads.get(version)
-        versions, matrices = self._unsent(heads)
+            head, digests = heads.get(version), heads.digests(version)
+            tensors = [head.lm_head_rows, head.embed_tokens]
+            if head.lm_head_bias is not None:
+                tensors.append(head.lm_head_bias)
+            names = [each.hex() for each in (*digests, *map(digest, tensors[2:]))]
+            versions[version] = (names, astuple(head.form))
+            policies |= zip(names, tensors, strict=True)
+        matrices = {name: policies[name] for name in policies.keys() - self._held}
+        kept = {each.hex() for version in heads.versions for each in heads.digests(version)}
+        self._held = policies.keys() | self._held & kept
+        policy_facts = {"versions": versions, "held": [*self._held]}
         parts = shares([sample.tokens for sample in samples], self._ranks.size)
         for rank in range(1, self._ranks.size):
-            tensors = dict(matrices)
-            facts = []
+            message, facts = dict(matrices), []
             for number, index in enumerate(parts[rank]):
                 sample = samples[index]
                 facts.append(sample.header.SerializeToString().hex())
-                tensors[str(number)] = sample.block[: sample.nbytes]
-            self._ranks.send(_pack("step", {"samples": facts, **versions}, tensors), rank)
+                message[str(number)] = sample.block[: sample.nbytes]
+            self._ranks.send(_pack("step", {"samples": facts, **policy_facts}, message), rank)
         return [samples[index] for index in parts[0]]
 
     def keep_alive(self) -> None:
@@ -84,30 +96,6 @@ class Followers:
         """Have them end. Once only."""
         self._tell("end", {})
         self._ranks.leave()
-
-    def _unsent(self, heads: PolicyHeads) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Policy versions they do not know: what they are made of, and the matrices they lack.
-
-        They add the same versions in the same order, so what they hold is known here.
-        """
-        fresh = heads is not self._heads
-        sent = {} if fresh else dict(self._sent)
-        made_of: dict[str, list[str]] = {}
-        matrices: dict[str, Tensor] = {}
-        for version in heads.versions:
-            if version in sent:
-                continue
-            head, digests = heads.get(version), heads.digests(version)
-            known = {digest for pair in sent.values() for digest in pair}
-            made_of[str(version)] = [digest.hex() for digest in digests]
-            for digest, matrix in zip(digests, (head.lm_head_rows, head.embed_tokens), strict=True):
-                if digest not in known:
-                    matrices[digest.hex()] = matrix
-            sent[version] = digests
-            for old in sorted(sent)[: -heads.keep]:
-                del sent[old]
-        self._heads, self._sent = heads, sent
-        return {"fresh": fresh, "keep": heads.keep, "versions": made_of}, matrices
 
     def _tell(self, command: str, facts: Mapping[str, Any]) -> None:
         for rank in range(1, self._ranks.size):
@@ -133,15 +121,15 @@ def follow(ranks: Ranks, config: TrainingConfig) -> None:
     head = DRAFTERS[facts["kind"]].build(facts["draft"])
     learner = Learner(head.to(ranks.device), config, ranks)
     learner.take_rank_0()
-    heads = PolicyHeads(1)
+    held: dict[str, Tensor] = {}
     while command != "end":
         command, facts, tensors = _unpack(ranks.receive(0))
         if command == "take_rank_0":
             learner.take_rank_0()
         elif command == "step":
-            if facts["fresh"]:
-                heads = PolicyHeads(facts["keep"])
-            _learn_versions(heads, facts["versions"], tensors)
+            held |= tensors
+            held = {name: held[name] for name in facts["held"]}
+            heads = _heads(facts["versions"], held)
             samples = [
                 Sample(pb.VerifierStates.FromString(bytes.fromhex(header)), tensors[str(number)])
                 for number, header in enumerate(facts["samples"])
@@ -154,16 +142,18 @@ def follow(ranks: Ranks, config: TrainingConfig) -> None:
     ranks.leave()
 
 
-def _learn_versions(
-    heads: PolicyHeads, versions: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]
-) -> None:
-    for version, names in versions.items():
-        rows, embeddings = (
-            tensors[name] if name in tensors else heads.tensor(bytes.fromhex(name))
-            for name in names
+def _heads(
+    versions: Mapping[str, tuple[Sequence[str], Sequence[float]]], held: Mapping[str, Tensor]
+) -> PolicyHeads:
+    """The policy versions of a step, of tensors by their hash."""
+    heads = PolicyHeads(len(versions))
+    for version, (names, form) in sorted(versions.items(), key=lambda item: int(item[0])):
+        rows, embeddings, *bias = (held[name] for name in names)
+        head = PolicyHead(
+            int(version), rows, embeddings, bias[0] if bias else None, LogitForm(*form)
         )
-        assert rows is not None and embeddings is not None, "rank 0 forgot to send a matrix"
-        heads.add(PolicyHead(int(version), rows, embeddings))
+        heads.add(head, (bytes.fromhex(names[0]), bytes.fromhex(names[1])))
+    return heads
 
 
 def _pack(command: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:

@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +31,10 @@ from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
 
 logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +177,11 @@ class TrainingLoop:
             if run is None:
                 self._sleep()
                 continue
-            drawn = run.draw(config.batch_tokens)
+            drawn = self._stored(partial(run.draw, config.batch_tokens))
+            if drawn is None:
+                self.followers.keep_alive()
+                self._stopping.wait(_RETRY_S)
+                continue
             if not drawn.samples:
                 self._consider(run)
                 self._sleep()
@@ -187,7 +197,7 @@ class TrainingLoop:
                     raise
                 # A version was forgotten between draw and step: its samples are too old to train.
                 logger.info("a batch was put back: %s", error)
-                run.put_back(drawn)
+                self._stored(partial(run.put_back, drawn))
                 continue
             self.position = replace(self.position, draws=drawn.number)
             self.counters.trained(
@@ -204,6 +214,22 @@ class TrainingLoop:
                 self.states.after_step(learner, self.position)
             if self._steps_since_candidate >= config.steps_per_candidate:
                 self._consider(run)
+
+    def _stored(self, action: Callable[[], T]) -> T | None:
+        """What an action on the store gives; None where its index cannot be written now.
+
+        A full disk must not end training: what was not drawn is drawn once there is space.
+        """
+        try:
+            result = action()
+        except RefusedError as error:
+            self.counters.training_waits.inc()
+            if not self.counters.training_error:
+                logger.error("training waits: %s", error)
+            self.counters.training_error = f"training waits: {error}"
+            return None
+        self.counters.training_error = ""
+        return result
 
     def _begin_run(self, run: Run) -> None:
         """Restart the optimizer: moments of another run's gradients misdirect the first steps."""
@@ -222,7 +248,7 @@ class TrainingLoop:
         )
         if version is not None:
             self.position = replace(self.position, newest_release=version)
-            run.store.released(version)
+            self._stored(partial(run.store.released, version))
             # A state from before a release is never resumed.
             self.states.save(self.learner, self.position)
             self.on_release(version)

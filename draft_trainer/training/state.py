@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -40,15 +40,8 @@ Facts = Mapping[str, object]
 """Names and JSON-able values."""
 
 
-@dataclass(frozen=True, eq=False)
-class TrainingState:
-    """One state as it was read.
-
-    Attributes:
-        tensors: what ``Learner.state_dict`` gave.
-        step: the number it was saved under.
-        position: what the caller needs besides the tensors, as it was given.
-    """
+class TrainingState(NamedTuple):
+    """One state as it was read: tensors, step and position as they were given to ``save``."""
 
     tensors: dict[str, Tensor]
     step: int
@@ -63,18 +56,61 @@ class StateStore:
         belongs_to: what a state must have been saved with to be loaded here, compared name by
             name: the head's configuration (``head_facts``), the data, whatever makes another
             run's state wrong for this one.
+        on_written: told the position of every state that ``write`` has put on disk, on another
+            thread.
 
     Raises:
         OSError: the folder cannot be made or read.
     """
 
-    def __init__(self, folder: Path, belongs_to: Facts) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        belongs_to: Facts,
+        on_written: Callable[[Facts], None] = lambda position: None,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.resolve(strict=True)
         self._belongs_to = json.loads(json.dumps(dict(belongs_to)))
+        self._on_written = on_written
+        self._thread: threading.Thread | None = None
         for path in self.folder.iterdir():
             if _TEMPORARY.fullmatch(path.name):
                 path.unlink()
+
+    @property
+    def free(self) -> bool:
+        """Whether ``write`` would take a state at once."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def write(
+        self, tensors: Mapping[str, Tensor], step: int, position: Facts, timeout: float
+    ) -> bool:
+        """``save`` on a thread of its own, one state at a time; the tensors must not change then.
+
+        A state that cannot be written is logged as an error and dropped: training goes on.
+
+        Args:
+            tensors, step, position: see ``save``.
+            timeout: seconds to wait while another state is being written.
+
+        Returns:
+            False when it was not taken.
+        """
+        if not self.wait(timeout):
+            return False
+        # Daemon: a disk that hangs must not keep the process from ending.
+        self._thread = threading.Thread(
+            target=self._save, args=(tensors, step, position), name="state-writer", daemon=True
+        )
+        self._thread.start()
+        return True
+
+    def wait(self, timeout: float) -> bool:
+        """Until the last ``write`` is done; False when that took ``timeout`` seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return self.free
 
     def save(self, tensors: Mapping[str, Tensor], step: int, position: Facts) -> Path:
         """Write a state; when this returns it survives kill -9 and a loss of power.
@@ -97,7 +133,7 @@ class StateStore:
         }
         facts["sha256"] = _digest(facts, tensors)
         with written_whole(path) as temporary:
-            _write(temporary, dict(tensors), facts)
+            save_file(dict(tensors), temporary, facts)
         for old in self._steps()[:-KEPT]:
             self._path(old).unlink()
         return path
@@ -134,6 +170,15 @@ class StateStore:
             advice = "restore one, or remove the folder to train on from the weights alone"
             raise RefusedError(str(self.folder), found, expected, advice, StatusCode.DATA_LOSS)
         return None
+
+    def _save(self, tensors: Mapping[str, Tensor], step: int, position: Facts) -> None:
+        try:
+            self.save(tensors, step, position)
+        except OSError as error:
+            # A full disk must not end training; the next state may fit.
+            logger.error("the training state of step %d was not written: %s", step, error)
+        else:
+            self._on_written(position)
 
     def _read(self, path: Path, step: int) -> TrainingState:
         try:
@@ -178,14 +223,6 @@ def _unfit(name: str, found: object, expected: object, path: Path) -> RefusedErr
     return RefusedError(f"training state {name}", f"{found} in {path}", expected, advice, code)
 
 
-def _write(path: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> None:
-    try:
-        save_file(tensors, path, facts)
-    except SafetensorError as error:
-        # Its only name for a full disk.
-        raise OSError(f"{path}: {error}") from error
-
-
 def _digest(facts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over the header's facts and every tensor's name, type, shape and bytes."""
     total = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode())
@@ -194,65 +231,6 @@ def _digest(facts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
         total.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         total.update(bytes_of(tensor))
     return total.hexdigest()
-
-
-class StateWriter:
-    """Writes one state at a time on a thread of its own; for one calling thread.
-
-    Args:
-        store: where to.
-        on_written: told the position of every state that is on disk, on the writer's thread.
-    """
-
-    def __init__(
-        self, store: StateStore, on_written: Callable[[Facts], None] = lambda position: None
-    ) -> None:
-        self._store = store
-        self._on_written = on_written
-        self._thread: threading.Thread | None = None
-
-    @property
-    def free(self) -> bool:
-        """Whether ``write`` would take a state at once."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def write(
-        self, tensors: Mapping[str, Tensor], step: int, position: Facts, timeout: float
-    ) -> bool:
-        """Begin to write a state, whose tensors must not change any more.
-
-        A state that cannot be written is logged as an error and dropped: training goes on.
-
-        Args:
-            tensors: see ``StateStore.save``, as ``step`` and ``position``.
-            timeout: seconds to wait while another state is being written.
-
-        Returns:
-            False when it was not taken.
-        """
-        if not self.wait(timeout):
-            return False
-        # Daemon: a disk that hangs must not keep the process from ending.
-        self._thread = threading.Thread(
-            target=self._save, args=(tensors, step, position), name="state-writer", daemon=True
-        )
-        self._thread.start()
-        return True
-
-    def wait(self, timeout: float) -> bool:
-        """Until the last state is written; False when that took ``timeout`` seconds."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-        return self.free
-
-    def _save(self, tensors: Mapping[str, Tensor], step: int, position: Facts) -> None:
-        try:
-            self._store.save(tensors, step, position)
-        except OSError as error:
-            # A full disk must not end training; the next state may fit.
-            logger.error("the training state of step %d was not written: %s", step, error)
-        else:
-            self._on_written(position)
 
 
 FOLDER = "training-state"
@@ -298,8 +276,9 @@ class LearnerStates:
         self._every_steps = every_steps
         self._on_saved = on_saved
         self._saved_at = -1
-        self._store = StateStore(registry / FOLDER, belongs_to) if every_steps else None
-        self._writer = StateWriter(self._store, self._written) if self._store else None
+        self._store = (
+            StateStore(registry / FOLDER, belongs_to, self._written) if every_steps else None
+        )
 
     def resume(self, learner: Learner, newest_release: int) -> Position:
         """Put the newest state into ``learner`` unless a release is newer than it.
@@ -327,15 +306,15 @@ class LearnerStates:
 
     def after_step(self, learner: Learner, position: Position) -> None:
         """Save when it is time and the last one is written."""
-        due = self._every_steps and learner.steps >= self._saved_at + self._every_steps
-        if due and self._writer is not None and self._writer.free:
+        due = self._store and learner.steps >= self._saved_at + self._every_steps
+        if due and self._store and self._store.free:
             self.save(learner, position)
 
     def save(self, learner: Learner, position: Position) -> None:
         """Save now, as after a release."""
-        if self._writer is None:
+        if self._store is None:
             return
-        if self._writer.write(learner.state_dict(), learner.steps, asdict(position), _WAIT_S):
+        if self._store.write(learner.state_dict(), learner.steps, asdict(position), _WAIT_S):
             self._saved_at = learner.steps
         else:
             logger.error("the training state of step %d was not written in time", learner.steps)
@@ -344,10 +323,14 @@ class LearnerStates:
         """Save what was learned since the last state, and wait until it is written."""
         if learner.steps > max(self._saved_at, 0):
             self.save(learner, position)
-        if self._writer is not None and not self._writer.wait(_WAIT_S):
+        if self._store is not None and not self._store.wait(_WAIT_S):
             logger.error("the last training state was not written in time")
 
     def _written(self, position: Facts) -> None:
         draws = position["draws"]
         if isinstance(draws, int):
-            self._on_saved(draws)
+            try:
+                self._on_saved(draws)
+            except RefusedError as error:
+                # A full disk: the next state says it again.
+                logger.error("the saved state was not noted: %s", error)

@@ -26,8 +26,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_trainer.offline.report import progress_of, say
-from draft_trainer.recordings.recording import RecordingFacts
-from draft_trainer.recordings.writer import RecordingWriter
+from draft_trainer.recordings.recording import RecordingFacts, RecordingWriter
 from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.sampling import prompt_ids, sample
 from examples.task import Task

@@ -7,8 +7,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from draft_trainer.recordings.recording import RecordingFacts, RecordingIndex
-from draft_trainer.recordings.writer import DEFAULT_SHARD_BYTES, RecordingWriter
+from draft_trainer.recordings.recording import (
+    DEFAULT_SHARD_BYTES,
+    RecordingFacts,
+    RecordingIndex,
+    RecordingWriter,
+)
 from examples.arithmetic_grpo.record import Recorder, solutions
 from slipstream.sample import Sample
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import grpc
 import pytest
 import torch
 
+from draft_trainer.counters import total
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.training.learner import StepMetrics
 from slipstream.sample import Sample
@@ -241,6 +243,32 @@ def test_training_that_dies_is_noticed(tmp_path: Path, monkeypatch: pytest.Monke
         client.send(*rollouts(20))
         assert server.died.wait(20)
         assert server._counters.training_error == "the training thread ended with an error"
+
+
+def test_a_full_disk_holds_training_up_and_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with feeding(make_config(tmp_path)) as (server, client):
+        database = server._store._db
+        record, full = database.record_draw, threading.Event()
+        full.set()
+
+        def until_there_is_space(draw: int, numbers: list[int]) -> None:
+            if full.is_set():
+                error = sqlite3.OperationalError("database or disk is full")
+                error.sqlite_errorcode = sqlite3.SQLITE_FULL
+                raise error
+            record(draw, numbers)
+
+        monkeypatch.setattr(database, "record_draw", until_there_is_space)
+        client.send(*rollouts(20))
+        status = client.wait_for(lambda s: s.training_error)
+        assert "training waits" in status.training_error and "disk is full" in caplog.text
+        assert "replay.directory" in status.training_error and status.train_steps == 0
+        assert total(server._counters.training_waits) > 0 and not server.died.is_set()
+        full.clear()
+        status = client.wait_for(lambda s: s.train_steps >= 1 and s.idle)
+        assert status.training_error == "" and status.samples_pending == 0
 
 
 def test_batch_whose_policy_version_was_forgotten_is_dropped(
