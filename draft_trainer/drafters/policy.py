@@ -32,7 +32,13 @@ class PolicyHead:
     lm_head_rows: Tensor
     embed_tokens: Tensor
     lm_head_bias: Tensor | None = None
-    form: LogitForm = field(default_factory=LogitForm)
+    form: LogitForm = field(default_factory=LogitForm, kw_only=True)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is sent and kept of it: lm_head rows, embeddings and, if there is one, the bias."""
+        both = (self.lm_head_rows, self.embed_tokens)
+        return both if self.lm_head_bias is None else (*both, self.lm_head_bias)
 
     def to(self, device: torch.device) -> PolicyHead:
         """With what makes the logits on a device; the embeddings stay where they are."""
@@ -83,9 +89,9 @@ class PolicyHeads:
         self.keep = keep
         self._lock = threading.RLock()
         self._heads: dict[int, PolicyHead] = {}
-        self._digests: dict[int, tuple[bytes, bytes]] = {}
+        self._digests: dict[int, tuple[bytes, ...]] = {}
 
-    def add(self, head: PolicyHead, digests: tuple[bytes, bytes] | None = None) -> None:
+    def add(self, head: PolicyHead, digests: tuple[bytes, ...] | None = None) -> None:
         """Register a version.
 
         Args:
@@ -95,15 +101,13 @@ class PolicyHeads:
         Raises:
             RefusedError: the version is not higher than every one added before.
         """
-        digests = digests or (digest(head.lm_head_rows), digest(head.embed_tokens))
+        digests = digests or tuple(map(digest, head.tensors))
         with self._lock:
             self.check_newer(head.policy_version)
             held = self._by_digest()
-            self._heads[head.policy_version] = replace(
-                head,
-                lm_head_rows=held.get(digests[0], head.lm_head_rows),
-                embed_tokens=held.get(digests[1], head.embed_tokens),
-            )
+            tensors = (held.get(*pair) for pair in zip(digests, head.tensors, strict=True))
+            kept = PolicyHead(head.policy_version, *tensors, form=head.form)
+            self._heads[head.policy_version] = kept
             self._digests[head.policy_version] = digests
             for version in sorted(self._heads)[: -self.keep]:
                 del self._heads[version], self._digests[version]
@@ -123,8 +127,8 @@ class PolicyHeads:
             self._check(version)
             return self._heads[version]
 
-    def digests(self, version: int) -> tuple[bytes, bytes]:
-        """SHA-256 of ``lm_head_rows`` and ``embed_tokens``. Raises RefusedError as ``get``."""
+    def digests(self, version: int) -> tuple[bytes, ...]:
+        """SHA-256 of every tensor of ``PolicyHead.tensors``. Raises RefusedError as ``get``."""
         with self._lock:
             self._check(version)
             return self._digests[version]
@@ -153,6 +157,5 @@ class PolicyHeads:
     def _by_digest(self) -> Mapping[bytes, Tensor]:
         held: dict[bytes, Tensor] = {}
         for version, head in self._heads.items():
-            rows, embeddings = self._digests[version]
-            held[rows], held[embeddings] = head.lm_head_rows, head.embed_tokens
+            held.update(zip(self._digests[version], head.tensors, strict=True))
         return held

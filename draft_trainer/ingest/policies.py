@@ -1,4 +1,4 @@
-"""A policy version's two matrices: received and checked, and kept as files for a restart."""
+"""A policy version's tensors: received and checked, and kept as files for a restart."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from slipstream.v1 import tensor_pb2
 
 LM_HEAD = "lm_head.weight"
 EMBED_TOKENS = "embed_tokens.weight"
+LM_HEAD_BIAS = "lm_head.bias"
 
 POLICIES = "policies"
 OURS = re.compile(r"[0-9a-f]{64}\.(safetensors|part)")
@@ -28,30 +29,35 @@ _SUFFIX = ".safetensors"
 
 
 def checked_specs(
-    specs: Sequence[tensor_pb2.TensorSpec], draft: DraftShape
+    specs: Sequence[tensor_pb2.TensorSpec], draft: DraftShape, bias: bool
 ) -> dict[str, tensor_pb2.TensorSpec]:
-    """The specs of both matrices by name. Raises RefusedError: other names, shapes or dtypes."""
+    """The specs by name, in the order of ``PolicyHead.tensors``.
+
+    Raises:
+        RefusedError: other names, shapes or dtypes.
+    """
     shapes = {
         LM_HEAD: [draft.draft_vocab_size, draft.target_hidden_size],
         EMBED_TOKENS: [draft.vocab_size, draft.target_hidden_size],
     }
+    if bias:
+        shapes[LM_HEAD_BIAS] = [draft.draft_vocab_size]
     # Not all of them: a header of a few megabytes has millions.
     names = [spec.name for spec in specs[:8]]
     if sorted(names) != sorted(shapes):
-        raise RefusedError(
-            "tensors", names, sorted(shapes), "announce both matrices, each of them once"
-        )
-    for spec in specs:
-        if list(spec.shape) != shapes[spec.name]:
-            raise RefusedError(
-                f"{spec.name}.shape", [*spec.shape], shapes[spec.name], "send what OpenRun asks for"
-            )
-        dtype = dtype_from_wire(spec.dtype, spec.name)
+        advice = "announce each of these tensors once (lm_head.bias where OpenRun said so)"
+        raise RefusedError("tensors", names, sorted(shapes), advice)
+    by_name = {spec.name: spec for spec in specs}
+    for name, shape in shapes.items():
+        found = by_name[name]
+        if list(found.shape) != shape:
+            raise RefusedError(f"{name}.shape", [*found.shape], shape, "send what OpenRun asks for")
+        dtype = dtype_from_wire(found.dtype, name)
         if dtype not in STATE_DTYPES:
             raise RefusedError(
-                f"{spec.name}.dtype", dtype, f"one of {STATE_DTYPES}", "send the policy's weights"
+                f"{name}.dtype", dtype, f"one of {STATE_DTYPES}", "send the policy's weights"
             )
-    return {spec.name: spec for spec in specs}
+    return {name: by_name[name] for name in shapes}
 
 
 def receive_matrices(
@@ -59,15 +65,15 @@ def receive_matrices(
     chunks: Iterable[tensor_pb2.TensorChunk],
     held: Callable[[bytes], torch.Tensor | None],
 ) -> dict[str, torch.Tensor]:
-    """Both matrices: those that are held by their hash, the others from chunks.
+    """The tensors: those that are held by their hash, the others from chunks.
 
     Args:
         specs: from ``checked_specs``.
-        chunks: of the matrices that may not be held.
-        held: gives the matrix of a SHA-256, or None.
+        chunks: of the tensors that may not be held.
+        held: gives the tensor of a SHA-256, or None.
 
     Raises:
-        RefusedError: a matrix that is neither sent nor held (FAILED_PRECONDITION), another hash
+        RefusedError: a tensor that is neither sent nor held (FAILED_PRECONDITION), another hash
             than declared, or a value that is not finite.
     """
     found = {name: held(spec.sha256) for name, spec in specs.items()}

@@ -8,6 +8,7 @@ of another. A trainer that was killed or stopped continues its run.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import uuid
 from collections import Counter, OrderedDict
@@ -18,8 +19,6 @@ from itertools import islice
 from draft_trainer.drafters import DraftShape
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.ingest.policies import (
-    EMBED_TOKENS,
-    LM_HEAD,
     POLICIES,
     MatrixFiles,
     checked_specs,
@@ -27,6 +26,7 @@ from draft_trainer.ingest.policies import (
 )
 from draft_trainer.ingest.store import Drawn, SampleStore
 from slipstream.errors import RefusedError, StatusCode
+from slipstream.logits import LogitForm
 from slipstream.sample import Sample
 from slipstream.tensors import digest
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -43,16 +43,30 @@ _MOST_VERSION = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class PolicySizes:
-    """The numbers of a ``PolicySpec`` that must not change within a run."""
+    """What a ``PolicySpec`` says that must not change within a run; see there."""
 
     hidden_size: int
     vocab_size: int
     num_hidden_layers: int
+    logit_scale: float = 1.0
+    logit_soft_cap: float = 0.0
+    lm_head_bias: bool = False
+
+    @property
+    def form(self) -> LogitForm:
+        """What the policy does to the output of its lm_head."""
+        return LogitForm(self.logit_scale, self.logit_soft_cap)
 
     @classmethod
     def of(cls, spec: pb.PolicySpec) -> PolicySizes:
-        """From the message."""
-        return cls(spec.hidden_size, spec.vocab_size, spec.num_hidden_layers)
+        """From the message. Raises RefusedError: a scale or a cap that is none."""
+        for name in ("logit_scale", "logit_soft_cap"):
+            value = getattr(spec, name)
+            if not (math.isfinite(value) and value >= 0.0):
+                advice = "send the policy's, or leave it out"
+                raise RefusedError(f"policy.{name}", value, "a finite number >= 0", advice)
+        form, sizes = LogitForm.of(spec), (spec.hidden_size, spec.vocab_size)
+        return cls(*sizes, spec.num_hidden_layers, form.scale, form.soft_cap, spec.lm_head_bias)
 
 
 class Run:
@@ -75,16 +89,14 @@ class Run:
         self._max_policy_lag = max_policy_lag
         self._registering = threading.Lock()
         self._matrices = MatrixFiles(store.folder / POLICIES)
-        for version, *names in store.policies():
+        for version, names in store.policies():
             try:
-                rows, embeddings = (self._matrices.read(name) for name in names)
+                tensors = [self._matrices.read(name) for name in names]
             except RefusedError as error:
                 logger.error("policy version %d is dropped with its samples: %s", version, error)
                 continue
-            self.heads.add(
-                PolicyHead(version, rows, embeddings),
-                (bytes.fromhex(names[0]), bytes.fromhex(names[1])),
-            )
+            head = PolicyHead(version, *tensors, form=sizes.form)
+            self.heads.add(head, tuple(map(bytes.fromhex, names)))
         store.keep_versions(run_id, self.heads.versions, reason="damaged")
         self._forget_old()
 
@@ -107,26 +119,26 @@ class Run:
 
         Args:
             draft: the matrices must fit it.
-            header: the version, and the specs of both matrices.
-            chunks: of matrices that may not be held, see ``receive_matrices``.
+            header: the version, and the specs of its tensors.
+            chunks: of tensors that may not be held, see ``receive_matrices``.
 
         Raises:
-            RefusedError: wrong matrices, or a version that is not new (FAILED_PRECONDITION).
+            RefusedError: wrong tensors, or a version that is not new (FAILED_PRECONDITION).
         """
         version = header.policy_version
         if version > _MOST_VERSION:
             raise RefusedError(
                 "policy_version", version, f"at most {_MOST_VERSION}", "count up from 0"
             )
-        specs = checked_specs(header.tensors, draft)
-        digests = (specs[LM_HEAD].sha256, specs[EMBED_TOKENS].sha256)
+        specs = checked_specs(header.tensors, draft, self.sizes.lm_head_bias)
+        digests = tuple(spec.sha256 for spec in specs.values())
         if self._is_known(version, digests):
             return
         # Before the tensors are received, which may be a gigabyte.
         self.heads.check_newer(version)
         tensors = receive_matrices(specs, chunks, self.heads.tensor)
         try:
-            self.add_policy(PolicyHead(version, tensors[LM_HEAD], tensors[EMBED_TOKENS]))
+            self.add_policy(PolicyHead(version, *(tensors[name] for name in specs)))
         except RefusedError:
             # Two ranks registered it at once, and this one came second.
             if not self._is_known(version, digests):
@@ -140,17 +152,13 @@ class Run:
                 (FAILED_PRECONDITION), or no space for it (RESOURCE_EXHAUSTED).
         """
         with self._registering:
-            digests = (digest(head.lm_head_rows), digest(head.embed_tokens))
+            digests = tuple(map(digest, head.tensors))
             self.heads.check_newer(head.policy_version)
             # Kept first: a sample of it that is acknowledged can be trained on after a kill.
-            kept = PolicyHead(
-                head.policy_version,
-                self._matrices.keep(head.lm_head_rows, digests[0]),
-                self._matrices.keep(head.embed_tokens, digests[1]),
-            )
-            names = (digests[0].hex(), digests[1].hex())
+            kept = [self._matrices.keep(*pair) for pair in zip(head.tensors, digests, strict=True)]
+            names = [each.hex() for each in digests]
             self.store.put_policy(self.run_id, head.policy_version, names)
-            self.heads.add(kept, digests)
+            self.heads.add(PolicyHead(head.policy_version, *kept, form=self.sizes.form), digests)
             self._forget_old()
 
     def draw(self, max_tokens: int) -> Drawn:
@@ -167,7 +175,7 @@ class Run:
         """See ``SampleStore.held_out``."""
         return self.store.held_out(self.run_id, newest_versions)
 
-    def _is_known(self, version: int, digests: tuple[bytes, bytes]) -> bool:
+    def _is_known(self, version: int, digests: tuple[bytes, ...]) -> bool:
         return version in self.heads.versions and self.heads.digests(version) == digests
 
     def _forget_old(self) -> None:
@@ -175,9 +183,7 @@ class Run:
         oldest = (known[-1] if known else 0) - self._max_policy_lag
         kept = [version for version in known if version >= oldest]
         if self.store.keep_versions(self.run_id, kept):
-            self._matrices.keep_only(
-                {name for _, *names in self.store.policies() for name in names}
-            )
+            self._matrices.keep_only({name for _, names in self.store.policies() for name in names})
 
     def check_policy_version(self, version: int) -> None:
         """Raise RefusedError for a sample of an unknown or too old version."""

@@ -312,8 +312,8 @@ class SampleStore:
         logger.info("run %r begins; %d samples of the one before are gone", run_id, len(gone))
 
     @_guarded
-    def put_policy(self, run_id: str, version: int, names: tuple[str, str]) -> None:
-        """Record a policy version and the names of its two matrices.
+    def put_policy(self, run_id: str, version: int, names: Sequence[str]) -> None:
+        """Record a policy version and the names of its tensors.
 
         Raises:
             RefusedError: the run is not the current one (FAILED_PRECONDITION).
@@ -321,12 +321,12 @@ class SampleStore:
         if run_id != self._run_id:
             expected, advice = f"{self._run_id!r}, which began meanwhile", "open this run again"
             raise RefusedError("run_id", run_id, expected, advice, StatusCode.FAILED_PRECONDITION)
-        self._db.set("policies", sorted([*self.policies(), (version, *names)]))
+        self._db.set("policies", sorted([*self.policies(), (version, [*names])]))
 
     @_guarded
-    def policies(self) -> list[tuple[int, str, str]]:
-        """Version and names of the matrices of every policy version, oldest first."""
-        return [(version, *names) for version, *names in self._db.get("policies", [])]
+    def policies(self) -> list[tuple[int, list[str]]]:
+        """Version and names of the tensors of every policy version, oldest first."""
+        return [(version, names) for version, names in self._db.get("policies", [])]
 
     @_guarded
     def keep_versions(self, run_id: str, versions: Sequence[int], reason: str = "stale") -> bool:

@@ -148,14 +148,12 @@ class Recorder:
             except RefusedError:
                 self._counters.recording_shed.labels("policy_forgotten").inc()
                 return
-            size += head.lm_head_rows.nbytes + head.embed_tokens.nbytes
+            size += sum(tensor.nbytes for tensor in head.tensors)
         if self._older_bytes + writer.nbytes + size > self._config.capacity_bytes:
             self._counters.recording_shed.labels("capacity").inc()
             return
         if head is not None:
-            writer.add_policy(
-                sample.policy_version, head.lm_head_rows, self._lm_head_ids, head.embed_tokens
-            )
+            writer.add_policy(head, self._lm_head_ids)
         writer.add(sample)
 
     def _begin(self, run: Run) -> None:
@@ -170,6 +168,8 @@ class Recorder:
             vocab_size=run.sizes.vocab_size,
             num_hidden_layers=run.sizes.num_hidden_layers,
             aux_layer_ids=self._draft.aux_layer_ids,
+            logit_scale=run.sizes.logit_scale,
+            logit_soft_cap=run.sizes.logit_soft_cap,
         )
         folder = self._directory / f"run-{number:06d}"
         self._writer = RecordingWriter(folder, facts, self._config.shard_bytes)

@@ -28,6 +28,7 @@ from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.files import written_whole
 from draft_trainer.ingest.checks import Expected, check_contents, check_header
 from slipstream.errors import RefusedError
+from slipstream.logits import LogitForm
 from slipstream.sample import Sample
 from slipstream.tensors import digest
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -56,6 +57,7 @@ class RecordingFacts(_Strict):
         num_hidden_layers: of the policy.
         aux_layer_ids: the recorded layers, ascending, as ``layer_convention`` says.
         layer_convention: "after_layers": L means after L decoder layers, 0 the embeddings.
+        logit_scale, logit_soft_cap: how the policy makes its logits, see ``LogitForm``.
     """
 
     run_id: str
@@ -64,6 +66,8 @@ class RecordingFacts(_Strict):
     num_hidden_layers: _Size
     aux_layer_ids: Annotated[tuple[_Count, ...], Field(min_length=1)]
     layer_convention: Literal["after_layers"] = "after_layers"
+    logit_scale: float = 1.0
+    logit_soft_cap: float = 0.0
 
     @field_validator("aux_layer_ids")
     @classmethod
@@ -80,11 +84,13 @@ class PolicyEntry(_Strict):
         lm_head: [R, H], the recorded rows of lm_head.
         lm_head_ids: int64 [R], their token ids, ascending; None where every row is there.
         embed_tokens: [vocab, H].
+        lm_head_bias: [R]; None where the lm_head has none.
     """
 
     lm_head: _Digest
     lm_head_ids: _Digest | None
     embed_tokens: _Digest
+    lm_head_bias: _Digest | None = None
 
 
 class ShardEntry(_Strict):
@@ -185,40 +191,32 @@ class RecordingWriter:
         if kind is None:
             self.flush()
 
-    def add_policy(
-        self, version: int, lm_head: Tensor, lm_head_ids: Tensor | None, embed_tokens: Tensor
-    ) -> None:
-        """Write a policy version's matrices; equal ones are written once.
+    def add_policy(self, head: PolicyHead, lm_head_ids: Tensor | None) -> None:
+        """Write a policy version's tensors; equal ones are written once.
 
         Args:
-            version: not added before.
-            lm_head: floating [R, H], rows of lm_head.
+            head: of a version that was not added before, with any R rows of lm_head.
             lm_head_ids: int [R], their ascending token ids; None when R is the vocabulary.
-            embed_tokens: floating [vocab, H].
 
         Raises:
             RefusedError: added before, or a shape that does not fit the run.
             OSError: the disk is full.
         """
-        facts = self.index.facts
+        facts, version = self.index.facts, head.policy_version
         rows = facts.vocab_size if lm_head_ids is None else len(lm_head_ids)
-        for name, matrix, height in (
-            ("lm_head", lm_head, rows),
-            ("embed_tokens", embed_tokens, facts.vocab_size),
-        ):
-            wanted = [height, facts.hidden_size]
-            if list(matrix.shape) != wanted or not matrix.is_floating_point():
-                found = f"{matrix.dtype} {list(matrix.shape)}"
+        shapes = ([rows, facts.hidden_size], [facts.vocab_size, facts.hidden_size], [rows])
+        names = ("lm_head", "embed_tokens", "lm_head_bias")
+        for name, tensor, wanted in zip(names, head.tensors, shapes, strict=False):
+            if list(tensor.shape) != wanted or not tensor.is_floating_point():
+                found = f"{tensor.dtype} {list(tensor.shape)}"
                 raise RefusedError(name, found, f"floating point {wanted}", "pass the policy's own")
         if version in self.index.policies:
             raise RefusedError(
                 "policy_version", version, "a version that was not added", "add each of them once"
             )
-        entry = PolicyEntry(
-            lm_head=self._write_matrix(lm_head),
-            lm_head_ids=None if lm_head_ids is None else self._write_matrix(lm_head_ids.long()),
-            embed_tokens=self._write_matrix(embed_tokens),
-        )
+        written = dict(zip(names, map(self._write_matrix, head.tensors), strict=False))
+        ids = None if lm_head_ids is None else self._write_matrix(lm_head_ids.long())
+        entry = PolicyEntry(lm_head_ids=ids, **written)
         self._replace_index(policies={**self.index.policies, version: entry})
 
     def add(self, sample: Sample) -> None:
@@ -411,10 +409,13 @@ class Recording:
                 is not the one that the states' logits were computed with.
         """
         heads = PolicyHeads(keep=len(self.index.policies))
-        for version in sorted(self.index.policies):
-            entry = self.index.policies[version]
-            rows = self._rows(version, entry, draft_vocab_ids)
-            heads.add(PolicyHead(version, rows, self._matrix(entry.embed_tokens)))
+        form = LogitForm(self.facts.logit_scale, self.facts.logit_soft_cap)
+        for version, entry in sorted(self.index.policies.items()):
+            rows = self._rows(version, entry, entry.lm_head, draft_vocab_ids)
+            embed, bias = self._matrix(entry.embed_tokens), None
+            if entry.lm_head_bias is not None:
+                bias = self._rows(version, entry, entry.lm_head_bias, draft_vocab_ids)
+            heads.add(PolicyHead(version, rows, embed, bias, form=form))
         unchecked = set(heads.versions)
         for sample in map(self._recorded, range(len(self))):
             if sample.policy_version in unchecked:
@@ -422,8 +423,8 @@ class Recording:
                 _check_teacher(sample, heads.get(sample.policy_version), draft_vocab_ids)
         return heads
 
-    def _rows(self, version: int, entry: PolicyEntry, wanted: Tensor) -> Tensor:
-        matrix = self._matrix(entry.lm_head)
+    def _rows(self, version: int, entry: PolicyEntry, sha256: str, wanted: Tensor) -> Tensor:
+        matrix = self._matrix(sha256)
         held = torch.arange(self.facts.vocab_size)
         if entry.lm_head_ids is not None:
             held = self._matrix(entry.lm_head_ids)

@@ -24,7 +24,6 @@ from draft_trainer.training.ranks import Ranks, shares
 from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm
 from slipstream.sample import Sample
-from slipstream.tensors import digest
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -67,13 +66,9 @@ class Followers:
         versions: dict[int, tuple[list[str], tuple[float, ...]]] = {}
         policies: dict[str, Tensor] = {}
         for version in {sample.policy_version for sample in samples}:
-            head, digests = heads.get(version), heads.digests(version)
-            tensors = [head.lm_head_rows, head.embed_tokens]
-            if head.lm_head_bias is not None:
-                tensors.append(head.lm_head_bias)
-            names = [each.hex() for each in (*digests, *map(digest, tensors[2:]))]
+            head, names = heads.get(version), [each.hex() for each in heads.digests(version)]
             versions[version] = (names, astuple(head.form))
-            policies |= zip(names, tensors, strict=True)
+            policies |= zip(names, head.tensors, strict=True)
         matrices = {name: policies[name] for name in policies.keys() - self._held}
         kept = {each.hex() for version in heads.versions for each in heads.digests(version)}
         self._held = policies.keys() | self._held & kept
@@ -148,11 +143,9 @@ def _heads(
     """The policy versions of a step, of tensors by their hash."""
     heads = PolicyHeads(len(versions))
     for version, (names, form) in sorted(versions.items(), key=lambda item: int(item[0])):
-        rows, embeddings, *bias = (held[name] for name in names)
-        head = PolicyHead(
-            int(version), rows, embeddings, bias[0] if bias else None, LogitForm(*form)
-        )
-        heads.add(head, (bytes.fromhex(names[0]), bytes.fromhex(names[1])))
+        tensors = (held[name] for name in names)
+        head = PolicyHead(int(version), *tensors, form=LogitForm(*form))
+        heads.add(head, tuple(map(bytes.fromhex, names)))
     return heads
 
 

@@ -25,6 +25,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.offline.report import progress_of, say
 from draft_trainer.recordings.recording import RecordingFacts, RecordingWriter
 from examples.arithmetic_grpo import task as arithmetic
@@ -79,12 +80,10 @@ class Recorder:
         self._states_dtype = states_dtype
         self._numbers = itertools.count()
         self._writer = RecordingWriter(out, facts_of(self._modules, layers, run_id))
-        self._writer.add_policy(
-            POLICY_VERSION,
-            self._modules.head_weight.detach(),
-            None,
-            self._modules.embed_weight.detach(),
-        )
+        modules = self._modules
+        named = (modules.head_weight, modules.embed_weight, modules.head_bias)
+        tensors = (tensor.detach() for tensor in named if tensor is not None)
+        self._writer.add_policy(PolicyHead(POLICY_VERSION, *tensors), None)
 
     def __enter__(self) -> Recorder:
         return self

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.recordings.recording import (
     DEFAULT_SHARD_BYTES,
     RecordingFacts,
@@ -33,7 +34,7 @@ def record_synthetic(
     with RecordingWriter(folder, FACTS, shard_bytes) as writer:
         for version, policy in policies.items():
             lm_head = policy.lm_head if rows is None else policy.lm_head[rows]
-            writer.add_policy(version, lm_head, rows, policy.embed)
+            writer.add_policy(PolicyHead(version, lm_head, policy.embed), rows)
         for sample in samples:
             writer.add(sample)
     return writer.index

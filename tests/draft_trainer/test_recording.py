@@ -208,10 +208,10 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path, policy: Policy) -> N
     with pytest.raises(RefusedError, match="policy_version: found 1"):
         writer.add(sample)
     with pytest.raises(RefusedError, match=r"lm_head: found .*\[16, 16\]"):
-        writer.add_policy(1, policy.lm_head[:16], None, policy.embed)
-    writer.add_policy(1, policy.lm_head, None, policy.embed)
+        writer.add_policy(PolicyHead(1, policy.lm_head[:16], policy.embed), None)
+    writer.add_policy(PolicyHead(1, policy.lm_head, policy.embed), None)
     with pytest.raises(RefusedError, match="policy_version: found 1"):
-        writer.add_policy(1, policy.lm_head, None, policy.embed)
+        writer.add_policy(PolicyHead(1, policy.lm_head, policy.embed), None)
     poisoned = sample.aux.clone()
     poisoned[3, 7] = torch.nan
     for name, changes in (
@@ -229,6 +229,7 @@ import os, signal, sys
 from pathlib import Path
 from tests.draft_trainer.recordings import FACTS
 from tests.draft_trainer.synthetic import Policy
+from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.recordings.recording import RecordingWriter
 
 left = int(sys.argv[2])
@@ -241,7 +242,7 @@ def on_event(name, arguments):
 sys.addaudithook(on_event)
 policy = Policy()
 with RecordingWriter(Path(sys.argv[1]), FACTS, 10_000) as writer:
-    writer.add_policy(1, policy.lm_head, None, policy.embed)
+    writer.add_policy(PolicyHead(1, policy.lm_head, policy.embed), None)
     for sample in policy.samples(30):
         writer.add(sample)
 """

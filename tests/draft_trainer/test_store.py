@@ -144,7 +144,7 @@ def test_a_restart_finds_samples_policies_held_out_share_and_run(tmp_path: Path)
     assert all(is_intact(sample) for sample in samples)
     # It draws as the one before would have, or did.
     assert all_drawn(store, tokens=5 * 16) == following
-    assert store.policies() == [(1, "aa", "bb")]
+    assert store.policies() == [(1, ["aa", "bb"])]
     with pytest.raises(RefusedError, match="which began meanwhile"):
         store.put_policy("other", 1, ("aa", "bb"))
     assert not store.keep_versions("other", [])

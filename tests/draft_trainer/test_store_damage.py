@@ -314,7 +314,7 @@ def test_a_damaged_policy_matrix_costs_the_samples_of_its_versions(
         for name in "abc":
             put(store, f"{name}{version}", version)
     assert len(list((tmp_path / "policies").iterdir())) == 4
-    ((_, damaged, _),) = [row for row in store.policies() if row[0] == 2]
+    damaged = dict(store.policies())[2][0]
     store.close()
     flip(tmp_path / "policies" / f"{damaged}.safetensors", 100)
     store = reopen()

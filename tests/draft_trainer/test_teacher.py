@@ -52,7 +52,7 @@ def _batch(
     )
     sample.header.logits_dtype = dtype_to_wire(dtype)
     heads = PolicyHeads(1)
-    heads.add(PolicyHead(1, rows, torch.randn(VOCAB, HIDDEN), bias, form))
+    heads.add(PolicyHead(1, rows, torch.randn(VOCAB, HIDDEN), bias, form=form))
     return collate([sample], heads)
 
 
