@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -23,12 +24,18 @@ from policy_bridge.outbox import Outbox
 from policy_bridge.selection import Selector, UniformRandom
 from policy_bridge.session import PolicyMatrices, PolicySnapshot, Session
 from policy_bridge.stats import BridgeStats, Counters, SyncResult
-from policy_bridge.sync import RolloutFleet, SyncWindow, TrainerProbe
+from policy_bridge.sync import PolicySyncError, RolloutFleet, SyncWindow, TrainerProbe
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+_WAITS = (
+    "the push waits: the draft trainer, which knows the rollout servers, was not reached yet; they "
+    "serve an older policy. Next step: start it, or set BridgeConfig.rollout_servers"
+)
 
 
 class NullCapture:
@@ -158,6 +165,8 @@ class PolicyBridge:
         self._stamp = 0
         self._weights: list[torch.Tensor] = []
         self._last_sync: SyncResult | None = None
+        # A version, and what to push of it, of a window that knew of no rollout server.
+        self._waiting: tuple[int, nn.Module | Mapping[str, torch.Tensor]] | None = None
         self._window_open = False
         self._closed = False
         self._probe = TrainerProbe(self._trainer, config.rpc_seconds)
@@ -213,17 +222,8 @@ class PolicyBridge:
         if self._matrices is not None:
             wanted = session if self._config.bytes_per_step else None
             snapshot = self._or_off(self._matrices.snapshot, wanted, version)
-        answers = self._probe.answers()
-        window = SyncWindow(
-            version,
-            self._model,
-            self._config,
-            trainer=self._trainer,
-            session=session if self._guard.connected and answers else None,
-            servers=self._config.rollout_servers or (session.rollout_servers if session else ()),
-            fleet=self._fleet,
-            lead=lead,
-        )
+        waited, self._waiting = self._waiting is not None, None
+        window = self._sync_window(version, session, lead)
         self._window_open = True
         try:
             with window:
@@ -234,6 +234,11 @@ class PolicyBridge:
                 self._probe.send()
         if window.result is not None:
             self._synced(window.result, snapshot, session)
+        if window.waiting is not None:
+            self._waiting = version, window.waiting
+            self._counters.add(waiting_pushes=1)
+            if not waited:
+                logger.warning("policy version %d: %s", version, _WAITS)
 
     def capture(
         self, *, temperature: float = 1.0, forwards: int | None = None
@@ -253,6 +258,7 @@ class PolicyBridge:
                 turned capture off.
         """
         self._check_open()
+        self._push_late()
         try:
             check_temperature(temperature)
             if forwards is not None and forwards < 1:
@@ -329,7 +335,9 @@ class PolicyBridge:
         self, result: SyncResult, snapshot: PolicySnapshot | None, session: Session | None
     ) -> None:
         self._last_sync = result
-        self._counters.add(syncs=1)
+        self._counters.add(syncs=1, servers_left_out=len(result.left_out))
+        if result.left_out:
+            logger.warning("rollout servers are left out: %s", dict(result.left_out))
         self._guard.synced(result.policy_version, session if snapshot is not None else None)
         if self._modules is not None:
             # Taken now: merging adapters inside the window is part of the sync.
@@ -337,6 +345,45 @@ class PolicyBridge:
             self._stamp = stamp_of(self._weights)
         if snapshot is not None and self._connection is not None:
             self._connection.offer_policy(snapshot)
+
+    def _sync_window(self, version: int, session: Session | None, lead: bool) -> SyncWindow:
+        known = None if self._connection is None else self._connection.session
+        trainer_servers = () if known is None else known.rollout_servers
+        answers = self._probe.answers()
+        return SyncWindow(
+            version,
+            self._model,
+            self._config,
+            trainer=self._trainer,
+            session=session if self._guard.connected and answers else None,
+            servers=self._config.rollout_servers or trainer_servers,
+            fleet_known=known is not None or self._connection is None,
+            fleet=self._fleet,
+            lead=lead,
+        )
+
+    def _push_late(self) -> None:
+        """Push what waits, if the rollout servers are known by now and the weights are the same."""
+        if self._waiting is None or self._connection is None:
+            return
+        (version, source), session = self._waiting, self._connection.session
+        if session is None or not session.rollout_servers:
+            return
+        # Once only: what fails here the next sync reports.
+        self._waiting = None
+        whole = isinstance(source, Mapping) or not (self._modules and self._modules.shards)
+        if not whole or stamp_of(self._weights) != self._stamp:
+            return
+        window = self._sync_window(version, session, lead=True)
+        try:
+            with window:
+                window.push_policy(source)
+        except PolicySyncError as error:
+            self._counters.error(str(error))
+            logger.error("%s", error)
+            return
+        self._counters.add(late_pushes=1)
+        self._last_sync = window.result
 
     def _window(self, temperature: float, forwards: int | None) -> Capture | None:
         config, modules, outbox = self._config, self._modules, self._outbox

@@ -54,6 +54,9 @@ class BridgeConfig:
             and ``stats().transport_reason`` says why.
         shared_memory: directory in which the file of the outbox is made; the trainer's [server]
             shared_memory as it is mounted here.
+        skip_unreachable_servers: push the policy to the rollout servers that can be reached, as
+            long as one can, and count the others in ``stats().servers_left_out``; they serve an
+            older policy when they come back, until the next sync. Off, one is an error.
         policy_dtype: cast pushed policy weights to this; empty keeps the policy's.
         seed: of the default selector.
         strict: raise what otherwise turns capture off: a policy that cannot be captured, a
@@ -86,6 +89,7 @@ class BridgeConfig:
     states_dtype: str = ""
     transport: str = "auto"
     shared_memory: str = "/dev/shm"
+    skip_unreachable_servers: bool = False
     policy_dtype: str = "bfloat16"
     seed: int = 0
     strict: bool = False
@@ -116,8 +120,10 @@ class BridgeConfig:
         for name, expected in (("run_id", "a name"), ("shared_memory", "a directory")):
             if not getattr(self, name):
                 raise RefusedError(name, "an empty text", expected, f"set {name}")
-        if not isinstance(self.strict, bool):
-            raise RefusedError("strict", repr(self.strict), "True or False", "fix the value")
+        for name in ("strict", "skip_unreachable_servers"):
+            if not isinstance(getattr(self, name), bool):
+                found = repr(getattr(self, name))
+                raise RefusedError(name, found, "True or False", "fix the value")
         for name, least in (("bytes_per_step", 0), ("outbox_bytes", 1), ("seed", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -110,6 +110,9 @@ FACTS: tuple[Fact[BridgeStats], ...] = (
     _number("policy_version", f"Last policy version whose sync ended well. {_NO_SYNC}"),
     _counted("announced_policies", "Policy versions that the trainer was told of.", "announced"),
     _counted("syncs", "Sync windows that ended well."),
+    _counted("waiting_pushes", "Windows whose push waits for the trainer to name the servers."),
+    _counted("late_pushes", "Waiting pushes that a later capture window made good."),
+    _counted("servers_left_out", "Rollout servers that a window left out as unreachable."),
     Fact(
         "last_sync_seconds",
         f"Time of the last sync: staging the draft, staging the policy, committing. {_NO_SYNC}",

@@ -25,6 +25,8 @@ class SyncResult:
         stage_seconds: staging the policy on every rollout server.
         commit_seconds: from the commit call to the last server's answer.
         draft_errors: why the draft could not follow; empty when it did.
+        policy_waits: whether a push waits for the trainer, which knows the rollout servers.
+        left_out: why the policy was not pushed to these servers (``skip_unreachable_servers``).
     """
 
     policy_version: int
@@ -34,6 +36,8 @@ class SyncResult:
     stage_seconds: float = 0.0
     commit_seconds: float = 0.0
     draft_errors: tuple[str, ...] = ()
+    policy_waits: bool = False
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,12 @@ class BridgeStats:
     """Runs opened, the first included."""
     syncs: int = 0
     """Sync windows that ended well."""
+    waiting_pushes: int = 0
+    """Of these, windows that ended before any rollout server was known; see ``push_policy``."""
+    late_pushes: int = 0
+    """Waiting pushes that a later ``capture`` made good."""
+    servers_left_out: int = 0
+    """Rollout servers that a window left out, one count for each window and server."""
     last_sync: SyncResult | None = None
     """The newest of them; None before it."""
     last_error: str = ""

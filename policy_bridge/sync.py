@@ -2,11 +2,15 @@
 
 The policy does not depend on the trainer: when the trainer is absent or late, the bridge commits
 the policy itself. It does depend on the rollout servers: a server that does not take the policy is
-an error to the caller, because training on rollouts of a stale policy would go unnoticed.
+an error to the caller, because training on rollouts of a stale policy would go unnoticed. Two
+exceptions: a push waits where the trainer, which alone knows the servers, was not reached yet; and
+with ``skip_unreachable_servers`` a server that cannot be reached is left out and counted.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +27,7 @@ from policy_bridge.model import full_tensor, plain_name, unwrapped
 from policy_bridge.session import Session
 from policy_bridge.stats import SyncResult
 from slipstream.client import open_channel, stage
-from slipstream.errors import RefusedError, failure_text
+from slipstream.errors import RefusedError, failure_text, refused_from
 from slipstream.tensors import spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
@@ -32,6 +36,9 @@ from slipstream.v1 import rollout_server_pb2_grpc as rollout_grpc
 
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
+Errors = dict[str, Exception]
+"""By the server's address."""
+_SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 
 def describe(error: BaseException) -> str:
@@ -50,7 +57,7 @@ class RolloutFleet:
 
     def stage(
         self, addresses: Sequence[str], stage_id: str, version: int, tensors: Tensors
-    ) -> dict[str, str]:
+    ) -> Errors:
         """Stage a policy on every server. Errors by address; empty when all hold it."""
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
 
@@ -69,7 +76,7 @@ class RolloutFleet:
 
     def make_live(
         self, addresses: Sequence[str], stage_id: str, version: int
-    ) -> tuple[dict[str, rollout_pb.ServerState], dict[str, str]]:
+    ) -> tuple[dict[str, rollout_pb.ServerState], Errors]:
         """Commit a staged policy wherever it is not live yet.
 
         Each server's state is read first and, when its commit fails, again: the trainer may have
@@ -97,7 +104,7 @@ class RolloutFleet:
 
         return self._each(addresses, one)
 
-    def abort(self, addresses: Sequence[str], stage_id: str) -> dict[str, str]:
+    def abort(self, addresses: Sequence[str], stage_id: str) -> Errors:
         """Drop a stage on every server. Errors by address."""
         request = rollout_pb.AbortRequest(stage_ids=[stage_id])
         seconds = self._config.rpc_seconds
@@ -111,15 +118,15 @@ class RolloutFleet:
 
     def _each(
         self, addresses: Sequence[str], call: Callable[[rollout_grpc.RolloutServerStub], T]
-    ) -> tuple[dict[str, T], dict[str, str]]:
-        failed: dict[str, str] = {}
+    ) -> tuple[dict[str, T], Errors]:
+        failed: Errors = {}
         for address in addresses:
             if address not in self._channels:
                 try:
                     channel = open_channel(address, credentials=self._config.rollout_credentials)
                 except RefusedError as refusal:
                     # An address from the trainer to which the token must not go.
-                    failed[address] = str(refusal)
+                    failed[address] = refusal
                     continue
                 self._channels[address] = channel
         with ThreadPoolExecutor(max(1, len(addresses)), "slipstream-fleet") as pool:
@@ -134,7 +141,7 @@ class RolloutFleet:
             if error is None:
                 done[address] = future.result()
             elif isinstance(error, grpc.RpcError | ConnectionError):
-                failed[address] = describe(error)
+                failed[address] = error
             else:
                 raise error
         return done, failed
@@ -157,10 +164,10 @@ class PolicySyncError(RuntimeError):
         result: what was reached before it.
     """
 
-    def __init__(self, stage: str, errors: Mapping[str, str], result: SyncResult) -> None:
-        self.errors = dict(errors)
+    def __init__(self, stage: str, errors: Errors, result: SyncResult) -> None:
+        self.errors = {address: describe(error) for address, error in errors.items()}
         self.result = result
-        texts = "; ".join(f"{address}: {text}" for address, text in errors.items())
+        texts = "; ".join(f"{address}: {text}" for address, text in self.errors.items())
         super().__init__(
             f"policy version {result.policy_version} was not {stage} on {len(errors)} rollout "
             f"server(s): {texts}. Next step: see to those servers, then sync again"
@@ -178,10 +185,12 @@ class SyncWindow:
         trainer: the sidecar.
         session: its open run; None while it cannot be reached.
         servers: host:port of every rollout server.
+        fleet_known: whether these are all that there are: the trainer told of its own, or cannot.
         fleet: the connections to them.
         lead: whether this process stages the draft and pushes the policy.
         result: what was done; set at the end of the window.
         trainer_silent: whether the trainer let a deadline pass.
+        waiting: what ``push_policy`` was given, where no server is known yet.
     """
 
     version: InitVar[int]
@@ -190,10 +199,12 @@ class SyncWindow:
     trainer: pb_grpc.DraftTrainerStub
     session: Session | None
     servers: Sequence[str]
+    fleet_known: bool
     fleet: RolloutFleet
     lead: bool
     result: SyncResult | None = field(default=None, init=False)
     trainer_silent: bool = field(default=False, init=False)
+    waiting: nn.Module | Tensors | None = field(default=None, init=False)
 
     def __post_init__(self, version: int) -> None:
         self._push_error: PolicySyncError | None = None
@@ -225,28 +236,42 @@ class SyncWindow:
     def push_policy(self, source: nn.Module | Tensors | None = None) -> None:
         """Stage the policy on every rollout server; it becomes live when the window ends.
 
+        Where the servers are the trainer's to know and it was not reached yet, the push waits:
+        ``result.policy_waits`` is set. If the trainer is there by then, ``capture`` pushes this
+        version, as long as the weights are still its own, or the next ``sync`` the next one.
+
         Args:
             source: a model or its state dict, named as vLLM's checkpoint loader expects;
                 None: the model that the bridge was built with. Floating tensors are cast
                 to ``policy_dtype``; tensors tied to one before them are left out.
 
         Raises:
-            RefusedError: no rollout server is known, the policy was pushed already, or
+            RefusedError: there is no rollout server, the policy was pushed already, or
                 another process leads.
             PolicySyncError: a server did not take it; the window then aborts.
         """
+        source = self.model if source is None else source
         if not self.lead:
             raise RefusedError("push_policy", "lead=False", "the process that leads", "push there")
-        if self._stage_id:
+        if self._stage_id or self.waiting is not None:
             raise RefusedError("push_policy", "a second call", "one per window", "push once")
         if not self.servers:
-            found = "none, neither in the configuration nor from the trainer"
-            raise RefusedError("rollout_servers", found, "at least one", "set it in BridgeConfig")
+            if self.fleet_known:
+                found, step = (
+                    "none, neither configured nor from the trainer",
+                    "set it in BridgeConfig",
+                )
+                raise RefusedError("rollout_servers", found, "at least one", step)
+            self.waiting = source
+            self._so_far = replace(self._so_far, policy_waits=True)
+            return
         started = time.monotonic()
-        tensors = policy_tensors(self.model if source is None else source, self.config.policy_dtype)
+        tensors = policy_tensors(source, self.config.policy_dtype)
         version = self._so_far.policy_version
         self._stage_id = f"policy-{version}-{uuid.uuid4().hex[:8]}"
-        errors = self.fleet.stage(self.servers, self._stage_id, version, tensors)
+        errors = self._without_unreachable(
+            self.fleet.stage(self.servers, self._stage_id, version, tensors)
+        )
         self._so_far = replace(
             self._so_far, policy_pushed=True, stage_seconds=time.monotonic() - started
         )
@@ -271,12 +296,13 @@ class SyncWindow:
         states: dict[str, rollout_pb.ServerState] = {}
         if self._prepared:
             states.update(self._complete())
-        failed: dict[str, str] = {}
+        failed: Errors = {}
         if self._stage_id:
-            live, failed = self.fleet.make_live(
+            live, errors = self.fleet.make_live(
                 self.servers, self._stage_id, self._so_far.policy_version
             )
             states.update(live)
+            failed = self._without_unreachable(errors)
         self._so_far = replace(
             self._so_far,
             draft_versions={address: state.draft_version for address, state in states.items()},
@@ -312,8 +338,19 @@ class SyncWindow:
 
     def _abort(self) -> None:
         errors = self.fleet.abort(self.servers, self._stage_id)
-        for address, text in errors.items():
-            self._draft_error(f"abort at {address}: {text}")
+        for address, error in errors.items():
+            self._draft_error(f"abort at {address}: {describe(error)}")
+
+    def _without_unreachable(self, errors: Errors) -> Errors:
+        """``errors`` but for servers that are left out from now on; all of them if none is left."""
+        gone = {address: error for address, error in errors.items() if _unreachable(error)}
+        left = [address for address in self.servers if address not in gone]
+        if not self.config.skip_unreachable_servers or not left:
+            return errors
+        texts = {address: describe(error) for address, error in gone.items()}
+        self.servers = left
+        self._so_far = replace(self._so_far, left_out={**self._so_far.left_out, **texts})
+        return {address: error for address, error in errors.items() if address not in gone}
 
     def _trainer_error(self, call: str, error: grpc.RpcError) -> None:
         late = isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
@@ -322,6 +359,13 @@ class SyncWindow:
 
     def _draft_error(self, text: str) -> None:
         self._so_far = replace(self._so_far, draft_errors=(*self._so_far.draft_errors, text))
+
+
+def _unreachable(error: Exception) -> bool:
+    """Whether a server did not answer; a refusal is an answer."""
+    if isinstance(error, grpc.Call):
+        return refused_from(error) is None and error.code() in _SILENT
+    return isinstance(error, ConnectionError)
 
 
 def policy_tensors(source: nn.Module | Tensors, dtype_name: str) -> dict[str, torch.Tensor]:
@@ -359,37 +403,51 @@ def _plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {plain_name(name): tensor for name, tensor in model.state_dict().items()}
 
 
-_SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
-
-
 class TrainerProbe:
-    """Finds out whether a silent trainer answers again, without waiting for it.
+    """Asks the trainer for its status without waiting for it. At most one call is in flight.
 
-    A hung trainer would otherwise cost every weight sync its whole deadline. At most one call is
-    in flight. Used from one thread.
+    A hung trainer would otherwise cost every weight sync its whole deadline. Thread-safe.
+
+    Attributes:
+        status: the newest answer; None before the first.
+        answered_at: when it came, monotonic seconds.
     """
 
     def __init__(self, trainer: pb_grpc.DraftTrainerStub, deadline_seconds: float) -> None:
         self._trainer = trainer
         self._deadline = deadline_seconds
+        self._lock = threading.Lock()
         self._asked: grpc.Future | None = None
+        self._asked_at = -math.inf
+        self.status: pb.TrainerStatus | None = None
+        self.answered_at = -math.inf
 
     def send(self) -> None:
         """Start a call; ``answers`` is False until it is answered."""
+        self._asked_at = time.monotonic()
         self._asked = self._trainer.GetStatus.future(pb.GetStatusRequest(), timeout=self._deadline)
 
     def answers(self) -> bool:
         """Whether the trainer may be called: no call is open, or it was answered."""
-        if self._asked is None:
+        with self._lock:
+            if self._asked is None:
+                return True
+            if not self._asked.done():
+                return False
+            code = self._asked.code()
+            # A refusal is an answer too.
+            if code in _SILENT:
+                self.send()
+                return False
+            if code is grpc.StatusCode.OK:
+                self.status, self.answered_at = self._asked.result(), time.monotonic()
+            self._asked = None
             return True
-        if not self._asked.done():
-            return False
-        # A refusal is an answer too.
-        if self._asked.code() in _SILENT:
+
+    def poll(self, interval_seconds: float) -> None:
+        """Keep ``status`` about this new, for as long as this is called."""
+        if self.answers() and time.monotonic() - self._asked_at >= interval_seconds:
             self.send()
-            return False
-        self._asked = None
-        return True
 
     def close(self) -> None:
         """Cancel the open call."""

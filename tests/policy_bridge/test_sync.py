@@ -12,8 +12,8 @@ from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
 
-from .conftest import Connect, make_model
-from .doubles import BlackHole, FakeRollout, FakeTrainer, Server
+from .conftest import Connect, batch, make_model, ship
+from .doubles import DEADLINE, BlackHole, FakeRollout, FakeTrainer, Server
 
 
 @pytest.fixture
@@ -25,6 +25,7 @@ def rollouts() -> Iterator[list[tuple[FakeRollout, Server]]]:
 
 
 Rollouts = list[tuple[FakeRollout, Server]]
+Log = pytest.LogCaptureFixture
 
 
 def addresses(rollouts: Rollouts) -> tuple[str, ...]:
@@ -223,6 +224,106 @@ def test_a_server_that_is_gone_is_an_error(
         with pytest.raises(PolicySyncError, match="UNAVAILABLE"), bridge.sync(1) as window:
             window.push_policy()
         assert rollouts[1][0].staged == {}
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_push_before_the_trainer_is_there_waits_for_it(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, moved: bool, caplog: Log
+) -> None:
+    """A training job that starts first, or starts again while the sidecar is down."""
+    model = make_model()
+    trainer.rollout_servers = addresses(rollouts)
+    server = trainer.serve()
+    server.kill()
+    bridge = connect(server.address, model=model, wait=False, connect_seconds=0.2)
+    for version in (1, 2):
+        with bridge.sync(version) as window:
+            window.push_policy()
+        assert window.result is not None and window.result.policy_waits
+        assert not window.result.policy_pushed
+        ship(bridge, model, batch((6,)))
+    assert bridge.policy_version == 2
+    assert (bridge.stats().waiting_pushes, bridge.stats().late_pushes) == (2, 0)
+    assert sum("the push waits" in record.message for record in caplog.records) == 1
+    pushed = model.lm_head.weight.detach().bfloat16()
+    with trainer.serve(server.port):
+        assert bridge.wait_connected(DEADLINE)
+        if moved:
+            with torch.no_grad():
+                model.lm_head.weight.mul_(2.0)
+        bridge.capture()
+        found = [double.policy_version for double, _ in rollouts]
+        assert found == ([None, None] if moved else [2, 2])
+        assert bridge.stats().late_pushes == (not moved)
+        if not moved:
+            assert all(torch.equal(d.live["lm_head.weight"], pushed) for d, _ in rollouts)
+            bridge.capture()
+            assert [len(double.commits) for double, _ in rollouts] == [1, 1]
+        with bridge.sync(3) as window:
+            window.push_policy()
+        assert window.result is not None and window.result.policy_pushed
+    assert [double.policy_version for double, _ in rollouts] == [3, 3]
+
+
+def test_a_late_push_that_fails_is_told_and_left_to_the_next_sync(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    trainer.rollout_servers = addresses(rollouts)
+    server = trainer.serve()
+    server.kill()
+    bridge = connect(server.address, wait=False, connect_seconds=0.2)
+    with bridge.sync(1) as window:
+        window.push_policy()
+    rollouts[0][0].fail.add("Stage")
+    with trainer.serve(server.port):
+        assert bridge.wait_connected(DEADLINE)
+        bridge.capture()
+        assert "a switch" in bridge.stats().last_error and bridge.stats().late_pushes == 0
+        assert [double.staged for double, _ in rollouts] == [{}, {}]
+        with pytest.raises(PolicySyncError, match="a switch"), bridge.sync(2) as window:
+            window.push_policy()
+
+
+def test_the_policy_is_pushed_although_its_version_goes_backwards(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    trainer.rollout_servers = addresses(rollouts)
+    with trainer.serve() as server:
+        bridge = connect(server.address, version=5)
+        with bridge.sync(4) as window:
+            window.push_policy()
+    assert [double.policy_version for double, _ in rollouts] == [4, 4]
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_server_that_is_gone_is_left_out_by_choice_and_counted(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, when: str
+) -> None:
+    (dead, dead_server), (other, other_server) = rollouts
+    with trainer.serve() as server:
+        bridge = connect(
+            server.address, rollout_servers=addresses(rollouts), skip_unreachable_servers=True
+        )
+        if when == "before":
+            dead_server.kill()
+        with bridge.sync(1) as window:
+            window.push_policy()
+            if when == "between":
+                dead_server.kill()
+        assert window.result is not None
+        assert set(window.result.left_out) == {dead_server.address}
+        assert "UNAVAILABLE" in window.result.left_out[dead_server.address]
+        assert set(window.result.draft_versions) == {other_server.address}
+        assert (other.policy_version, dead.policy_version) == (1, None)
+        assert bridge.stats().servers_left_out == 1 and bridge.policy_version == 1
+        # One that answers and refuses is an error all the same, and so is a fleet that is gone.
+        other.fail.add("Stage")
+        with pytest.raises(PolicySyncError, match="a switch"), bridge.sync(2) as window:
+            window.push_policy()
+        other_server.kill()
+        with pytest.raises(PolicySyncError, match="UNAVAILABLE"), bridge.sync(2) as window:
+            window.push_policy()
+        assert bridge.policy_version == 1
 
 
 def test_misuse_is_refused(trainer: FakeTrainer, connect: Connect, rollouts: Rollouts) -> None:
