@@ -10,8 +10,7 @@ change any more.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from draft_trainer.ingest.checks import (
 from draft_trainer.ingest.run import Run
 from draft_trainer.ingest.store import SampleStore
 from slipstream.checksum import Bytes, checksum_of
-from slipstream.errors import RefusedError, StatusCode
+from slipstream.errors import RefusedError
 from slipstream.sample import Layout, Sample, decode_float8
 from slipstream.shm import HEADER_BYTES, SharedFile
 from slipstream.tensors import dtype_to_wire
@@ -87,6 +86,9 @@ class Ingest:
         arrived: set whenever there may be something new to train on.
         directory: where clients' files of shared memory are; None: every block comes inline.
         on_accepted: told of every sample that was accepted, for a recording.
+
+    Attributes:
+        streams: open streams by transport; of the server's event loop.
     """
 
     def __init__(
@@ -104,8 +106,7 @@ class Ingest:
         self._arrived = arrived
         self._directory = directory
         self._on_accepted = on_accepted
-        self._lock = threading.Lock()
-        self._streams = {"grpc": 0, "shared_memory": 0}
+        self.streams = {"grpc": 0, "shared_memory": 0}
 
     def credit_bytes(self, most: int) -> int:
         """What a stream may have in flight: ``most``, or less where the store is small.
@@ -114,38 +115,22 @@ class Ingest:
         """
         return min(most, max(self._store.credit_bytes(), _LEAST_CREDIT))
 
-    @contextmanager
-    def stream(self, header: pb.StreamHeader) -> Iterator[tuple[SharedFile | None, str]]:
-        """The file of a stream for as long as the stream is open, which is counted by transport.
+    def open_file(self, header: pb.StreamHeader) -> tuple[SharedFile | None, str]:
+        """The client's file of a stream, for ``Memories``; or None, and why blocks come inline.
 
-        Yields:
-            The file, for ``Memories``; or None, and why blocks must come inline: the text of
-            ``Credit.inline_because``, empty where the client named no file.
+        The reason is the text of ``Credit.inline_because``, empty where the client named no file.
         """
-        file, why = None, ""
-        if header.HasField("shared_memory"):
-            offered = header.shared_memory
-            try:
-                if self._directory is None:
-                    raise RefusedError(
-                        "server.shared_memory", "nothing", "a directory", "set it in the trainer"
-                    )
-                file = SharedFile.open(self._directory, offered.name, offered.bytes, offered.nonce)
-            except RefusedError as error:
-                why = str(error)
-        transport = "grpc" if file is None else "shared_memory"
-        self._count(transport, 1)
+        if not header.HasField("shared_memory"):
+            return None, ""
+        offered = header.shared_memory
         try:
-            yield file, why
-        finally:
-            # Not closed by hand: a worker may still read it. It is when nothing refers to it.
-            self._count(transport, -1)
-
-    @property
-    def streams(self) -> dict[str, int]:
-        """Open streams by transport."""
-        with self._lock:
-            return dict(self._streams)
+            if self._directory is None:
+                advice = "set it in the trainer"
+                raise RefusedError("server.shared_memory", "nothing", "a directory", advice)
+            file = SharedFile.open(self._directory, offered.name, offered.bytes, offered.nonce)
+        except RefusedError as error:
+            return None, str(error)
+        return file, ""
 
     def take(self, run: Run, samples: Sequence[tuple[pb.VerifierStates, Memories]]) -> list[pb.Ack]:
         """Answer samples of one stream, in their order; accepted ones are recorded before that.
@@ -174,10 +159,6 @@ class Ingest:
         if taken:
             self._accept(run, taken)
         return acks
-
-    def _count(self, transport: str, change: int) -> None:
-        with self._lock:
-            self._streams[transport] += change
 
     def _read(self, header: pb.VerifierStates, memories: Memories, arriving: Layout) -> Sample:
         """The sample in the store's memory, checked. Raises RefusedError: what is wrong with it."""
@@ -244,34 +225,3 @@ def _check_span(span: pb.Span, first: int, end: int) -> None:
         raise RefusedError(
             "packed.span", found, f"within [{first}, {end})", "write bytes before they are named"
         )
-
-
-@dataclass
-class CreditWindow:
-    """What one stream may still send, in serialized bytes. One thread spends, another gives back.
-
-    The window bounds what the trainer holds of a stream before its samples are answered; it is
-    handed back with the acknowledgement. It does not wait for training: where the trainer lags,
-    the replay buffer evicts the oldest states, and the newest, which are worth most, do not wait
-    behind them.
-    """
-
-    left: int
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def spend(self, size: int) -> None:
-        """Raise RefusedError (RESOURCE_EXHAUSTED) when more is sent than was credited."""
-        with self._lock:
-            if size > self.left:
-                found = f"a message of {size} bytes with {self.left} bytes of credit left"
-                advice = "wait for credit before sending, and open the stream again"
-                code = StatusCode.RESOURCE_EXHAUSTED
-                raise RefusedError("credit", found, "at most the credit granted", advice, code)
-            self.left -= size
-
-    def give_back(self, size: int) -> None:
-        """The bytes are free again."""
-        with self._lock:
-            self.left += size

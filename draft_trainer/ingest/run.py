@@ -12,7 +12,8 @@ import math
 import threading
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 
@@ -249,12 +250,6 @@ class Runs:
             return self._run
 
     @property
-    def streams(self) -> int:
-        """Open streams of samples."""
-        with self._lock:
-            return self._streaming.total()
-
-    @property
     def sessions(self) -> int:
         """Open sessions."""
         with self._lock:
@@ -301,8 +296,9 @@ class Runs:
             self._sessions.move_to_end(session_id)
             return self._sessions[session_id]
 
-    def enter_stream(self, session_id: str, limit: int) -> Session:
-        """As ``session``, for a stream of samples; the caller calls ``leave_stream`` after it.
+    @contextmanager
+    def stream(self, session_id: str, limit: int) -> Iterator[Session]:
+        """As ``session``, for as long as a stream of its samples is open.
 
         Raises:
             RefusedError: unknown session, or ``limit`` streams are open (RESOURCE_EXHAUSTED).
@@ -316,13 +312,12 @@ class Runs:
                 code = StatusCode.RESOURCE_EXHAUSTED
                 raise RefusedError("StreamStates", found, expected, advice, code)
             self._streaming[session_id] += 1
-        return session
-
-    def leave_stream(self, session_id: str) -> None:
-        """A session's stream ended."""
-        with self._lock:
-            self._streaming[session_id] -= 1
-            self._streaming = +self._streaming
+        try:
+            yield session
+        finally:
+            with self._lock:
+                self._streaming[session_id] -= 1
+                self._streaming = +self._streaming
 
     def _begin(self, run_id: str, sizes: PolicySizes) -> Run:
         streams = self._streaming.total()

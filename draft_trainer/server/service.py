@@ -18,7 +18,7 @@ from grpc.aio import ServicerContext
 
 from draft_trainer.config import ServerConfig, TrainerConfig
 from draft_trainer.drafters import DraftShape
-from draft_trainer.ingest.ingest import CreditWindow, Ingest
+from draft_trainer.ingest.ingest import Ingest
 from draft_trainer.ingest.run import Runs
 from draft_trainer.releases.imports import MAX_ORIGIN_CHARACTERS, Imports
 from draft_trainer.releases.publisher import Publisher, PublishResult
@@ -148,9 +148,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     ) -> AsyncIterator[pb.StreamStatesResponse]:
         limits = self.config.server
         header = (await _first(request_iterator, "header", lambda framed: framed.request)).header
-        session = self.runs.enter_stream(header.session_id, limits.max_streams)
-        stream = None
-        try:
+        with self.runs.stream(header.session_id, limits.max_streams) as session:
             if self._draining.is_set():
                 raise RefusedError(
                     "StreamStates",
@@ -159,28 +157,25 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
                     "keep the unacknowledged samples and open the stream again later",
                     StatusCode.UNAVAILABLE,
                 )
-            with self.ingest.stream(header) as (file, inline_because):
-                transport = "gRPC" if file is None else "shared memory"
-                logger.info("%r streams states by %s", session.client, transport)
-                stream = StateStream(
-                    request_iterator,
-                    CreditWindow(self.ingest.credit_bytes(limits.receive_window_bytes)),
-                    self.ingest,
-                    session.run,
-                    file,
-                    inline_because=inline_because,
-                    idle_seconds=limits.stream_idle_s,
-                    workers=self.workers,
-                )
-                self._streams.add(stream)
-                # Closed before the client's file is.
+            file, inline_because = self.ingest.open_file(header)
+            stream = StateStream(
+                request_iterator,
+                self.ingest.credit_bytes(limits.receive_window_bytes),
+                self.ingest,
+                session.run,
+                file,
+                inline_because=inline_because,
+                idle_seconds=limits.stream_idle_s,
+                workers=self.workers,
+            )
+            logger.info("%r streams states by %s", session.client, stream.transport)
+            self._streams.add(stream)
+            try:
                 async with aclosing(stream.responses()) as responses:
                     async for response in responses:
                         yield response
-        finally:
-            if stream is not None:
+            finally:
                 self._streams.discard(stream)
-            self.runs.leave_stream(session.session_id)
 
     async def AnnouncePolicy(
         self, request_iterator: AsyncIterator[pb.AnnouncePolicyRequest], context: ServicerContext

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from draft_trainer.ingest.ingest import CreditWindow, Ingest, Memories
+from draft_trainer.ingest.ingest import Ingest, Memories
 from draft_trainer.ingest.run import Run
-from slipstream.errors import RefusedError
+from slipstream.errors import RefusedError, StatusCode
 from slipstream.serving import Workers
 from slipstream.shm import SharedFile
 from slipstream.tensors import Framed
@@ -58,11 +58,13 @@ class StateStream:
     """Answers the samples of one stream until the client or the server ends it.
 
     One task reads while another one has samples stored, so that gRPC receives during a transaction;
-    what arrived meanwhile is the next transaction. What is read ahead is bounded by ``window``.
+    what arrived meanwhile is the next transaction. What is read ahead is bounded by ``credit``, the
+    serialized bytes that the client may still send; it gets them back with its answers. Nothing
+    waits for training: where that lags, the store evicts the oldest states.
     """
 
     requests: AsyncIterator[Framed]
-    window: CreditWindow
+    credit: int
     ingest: Ingest
     run: Run
     file: SharedFile | None
@@ -73,6 +75,11 @@ class StateStream:
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _taken: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: bool = False
+
+    @property
+    def transport(self) -> str:
+        """Where the blocks of its samples are."""
+        return "grpc" if self.file is None else "shared_memory"
 
     def end(self) -> None:
         """End the stream after the batch that is being stored: the server is about to stop."""
@@ -85,15 +92,19 @@ class StateStream:
         Raises:
             RefusedError: a message that may not come, or more than was credited: the stream ends.
         """
-        first = pb.Credit(bytes=self.window.left, inline_because=self.inline_because)
+        first = pb.Credit(bytes=self.credit, inline_because=self.inline_because)
         yield pb.StreamStatesResponse(credit=first)
+        self.ingest.streams[self.transport] += 1
         reader = asyncio.create_task(self._read())
         try:
             while await self._has_more(reader):
-                yield await self.workers.run(self._take, self._next_batch())
+                response = await self.workers.run(self._take, self._next_batch())
+                self.credit += response.acks.credit_bytes
+                yield response
             if reader.done():
                 reader.result()
         finally:
+            self.ingest.streams[self.transport] -= 1
             reader.cancel()
             await asyncio.wait({reader})
 
@@ -122,7 +133,7 @@ class StateStream:
             pieces: list[Framed] = []
             async for framed in self.requests:
                 is_piece = self._check(framed)
-                self.window.spend(framed.nbytes)
+                self._spend(framed.nbytes)
                 if is_piece:
                     pieces.append(framed)
                     if len(pieces) > MAX_PIECES:
@@ -137,6 +148,15 @@ class StateStream:
                 pieces = []
         finally:
             self._arrived.set()
+
+    def _spend(self, size: int) -> None:
+        """Raise RefusedError (RESOURCE_EXHAUSTED) when more is sent than was credited."""
+        if size > self.credit:
+            found = f"a message of {size} bytes with {self.credit} bytes of credit left"
+            advice = "wait for credit before sending, and open the stream again"
+            code = StatusCode.RESOURCE_EXHAUSTED
+            raise RefusedError("credit", found, "at most the credit granted", advice, code)
+        self.credit -= size
 
     @staticmethod
     def _check(framed: Framed) -> bool:
@@ -181,5 +201,4 @@ class StateStream:
         for each in batch:
             for _ in each.samples:
                 counters.acknowledgement_seconds.observe(now - each.at)
-        self.window.give_back(size)
         return pb.StreamStatesResponse(acks=pb.AckBatch(acks=acks, credit_bytes=size))
