@@ -167,7 +167,6 @@ class Fit:
         from draft_trainer.kernels.library import use_kernels
         from draft_trainer.offline.data import fit_config
         from draft_trainer.offline.fit import Fit as Training
-        from draft_trainer.offline.fit import FitFolders
         from draft_trainer.training.ranks import RankLostError, Ranks
 
         given = {key: getattr(self, name) for name, key in _KEYS.items()}
@@ -192,8 +191,8 @@ class Fit:
         }
         try:
             ranks = Ranks.join(training.rank_timeout_s, training.device)
-            folders = FitFolders(self.states, self.draft, self.out, self.policy)
-            done = Training(folders, config, ranks).run(stopping, self.resume)
+            fit = Training(self.states, self.draft, self.out, self.policy, config, ranks)
+            done = fit.run(stopping, self.resume)
             ranks.leave()
         except RankLostError as error:
             print(f"draft-trainer: {error}; start all ranks again with --resume", file=sys.stderr)

@@ -1,21 +1,15 @@
-"""What a fit reads: its configuration, and one recording split by prompt, in an order by seed.
-
-Nothing here has a state of its own: a ``Position``, two integers, is all that a resumed fit needs
-to take the samples that the uninterrupted one would have taken.
-"""
+"""What a fit reads: its configuration, and one recording split by prompt, in an order by seed."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from draft_trainer.config import Section, TrainingConfig, read_toml, validated
-from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.recordings.recording import Recording
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample, is_held_out
@@ -70,31 +64,12 @@ def fit_config(path: Path | None, options: Mapping[str, object]) -> FitConfig:
     return validated(FitConfig, raw)
 
 
-@dataclass(frozen=True, eq=False)
-class FitData:
-    """A recording, split by prompt.
-
-    Attributes:
-        recording: narrowed to the draft's layers.
-        heads: every recorded policy version's matrices.
-        training: numbers of the samples that are trained on.
-        lengths: tokens of each of them.
-        held_out: samples that are not; at most ``fit.held_out_tokens``.
-    """
-
-    recording: Recording
-    heads: PolicyHeads
-    training: list[int]
-    lengths: list[int]
-    held_out: list[Sample]
-
-    def batch(self, chosen: Sequence[int]) -> list[Sample]:
-        """Samples by their place in ``training``."""
-        return [self.recording[self.training[i]] for i in chosen]
-
-
-def split(recording: Recording, heads: PolicyHeads, config: FitConfig) -> FitData:
+def split(recording: Recording, config: FitConfig) -> tuple[list[int], list[Sample]]:
     """Hold out a share of the prompts.
+
+    Returns:
+        The numbers of the samples that are trained on; the samples that are not, at most
+        ``fit.held_out_tokens``.
 
     Raises:
         RefusedError: one of the two parts is empty.
@@ -122,76 +97,35 @@ def split(recording: Recording, heads: PolicyHeads, config: FitConfig) -> FitDat
             "some of each",
             "record more prompts, or change fit.held_out_fraction",
         )
-    return FitData(recording, heads, training, [lengths[i] for i in training], held_out)
+    return training, held_out
 
 
-@dataclass(frozen=True)
-class Position:
-    """How far a fit is in the data.
+def steps_of(
+    lengths: Sequence[int], batch_tokens: int, seed: int, epochs: int
+) -> Iterator[tuple[int, list[int]]]:
+    """The epoch and the samples of every step: each sample once per epoch.
 
-    Attributes:
-        epoch: completed passes over the data.
-        index: completed samples of the current pass.
-    """
-
-    epoch: int = 0
-    index: int = 0
-
-
-class DataOrder:
-    """Every sample once per epoch, in an order of that epoch's own.
+    Every epoch has an order of its own. It is sorted by the numbers of ``random.Random``, whose
+    sequence Python promises to keep for a seed; that of its shuffle, or of torch.randperm, may
+    change between versions and would give a run that was resumed after an upgrade some samples
+    twice and others never.
 
     Args:
         lengths: tokens of every sample.
         batch_tokens: bound on the tokens of one step; a sample that is longer has a step to itself.
         seed: of the orders.
+        epochs: how many. A step never spans two; the last one of an epoch may be short.
     """
-
-    def __init__(self, lengths: Sequence[int], batch_tokens: int, seed: int) -> None:
-        if not lengths:
-            raise RefusedError("samples", "none", "at least one", "record some states first")
-        if batch_tokens < 1:
-            raise RefusedError("batch_tokens", batch_tokens, "at least 1", "raise it")
-        self._lengths = tuple(lengths)
-        self._batch_tokens = batch_tokens
-        self._seed = seed
-        self._epoch, self._order = -1, [0]
-
-    def next_step(self, position: Position) -> tuple[list[int], Position]:
-        """The samples of the step that begins at ``position``, and where the next one begins.
-
-        A step never spans two epochs; the last one of an epoch may be short.
-        """
-        order = self.order(position.epoch)
+    for epoch in range(epochs):
+        draw = random.Random(f"{seed}:{epoch}").random
+        keys = [draw() for _ in lengths]
         chosen: list[int] = []
         tokens = 0
-        for sample in order[position.index :]:
-            tokens += self._lengths[sample]
-            if chosen and tokens > self._batch_tokens:
-                break
+        for sample in sorted(range(len(keys)), key=keys.__getitem__):
+            tokens += lengths[sample]
+            if chosen and tokens > batch_tokens:
+                yield epoch, chosen
+                chosen, tokens = [], lengths[sample]
             chosen.append(sample)
-        index = position.index + len(chosen)
-        if index == len(order):
-            return chosen, Position(position.epoch + 1, 0)
-        return chosen, Position(position.epoch, index)
-
-    def steps(self, epochs: int, start: Position = Position()) -> Iterator[list[int]]:
-        """The samples of every step from ``start`` to the end of the last epoch."""
-        position = start
-        while position.epoch < epochs:
-            chosen, position = self.next_step(position)
-            yield chosen
-
-    def order(self, epoch: int) -> list[int]:
-        """Sample indices of one epoch.
-
-        Sorted by the numbers of ``random.Random``, whose sequence Python promises to keep for a
-        seed; that of its shuffle, or of torch.randperm, may change between versions and would
-        give a run that was resumed after an upgrade some samples twice and others never.
-        """
-        if epoch != self._epoch:
-            draw = random.Random(f"{self._seed}:{epoch}").random
-            keys = [draw() for _ in self._lengths]
-            self._order = sorted(range(len(keys)), key=keys.__getitem__)
-            self._epoch = epoch
-        return self._order
+        if chosen:
+            yield epoch, chosen

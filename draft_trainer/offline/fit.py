@@ -29,7 +29,7 @@ from draft_trainer.checkpoints.draft import WEIGHTS_FILE
 from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.files import folder_written_whole, fsync
-from draft_trainer.offline.data import DataOrder, FitConfig, Position, split
+from draft_trainer.offline.data import FitConfig, split, steps_of
 from draft_trainer.offline.report import (
     LOG_FILE,
     TrainingLog,
@@ -57,30 +57,11 @@ _NOT_IN_THE_RESULT = {
 
 
 @dataclass(frozen=True)
-class FitFolders:
-    """What a fit reads and writes.
-
-    Attributes:
-        states: the recording.
-        draft: the draft that it begins with.
-        out: made.
-        policy: the draft's policy, where the draft's checkpoint does not say everything.
-    """
-
-    states: Path
-    draft: Path
-    out: Path
-    policy: Path | None = None
-
-
-@dataclass(frozen=True)
 class FitProgress:
     """How far a fit is: with the learner's tensors all that the rest of it depends on.
 
     Attributes:
         step: optimizer steps done, skipped ones included.
-        epoch: completed passes over the data.
-        index: completed samples of the current pass.
         tokens: trained on.
         seconds: spent on it, evaluations not counted.
         best: highest estimated acceptance length.
@@ -88,8 +69,6 @@ class FitProgress:
     """
 
     step: int = 0
-    epoch: int = 0
-    index: int = 0
     tokens: int = 0
     seconds: float = 0.0
     best: float = 0.0
@@ -190,7 +169,10 @@ class Fit:
     """One fit, from reading its inputs to its last step.
 
     Args:
-        folders: what it reads and writes.
+        states: folder of the recording.
+        draft: folder of the draft that it begins with.
+        out: folder that it makes.
+        policy: the draft's policy, where the draft's checkpoint does not say everything.
         config: how.
         ranks: this process among the ranks that fit together; all call the same methods, and
             rank 0 alone writes and prints.
@@ -199,24 +181,37 @@ class Fit:
         RefusedError: states, draft and configuration do not fit one another; nothing was written.
     """
 
-    def __init__(self, folders: FitFolders, config: FitConfig, ranks: Ranks) -> None:
-        self._folders = folders
+    def __init__(
+        self,
+        states: Path,
+        draft: Path,
+        out: Path,
+        policy: Path | None,
+        config: FitConfig,
+        ranks: Ranks,
+    ) -> None:
         self._config = config
         self._ranks = ranks
         self._console = Console(stderr=True, quiet=ranks.rank != 0)
         fit, training = config.fit, config.training
-        draft = DRAFTERS[fit.kind].read(folders.draft, folders.policy).draft()
-        recording = open_recording(folders.states, self._console)
-        recording.fit_to(draft.config)
-        self._data = split(recording, recording.policy_heads(draft.target_ids()), config)
-        self._order = DataOrder(self._data.lengths, training.batch_tokens, training.seed)
-        self._total = sum(1 for _ in self._order.steps(fit.epochs))
+        head = DRAFTERS[fit.kind].read(draft, policy).draft()
+        self._recording = open_recording(states, self._console)
+        self._recording.fit_to(head.config)
+        self._heads = self._recording.policy_heads(head.target_ids())
+        self._training, self._held_out = split(self._recording, config)
+        lengths = self._recording.lengths()
+        self._lengths = [lengths[number] for number in self._training]
+        self._steps = list(
+            steps_of(self._lengths, training.batch_tokens, training.seed, fit.epochs)
+        )
+        self._total = len(self._steps)
         self._evaluate_at = {
             round(self._total * (i + 1) / fit.evaluations) for i in range(fit.evaluations)
         }
+        self._read = {"states": str(states), "draft": str(draft)}
         self._sha256 = {
-            "states": hashlib.sha256((folders.states / INDEX_FILE).read_bytes()).hexdigest(),
-            "draft": _sha256(draft),
+            "states": hashlib.sha256((states / INDEX_FILE).read_bytes()).hexdigest(),
+            "draft": _sha256(head),
         }
         schedule = Schedule(
             training.learning_rate,
@@ -225,8 +220,8 @@ class Fit:
             fit.decay_floor,
             fit.decay_share,
         )
-        self._learner = Learner(draft.to(ranks.device), training, ranks, schedule)
-        self._output = FitOutput(folders.out, training.state_every_steps)
+        self._learner = Learner(head.to(ranks.device), training, ranks, schedule)
+        self._output = FitOutput(out, training.state_every_steps)
         self._now = FitProgress()
 
     def run(self, stopping: threading.Event, resume: bool) -> bool:
@@ -247,7 +242,7 @@ class Fit:
         """
         output, console = self._output, self._console
         if resume and output.is_finished:
-            say(console, f"{self._folders.out} is finished")
+            say(console, f"{output.folder} is finished")
             return True
         first = self._ranks.rank == 0
         if first:
@@ -276,17 +271,15 @@ class Fit:
     def _start_together(self) -> None:
         """Put every rank where rank 0 is."""
         self._learner.take_rank_0()
-        where = torch.tensor([self._now.step, self._now.epoch, self._now.index])
-        self._ranks.broadcast({"where": where})
-        step, epoch, index = where.tolist()
-        self._now = replace(self._now, step=step, epoch=epoch, index=index)
+        step = torch.tensor(self._now.step)
+        self._ranks.broadcast({"step": step})
+        self._now = replace(self._now, step=int(step))
 
     def _train(self, stopping: threading.Event, bar: Progress, task: TaskID) -> bool:
         """Steps, states and evaluations until the last epoch ends or ``stopping`` is set."""
         first, output = self._ranks.rank == 0, self._output
-        while self._now.epoch < self._config.fit.epochs:
-            epoch = self._now.epoch
-            metrics = self._step()
+        for epoch, chosen in self._steps[self._now.step :]:
+            metrics = self._step(chosen)
             now = self._now
             # One rank may have been signalled before the others: they stop together.
             stop = bool(self._ranks.gather(torch.tensor([int(stopping.is_set())])).any())
@@ -306,19 +299,16 @@ class Fit:
                 return False
         return True
 
-    def _step(self) -> StepMetrics:
-        """One step on this rank's share of the next samples."""
+    def _step(self, chosen: list[int]) -> StepMetrics:
+        """One step on this rank's share of samples."""
         started = time.perf_counter()
-        chosen, position = self._order.next_step(Position(self._now.epoch, self._now.index))
-        lengths = [self._data.lengths[i] for i in chosen]
+        lengths = [self._lengths[i] for i in chosen]
         mine = shares(lengths, self._ranks.size)[self._ranks.rank]
-        samples = self._data.batch([chosen[i] for i in mine])
-        metrics = self._learner.step(samples, self._data.heads)
+        samples = [self._recording[self._training[chosen[i]]] for i in mine]
+        metrics = self._learner.step(samples, self._heads)
         self._now = replace(
             self._now,
             step=self._now.step + 1,
-            epoch=position.epoch,
-            index=position.index,
             tokens=self._now.tokens + metrics.tokens,
             seconds=self._now.seconds + time.perf_counter() - started,
         )
@@ -330,8 +320,8 @@ class Fit:
         served, fit, now = self._learner.snapshot(), self._config.fit, self._now
         estimate = expected_acceptance(
             served,
-            self._data.held_out,
-            self._data.heads,
+            self._held_out,
+            self._heads,
             fit.num_speculative_tokens,
             fit.draft_sample_method,
             max_batch_tokens=self._config.training.forward_tokens,
@@ -372,32 +362,32 @@ class Fit:
         )
         say(
             self._console,
-            f"{self._folders.out}: expected acceptance length {now.best:.3f}, of step "
+            f"{self._output.folder}: expected acceptance length {now.best:.3f}, of step "
             f"{now.best_step}; {now.tokens:,} tokens in {timedelta(seconds=round(now.seconds))}",
         )
 
     def _belongs_to(self) -> dict[str, object]:
         """What makes another fit's training state wrong for this one."""
-        facts: dict[str, object] = {f"sha256 of {k}": v for k, v in self._sha256.items()}
+        # 2: the position is the number of steps alone.
+        facts: dict[str, object] = {"format": 2}
+        facts |= {f"sha256 of {k}": v for k, v in self._sha256.items()}
         for name, section in self._config.model_dump(mode="json").items():
             for key in section.keys() - _NOT_IN_THE_RESULT:
                 facts[f"{name}.{key}"] = section[key]
         return facts | head_facts(self._learner.head.config)
 
     def _start_facts(self) -> dict[str, Any]:
-        data = self._data
         return {
-            "states": str(self._folders.states),
-            "draft": str(self._folders.draft),
+            **self._read,
             "sha256": self._sha256,
             "config": self._config.model_dump(mode="json"),
             "ranks": self._ranks.size,
             "threads": torch.get_num_threads(),
             "steps": self._total,
-            "samples": len(data.training),
-            "tokens_per_epoch": sum(data.lengths),
-            "held_out_samples": len(data.held_out),
-            "held_out_tokens": sum(sample.tokens for sample in data.held_out),
+            "samples": len(self._training),
+            "tokens_per_epoch": sum(self._lengths),
+            "held_out_samples": len(self._held_out),
+            "held_out_tokens": sum(sample.tokens for sample in self._held_out),
         }
 
 

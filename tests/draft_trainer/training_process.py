@@ -13,13 +13,12 @@ import argparse
 import os
 import signal
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from draft_trainer.config import TrainingConfig
-from draft_trainer.offline.data import DataOrder, Position
+from draft_trainer.offline.data import steps_of
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.optimizer import Schedule
 from draft_trainer.training.ranks import RankLostError, Ranks, shares
@@ -64,26 +63,26 @@ def train(options: argparse.Namespace, ranks: Ranks) -> None:
     samples = Policy(0, 4.0).samples(32)
     heads = Policy(0, 4.0).heads()
     lengths = [sample.tokens for sample in samples]
-    order = DataOrder(lengths, 80, seed=7)
+    steps = list(steps_of(lengths, 80, seed=7, epochs=options.epochs))
     # Not rank 0's weights: it must give them to the others.
     learner = Learner(head(ranks.rank), CONFIG, ranks, SCHEDULE)
-    position, store = Position(), None
+    done, store = 0, None
     if ranks.rank == 0:
         store = StateStore(options.folder / "states", head_facts(config()))
         state = store.load()
         if state is not None:
             learner.load_state_dict(state.tensors)
-            position = Position(**state.position)
+            done = int(state.position["done"])
     learner.take_rank_0()
     with (options.folder / "losses.txt").open("a") as log:
         if ranks.rank == 0:
             print(f"begins {learner.steps}", file=log, flush=True)
             print("ready", flush=True)
-        while position.epoch < options.epochs:
+        while done < len(steps):
             last = ranks.rank == ranks.size - 1
             if last and learner.steps == options.lose:
                 os.kill(os.getpid(), signal.SIGKILL)
-            chosen, position = order.next_step(position)
+            chosen, done = steps[done][1], done + 1
             mine = shares([lengths[i] for i in chosen], ranks.size)[ranks.rank]
             batch = [samples[chosen[i]] for i in mine]
             if last and learner.steps == options.ruin and not learner.steps_skipped:
@@ -93,11 +92,11 @@ def train(options: argparse.Namespace, ranks: Ranks) -> None:
                 print(f"rank {ranks.rank} skipped {learner.steps_skipped}", flush=True)
                 continue
             if store is not None:
-                store.save(learner.state_dict(), learner.steps, asdict(position))
+                store.save(learner.state_dict(), learner.steps, {"done": done})
                 line = f"step {learner.steps} {metrics.loss.hex()} {metrics.anchors}"
                 print(line, file=log, flush=True)
     if store is not None:
-        store.save(learner.state_dict(), learner.steps, asdict(position))
+        store.save(learner.state_dict(), learner.steps, {"done": done})
     ranks.leave()
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
     print(f"rank {ranks.rank} leaves {sum('gloo' in name for name in names)} threads", flush=True)
