@@ -11,12 +11,19 @@ drafts of requests that ended in the steps around the commit, never early.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from slipstream.v1 import rollout_server_pb2 as pb
 
 KEPT_VERSIONS = 64
+
+LEAST_DRAFTS = 50
+"""Tries of a position below which its acceptance is not known."""
+
+KEPT_DRAFTS = 2000.0
+"""Drafts over which older acceptance fades to 1/e."""
 
 
 def _add(
@@ -36,10 +43,40 @@ def _add(
         counters.accepted_per_position[position] += count
 
 
+class RecentAcceptance:
+    """Acceptance by position of the live draft; older steps fade."""
+
+    def __init__(self) -> None:
+        self._tried: list[float] = []
+        self._accepted: list[float] = []
+
+    def add(self, drafts: int, draft_tokens: int, per_position: Sequence[int]) -> None:
+        """Count one engine step, whose drafts are of one length but for a request's last ones."""
+        keep = math.exp(-drafts / KEPT_DRAFTS)
+        more = [0.0] * (len(per_position) - len(self._tried))
+        self._tried = [n * keep for n in self._tried + more]
+        self._accepted = [n * keep for n in self._accepted + more]
+        for place, count in enumerate(per_position):
+            tried = min(drafts, max(0, draft_tokens - place * drafts))
+            self._tried[place] += tried
+            self._accepted[place] += min(count, tried)
+
+    def rates(self) -> tuple[float, ...] | None:
+        """Share of drafts accepted at each position that was tried often enough; None where the
+        first was not."""
+        rates: list[float] = []
+        for tried, accepted in zip(self._tried, self._accepted, strict=True):
+            if tried < LEAST_DRAFTS:
+                break
+            rates.append(min(accepted / tried, rates[-1] if rates else 1.0))
+        return tuple(rates) or None
+
+
 class AcceptanceTracker:
     """Counts per draft version; owned by the API server's event loop.
 
     Attributes:
+        recent: of the live draft, since its commit.
         all: every version since the start, including those that are forgotten.
         live: version that proposes; None before ``start``.
     """
@@ -47,6 +84,7 @@ class AcceptanceTracker:
     def __init__(self) -> None:
         self.all = pb.AcceptanceCounters()
         self.live: int | None = None
+        self.recent = RecentAcceptance()
         self._seen = 0
         # (verification steps before it, version), ascending; the last entries are still to come.
         self._boundaries: list[tuple[int, int]] = []
@@ -72,13 +110,15 @@ class AcceptanceTracker:
     ) -> None:
         """One engine step's counts (vLLM's ``SpecDecodingStats``).
 
-        Raises LookupError: before ``start``: no version could be credited.
+        Before ``start`` only steps are counted: they belong to the calibration.
         """
         while self._boundaries and self._seen >= self._boundaries[0][0]:
             self._version = self._boundaries.pop(0)[1]
-        if self._version is None:
-            raise LookupError("drafts were verified before a draft version was known")
+            self.recent = RecentAcceptance()
         self._seen += drafts
+        if self._version is None:
+            return
+        self.recent.add(drafts, draft_tokens, per_position)
         for counters in (self._of(self._version), self.all):
             _add(counters, drafts, draft_tokens, accepted, per_position)
         self.wake()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -20,6 +23,7 @@ from rollout_server.checkpoint import (
     weight_files,
 )
 from rollout_server.control import DRAFT, POLICY, Committed, RolloutControl, Weights
+from rollout_server.draft_length import LengthChooser, LengthControl, calibrate
 from rollout_server.engine import Description, Engine, VllmEngine
 from rollout_server.metrics import CommitCounts, Observed, RolloutCollector, negotiate
 from rollout_server.plugins import API, Settings, is_active
@@ -29,6 +33,9 @@ from rollout_server.store import ContentStore, WeightSource, make_directory
 from rollout_server.vllm_patches import EMBEDDING
 from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
+
+_CALIBRATION_SECONDS = 120.0
+"""Deadline of one batch of the calibration."""
 
 
 class ControlPlaneEndpoint:
@@ -54,6 +61,11 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
     store = ContentStore(make_directory(settings.stage_bytes), settings.stage_bytes)
     API.closers.append(store.close)
     commits, costs = CommitCounts(), StepCosts()
+    chooser = None
+    if settings.speculation == "auto":
+        most = engine.client.vllm_config.scheduler_config.max_num_seqs
+        chooser = LengthChooser(settings.draft_length, most)
+        await calibrate(engine, engine.step_sums, _load(engine.client), chooser)
     control, service = await control_plane(
         engine,
         store,
@@ -82,16 +94,41 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
         RolloutCollector(
             Observed(
                 *(API.tracker, control, store, commits, costs, settings.access.refusals),
-                settings.draft_length,
+                *(settings.draft_length, chooser),
             ),
             vllm_version,
         )
     )
     await server.start(settings.control_host, settings.control_port)
     API.control_server = server
+    if settings.speculation == "off":
+        await control.set_speculation(False)
     probe = control.without_speculation if settings.time_plain_steps else None
-    API.cost_watch = CostWatch(engine.step_sums, API.tracker, costs, probe)
+    measured = None
+    if chooser is not None:
+        measured = LengthControl(chooser, API.tracker, control.set_draft_lengths).update
+    API.cost_watch = CostWatch(engine.step_sums, API.tracker, costs, probe, measured)
     API.cost_watch.start()
+
+
+def _load(client: Any) -> Callable[[int, int], Awaitable[None]]:
+    """Runs N requests of M tokens each in vLLM's engine."""
+    from vllm import SamplingParams
+
+    async def run(requests: int, tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+
+        async def one() -> None:
+            prompt = {"prompt_token_ids": [1 + number for number in range(8)]}
+            name = f"slipstream-calibration-{uuid.uuid4()}"
+            async for _ in client.generate(prompt, sampling, name):
+                pass
+
+        await asyncio.wait_for(
+            asyncio.gather(*(one() for _ in range(requests))), _CALIBRATION_SECONDS
+        )
+
+    return run
 
 
 async def control_plane(

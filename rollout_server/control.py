@@ -107,6 +107,7 @@ class RolloutControl:
         self.commits = {DRAFT: 0, POLICY: 0}
         self.speculation_enabled = True
         self._speculation_wanted = True
+        self._speculation_pays = True
         self.untrusted = asyncio.Event()
         self._against: dict[str, str] = {}
         store.retain(draft.keys)
@@ -208,7 +209,25 @@ class RolloutControl:
     async def set_speculation(self, enabled: bool) -> Result:
         """Turn drafting on or off between two engine steps."""
         self._speculation_wanted = enabled
-        return await self._to_the_end(lambda _: self._set_speculation(enabled))
+        return await self._to_the_end(lambda _: self._set_speculation(self._drafting))
+
+    async def set_draft_lengths(self, lengths: Sequence[int] | None) -> None:
+        """Tokens to draft, by the number of requests in a step; None: none, because no length pays.
+
+        ``set_speculation(False)`` outranks it. Raises RefusedError: the engine did not answer.
+        """
+
+        async def change(arrival: float) -> Result:
+            if lengths is not None:
+                await self.engine.set_draft_lengths(lengths)
+            self._speculation_pays = lengths is not None
+            return await self._set_speculation(self._drafting)
+
+        await self._to_the_end(change)
+
+    @property
+    def _drafting(self) -> bool:
+        return self._speculation_wanted and self._speculation_pays
 
     @asynccontextmanager
     async def without_speculation(self) -> AsyncIterator[None]:
@@ -220,7 +239,7 @@ class RolloutControl:
         try:
             yield
         finally:
-            await self._to_the_end(lambda _: self._set_speculation(self._speculation_wanted))
+            await self._to_the_end(lambda _: self._set_speculation(self._drafting))
 
     async def read_back(self) -> None:
         """Have the workers hash the draft in their memory; the finding goes to ``report``.

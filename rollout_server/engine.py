@@ -69,6 +69,10 @@ class Engine(Protocol):
         """Propose drafts, or none; answers the seconds that the engine was paused."""
         ...
 
+    async def set_draft_lengths(self, lengths: Sequence[int]) -> None:
+        """Tokens to draft, by the number of requests in a step, from the next step on."""
+        ...
+
     async def read_back(self) -> str:
         """Why the draft in the workers' memory is not the one committed; empty if it is."""
         ...
@@ -80,7 +84,7 @@ class VllmEngine:
     """``Engine`` over vLLM's ``AsyncLLM``."""
 
     def __init__(self, client: Any) -> None:
-        self._client = client
+        self.client = client
 
     async def describe(self) -> Description:
         workers = await self._call(CALL_SECONDS, "describe")
@@ -124,6 +128,9 @@ class VllmEngine:
     async def set_speculation(self, enabled: bool) -> float:
         return float(await self._call(CALL_SECONDS, "set_speculation", enabled, CALL_SECONDS))
 
+    async def set_draft_lengths(self, lengths: Sequence[int]) -> None:
+        await self._call(CALL_SECONDS, "set_draft_lengths", list(lengths))
+
     async def read_back(self) -> str:
         found = await self._call(CALL_SECONDS, "read_back")
         wrong = [f"worker {n}: {state}" for n, state in enumerate(found) if state != SAME]
@@ -132,16 +139,18 @@ class VllmEngine:
     async def step_sums(self, measure: bool) -> StepSums:
         """Steps and seconds since the start; measured from now on, or not."""
         answer = await self._call(CALL_SECONDS, "step_sums", measure)
-        return {(str(kind), int(n)): StepSum(int(s), float(t)) for kind, n, s, t in answer}
+        return {
+            (str(kind), int(n), int(k)): StepSum(int(s), float(t)) for kind, n, k, s, t in answer
+        }
 
     def is_alive(self) -> bool:
-        return bool(self._client.is_running) and not self._client.errored
+        return bool(self.client.is_running) and not self.client.errored
 
     async def _call(self, seconds: float, method: str, *args: Any) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         limit = seconds + _STEP_SECONDS
-        core = self._client.engine_core
+        core = self.client.engine_core
         call = asyncio.ensure_future(core.call_utility_async("slipstream_call", method, list(args)))
         done, _ = await asyncio.wait({call}, timeout=limit)
         if not done:

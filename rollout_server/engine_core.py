@@ -13,6 +13,7 @@ from typing import Any
 
 from rollout_server.reload import Change, Result
 from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE
+from slipstream.errors import RefusedError
 
 
 class VerificationSteps:
@@ -81,17 +82,32 @@ class PrefixCacheSalt:
 
 
 class SchedulerSwitch:
-    """Turns the planning of drafts off and on, without a restart.
+    """Says how many tokens are drafted, without a restart.
 
-    Off, the scheduler plans zero draft tokens (vLLM's own dynamic speculative length, with a table
-    of zeros), and the engine no longer asks the workers for draft tokens. ``worker.DraftingSwitch``
-    is the other half.
+    vLLM's scheduler looks up one entry of a list each step, by the requests in it (its dynamic
+    speculative length). Off, that list is zeros, and the engine no longer asks the workers for
+    draft tokens. ``worker.DraftingSwitch`` is the other half.
     """
 
     def __init__(self, engine_core: Any) -> None:
         self._core = engine_core
         self._when_on = engine_core.scheduler.dynamic_sd_lookup
         self.enabled = True
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        """Draft this many tokens, by the number of requests in the step, while drafting is on."""
+        most, least = (
+            self._core.scheduler.num_spec_tokens,
+            self._core.scheduler.max_num_running_reqs,
+        )
+        if len(lengths) <= least or not all(0 <= k <= most for k in lengths):
+            found = f"{len(lengths)} entries up to {max(lengths, default=0)}"
+            expected = f"more than {least} entries of 0 to {most}"
+            raise RefusedError(
+                "draft lengths", found, expected, "give an entry for each batch size"
+            )
+        self._when_on = lengths
+        self.set(self.enabled)
 
     def set(self, enabled: bool) -> None:
         """Plan drafts as configured, or none."""
@@ -102,7 +118,7 @@ class SchedulerSwitch:
 
 
 class StepClock:
-    """Sums engine steps and their seconds by kind and number of requests.
+    """Sums engine steps and their seconds by kind, number of requests and draft length.
 
     A step lasts from one step's output to the next while the engine is busy throughout: that is
     what a waiting request sees, with and without asynchronous scheduling. The interval around a
@@ -115,7 +131,7 @@ class StepClock:
         self._switch = switch
         self._schedule = self._scheduler.schedule
         self._update = self._scheduler.update_from_output
-        self._sums: dict[tuple[str, int], list[float]] = {}
+        self._sums: dict[tuple[str, int, int], list[float]] = {}
         self._since: float | None = None
         self._measuring = False
 
@@ -132,7 +148,7 @@ class StepClock:
         self._since = None
 
     def sums(self) -> list[list[Any]]:
-        """[kind, requests, steps, seconds] of everything measured so far."""
+        """[kind, requests, draft length, steps, seconds] of everything measured so far."""
         return [[*key, int(steps), seconds] for key, (steps, seconds) in self._sums.items()]
 
     def _on_schedule(self, *args: Any, **named: Any) -> Any:
@@ -147,7 +163,8 @@ class StepClock:
             now = time.perf_counter()
             if since is not None:
                 requests = len(scheduler_output.num_scheduled_tokens)
-                key = self._kind(scheduler_output, requests), rounded_up(requests)
+                kind, length = self._kind(scheduler_output, requests)
+                key = kind, rounded_up(requests), length
                 total = self._sums.setdefault(key, [0, 0.0])
                 total[0] += 1
                 total[1] += now - since
@@ -155,15 +172,20 @@ class StepClock:
                 self._since = now
         return result
 
-    def _kind(self, output: Any, requests: int) -> str:
+    def _kind(self, output: Any, requests: int) -> tuple[str, int]:
         drafts = output.scheduled_spec_decode_tokens
         decoded = requests + sum(map(len, drafts.values()))
+        planned = output.num_spec_tokens_to_schedule
         if output.scheduled_new_reqs or output.total_num_scheduled_tokens != decoded:
-            return MIXED
-        if self._switch.enabled:
-            # A step without drafts to verify still runs the draft: it is not a plain one.
-            return SPECULATIVE if len(drafts) == requests else MIXED
-        return MIXED if drafts else PLAIN
+            return MIXED, 0
+        if not self._switch.enabled:
+            return (MIXED if drafts else PLAIN), 0
+        # Every request verifies as many tokens as are drafted next; near its end, fewer.
+        longest = max(map(len, drafts.values()), default=0)
+        if longest == planned and len(drafts) == (requests if planned else 0):
+            # With planned 0 the draft still runs: it is not a plain step.
+            return SPECULATIVE, planned
+        return MIXED, 0
 
 
 def rounded_up(requests: int) -> int:
@@ -225,6 +247,10 @@ class EngineHooks:
             self._salt.advance()
         self._clock.interrupted()
         return float(max(seconds))
+
+    def set_draft_lengths(self, lengths: list[int]) -> None:
+        """``SchedulerSwitch.set_lengths``."""
+        self._switch.set_lengths(lengths)
 
     def step_sums(self, measure: bool) -> list[list[Any]]:
         """``StepClock.sums``; measured from now on, or not."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rollout_server.draft_length import launch_schedule
 from rollout_server.plugins import API, Settings
 from rollout_server.preflight import check_draft_fits, check_paths, check_port_free
 from slipstream.errors import RefusedError
@@ -102,12 +103,24 @@ def build_parser() -> Any:
         help="How the draft proposes. probabilistic accepts the most at temperature > 0.",
     )
     group.add_argument(
+        "--speculation",
+        choices=["auto", "fixed", "off"],
+        default=Settings.speculation,
+        help="auto: as many tokens as generate fastest at each batch size, none included, from "
+        "step times that are measured before the server is ready and from live acceptance; fixed: "
+        "--draft-length tokens in every step; off: none until the control plane says otherwise.",
+    )
+    group.add_argument(
         "--control-host",
         default=Settings.control_host,
         help="Address of the control plane. Other than loopback needs a certificate and tokens.",
     )
     for option, default, what in (
-        ("--draft-length", Settings.draft_length, "Tokens that the draft proposes per step (k)."),
+        (
+            "--draft-length",
+            Settings.draft_length,
+            "Tokens that the draft proposes per step (k); with --speculation auto, at most.",
+        ),
         ("--control-port", Settings.control_port, "Port of the gRPC control plane."),
         (
             "--stage-bytes",
@@ -157,6 +170,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
         "num_speculative_tokens": args.draft_length,
         "draft_sample_method": args.draft_sample_method,
     }
+    if args.speculation == "auto":
+        args.speculative_config["num_speculative_tokens_per_batch_size"] = launch_schedule(
+            args.draft_length
+        )
     given = {
         field.name: getattr(args, field.name) for field in fields(Settings) if field.name in args
     }

@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.control import DRAFT, POLICY, RolloutControl
+from rollout_server.draft_length import LengthChooser, sizes_to_measure
 from rollout_server.reload import Result
 from rollout_server.step_costs import StepCosts
 from rollout_server.store import ContentStore
@@ -34,7 +35,7 @@ COMMIT_KINDS = ("draft", "policy", "both", "rollback")
 COMMIT_BUCKETS = (
     *(0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
-_STEP = {"kind": ("speculative", "plain", "mixed"), "requests": ()}
+_STEP = {"kind": ("speculative", "plain", "mixed"), "requests": (), "draft_length": ()}
 _ALL = "of all draft versions since the start, those included that have no series any more."
 _SIZES = (
     "`requests` is the most in the step: 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on. No series for "
@@ -95,6 +96,7 @@ class Observed:
     costs: StepCosts
     refusals: Refusals
     draft_length: int
+    lengths: LengthChooser | None = None
 
 
 def _by_version(field: str) -> Callable[[Observed], Value]:
@@ -108,6 +110,13 @@ def _in_all(field: str) -> Callable[[Observed], Value]:
 def _positions(observed: Observed, counters: pb.AcceptanceCounters) -> list[int]:
     accepted = list(counters.accepted_per_position)
     return accepted + [0] * (observed.draft_length - len(accepted))
+
+
+def _planned(lengths: LengthChooser | None) -> dict[str, int]:
+    if lengths is None:
+        return {}
+    table = lengths.table or [0] * (lengths.largest + 1)
+    return {str(n): table[n] for n in sizes_to_measure(lengths.largest)}
 
 
 def _behind(observed: Observed) -> int | None:
@@ -168,18 +177,25 @@ FACTS: tuple[Fact[Observed], ...] = (
         lambda o: {str(place): n for place, n in enumerate(_positions(o, o.tracker.all))},
         {"position": ()},
     ),
+    Fact(
+        "acceptance_per_position",
+        "Share of the live draft's recent drafts whose token was accepted, at each position that "
+        "was drafted, 0-based. No series while there were few.",
+        lambda o: {str(n): rate for n, rate in enumerate(o.tracker.recent.rates() or ())},
+        {"position": ()},
+    ),
     _counter(
         "engine_steps",
         "Engine steps: `speculative` ones verify drafts, `plain` ones decode a token per request, "
         f"`mixed` ones take prompts too, or verify drafts of some requests only. {_SIZES}",
-        lambda o: {(kind, str(n)): total.steps for (kind, n), total in o.costs.sums.items()},
+        lambda o: {(*map(str, key),): total.steps for key, total in o.costs.sums.items()},
         _STEP,
     ),
     _counter(
         "engine_step_seconds",
         "Time that these steps took, from one step's output to the next while the engine is busy. "
         + _SIZES,
-        lambda o: {(kind, str(n)): total.seconds for (kind, n), total in o.costs.sums.items()},
+        lambda o: {(*map(str, key),): total.seconds for key, total in o.costs.sums.items()},
         _STEP,
     ),
     Fact(
@@ -193,6 +209,19 @@ FACTS: tuple[Fact[Observed], ...] = (
         "1 while the live draft's acceptance length over the last minute is greater than the "
         f"break-even one, else 0. {_NO_COST}, or while there were few drafts in the last minute.",
         lambda o: o.costs.pays(time.monotonic()),
+    ),
+    Fact(
+        "speculation_speed_up",
+        "Estimated speed of generation with the draft lengths in use over none, at the batch sizes "
+        "of the last seconds. No series without `--speculation auto`, or while unknown.",
+        lambda o: o.lengths.speed_up if o.lengths else None,
+    ),
+    Fact(
+        "planned_draft_length",
+        "Tokens that are drafted at that number of requests in a step; 0 everywhere while drafting "
+        "does not pay. No series without `--speculation auto`.",
+        lambda o: _planned(o.lengths),
+        {"requests": ()},
     ),
     Fact(
         "speculation_enabled",

@@ -44,8 +44,8 @@ class StepSum:
     seconds: float = 0.0
 
 
-StepSums = Mapping[tuple[str, int], StepSum]
-"""By kind and most requests in the step."""
+StepSums = Mapping[tuple[str, int, int], StepSum]
+"""By kind, most requests in the step, and draft length; 0 of what is not ``SPECULATIVE``."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,13 @@ class StepCosts:
     @property
     def unknown_size(self) -> int | None:
         """Requests in most of the last minute's speculative steps, if no plain cost is known."""
-        recent = {key: total.steps for key, total in self._recent().items()}
-        key = max(recent, key=lambda key: recent[key], default=None)
-        if key is None or recent[key] < LEAST_STEPS:
+        recent: dict[int, int] = {}
+        for (_, requests, _), total in self._recent().items():
+            recent[requests] = recent.get(requests, 0) + total.steps
+        size = max(recent, key=lambda size: recent[size], default=None)
+        if size is None or recent[size] < LEAST_STEPS:
             return None
-        return None if self._plain(key[1]).steps >= LEAST_STEPS else key[1]
+        return None if self._plain(size).steps >= LEAST_STEPS else size
 
     def pays(self, now: float) -> bool | None:
         """Whether it does over the last minute; None where that is not known."""
@@ -97,9 +99,9 @@ class StepCosts:
         return length > self.break_even
 
     def _plain(self, requests: int) -> StepSum:
-        return self.sums.get((PLAIN, requests), StepSum())
+        return self.sums.get((PLAIN, requests, 0), StepSum())
 
-    def _recent(self) -> dict[tuple[str, int], StepSum]:
+    def _recent(self) -> dict[tuple[str, int, int], StepSum]:
         """Speculative steps of the last minute."""
         before = self._readings[0].sums if self._readings else {}
         recent = {}
@@ -124,9 +126,9 @@ class StepCosts:
     def _cost(self) -> float | None:
         """A speculative step in plain ones, weighted by what the last minute's steps were."""
         speculative = plain = 0.0
-        for (kind, requests), recent in self._recent().items():
+        for (kind, requests, length), recent in self._recent().items():
             other = self._plain(requests)
-            if min(self.sums[kind, requests].steps, other.steps) >= LEAST_STEPS:
+            if min(self.sums[kind, requests, length].steps, other.steps) >= LEAST_STEPS:
                 speculative += recent.seconds
                 plain += recent.steps * other.seconds / other.steps
         return speculative / plain if plain else None
@@ -138,6 +140,7 @@ class CostWatch:
     Args:
         without_speculation: turns drafting off while it is entered, to measure what a plain step of
             as many requests costs where that is not known; None: never.
+        measured: is given the sums after each reading.
     """
 
     def __init__(
@@ -146,7 +149,9 @@ class CostWatch:
         tracker: AcceptanceTracker,
         costs: StepCosts,
         without_speculation: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+        measured: Callable[[StepSums], Awaitable[None]] | None = None,
     ) -> None:
+        self._measured = measured
         self._step_sums = step_sums
         self._tracker = tracker
         self._costs = costs
@@ -193,6 +198,8 @@ class CostWatch:
             try:
                 await self.read()
                 await self.probe()
+                if self._measured is not None:
+                    await self._measured(self._costs.sums)
             except RefusedError as error:
                 # An engine that died ends the server; one that is slow is asked again.
                 logger.warning("step costs: %s", error)

@@ -198,19 +198,22 @@ def test_lengths(tmp_path: Path) -> None:
 
 def exposition(plain: int) -> str:
     name = "slipstream_rollout_"
-    step = f'{name}engine_steps_total{{kind="%s",requests="%d"}} %g\n'
-    seconds = f'{name}engine_step_seconds_total{{kind="%s",requests="%d"}} %g\n'
-    rows = [("plain", 1, plain, 0.01), ("speculative", 1, 200, 0.016), ("mixed", 1, 9, 1)]
+    step = f'{name}engine_steps_total{{kind="%s",requests="%d",draft_length="%d"}} %g\n'
+    seconds = f'{name}engine_step_seconds_total{{kind="%s",requests="%d",draft_length="%d"}} %g\n'
+    rows = [
+        ("plain", 1, 0, plain, 0.01),
+        ("speculative", 1, 2, 200, 0.016),
+        ("speculative", 1, 0, 100, 0.012),
+        ("mixed", 1, 0, 90, 1),
+    ]
     return (
         f"# TYPE {name}engine_steps counter\n"
-        + "".join(step % (kind, n, count) for kind, n, count, _ in rows)
+        + "".join(step % (kind, n, k, count) for kind, n, k, count, _ in rows)
         + f"# TYPE {name}engine_step_seconds counter\n"
-        + "".join(seconds % (kind, n, count * each) for kind, n, count, each in rows)
-        + f"# TYPE {name}draft_length gauge\n{name}draft_length 2\n"
-        + f"# TYPE {name}all_drafts counter\n{name}all_drafts_total 200\n"
-        + f"# TYPE {name}all_accepted_per_position counter\n"
-        + f'{name}all_accepted_per_position_total{{position="0"}} 160\n'
-        + f'{name}all_accepted_per_position_total{{position="1"}} 120\n'
+        + "".join(seconds % (kind, n, k, count * each) for kind, n, k, count, each in rows)
+        + f"# TYPE {name}acceptance_per_position gauge\n"
+        + f'{name}acceptance_per_position{{position="0"}} 0.8\n'
+        + f'{name}acceptance_per_position{{position="1"}} 0.6\n'
     )
 
 

@@ -85,6 +85,9 @@ class MemoryEngine:
             _die()
         return Result(0.001)
 
+    async def set_draft_lengths(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+
     async def set_speculation(self, enabled: bool) -> float:
         return 0.0
 

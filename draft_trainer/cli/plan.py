@@ -18,6 +18,11 @@ from slipstream.errors import RefusedError
 if TYPE_CHECKING:
     from slipstream.costs import Costs, StepTable
 
+LEAST_STEPS = 16
+"""Of a kind and size, below which a server's cost is not known."""
+
+_LABELS = ("kind", "requests", "draft_length", "position")
+
 Number = Annotated[int, arg(metavar="N")]
 Seconds = Annotated[float, arg(metavar="S")]
 Rates = Annotated[str | None, arg(metavar="R,R,R", help_behavior_hint="(optional)")]
@@ -211,26 +216,25 @@ def served_costs(exposition: str) -> tuple[StepTable, tuple[float, ...]]:
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
             if sample.name.startswith(name):
-                key = tuple(sample.labels.get(n, "") for n in ("kind", "requests", "position"))
+                key = tuple(sample.labels.get(n, "") for n in _LABELS)
                 values.setdefault(sample.name.removeprefix(name), {})[key] = sample.value
-    steps, seconds = (
-        values.get(n, {}) for n in ("engine_steps_total", "engine_step_seconds_total")
+    steps, seconds, accepted = (
+        values.get(n, {})
+        for n in ("engine_steps_total", "engine_step_seconds_total", "acceptance_per_position")
     )
-    drafted = int(next(iter(values.get("draft_length", {}).values()), 0))
-    k_of = {"plain": 0, "speculative": drafted}
     rows = [
-        (float(requests), k_of[kind], seconds[kind, requests, place] / count)
-        for (kind, requests, place), count in steps.items()
-        if kind in k_of and count >= 16
+        (float(key[1]), int(key[2]), seconds[key] / count)
+        for key, count in steps.items()
+        # With a draft length of 0 vLLM still runs the draft: that is no plain step.
+        if count >= LEAST_STEPS and (key[0] == "plain") == (key[2] == "0") and key[0] != "mixed"
     ]
-    drafts = sum(values.get("all_drafts_total", {}).values())
-    if not drafts or {k for _, k, _ in rows} != {0, drafted}:
+    lengths = {k for _, k, _ in rows}
+    if not accepted or 0 not in lengths or len(lengths) == 1:
         raise RefusedError(
             "--server",
-            f"{drafts:g} drafts, steps of draft lengths {sorted({k for _, k, _ in rows})}",
+            f"acceptance at {len(accepted)} positions, steps of draft lengths {sorted(lengths)}",
             "a server that has generated with drafts and timed plain steps",
             "let it generate for a minute with --time-plain-steps, or give --step-costs",
         )
-    accepted = values["all_accepted_per_position_total"]
-    rates = [accepted["", "", str(place)] / drafts for place in range(drafted)]
-    return StepTable.of(rows, noise=math.inf), tuple(rates)
+    rates = tuple(accepted["", "", "", str(place)] for place in range(len(accepted)))
+    return StepTable.of(rows, noise=math.inf), rates

@@ -52,11 +52,6 @@ def test_only_the_newest_versions_are_kept(tracker: AcceptanceTracker) -> None:
     assert len(tracker.counters()) == KEPT_VERSIONS
 
 
-def test_counts_without_a_version_are_an_error() -> None:
-    with pytest.raises(LookupError):
-        AcceptanceTracker().record(1, 3, 0, [0, 0, 0])
-
-
 def test_no_drafts_are_no_finding_and_one_accepted_token_in_a_hundred_is_enough() -> None:
     tracker = AcceptanceTracker()
     tracker.start(3)

@@ -42,6 +42,9 @@ class FakeEngine:
     async def describe(self) -> Description:
         raise NotImplementedError
 
+    async def set_draft_lengths(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+
     async def set_speculation(self, enabled: bool) -> float:
         return 0.0
 

@@ -82,9 +82,14 @@ class Core:
         self.clock.measure(True)
 
     def step(
-        self, seconds: float, requests: Sequence[int], new: bool = False, left: bool = True
+        self,
+        seconds: float,
+        requests: Sequence[int],
+        new: bool = False,
+        left: bool = True,
+        planned: int | None = None,
     ) -> None:
-        """A step in which each request verifies so many drafts."""
+        """A step in which each request verifies so many drafts; ``planned`` are made next."""
         self.scheduler.schedule()
         self.now += seconds
         self.left = left
@@ -97,12 +102,13 @@ class Core:
                 n: [0] * d for n, d in zip(names, requests, strict=True) if d
             },
             scheduled_new_reqs=["new"] if new else [],
+            num_spec_tokens_to_schedule=max(requests, default=0) if planned is None else planned,
         )
         assert self.scheduler.update_from_output(output, "result") == "result"
 
     @property
-    def sums(self) -> dict[tuple[str, int], tuple[int, float]]:
-        return {(kind, n): (steps, seconds) for kind, n, steps, seconds in self.clock.sums()}
+    def sums(self) -> dict[tuple[str, int, int], tuple[int, float]]:
+        return {(kind, n, k): (steps, seconds) for kind, n, k, steps, seconds in self.clock.sums()}
 
 
 @pytest.fixture
@@ -119,15 +125,29 @@ def test_steps_by_kind_and_size(core: Core) -> None:
     core.step(1.0, [3, 3])
     core.step(0.5, [0] * 5)
     assert core.sums == {
-        ("mixed", 2): (3, 3.0),
-        ("speculative", 2): (2, 4.5),
-        ("plain", 6): (1, 0.5),
+        ("mixed", 2, 0): (3, 3.0),
+        ("speculative", 2, 3): (2, 4.5),
+        ("plain", 6, 0): (1, 0.5),
     }
 
 
 def test_a_step_without_drafts_is_not_plain_while_drafts_are_made(core: Core) -> None:
-    core.step(1.0, [0])
-    assert core.sums == {("mixed", 1): (1, 1.0)}
+    core.step(1.0, [0], planned=3)
+    assert core.sums == {("mixed", 1, 0): (1, 1.0)}
+
+
+def test_steps_count_by_draft_length_when_it_stays(core: Core) -> None:
+    core.step(1.0, [3, 3])
+    core.step(2.0, [3, 3], planned=1)
+    core.step(4.0, [1, 1])
+    core.step(8.0, [1, 1], planned=0)
+    core.step(16.0, [0, 0])
+    assert core.sums == {
+        ("speculative", 2, 3): (1, 1.0),
+        ("mixed", 2, 0): (2, 10.0),
+        ("speculative", 2, 1): (1, 4.0),
+        ("speculative", 2, 0): (1, 16.0),
+    }
 
 
 def test_a_step_lasts_from_output_to_output_while_the_engine_is_busy(core: Core) -> None:
@@ -136,11 +156,11 @@ def test_a_step_lasts_from_output_to_output_while_the_engine_is_busy(core: Core)
     core.step(1.0, [3], left=False)
     core.now += 100.0
     core.step(1.0, [3])
-    assert core.sums == {("speculative", 1): (3, 3.25)}
+    assert core.sums == {("speculative", 1, 3): (3, 3.25)}
     core.step(0.0, [])
     core.now += 7.0
     core.step(1.0, [3])
-    assert core.sums["speculative", 1] == (4, 4.25), "an empty step says that it was idle"
+    assert core.sums["speculative", 1, 3] == (4, 4.25), "an empty step says that it was idle"
 
 
 def test_an_interrupted_step_begins_anew(core: Core) -> None:
@@ -148,7 +168,7 @@ def test_an_interrupted_step_begins_anew(core: Core) -> None:
     core.now += 5.0
     core.clock.interrupted()
     core.step(1.0, [3])
-    assert core.sums == {("speculative", 1): (2, 2.0)}
+    assert core.sums == {("speculative", 1, 3): (2, 2.0)}
 
 
 def test_it_lets_go_of_the_scheduler(core: Core) -> None:
@@ -158,7 +178,7 @@ def test_it_lets_go_of_the_scheduler(core: Core) -> None:
     assert core.scheduler.schedule.__name__ == "<lambda>"
     core.clock.measure(True)
     core.step(1.0, [3])
-    assert core.sums == {("speculative", 1): (2, 2.0)}
+    assert core.sums == {("speculative", 1, 3): (2, 2.0)}
 
 
 def test_sizes_are_few_and_close() -> None:

@@ -160,17 +160,23 @@ def test_versions_staleness_and_commits(server: Server) -> None:
 
 def test_break_even_is_the_cost_of_like_steps(server: Server) -> None:
     costs = server.costs
-    speculative = {(SPECULATIVE, 8): StepSum(100, 1.8), (SPECULATIVE, 64): StepSum(50, 2.0)}
+    speculative = {(SPECULATIVE, 8, 3): StepSum(100, 1.8), (SPECULATIVE, 64, 3): StepSum(50, 2.0)}
     costs.add(0.0, speculative, accepted(0, 500, 400))
     assert value(scrape(server.collector), R + "break_even_acceptance_length") is None
     # 20 plain steps of as many requests as the 100: 10 ms each. The 50 have no like.
-    sums = speculative | {(PLAIN, 8): StepSum(20, 0.2), (PLAIN, 32): StepSum(20, 9.0)}
-    costs.add(2.0, sums | {(MIXED, 8): StepSum(5, 9.0)}, accepted(0, 1000, 900))
+    sums = speculative | {(PLAIN, 8, 0): StepSum(20, 0.2), (PLAIN, 32, 0): StepSum(20, 9.0)}
+    costs.add(2.0, sums | {(MIXED, 8, 0): StepSum(5, 9.0)}, accepted(0, 1000, 900))
     samples = scrape(server.collector)
     assert value(samples, R + "break_even_acceptance_length") == pytest.approx(1.8)
-    assert value(samples, R + "engine_steps_total", kind="plain", requests="8") == 20
+    assert (
+        value(samples, R + "engine_steps_total", kind="plain", requests="8", draft_length="0") == 20
+    )
     assert value(
-        samples, R + "engine_step_seconds_total", kind="speculative", requests="64"
+        samples,
+        R + "engine_step_seconds_total",
+        kind="speculative",
+        requests="64",
+        draft_length="3",
     ) == pytest.approx(2.0)
     # 500 drafts since the first look, 500 accepted: 2.0 is more than 1.8.
     assert costs.pays(2.0) is True
@@ -181,16 +187,16 @@ def test_break_even_is_the_cost_of_like_steps(server: Server) -> None:
 
 def test_only_the_last_minute_of_speculative_steps_counts() -> None:
     costs = StepCosts()
-    plain = {(PLAIN, 1): StepSum(100, 1.0)}
-    costs.add(0.0, plain | {(SPECULATIVE, 1): StepSum(1000, 15.0)}, accepted(1, 0, 0))
+    plain = {(PLAIN, 1, 0): StepSum(100, 1.0)}
+    costs.add(0.0, plain | {(SPECULATIVE, 1, 3): StepSum(1000, 15.0)}, accepted(1, 0, 0))
     assert costs.break_even == pytest.approx(1.5)
     for second in range(2, 122, 2):
         done = StepSum(1000 + second, 15.0 + 0.03 * second)
-        costs.add(float(second), plain | {(SPECULATIVE, 1): done}, accepted(1, second, 0))
+        costs.add(float(second), plain | {(SPECULATIVE, 1, 3): done}, accepted(1, second, 0))
     assert costs.break_even == pytest.approx(3.0)
     assert len(costs._readings) <= 32
     assert costs.pays(120.0) is None, "60 drafts are too few"
-    costs.add(122.0, plain | {(SPECULATIVE, 1): done}, accepted(2, 5000, 9000))
+    costs.add(122.0, plain | {(SPECULATIVE, 1, 3): done}, accepted(2, 5000, 9000))
     assert costs.pays(122.0) is None, "another draft begins a new window"
     assert costs.break_even == pytest.approx(3.0)
 
@@ -221,9 +227,10 @@ def test_everything_in_the_catalogue_is_exposed(server: Server) -> None:
     object.__setattr__(draft, "trained_against", 11)
     server.commit(draft, weights(POLICY, 12, "policy-12"))
     server.refused.note("/slipstream.v1.RolloutServer/Stage", StatusCode.INVALID_ARGUMENT, "x")
-    sums = {(SPECULATIVE, 1): StepSum(50, 1.0), (PLAIN, 1): StepSum(50, 1.0)}
+    sums = {(SPECULATIVE, 1, 3): StepSum(50, 1.0), (PLAIN, 1, 0): StepSum(50, 1.0)}
     server.costs.add(0.0, sums, accepted(3, 0, 0))
     server.costs.add(1.0, sums, accepted(3, 1000, 500))
+    server.tracker.record(100, 300, 150, [80, 50, 20])
     samples = scrape(server.collector)
     name = R + "calls_refused_total"
     assert value(samples, name, method="Stage", code="INVALID_ARGUMENT") == 1
@@ -231,4 +238,6 @@ def test_everything_in_the_catalogue_is_exposed(server: Server) -> None:
         name.removesuffix("_total") for name, _ in samples
     }
     # The clock of the looks is not the collector's.
-    assert missing == {R + "speculation_pays"}
+    # The others are there with --speculation auto alone.
+    others = {"speculation_pays", "speculation_speed_up", "planned_draft_length"}
+    assert missing == {R + name for name in others}

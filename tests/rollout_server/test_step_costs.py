@@ -25,7 +25,7 @@ class Source:
         self.asked += 1
         if self.broken:
             raise RefusedError("slipstream_step_sums", "no answer", "an answer", "look at the log")
-        return {("speculative", 1): StepSum(self.asked, 1.0)}
+        return {("speculative", 1, 3): StepSum(self.asked, 1.0)}
 
 
 def test_an_engine_that_generates_nothing_is_not_asked() -> None:
@@ -42,7 +42,7 @@ def test_an_engine_that_generates_nothing_is_not_asked() -> None:
 
     asyncio.run(look())
     assert source.asked == 1
-    assert costs.sums == {("speculative", 1): StepSum(1, 1.0)}
+    assert costs.sums == {("speculative", 1, 3): StepSum(1, 1.0)}
 
 
 def test_a_slow_engine_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,10 @@ class Drafting:
         if not self.off or self.plain:
             self.steps["plain" if self.off else "speculative"] += 20
         self.tracker.generated(1)
-        return {(kind, 4): StepSum(steps, 0.01 * steps) for kind, steps in self.steps.items()}
+        return {
+            (kind, 4, 3 if kind == "speculative" else 0): StepSum(steps, 0.01 * steps)
+            for kind, steps in self.steps.items()
+        }
 
     @asynccontextmanager
     async def without_speculation(self) -> AsyncIterator[None]:

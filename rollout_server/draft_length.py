@@ -1,0 +1,221 @@
+"""Chooses the draft length for each number of requests, from measured costs and live acceptance.
+
+With k drafted tokens a step of b requests takes t(k, b) seconds and gives AL(k) tokens a request
+(``slipstream.economics``). The lengths that are best now go to vLLM's scheduler, which looks one up
+each step. Where drafting pays at no number of requests it is off altogether: vLLM's own k = 0 still
+runs the draft once a step, to keep its KV cache filled for drafts to come.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from rollout_server.acceptance import AcceptanceTracker
+from rollout_server.engine import Engine
+from rollout_server.step_costs import PLAIN, SPECULATIVE, StepSum, StepSums
+from slipstream.costs import StepTable
+from slipstream.economics import acceptance_length
+
+KEPT_STEPS = 200.0
+"""Steps over which an older cost fades to 1/e."""
+
+MARGIN = 0.02
+"""Gain in speed below which lengths stay as they are."""
+
+RETRY_SECONDS = 30.0
+"""After this long without drafts they are tried again: only drafts show whether they pay."""
+
+CALIBRATION_STEPS = 6
+"""At least, of each draft length and number of requests, before the server is ready."""
+
+OFF = -1
+"""The draft length of a step without speculation: no draft runs. 0 is vLLM's own zero."""
+
+logger = logging.getLogger(__name__)
+
+
+def lengths_to_choose(longest: int) -> tuple[int, ...]:
+    """All up to 3, odd ones and the longest beyond: CUDA graphs are captured for each."""
+    return tuple(k for k in range(1, longest + 1) if k <= 3 or k % 2 or k == longest)
+
+
+def launch_schedule(longest: int) -> list[list[int]]:
+    """``num_speculative_tokens_per_batch_size`` that names every length once, so that vLLM captures
+    CUDA graphs for each. What is drafted is decided later."""
+    lengths = (0, *lengths_to_choose(longest))
+    last = len(lengths)
+    return [[n, n if n < last else 1 << 20, k] for n, k in enumerate(lengths, 1)]
+
+
+def sizes_to_measure(largest: int) -> list[int]:
+    """1, 4, 16, 64 and so on, and the largest batch."""
+    return sorted({min(4**power, largest) for power in range(8)})
+
+
+class LengthChooser:
+    """Keeps costs and makes the table of lengths. No clock and no engine.
+
+    Args:
+        longest: the most tokens that the draft can propose.
+        largest: the most requests in a step.
+
+    Attributes:
+        table: tokens to draft by the number of requests; None while no drafts pay.
+        speed_up: of generation by ``table`` over no drafts; None while unknown.
+    """
+
+    def __init__(self, longest: int, largest: int) -> None:
+        self.largest = largest
+        self.lengths = lengths_to_choose(longest)
+        self.table: list[int] | None = [longest] * (largest + 1)
+        self.speed_up: float | None = None
+        self._costs: dict[tuple[int, int], tuple[float, float]] = {}  # steps, mean seconds
+        self._work: dict[int, float] = {}  # recent tokens of a request, by requests in the step
+        self._seen: StepSums = {}
+
+    def add(self, sums: StepSums, rates: Sequence[float] | None, served: bool = True) -> None:
+        """Count the steps since the last call.
+
+        Args:
+            sums: since the engine's start.
+            rates: acceptance by position in these steps.
+            served: whether their batch sizes are those of users.
+        """
+        fresh: list[tuple[int, int, int, float]] = []
+        for (kind, requests, length), total in sums.items():
+            before = self._seen.get((kind, requests, length), StepSum())
+            steps, seconds = total.steps - before.steps, total.seconds - before.seconds
+            if steps and kind in (PLAIN, SPECULATIVE):
+                fresh.append((OFF if kind == PLAIN else length, requests, steps, seconds))
+        self._seen = dict(sums)
+        if fresh:
+            self._work = {n: work / 2 for n, work in self._work.items() if work > 0.5}
+        for k, requests, steps, seconds in fresh:
+            old, mean = self._costs.get((k, requests), (0.0, 0.0))
+            old *= math.exp(-steps / KEPT_STEPS)
+            self._costs[k, requests] = old + steps, (old * mean + seconds) / (old + steps)
+            tokens = steps * (acceptance_length(rates, k) if rates and k > 0 else 1.0)
+            if served:
+                self._work[requests] = self._work.get(requests, 0.0) + tokens
+
+    def choose(self, rates: Sequence[float] | None) -> None:
+        """Make ``table`` the best one; while acceptance or a cost is unknown it stays."""
+        costs = self._tables()
+        if rates is None or not self._work or not {OFF, *self.lengths} <= set(costs):
+            return
+        known = rates
+
+        def speed(k: int, requests: int) -> float:
+            points = costs[k].points[0]
+            # Beyond the largest measured batch all lengths are compared at that batch.
+            seconds = costs[k].seconds(0, min(max(requests, 1), points[-1][0]))
+            return (acceptance_length(known, k) if k > 0 else 1.0) / seconds
+
+        def seconds(table: Sequence[int] | None) -> float:
+            return sum(
+                tokens / speed(OFF if table is None else table[min(n, self.largest)], n)
+                for n, tokens in self._work.items()
+            )
+
+        choices = [k for k in (0, *self.lengths) if k in costs]
+        best = []
+        for requests in range(self.largest + 1):
+            speeds = {k: speed(k, requests) for k in choices}
+            fastest = max(speeds, key=lambda k: speeds[k])
+            now = fastest if self.table is None else self.table[requests]
+            best.append(now if speeds[now] >= speeds[fastest] * (1 - MARGIN) else fastest)
+        # What is in use now has the margin on its side.
+        on, off = seconds(best), seconds(None)
+        on *= 1 - MARGIN if self.table else 1
+        off *= 1 if self.table else 1 - MARGIN
+        self.table = best if on <= off else None
+        self.speed_up = seconds(None) / seconds(self.table)
+
+    def try_again(self) -> None:
+        """Draft the shortest length for now, where no drafts paid: another draft may."""
+        if self.table is None:
+            self.table = [self.lengths[0]] * (self.largest + 1)
+
+    def _tables(self) -> Mapping[int, StepTable]:
+        points: dict[int, list[tuple[float, int, float]]] = {}
+        for (k, requests), (_, seconds) in self._costs.items():
+            points.setdefault(k, []).append((requests, 0, seconds))
+        return {k: StepTable.of(rows, noise=math.inf) for k, rows in points.items()}
+
+
+class LengthControl:
+    """Keeps the engine on the chooser's table.
+
+    Args:
+        set_lengths: ``RolloutControl.set_draft_lengths``.
+    """
+
+    def __init__(
+        self,
+        chooser: LengthChooser,
+        tracker: AcceptanceTracker,
+        set_lengths: Callable[[Sequence[int] | None], Awaitable[None]],
+    ) -> None:
+        self.chooser = chooser
+        self._tracker = tracker
+        self._set_lengths = set_lengths
+        self._live: list[int] | None = chooser.table
+        self._version = tracker.live
+        self._off_since = 0.0
+
+    async def update(self, sums: StepSums) -> None:
+        """With the newest measurements. Raises RefusedError: the engine did not answer."""
+        chooser, now = self.chooser, time.monotonic()
+        rates = self._tracker.recent.rates()
+        chooser.add(sums, rates)
+        if self._version != self._tracker.live or (
+            chooser.table is None and now - self._off_since > RETRY_SECONDS
+        ):
+            self._version = self._tracker.live
+            chooser.try_again()
+        else:
+            chooser.choose(rates)
+        if chooser.table != self._live:
+            await self._set_lengths(chooser.table)
+            self._live, self._off_since = chooser.table, now
+            logger.info("draft lengths: %s", _words(chooser.table))
+
+
+def _words(table: Sequence[int] | None) -> str:
+    if table is None:
+        return "none, because drafting pays at no number of requests"
+    starts = [n for n in range(1, len(table)) if n == 1 or table[n] != table[n - 1]]
+    return ", ".join(f"{table[n]} from {n} requests" for n in starts)
+
+
+async def calibrate(
+    engine: Engine,
+    step_sums: Callable[[bool], Awaitable[StepSums]],
+    generate: Callable[[int, int], Awaitable[None]],
+    chooser: LengthChooser,
+) -> None:
+    """Measure every draft length, and none, at a few batch sizes before the server is ready.
+
+    Args:
+        engine: that serves nobody yet; it drafts the longest length afterwards.
+        step_sums: of the engine.
+        generate: runs that many requests at once, of that many tokens each.
+        chooser: is given what was measured.
+
+    Raises:
+        RefusedError: the engine did not answer.
+    """
+    began = time.monotonic()
+    for requests in sizes_to_measure(chooser.largest):
+        for k in (OFF, 0, *chooser.lengths):
+            await engine.set_speculation(k != OFF)
+            if k != OFF:
+                await engine.set_draft_lengths([k] * (chooser.largest + 1))
+            # Each step may accept everything.
+            await generate(requests, CALIBRATION_STEPS * (max(k, 0) + 1))
+    await engine.set_draft_lengths([chooser.lengths[-1]] * (chooser.largest + 1))
+    chooser.add(await step_sums(True), None, served=False)
+    logger.info("timed engine steps for %.1f s", time.monotonic() - began)

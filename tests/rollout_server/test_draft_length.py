@@ -1,0 +1,244 @@
+"""The draft length that is chosen: from costs and acceptance by hand, and over an engine double."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from rollout_server.acceptance import KEPT_DRAFTS, LEAST_DRAFTS, AcceptanceTracker, RecentAcceptance
+from rollout_server.draft_length import (
+    MARGIN,
+    RETRY_SECONDS,
+    LengthChooser,
+    LengthControl,
+    calibrate,
+    launch_schedule,
+    lengths_to_choose,
+    sizes_to_measure,
+)
+from rollout_server.step_costs import PLAIN, SPECULATIVE, StepSum, StepSums
+
+SIZES = (1, 4, 16, 64)
+FRESH = (0.9, 0.8, 0.7)
+STALE = (0.3, 0.1, 0.0)
+
+
+def seconds(k: int, requests: int) -> float:
+    """A step's: cheap drafts for few requests, dear verification for many."""
+    if k < 0:
+        return 0.010 + 0.0001 * requests
+    return 0.010 + 0.002 * (k + 1) + requests * (0.0001 + 0.0004 * k)
+
+
+def measured(steps: int = 100) -> StepSums:
+    sums = {(PLAIN, n, 0): StepSum(steps, steps * seconds(-1, n)) for n in SIZES}
+    for k in range(4):
+        sums |= {(SPECULATIVE, n, k): StepSum(steps, steps * seconds(k, n)) for n in SIZES}
+    return sums
+
+
+def speed(rates: Sequence[float], k: int, requests: int) -> float:
+    return (1 + sum(rates[:k])) / seconds(k, requests)
+
+
+def is_best(rates: Sequence[float], k: int, requests: int) -> bool:
+    """Within the margin."""
+    best = max(speed(rates, other, requests) for other in range(4))
+    return speed(rates, k, requests) >= best * (1 - MARGIN)
+
+
+def test_the_best_length_at_each_batch_size() -> None:
+    chooser = LengthChooser(longest=3, largest=64)
+    assert chooser.table == [3] * 65
+    chooser.choose(FRESH)
+    assert chooser.table == [3] * 65, "no cost is known"
+    chooser.add(measured(), FRESH)
+    chooser.choose(None)
+    assert chooser.table == [3] * 65, "no acceptance is known"
+    chooser.choose(FRESH)
+    assert chooser.table is not None
+    assert all(is_best(FRESH, chooser.table[n], n) for n in range(1, 65))
+    assert chooser.table[1] == 3 and chooser.table[64] == 0
+    assert chooser.speed_up is not None and chooser.speed_up > 1
+
+
+def test_nothing_is_drafted_where_no_length_pays_and_the_batch_decides_again() -> None:
+    chooser = LengthChooser(3, 64)
+    chooser.add(measured(), STALE)
+    chooser.choose(STALE)
+    assert chooser.table is None
+    assert chooser.speed_up == 1.0
+    chooser.try_again()
+    assert chooser.table == [1] * 65
+    chooser.choose(FRESH)
+    assert chooser.table is not None and chooser.table[1] == 3
+
+
+def test_a_gain_within_the_margin_changes_nothing() -> None:
+    chooser = LengthChooser(3, 1)
+    chooser.add({key: total for key, total in measured().items() if key[1] == 1}, FRESH)
+    chooser.choose(FRESH)
+    assert chooser.table == [3, 3]
+    # The third position earns less and less: at what share is k = 2 1 % ahead, and 5 %?
+    two = 2.7 / seconds(2, 1)
+    for ahead, expected in ((1.01, 3), (1.05, 2)):
+        third = two / ahead * seconds(3, 1) - 2.7
+        chooser.choose((0.9, 0.8, third))
+        assert chooser.table == [expected] * 2
+
+
+def test_more_requests_than_were_measured_are_judged_as_the_most_measured() -> None:
+    chooser = LengthChooser(3, 500)
+    chooser.add(measured(), FRESH)
+    chooser.choose(FRESH)
+    assert chooser.table is not None and len(chooser.table) == 501
+    assert chooser.table[500] == chooser.table[64]
+
+
+def test_an_older_cost_fades() -> None:
+    chooser = LengthChooser(3, 1)
+    alone = {key: total for key, total in measured().items() if key[1] == 1}
+    chooser.add(alone, FRESH)
+    chooser.choose(FRESH)
+    assert chooser.table == [3, 3]
+    slow = dict(alone)
+    slow[SPECULATIVE, 1, 3] = StepSum(2100, 100 * seconds(3, 1) + 2000 * 0.1)
+    chooser.add(slow, FRESH)
+    chooser.choose(FRESH)
+    assert chooser.table is not None and chooser.table[1] < 3
+
+
+def test_lengths_and_the_schedule_that_names_each_once() -> None:
+    assert lengths_to_choose(3) == (1, 2, 3)
+    assert lengths_to_choose(8) == (1, 2, 3, 5, 7, 8)
+    assert launch_schedule(3) == [[1, 1, 0], [2, 2, 1], [3, 3, 2], [4, 1 << 20, 3]]
+    assert sizes_to_measure(64) == [1, 4, 16, 64]
+    assert sizes_to_measure(3) == [1, 3]
+
+
+def test_acceptance_of_each_position_counts_only_where_it_was_tried() -> None:
+    recent = RecentAcceptance()
+    recent.add(40, 40, [20, 0, 0])
+    assert recent.rates() is None
+    recent.add(60, 180, [30, 24, 12])
+    rates = recent.rates()
+    assert rates is not None
+    # Each step fades what came before it by a factor that both counts share.
+    keep = 2.718281828 ** (-60 / KEPT_DRAFTS)
+    assert rates[0] == pytest.approx((20 * keep + 30) / (40 * keep + 60), rel=1e-6)
+    assert rates[1:] == pytest.approx((24 / 60, 12 / 60))
+    assert LEAST_DRAFTS <= 60
+
+
+def test_the_calibration_belongs_to_no_version_and_a_commit_begins_anew() -> None:
+    tracker = AcceptanceTracker()
+    tracker.record(10, 30, 5, [5, 0, 0])
+    assert tracker.all.drafts == 0
+    tracker.start(0)
+    tracker.record(100, 300, 200, [80, 70, 50])
+    assert tracker.recent.rates() == pytest.approx((0.8, 0.7, 0.5))
+    # Ten of the calibration and a hundred since were before the commit.
+    tracker.switch(1, 110)
+    tracker.record(60, 180, 60, [30, 20, 10])
+    assert tracker.recent.rates() == pytest.approx((0.5, 1 / 3, 1 / 6))
+    assert tracker.counters()[1].drafts == 60
+
+
+class Server:
+    """Steps as ``seconds`` says, and a draft with ``rates``."""
+
+    def __init__(self, rates: Sequence[float]) -> None:
+        self.rates = rates
+        self.tracker = AcceptanceTracker()
+        self.tracker.start(0)
+        self.told: list[Sequence[int] | None] = []
+        self.control = LengthControl(LengthChooser(3, 64), self.tracker, self.set_lengths)
+        self.sums = dict(measured())
+
+    async def set_lengths(self, lengths: Sequence[int] | None) -> None:
+        self.told.append(lengths)
+
+    def serve(self, steps: int, requests: int = 1) -> None:
+        table = self.control.chooser.table
+        k = -1 if table is None else table[requests]
+        key = (PLAIN, requests, 0) if k < 0 else (SPECULATIVE, requests, k)
+        before = self.sums[key]
+        more = steps * seconds(k, requests)
+        self.sums[key] = StepSum(before.steps + steps, before.seconds + more)
+        if k > 0:
+            accepted = [round(steps * rate) for rate in self.rates[:k]]
+            self.tracker.record(steps, k * steps, sum(accepted), accepted)
+        asyncio.run(self.control.update(self.sums))
+
+
+def test_a_ruined_draft_turns_drafting_off_and_a_new_one_on() -> None:
+    server = Server(STALE)
+    server.serve(60)
+    assert server.told == [None]
+    server.serve(60)
+    assert server.told == [None]
+    # A commit: the next draft is tried with one token at once, and with three when it is known.
+    server.tracker.switch(1, 60)
+    server.rates = FRESH
+    server.serve(60)
+    assert server.told[1] == [1] * 65
+    for _ in range(3):
+        server.serve(60)
+    table = server.control.chooser.table
+    assert table is not None and table[1] == 3
+
+
+def test_drafting_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("rollout_server.draft_length.time.monotonic", lambda: now[0])
+    server = Server(STALE)
+    server.serve(60)
+    assert server.told == [None]
+    now[0] += RETRY_SECONDS + 1
+    server.serve(60)
+    assert server.told == [None, [1] * 65]
+    server.serve(60)
+    assert server.told[2] is None, "it still does not pay"
+
+
+class Engine:
+    """Counts the steps of each calibration batch."""
+
+    def __init__(self) -> None:
+        self.k, self.on = 3, True
+        self.sums: dict[tuple[str, int, int], StepSum] = {}
+
+    async def set_speculation(self, enabled: bool) -> float:
+        self.on = enabled
+        return 0.0
+
+    async def set_draft_lengths(self, lengths: Sequence[int]) -> None:
+        assert len(set(lengths)) == 1 and len(lengths) == 17
+        self.k = lengths[1]
+
+    async def generate(self, requests: int, tokens: int) -> None:
+        key = (SPECULATIVE, requests, self.k) if self.on else (PLAIN, requests, 0)
+        self.sums[key] = StepSum(tokens, tokens * seconds(self.k if self.on else -1, requests))
+
+    async def step_sums(self, measure: bool) -> StepSums:
+        return self.sums
+
+
+def test_the_calibration_measures_every_length_and_leaves_the_longest() -> None:
+    engine, chooser = Engine(), LengthChooser(3, 16)
+    asyncio.run(calibrate(engine, engine.step_sums, engine.generate, chooser))  # type: ignore[arg-type]
+    assert {(n, k) for kind, n, k in engine.sums if kind == SPECULATIVE} == {
+        (n, k) for n in (1, 4, 16) for k in range(4)
+    }
+    assert {n for kind, n, _ in engine.sums if kind == PLAIN} == {1, 4, 16}
+    assert engine.on and engine.k == 3
+    chooser.choose(FRESH)
+    assert chooser.table == [3] * 17, "batch sizes of the calibration are nobody's"
+    served = engine.sums[SPECULATIVE, 1, 3]
+    more = StepSum(served.steps + 50, served.seconds + 50 * seconds(3, 1))
+    chooser.add(engine.sums | {(SPECULATIVE, 1, 3): more}, FRESH)
+    chooser.choose(FRESH)
+    assert chooser.table is not None
+    assert all(is_best(FRESH, chooser.table[n], n) for n in range(1, 17))

@@ -1,0 +1,81 @@
+"""``--speculation auto`` on real vLLM: lengths follow the draft, and no request is altered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.rollout_server.checkpoints import load, perturbed
+from tests.rollout_server.live import Live, prompts, until
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def auto(serve) -> Live:  # type: ignore[no-untyped-def]
+    return serve("--speculation", "auto", "--max-num-seqs", "16")
+
+
+def planned(server: Live) -> dict[int, int]:
+    """Tokens to draft by the number of requests."""
+    text = httpx.get(server.http + "/metrics", timeout=30).text
+    return {
+        int(sample.labels["requests"]): int(sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "slipstream_rollout_planned_draft_length"
+    }
+
+
+def steps(server: Live) -> dict[tuple[str, int], float]:
+    """Engine steps by kind and draft length."""
+    text = httpx.get(server.http + "/metrics", timeout=30).text
+    found: dict[tuple[str, int], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "slipstream_rollout_engine_steps_total":
+                key = sample.labels["kind"], int(sample.labels["draft_length"])
+                found[key] = found.get(key, 0) + sample.value
+    return found
+
+
+def test_a_ruined_draft_is_not_asked_and_a_good_one_is(auto: Live, draft_dir: Path) -> None:
+    plain_steps = {length for kind, length in steps(auto) if kind == "plain"}
+    assert plain_steps == set() or plain_steps == {0}
+    assert planned(auto) == {1: 3, 4: 3, 16: 3}
+    auto.speculate(False)
+    expected = auto.generate(prompts(16))
+    auto.speculate(True)
+    good = load(draft_dir)
+    ruined = perturbed(good, scale=3.0, seed=1)
+
+    def serve_until(done: str) -> None:
+        def look() -> bool:
+            assert auto.generate(prompts(16)) == expected, done
+            return (max(planned(auto).values()) == 0) == (done == "off")
+
+        until(look, 120)
+
+    auto.swap(101, ruined)
+    serve_until("off")
+    assert not auto.state().speculation_enabled
+    auto.swap(102, good)
+    serve_until("on")
+    assert auto.state().speculation_enabled
+    assert isinstance(good["fc.weight"], torch.Tensor)
+    found = steps(auto)
+    assert {length for kind, length in found if kind == "speculative"} == {0, 1, 2, 3}
+    assert found["plain", 0] > 0
+
+
+def test_an_operator_outranks_it(auto: Live) -> None:
+    auto.speculate(False)
+    before = steps(auto)
+    auto.generate(prompts(16))
+    assert not auto.state().speculation_enabled
+    auto.speculate(True)
+    assert steps(auto).keys() >= before.keys()
