@@ -3,6 +3,9 @@
 Null: the server draws from the policy's exact distribution at T = 1. Each test refuses it at
 p < 1e-4, so a correct server fails one run in 10,000 per test. Power: vLLM's CPU sampler bug
 (``rollout_server.vllm_patches``) puts the joint at 0.42 in total variation, p < 1e-300.
+
+The joint sees four tokens of one prompt; the sums of surprise (``joint.Surprise``) see every token
+of whole completions of many prompts, with a false-alarm rate of 2e-4 per test.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
+from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids, sample
+from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
 from examples.arithmetic_grpo.tokenizer import EOS_ID
 from slipstream.errors import RefusedError
-from tests.losslessness.joint import chi_square_p_value, exact_joint
+from tests.losslessness.joint import chi_square_p_value, exact_joint, surprise
 from tests.rollout_server.live import Live
 
 pytestmark = pytest.mark.vllm
@@ -31,6 +35,8 @@ PER_REQUEST = 64
 TOKENS = 4
 ALPHA = 1e-4
 GREEDY_PROMPTS = 128
+WHOLE_PROMPTS, WHOLE_SAMPLES = 64, 8
+Z_BOUND = 3.9
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +155,46 @@ def test_the_test_has_power(exact: dict[tuple[int, ...], float]) -> None:
         hotter, SAMPLES, replacement=True, generator=torch.Generator().manual_seed(0)
     )
     assert chi_square_p_value([keys[index] for index in drawn.tolist()], exact) < ALPHA
+
+
+def sample_whole(
+    server: Live, prompts: list[list[int]]
+) -> tuple[list[list[int]], list[tuple[int, ...]]]:
+    """Prompts and whole completions at temperature 1, one of the other by index."""
+    with ThreadPoolExecutor(16) as pool:
+        parts = pool.map(
+            lambda prompt: complete(
+                server, prompt, n=WHOLE_SAMPLES, max_tokens=MAX_COMPLETION_TOKENS, temperature=1.0
+            ),
+            prompts[:WHOLE_PROMPTS],
+        )
+        completions = [row for part in parts for row in part]
+    return [prompt for prompt in prompts[:WHOLE_PROMPTS] for _ in range(WHOLE_SAMPLES)], completions
+
+
+def test_every_token_is_as_surprising_as_the_policy_says(
+    server: Live,
+    policy: PreTrainedModel,
+    prompts: list[list[int]],
+    draft_tensors: dict[str, torch.Tensor],
+) -> None:
+    steady = surprise(policy, *sample_whole(server, prompts))
+    with Swapper(server, draft_tensors) as swapper:
+        swapping = surprise(policy, *sample_whole(server, prompts))
+    assert swapper.swaps >= 2
+    for found in (steady, swapping):
+        assert found.tokens > 20 * WHOLE_PROMPTS * WHOLE_SAMPLES
+        assert found.worst < Z_BOUND, found
+
+
+def test_surprise_has_power(policy: PreTrainedModel, prompts: list[list[int]]) -> None:
+    """It passes the policy's own samples and refuses 10 % hotter ones."""
+    given = prompts[:WHOLE_PROMPTS] * WHOLE_SAMPLES
+    for temperature, passes in ((1.0, True), (1.1, False)):
+        generator = torch.Generator().manual_seed(0)
+        drawn = sample(policy, given, temperature, generator=generator)
+        found = surprise(policy, given, drawn.completions)
+        assert (found.worst < Z_BOUND) is passes, found
 
 
 def greedy(server: Live, prompts: list[list[int]]) -> list[tuple[int, ...]]:

@@ -135,6 +135,28 @@ def test_a_commit_that_the_trainer_made_before_it_was_cut_off_is_not_made_twice(
     assert [double.policy_version for double, _ in rollouts] == [1, 1]
 
 
+def test_a_version_that_is_pushed_again_with_other_weights_goes_live(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    """A run that resumes at an older version pushes a number that the servers serve already."""
+    settings = {"rollout_servers": addresses(rollouts), "connect_seconds": 0.2}
+    with trainer.serve() as server:
+        server.kill()
+        for value in (0.25, 0.5):
+            model = make_model()
+            with torch.no_grad():
+                model.lm_head.weight.fill_(value)
+            bridge = connect(server.address, wait=False, model=model, **settings)
+            with bridge.sync(4) as window:
+                window.push_policy()
+            bridge.close()
+            for double, _ in rollouts:
+                assert double.policy_version == 4
+                assert torch.all(double.live["lm_head.weight"] == value)
+                assert double.staged == {}
+    assert [len(double.commits) for double, _ in rollouts] == [2, 2]
+
+
 def test_a_draft_that_failed_is_reported_and_no_error(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:

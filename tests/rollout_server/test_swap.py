@@ -24,6 +24,7 @@ from rollout_server.swap import (
     Standby,
     StandbyCopy,
     pairs_of,
+    swap_contents,
 )
 from rollout_server.worker import WorkerHooks, watch_sleep
 from tests.rollout_server import checkpoints
@@ -144,6 +145,16 @@ def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
+def test_contents_are_swapped_both_ways() -> None:
+    """On both sides of the size up to which contents are copied, and for views of others."""
+    for size in (1, 1 << 12, 1 << 15):
+        base = torch.arange(2.0 * size)
+        live, standby = base[::2], torch.full((2 * size,), -1.0)[::2]
+        expected = live.clone()
+        swap_contents([(live, standby)])
+        assert torch.equal(live, torch.full((size,), -1.0)) and torch.equal(standby, expected)
+
+
 def test_a_swap_is_a_reload(drafts: Drafts) -> None:
     expected = []
     for release in range(3):
@@ -176,6 +187,26 @@ def test_a_swap_is_a_reload(drafts: Drafts) -> None:
     drafts.read_back.record()
     ready(standby, zero)
     assert standby.swap(zero, one) and not different(drafts.outputs(), expected[0])
+
+
+def test_what_a_swap_replaced_is_ready_without_being_loaded_again(drafts: Drafts) -> None:
+    """Small tensors are copied, large ones exchange their memory; both go both ways."""
+    drafts.reload(0)
+    standby = drafts.standby()
+    zero, one, _ = drafts.sources
+    ready(standby, one)
+    with torch.no_grad():
+        # A release's own norms: those of the test's checkpoints are all ones.
+        for name, parameter in drafts.draft.named_parameters():
+            if parameter.ndim == 1 and parameter.numel():
+                parameter.fill_(1.0 + len(name) / 64)
+    drafts.read_back.record()
+    before = drafts.outputs()
+    assert standby.swap(one, zero)
+    join()
+    assert standby.prepare(zero, None) == READY, "what was live was read, not loaded"
+    assert standby.swap(zero, one)
+    assert not different(drafts.outputs(), before)
 
 
 def test_at_most_two_copies_are_ready(drafts: Drafts) -> None:
