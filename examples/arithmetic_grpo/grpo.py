@@ -30,6 +30,17 @@ class GrpoBatch:
     advantages: Tensor
     old_log_probs: Tensor | None = None
 
+    def rows(self, chosen: Tensor) -> GrpoBatch:
+        """Some of the samples."""
+        old = self.old_log_probs
+        return GrpoBatch(
+            self.input_ids[chosen],
+            self.attention_mask[chosen],
+            self.completion_mask[chosen],
+            self.advantages[chosen],
+            None if old is None else old[chosen],
+        )
+
 
 @dataclass(frozen=True)
 class UpdateStats:

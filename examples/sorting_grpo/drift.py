@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -142,17 +142,22 @@ def _versions(
             group_advantages(rewards, options.samples * len(parts)),
             PAD_ID,
         )
+        old = []
         with torch.no_grad(), bridge.capture() as capture:
             for start in range(0, len(rows), LOG_PROB_BATCH):
                 some = slice(start, start + LOG_PROB_BATCH)
                 ids, mask = batch.input_ids[some], batch.attention_mask[some]
+                old.append(log_prob_forward(model, ids, mask))
                 capture.ship(
                     ids,
                     attention_mask=mask,
                     loss_mask=batch.completion_mask[some],
-                    sampled_logprobs=log_prob_forward(model, ids, mask),
+                    sampled_logprobs=old[-1],
                 )
-        update(model, optimizer, batch)
+        batch = replace(batch, old_log_probs=torch.cat(old))
+        # Mini-batches of whole groups, as GRPO trainers make them.
+        for chosen in torch.arange(len(rows)).chunk(options.updates):
+            update(model, optimizer, batch.rows(chosen))
     return found
 
 
@@ -184,7 +189,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--versions", type=int, default=20, help="policy versions after the first")
     parser.add_argument("--prompts", type=int, default=24, help="of each version")
     parser.add_argument("--samples", type=int, default=4, help="of each prompt and server")
-    parser.add_argument("--learning-rate", type=float, default=1.2e-3, help="of the policy")
+    parser.add_argument("--updates", type=int, default=3, help="optimizer steps of each version")
+    parser.add_argument("--learning-rate", type=float, default=8e-4, help="of the policy")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run each")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--keep", type=Path, help="folder of logs and releases")
