@@ -20,7 +20,6 @@ from benchmarks.draft_training.contestants import (
     default_setting,
     python_of,
 )
-from benchmarks.draft_training.floor import products
 from benchmarks.harness import (
     Target,
     finish,
@@ -52,10 +51,9 @@ class Measured:
         setting: what it runs with.
         wall: seconds of a step.
         cost: what is compared: CPU seconds on a CPU, which another program on the core does not
-            change, and wall seconds on a GPU. Of the floor, the seconds that it computed.
+            change, and wall seconds on a GPU.
         memory: peak bytes above the idle process.
         loss: of the first step.
-        rates: of the floor, FLOP/s of each product.
     """
 
     setting: str
@@ -63,16 +61,12 @@ class Measured:
     cost: list[float] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
     loss: float = float("nan")
-    rates: dict[str, list[float]] = field(default_factory=dict)
 
     def note(self, answer: Mapping[str, Any], device: str) -> None:
         """Add a round's step."""
-        detail = answer.get("detail", {})
         self.wall.append(answer["wall"])
-        self.cost.append(detail.get("seconds", answer["cpu" if device == "cpu" else "wall"]))
+        self.cost.append(answer["cpu" if device == "cpu" else "wall"])
         self.memory.append(answer["memory"])
-        for name, rate in detail.get("rates", {}).items():
-            self.rates.setdefault(name, []).append(rate)
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,7 @@ class CaseResult:
     @property
     def peers(self) -> list[str]:
         """Names of the peers that took part."""
-        return [name for name in self.measured if name not in ("ours", "floor")]
+        return [name for name in self.measured if name != "ours"]
 
     def targets(self) -> list[Target]:
         """Speed against the fastest peer, memory against the leanest."""
@@ -108,8 +102,8 @@ class CaseResult:
         value = max(measured["ours"].memory) / max(measured[peer].memory)
         return [*found, Target.at_most(name, value, 1.0)]
 
-    def tables(self) -> str:
-        """The contestants, then the products of the floor."""
+    def table(self) -> str:
+        """The contestants."""
         case = self.case
         tokens = case.rows * case.tokens
         rows = []
@@ -117,30 +111,12 @@ class CaseResult:
             m = self.measured[name]
             against = "" if name == "ours" else spread_text(self.ratios(name, "ours"))
             rate = spread_text([tokens / seconds for seconds in m.wall], 0)
-            floor = spread_text(self.ratios(name, "floor"))
             peak = f"{max(m.memory) / 2**20:.0f}"
-            rows.append([name, rate, f"{statistics.median(m.cost):.3f}", peak, floor, against])
+            rows.append([name, rate, f"{statistics.median(m.cost):.3f}", peak, against])
             rows[-1].append(m.setting)
-        columns = ["", "tokens/s", "s a step", "peak MiB", "x floor", "times ours", "setting"]
+        columns = ["", "tokens/s", "s a step", "peak MiB", "times ours", "setting"]
         title = f"\n{case.label}: {case.rows} x {case.tokens} tokens a step"
-        floor_rows = []
-        for p in products(case):
-            flops_per_second = statistics.median(self.measured["floor"].rates[f"{p.name} {p.kind}"])
-            shape = " x ".join(map(str, p.shape))
-            flops, speed = f"{p.flops / 1e9:.2f}", f"{flops_per_second / 1e9:.1f}"
-            floor_rows.append(
-                [p.name, p.kind, shape, flops, speed, f"{p.flops / flops_per_second:.4f}"]
-            )
-        return "\n".join(
-            [
-                table(title, columns, rows),
-                table(
-                    f"\nfloor of {case.label}: products at the rate of the best kernel",
-                    ["", "product", "shape", "GFLOP", "GFLOP/s", "s"],
-                    floor_rows,
-                ),
-            ]
-        )
+        return table(title, columns, rows)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -156,9 +132,6 @@ class CaseResult:
                 }
                 for name, m in self.measured.items()
             },
-            "times_the_floor": {
-                name: spread(self.ratios(name, "floor")) for name in ("ours", *self.peers)
-            },
             "speed_against": {name: spread(self.ratios(name, "ours")) for name in self.peers},
         }
 
@@ -169,13 +142,13 @@ def main(argv: list[str] | None = None) -> int:
     chosen.peers_dir.mkdir(parents=True, exist_ok=True)
     peers = [name for name in chosen.against.split(",") if name]
     pythons = {name: python_of(name, chosen.peers_dir) for name in peers}
-    pythons |= {"ours": Path(sys.executable), "floor": Path(sys.executable)}
+    pythons["ours"] = Path(sys.executable)
     results: list[CaseResult] = []
     figures: dict[str, Any] = {}
     targets: list[Target] = []
     for case in _cases(chosen):
         results.append(_measure(chosen, case, pythons))
-        print(results[-1].tables(), flush=True)
+        print(results[-1].table(), flush=True)
         targets = [target for result in results for target in result.targets()]
         figures = {"cases": [result.to_dict() for result in results]}
         write(chosen.json, figures, targets)

@@ -40,7 +40,6 @@ MODULES = {
     "speculators": "benchmarks.draft_training.peer_speculators",
     "specforge": "benchmarks.draft_training.peer_specforge",
     "modelopt": "benchmarks.draft_training.peer_modelopt",
-    "floor": "benchmarks.draft_training.floor",
 }
 PEERS = ("speculators", "specforge", "modelopt")
 
@@ -51,7 +50,6 @@ DEFAULT_SETTINGS: dict[str, dict[str, str]] = {
     "specforge": {"cpu": "sdpa full summed", "cuda": "flex_attention full batched"},
     "modelopt": {"cpu": "sdpa plain summed", "cuda": "sdpa compiled batched"},
     "ours": {"cpu": "1024 tokens a pass", "cuda": "4096 tokens a pass"},
-    "floor": {"cpu": "best kernel", "cuda": "best kernel"},
 }
 
 # Pinned, so that a figure can be repeated. The first of each is the peer. SpecForge asks for torch

@@ -51,7 +51,7 @@ class Worker:
         loss = self.contestant.step()
         if self.cuda:
             torch.cuda.synchronize()
-        answer = {
+        return {
             "wall": time.perf_counter() - wall,
             "cpu": time.process_time() - cpu,
             "memory": torch.cuda.max_memory_allocated()
@@ -59,8 +59,6 @@ class Worker:
             else _memory("VmHWM") - self.idle,
             "loss": loss,
         }
-        detail = getattr(self.contestant, "detail", None)
-        return answer | ({"detail": detail} if detail else {})
 
 
 def _memory(field: str) -> int:

@@ -1,4 +1,4 @@
-"""The benchmark on a tiny case, without peers: workers, rounds, floor, tables, JSON."""
+"""The benchmark on a tiny case, without peers: workers, rounds, tables, JSON."""
 
 from __future__ import annotations
 
@@ -10,31 +10,14 @@ import pytest
 from benchmarks.draft_training import case as cases
 from benchmarks.draft_training.__main__ import CaseResult, Measured, main
 from benchmarks.draft_training.case import Case
-from benchmarks.draft_training.floor import anchors, products
 
 TINY = Case("tiny", 32, 64, 4, 2, 8, 96, 48, rows=2, tokens=12, ttt_steps=2)
-
-
-def test_flops_of_a_case_by_hand() -> None:
-    """Two TTT steps of two rows of 12 tokens: 22 and 20 anchors."""
-    assert anchors(TINY) == [11, 10]
-    found = {(p.name, p.kind): p.flops for p in products(TINY)}
-    assert found["lm_head", "forward"] == found["lm_head", "grad_weight"] == 2 * 42 * 32 * 48
-    assert found["teacher", "forward"] == 2 * 22 * 32 * 48
-    assert ("teacher", "grad_weight") not in found
-    assert ("fc", "grad_input") not in found
-    assert found["fc", "forward"] == 2 * 22 * 96 * 32
-    assert found["qkv, embeds", "forward"] == 2 * 22 * 32 * (32 + 2 * 16)
-    # Causal pairs of each step, and in the second step each anchor's own key besides.
-    pairs = 2 * 4 * (11 * 12 // 2 + 10 * 11 // 2 + 10)
-    assert found["attention", "scores"] == 2 * 2 * pairs * 8
-    assert found["attention", "values"] == 4 * 2 * pairs * 8
 
 
 def test_ours_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Both types learn the same case; no step is faster than its matrix products."""
+    """Both types learn the same case."""
     monkeypatch.setitem(cases.SHAPES, "tiny", TINY)
     out = tmp_path / "figures.json"
     options = ["--against=", "--cases=tiny", "--ttt-steps=2", "--rounds=2", "--warmup=1"]
@@ -43,8 +26,7 @@ def test_ours_alone(
     assert [c["case"]["dtype"] for c in found["cases"]] == ["float32", "bfloat16"]
     losses = [c["contestants"]["ours"]["first_loss"] for c in found["cases"]]
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
-    assert all(c["times_the_floor"]["ours"]["min"] > 1 for c in found["cases"])
-    assert "floor of tiny float32 K=2" in capfd.readouterr().out
+    assert "tiny float32 K=2" in capfd.readouterr().out
 
 
 def test_targets_are_against_the_fastest_and_the_leanest_peer() -> None:
