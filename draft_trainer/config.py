@@ -24,20 +24,12 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from slipstream.client import MAX_MESSAGE_BYTES
+from slipstream.client import MAX_MESSAGE_BYTES, split_address
 from slipstream.errors import RefusedError
 from slipstream.security import Access, ClientCredentials, Role, open_access
 
 DNS, FILE = "dns:", "file:"
 """Prefixes of entries in ``publish.rollout_servers`` that stand for several addresses."""
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port``. Raises ValueError: it is none."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"not an address of the form host:port: {address!r}")
-    return host, int(port)
 
 
 def _below_the_file(path: Path, info: ValidationInfo) -> Path:
@@ -400,7 +392,19 @@ def _problem(model: type[BaseModel], detail: ErrorDetails) -> tuple[str, str, st
             (f"rename it to {near[0]}" if near else "remove it"),
         )
     expected = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return key, repr(detail["input"]), expected, f"fix {key}"
+    return key, repr(detail["input"]), _TYPES.get(detail["type"], expected), f"fix {key}"
+
+
+_TYPES = {
+    "tuple_type": 'a list, as in ["a", "b"]',
+    "model_type": "a [section] with keys",
+    "string_type": 'text in quotes, as in "a"',
+    "path_type": 'a path in quotes, as in "folder/file"',
+    "int_type": "an integer, without quotes",
+    "float_type": "a number, without quotes",
+    "bool_type": "true or false, without quotes",
+}
+"""What TOML has for pydantic's types."""
 
 
 def _known_keys(model: type[BaseModel], detail: ErrorDetails) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from slipstream.client import split_address
 from slipstream.errors import RefusedError
 from slipstream.security import NONE, ClientCredentials
 
@@ -192,6 +193,7 @@ def _check_keys(prefix: str, values: Mapping[str, object], section: type) -> Non
 
 
 def _check_address(name: str, value: object) -> None:
-    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise RefusedError(name, repr(value), "host:port", "give a host and a port")
+    try:
+        split_address(str(value))
+    except ValueError as error:
+        raise RefusedError(name, error, "host:port", "give a host and a port") from error

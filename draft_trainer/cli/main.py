@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import tyro
 from tyro.conf import Positional, arg, subcommand
 
+from draft_trainer.cli.doctor import Doctor
 from draft_trainer.cli.offline import Fit, Init
 from draft_trainer.cli.plan import Plan
 from draft_trainer.cli.release_actions import Releases
@@ -162,6 +163,7 @@ _COMMANDS: Any = (
     | Annotated[Plan, subcommand("plan")]
     | Annotated[Status, subcommand("status")]
     | Annotated[Top, subcommand("top")]
+    | Annotated[Doctor, subcommand("doctor")]
     | Annotated[Events, subcommand("events")]
     | Annotated[Releases, subcommand("releases")]
     | Annotated[Completion, subcommand("completion")]
@@ -195,8 +197,8 @@ def _parse(argv: list[str]) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. 0: done; 1: it failed on the way; 2: refused, with the reason on stderr;
     130: interrupted."""
-    command: Command = parse(argv)
     try:
+        command: Command = parse(argv)
         return command.run()
     except RefusedError as error:
         print(f"draft-trainer: {error}", file=sys.stderr)

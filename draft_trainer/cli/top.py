@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import arg
 
+from draft_trainer.cli.doctor import first_problem
 from draft_trainer.cli.trainer import (
     Connection,
     as_dict,
@@ -236,6 +237,10 @@ def picture(seen: Seen, servers: int = SERVERS_SHOWN) -> Group:
     parts: list[RenderableType] = [_title(seen), _versions(status)]
     if seen.error:
         parts.append(Text(f" {clean(seen.error)}", style="bold red"))
+    first = first_problem(list(status.diagnosis))
+    if first is not None:
+        style = "bold red" if first.severity == console.Diagnosis.SEVERITY_PROBLEM else "yellow"
+        parts.append(_line((f" {first.part} ", style), clean(first.found)))
     parts += [_rule(f"fleet, {ready} of {len(status.servers)} ready"), _fleet(status, servers)]
     parts += [_rule("now"), _figures(seen), _rule("events")]
     events = Table.grid(padding=(0, 1), pad_edge=True)

@@ -22,6 +22,7 @@ from slipstream.security import ClientCredentials
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+GRPC_SCHEMES = ("unix:", "dns:", "ipv4:", "ipv6:")
 _UNTRUSTED = re.compile(
     r"(?<=CERTIFICATE_VERIFY_FAILED: )[^:\]]+|Hostname Verification Check failed|"
     r"Peer name \S+ is not in peer certificate"
@@ -64,8 +65,13 @@ class Connection:
         Raises:
             RefusedError: a file cannot be used, or a call failed and the block did not catch it.
         """
-        from slipstream.client import open_channel
+        from slipstream.client import open_channel, split_address
 
+        if not self.address.startswith(GRPC_SCHEMES):
+            try:
+                split_address(self.address)
+            except ValueError as error:
+                raise RefusedError("--address", error, "host:port", "correct it") from error
         self.credentials.check("--")
         self.credentials.check_address(self.address, "--address")
         with open_channel(self.address, credentials=self.credentials) as channel:

@@ -24,9 +24,9 @@ from typing import TypeVar
 import grpc
 import torch
 
-from draft_trainer.config import DNS, FILE, PublishConfig, split_address
+from draft_trainer.config import DNS, FILE, PublishConfig
 from draft_trainer.releases.registry import Registry
-from slipstream.client import open_channel, stage
+from slipstream.client import open_channel, split_address, stage
 from slipstream.errors import RefusedError, clean, failure_text
 from slipstream.security import NONE, ClientCredentials
 from slipstream.tensors import digest_of_specs

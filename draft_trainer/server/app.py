@@ -147,6 +147,7 @@ class TrainerServer:
             state,
             fleet_view,
             acceptance,
+            config,
         )
         self.publisher = Publisher(
             self._fleet,

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
+from draft_trainer.config import TrainerConfig
 from draft_trainer.counters import Counters, by_label, total
 from draft_trainer.ingest.ingest import Ingest
 from draft_trainer.ingest.run import Run, Runs, Session
@@ -20,6 +21,7 @@ from draft_trainer.ingest.store import SampleStore
 from draft_trainer.releases.fleet import Failure
 from draft_trainer.releases.promotions import Promotions, Trial
 from draft_trainer.releases.registry import Registry
+from draft_trainer.server.diagnosis import ProblemLog, diagnose
 from draft_trainer.state import Events, State
 from slipstream.errors import RefusedError
 from slipstream.metrics import code_version
@@ -34,7 +36,9 @@ SLOT_SECONDS = 5.0
 SNAPSHOT_SECONDS = 10.0
 VERDICTS_SHOWN = 100
 VERSIONS_KEPT = 4096
-NOT_IN_HISTORY = ("servers", "last_verdict", "last_gate", "replay_directory", "code_version")
+NOT_IN_HISTORY = (
+    *("servers", "last_verdict", "last_gate", "replay_directory", "code_version", "diagnosis"),
+)
 """Fields that a snapshot leaves out: they are large, or they hardly change."""
 
 
@@ -190,12 +194,14 @@ class Status:
     state: State
     fleet: FleetView
     acceptance: RecentAcceptance
+    config: TrainerConfig
     started_at: float = field(default_factory=time.time)
     _client: tuple[str, str] | None = None
     _against: dict[int, int | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         run = self.runs.current
+        self.problems = ProblemLog()
         self.policy_clock = PolicyClock(None if run is None else run.latest_policy_version)
 
     @property
@@ -222,9 +228,10 @@ class Status:
             self.events.note(console.EVENT_KIND_POLICY_ANNOUNCED, policy_version=latest)
 
     def keep_snapshot(self) -> None:
-        """Add the status to the history."""
+        """Add the status to the history, and log what keeps drafts from being released."""
         try:
             status = self.read()
+            self.problems.note(list(status.diagnosis))
             for name in NOT_IN_HISTORY:
                 status.ClearField(name)  # type: ignore[arg-type]
             self.state.history.add(status)
@@ -249,7 +256,7 @@ class Status:
         run, trial = self.runs.current, promotion.trial
         policy = None if run is None else run.latest_policy_version
         drafted = self.acceptance.last_minute()
-        return pb.TrainerStatus(
+        status = pb.TrainerStatus(
             time=time.time(),
             started_at=self.started_at,
             code_version=code_version(),
@@ -304,6 +311,8 @@ class Status:
             servers_by_state=counters.servers,
             last_minute=drafted.get("", ()),
         )
+        status.diagnosis.extend(diagnose(status, self.config))
+        return status
 
     def _servers(
         self, drafted: Mapping[str, Iterable[console.Drafted]]

@@ -28,6 +28,26 @@ class RankLostError(RuntimeError):
     """Another rank died, or was silent for longer than the deadline. Nothing can go on."""
 
 
+def check_gpu(number: int = 0) -> None:
+    """Raise RefusedError unless torch sees GPU ``number`` of this machine."""
+    count = torch.cuda.device_count()
+    if not count:
+        raise RefusedError(
+            "training.device",
+            '"cuda", and torch sees no GPU',
+            'a GPU, or training.device = "cpu"',
+            'set training.device = "cpu"; or see what nvidia-smi says, and whether torch is built '
+            "with CUDA (deploy/requirements/cuda.lock)",
+        )
+    if number >= count:
+        raise RefusedError(
+            "training.device",
+            f'"cuda" for {number + 1} ranks on this machine',
+            f"a GPU for each; torch sees {count}",
+            f"start at most {count} ranks here (torchrun --nproc-per-node {count})",
+        )
+
+
 class Ranks:
     """This process among ``size``. Alone, every method is the identity.
 
@@ -67,8 +87,7 @@ class Ranks:
         device = torch.device("cpu")
         if device_type == "cuda":
             local = _variable("LOCAL_RANK") if size > 1 else 0
-            if local >= (count := torch.cuda.device_count()):
-                raise RefusedError("LOCAL_RANK", local, f"below {count} GPUs", "start fewer ranks")
+            check_gpu(local)
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
         if size == 1:

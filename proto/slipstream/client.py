@@ -38,6 +38,17 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port``. Raises ValueError, saying what is wrong."""
+    scheme, found, _ = address.partition("://")
+    if found:
+        raise ValueError(f"{address!r} begins with {scheme}://, which a gRPC address does not")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is not of the form host:port")
+    return host, int(port)
+
+
 def open_channel(
     address: str, *, credentials: ClientCredentials = NONE, own_connection: bool = False
 ) -> grpc.Channel:

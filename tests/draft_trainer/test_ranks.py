@@ -188,5 +188,5 @@ def test_alone_where_the_environment_says_nothing(monkeypatch: pytest.MonkeyPatc
         Ranks.join(5.0)
     if not torch.cuda.is_available():
         monkeypatch.setenv("WORLD_SIZE", "1")
-        with pytest.raises(RefusedError, match=r"LOCAL_RANK.*below 0"):
+        with pytest.raises(RefusedError, match=r"training\.device: .* torch sees no GPU"):
             Ranks.join(5.0, "cuda")

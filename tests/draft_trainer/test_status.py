@@ -11,6 +11,7 @@ import pytest
 from draft_trainer.cli.top import DASH, Seen, described, number, shares
 from draft_trainer.releases.fleet import Failure
 from draft_trainer.server import status
+from draft_trainer.server.diagnosis import ProblemLog
 from draft_trainer.server.status import FleetView, PolicyClock
 from draft_trainer.state import State
 from slipstream.errors import RefusedError
@@ -143,6 +144,7 @@ def test_a_full_disk_does_not_end_the_history(caplog: pytest.LogCaptureFixture) 
 
     class Fake:
         state = SimpleNamespace(history=History())
+        problems = ProblemLog()
 
         def read(self) -> TrainerStatus:
             return TrainerStatus(time=7.0, code_version="1", servers=[pb.ServerView(address="a:1")])

@@ -171,6 +171,7 @@ def _read_config(
         raise _refused(path, str(error), "a JSON object") from error
     if not isinstance(document, dict):
         raise _refused(path, type(document).__name__, "a JSON object")
+    _refuse_policy(directory, document)
     layout = next((layout for layout in _LAYOUTS if layout.matches(document)), None)
     if layout is None:
         raise _refused(
@@ -181,6 +182,18 @@ def _read_config(
     except _WRONG_TYPES as error:
         raise _refused(path, repr(error), "fields of the types that vLLM reads") from error
     return config, layout, document, served
+
+
+def _refuse_policy(directory: Path, document: Document) -> None:
+    names = ", ".join(map(str, document.get("architectures") or ()))
+    nested = document.get("text_config")
+    text = nested if isinstance(nested, dict) else document
+    layers = text.get("num_hidden_layers", text.get("n_layer"))
+    if names and "eagle" not in names.lower() and isinstance(layers, int) and layers > 1:
+        found = f"a policy ({names}, {layers} layers)"
+        make = f"draft-trainer init --policy {directory} --out DIR"
+        next_step = f"give its draft, or make one: {make}"
+        raise RefusedError(str(directory), found, "an EAGLE-3 draft", next_step)
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], config: HeadConfig, where: str) -> None:

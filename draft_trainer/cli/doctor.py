@@ -1,0 +1,156 @@
+"""``draft-trainer doctor``: why no draft is being released, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import grpc
+
+from draft_trainer.cli.trainer import DEFAULT_ADDRESS, Connection, File, as_dict, print_json
+from slipstream.errors import RefusedError, clean, failure_text
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1.console_pb2 import Diagnosis
+
+if TYPE_CHECKING:
+    from draft_trainer.config import TrainerConfig
+
+WORDS = {
+    Diagnosis.SEVERITY_OK: "ok",
+    Diagnosis.SEVERITY_WAITING: "waiting",
+    Diagnosis.SEVERITY_PROBLEM: "PROBLEM",
+}
+ASK_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor(Connection):
+    """Say why no draft is being released, and which key to turn.
+
+    Asks the running trainer. With --config it checks the configuration too: the draft, the device,
+    and that every rollout server answers and drafts as the configuration says; that works before
+    the trainer is started. Exit status 1: there is a problem.
+    """
+
+    config: File = None
+    """The trainer's configuration file."""
+    json: bool = False
+    """The findings as JSON."""
+
+    def run(self) -> int:
+        found: list[Diagnosis] = []
+        address = self.address
+        if self.config is not None:
+            from draft_trainer.config import load_config
+
+            config = load_config(self.config)
+            found += check_configuration(config)
+            server = config.server
+            if address == DEFAULT_ADDRESS and server.port:
+                everywhere = server.host in ("0.0.0.0", "::")
+                address = f"{'127.0.0.1' if everywhere else server.host}:{server.port}"
+        try:
+            with replace(self, address=address).trainer() as stub:
+                found += stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout).diagnosis
+        except RefusedError as error:
+            if self.config is None:
+                raise
+            found.append(_problem("trainer", error))
+        if self.json:
+            print_json([as_dict(one) for one in found])
+        else:
+            for line in described(found):
+                print(line)
+        return 1 if any(one.severity == Diagnosis.SEVERITY_PROBLEM for one in found) else 0
+
+
+def described(diagnosis: list[Diagnosis]) -> Iterator[str]:
+    """The findings and, last, what releases wait for; for people."""
+    for one in diagnosis:
+        yield f"{WORDS.get(one.severity, '?'):8} {one.part:8} {clean(one.found)}"
+        if one.next_step and one.severity != Diagnosis.SEVERITY_OK:
+            yield f"{'':17} {clean(one.next_step)}"
+    first = first_problem(diagnosis)
+    yield f"waits for: {first.part}" if first is not None else "nothing keeps drafts from the fleet"
+
+
+def first_problem(diagnosis: list[Diagnosis]) -> Diagnosis | None:
+    """What a release waits for: the first problem, else the first that time will bring."""
+    for severity in (Diagnosis.SEVERITY_PROBLEM, Diagnosis.SEVERITY_WAITING):
+        for one in diagnosis:
+            if one.severity == severity:
+                return one
+    return None
+
+
+def check_configuration(config: TrainerConfig) -> list[Diagnosis]:
+    """What can be checked of a configuration without starting a trainer."""
+    checks: dict[str, Callable[[TrainerConfig], str]] = {"draft": _draft, "device": _device}
+    found = []
+    for part, check in checks.items():
+        try:
+            text = check(config)
+            found.append(Diagnosis(part=part, severity=Diagnosis.SEVERITY_OK, found=text))
+        except RefusedError as error:
+            found.append(_problem(part, error))
+    return found + list(_rollout_servers(config))
+
+
+def _problem(part: str, error: RefusedError) -> Diagnosis:
+    text = f"{error.field}: found {error.found}, expected {error.expected}"
+    severity = Diagnosis.SEVERITY_PROBLEM
+    return Diagnosis(part=part, severity=severity, found=text, next_step=error.next_step)
+
+
+def _draft(config: TrainerConfig) -> str:
+    from draft_trainer.drafters import DRAFTERS
+
+    section = config.draft
+    shape = DRAFTERS[section.kind].read(section.initial, section.policy).config
+    return (
+        f"{section.initial}: {section.kind}, {shape.draft_vocab_size} of {shape.vocab_size} tokens"
+    )
+
+
+def _device(config: TrainerConfig) -> str:
+    from draft_trainer.training.ranks import check_gpu
+
+    if config.training.device == "cuda":
+        check_gpu()
+    return f"training.device = {config.training.device}"
+
+
+def _rollout_servers(config: TrainerConfig) -> Iterator[Diagnosis]:
+    from draft_trainer.config import DNS, FILE, credentials_of
+    from draft_trainer.server.diagnosis import drafts_otherwise
+    from slipstream.client import open_channel
+    from slipstream.v1 import rollout_server_pb2 as rollout
+    from slipstream.v1.rollout_server_pb2_grpc import RolloutServerStub
+
+    publish = config.publish
+    credentials = credentials_of(config)
+    for address in publish.rollout_servers:
+        if address.startswith((DNS, FILE)):
+            continue
+        try:
+            with open_channel(address, credentials=credentials) as channel:
+                request = rollout.GetStateRequest()
+                state = RolloutServerStub(channel).GetState(request, timeout=ASK_SECONDS)
+        except grpc.RpcError as error:
+            found, expected = failure_text(error), "a rollout server's control plane"
+            next_step = "start rollout-server serve with --control-port, or correct the address"
+            refused = RefusedError("publish.rollout_servers", found, expected, next_step)
+            yield _problem(address, refused)
+            continue
+        wrong = drafts_otherwise(state, config)
+        if wrong is not None:
+            yield Diagnosis(
+                part=address,
+                severity=Diagnosis.SEVERITY_PROBLEM,
+                found=wrong[0],
+                next_step=wrong[1],
+            )
+        else:
+            found = f"serves draft {state.draft_version}"
+            yield Diagnosis(part=address, severity=Diagnosis.SEVERITY_OK, found=found)

@@ -1,0 +1,229 @@
+"""Why no draft is being released: one finding for every part of the way, with what to do about it.
+
+A pure function of the status and the configuration. `draft-trainer doctor`, `top` and the page show
+its texts, and a problem is logged once when it begins.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+
+from draft_trainer.config import TrainerConfig
+from slipstream.errors import clean
+from slipstream.v1.console_pb2 import Diagnosis
+from slipstream.v1.draft_trainer_pb2 import TrainerStatus
+from slipstream.v1.rollout_server_pb2 import ServerState
+
+logger = logging.getLogger(__name__)
+
+OK, WAITING, PROBLEM = (
+    Diagnosis.SEVERITY_OK,
+    Diagnosis.SEVERITY_WAITING,
+    Diagnosis.SEVERITY_PROBLEM,
+)
+Found = tuple[Diagnosis.Severity, str, str]
+"""Severity, what was found, and the next step, if any."""
+
+REFUSED_SHARE = EVICTED_SHARE = 0.1
+"""Of samples; below it a run is healthy: the first ones of a policy version may come too early."""
+
+
+def diagnose(status: TrainerStatus, config: TrainerConfig) -> list[Diagnosis]:
+    """Every part in the order in which a release comes about: policy, samples, training, gate,
+    release, servers, trial."""
+    parts: dict[str, Callable[[TrainerStatus, TrainerConfig], Found]] = {
+        "policy": _policy,
+        "samples": _samples,
+        "training": _training,
+        "gate": _gate,
+        "release": _release,
+        "servers": _servers,
+        "trial": _trial,
+    }
+    found = {part: examine(status, config) for part, examine in parts.items()}
+    return [
+        Diagnosis(part=part, severity=severity, found=clean(text), next_step=next_step)
+        for part, (severity, text, next_step) in found.items()
+    ]
+
+
+def _policy(status: TrainerStatus, config: TrainerConfig) -> Found:
+    server = config.server
+    if not status.run_id:
+        return (
+            WAITING,
+            "no training job has connected since the start",
+            f"open a PolicyBridge there with trainer = HOST:{server.port or 'PORT'} of this "
+            "machine; bridge.stats().capture_off_reason says why it does not capture",
+        )
+    if not status.HasField("policy_version"):
+        return (
+            WAITING,
+            f"run {status.run_id} is open, and has registered no policy version",
+            "go through one step of the loop with bridge.sync(version) and bridge.capture()",
+        )
+    return OK, f"run {status.run_id} is at policy version {status.policy_version}", ""
+
+
+def _samples(status: TrainerStatus, config: TrainerConfig) -> Found:
+    accepted, refused = status.samples_accepted, status.samples_refused
+    if refused > REFUSED_SHARE * (accepted + refused):
+        field, count = _most(status.refused_by_field)
+        return (
+            PROBLEM,
+            f"{refused} of {accepted + refused} samples were refused, {count} of them for {field}",
+            "the log of the training job has the refusal with its next step; "
+            "bridge.stats().refused counts them",
+        )
+    if not accepted:
+        return WAITING, "no sample has arrived", "ship sequences with completion tokens"
+    lost = {
+        reason: status.evicted_by_reason[reason]
+        for reason in ("capacity", "stale", "damaged")
+        if status.evicted_by_reason.get(reason, 0) > EVICTED_SHARE * accepted
+    }
+    if lost:
+        reason, count = _most(lost)
+        keys = {
+            "capacity": "raise replay.capacity_bytes, or lower BridgeConfig.bytes_per_step",
+            "stale": "raise replay.max_policy_lag, or lower BridgeConfig.bytes_per_step so that "
+            "training keeps up",
+            "damaged": "look at the disk of replay.directory",
+        }
+        found = (
+            f"{count} of {accepted} samples were given up before they were trained on ({reason})"
+        )
+        return PROBLEM, found, keys[reason]
+    held = status.samples_held_out
+    return OK, f"{accepted} accepted, {held} of those in memory held out for the gate", ""
+
+
+def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
+    if status.training_error:
+        next_step = "read the error in the log; a restart resumes from the newest training state"
+        return PROBLEM, status.training_error, next_step
+    steps, skipped = status.train_steps, status.train_steps_skipped
+    if skipped > steps:
+        return (
+            PROBLEM,
+            f"{skipped} steps were skipped, {steps} were not: losses or gradients are not finite, "
+            "or no token of a sample can be trained on",
+            "look at the loss in /metrics; lower training.learning_rate; check the loss_mask that "
+            "is shipped",
+        )
+    if not steps:
+        return WAITING, "no optimizer step yet", ""
+    return OK, f"{steps} steps, {status.samples_pending} samples wait", ""
+
+
+def _gate(status: TrainerStatus, config: TrainerConfig) -> Found:
+    if not status.HasField("last_verdict"):
+        steps = config.training.steps_per_candidate
+        return WAITING, f"no candidate yet: one is judged after {steps} steps, or when idle", ""
+    result = status.last_verdict
+    if result.outcome == "passed":
+        return OK, result.reason, ""
+    if result.outcome == "write_failed":
+        return PROBLEM, result.reason, "make room on the disk of draft.registry"
+    if result.outcome == "not_measured":
+        return (
+            PROBLEM,
+            result.reason,
+            f"let more prompts arrive, raise replay.held_out_fraction "
+            f"({config.replay.held_out_fraction:g}), or lower gate.min_anchors "
+            f"({config.gate.min_anchors})",
+        )
+    return (
+        WAITING,
+        f"the newest candidate was not better than draft {result.incumbent_version}: "
+        f"{result.reason}",
+        "nothing while the acceptance length holds; if it falls, raise BridgeConfig.bytes_per_step "
+        "or training.learning_rate",
+    )
+
+
+def _release(status: TrainerStatus, config: TrainerConfig) -> Found:
+    promoted, newest = status.promoted_release, status.newest_release
+    if status.pinned:
+        found = f"draft {promoted} is pinned by hand, no candidate replaces it (newest: {newest})"
+        next_step = f"draft-trainer releases promote {newest} (without --pin)"
+        return PROBLEM, found, next_step
+    if not status.HasField("promoted_release"):
+        return WAITING, "no release is promoted", ""
+    served = status.HasField("served_release") and status.served_release == promoted
+    if config.publish.rollout_servers and not served and config.publish.on == "sync":
+        return (
+            WAITING,
+            f"draft {promoted} is promoted and goes live with the policy's next weight sync",
+            'enter bridge.sync(version) around each weight sync, or set publish.on = "promotion"',
+        )
+    return OK, f"draft {promoted} is promoted", ""
+
+
+def _servers(status: TrainerStatus, config: TrainerConfig) -> Found:
+    if not config.publish.rollout_servers:
+        next_step = 'set publish.rollout_servers = ["HOST:PORT"], their --control-port'
+        return PROBLEM, "no rollout servers are named: releases are made, none is served", next_step
+    if not status.servers:
+        return WAITING, "no rollout server is known yet", ""
+    for server in status.servers:
+        name = server.address
+        if not server.reachable and server.error:
+            next_step = "start it, or correct publish.rollout_servers"
+            return PROBLEM, f"{name} does not answer: {server.error}", next_step
+        if server.state.not_ready:
+            next_step = "nothing for two minutes: the release is put there again; then restart it"
+            return PROBLEM, f"{name} is not ready: {server.state.not_ready}", next_step
+        if server.reachable and not server.state.speculation_enabled:
+            next_step = "wait for a fresher release, or turn it on with SetSpeculation"
+            return PROBLEM, f"{name} generates without drafts", next_step
+        wrong = drafts_otherwise(server.state, config) if server.reachable else None
+        if wrong is not None:
+            return PROBLEM, f"{name}: {wrong[0]}", wrong[1]
+    return OK, f"{len(status.servers)} answer and draft", ""
+
+
+def drafts_otherwise(state: ServerState, config: TrainerConfig) -> tuple[str, str] | None:
+    """What differs where a rollout server does not draft as candidates are judged, and the next
+    step."""
+    publish = config.publish
+    for key, theirs in (
+        ("num_speculative_tokens", state.num_speculative_tokens),
+        ("draft_sample_method", state.draft_sample_method),
+    ):
+        ours = getattr(publish, key)
+        if theirs and theirs != ours:
+            found = f"it drafts with {key} = {theirs}, and candidates are judged for {ours}"
+            return found, f"set publish.{key} = {json.dumps(theirs)}, or start it with {ours}"
+    return None
+
+
+def _trial(status: TrainerStatus, config: TrainerConfig) -> Found:
+    if not status.HasField("trial"):
+        return OK, "no release is on trial", ""
+    trial = status.trial
+    found = f"draft {trial.draft_version} is on trial against draft {trial.incumbent_version}"
+    return WAITING, found, "keep requests coming: live acceptance decides"
+
+
+def _most(counts: Mapping[str, int]) -> tuple[str, int]:
+    return max(counts.items(), key=lambda entry: entry[1], default=("an unknown reason", 0))
+
+
+class ProblemLog:
+    """Logs a problem when it begins, and that it is over; not every time that it is found."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def note(self, diagnosis: list[Diagnosis]) -> None:
+        """What was found now."""
+        for one in diagnosis:
+            if one.severity == PROBLEM and one.part not in self._told:
+                self._told.add(one.part)
+                logger.warning("%s: %s. Next step: %s", one.part, one.found, one.next_step)
+            elif one.severity == OK and one.part in self._told:
+                self._told.discard(one.part)
+                logger.warning("%s: no longer so (%s)", one.part, one.found)

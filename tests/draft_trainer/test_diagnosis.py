@@ -1,0 +1,199 @@
+"""`draft-trainer doctor`: what is wrong, in the user's words, with the key to turn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draft_trainer.cli.doctor import first_problem
+from draft_trainer.cli.main import main
+from draft_trainer.config import parse_config
+from draft_trainer.server.diagnosis import OK, PROBLEM, WAITING, ProblemLog, diagnose
+from slipstream.v1.console_pb2 import Diagnosis, ServerView, TrialView
+from slipstream.v1.draft_trainer_pb2 import TrainerStatus
+from slipstream.v1.release_pb2 import Verdict
+from slipstream.v1.rollout_server_pb2 import ServerState
+from tests.draft_trainer.fleet_double import RolloutDouble
+from tests.draft_trainer.rig import make_config, rollouts, running
+from tests.draft_trainer.test_cli import run, write_config
+
+CONFIG = parse_config(
+    {
+        "draft": {"initial": "draft", "registry": "registry"},
+        "publish": {"rollout_servers": ["a:1"]},
+    }
+)
+
+
+def healthy(**changes: Any) -> TrainerStatus:
+    """A trainer that releases drafts, but for ``changes``."""
+    state = ServerState(
+        speculation_enabled=True, num_speculative_tokens=3, draft_sample_method="probabilistic"
+    )
+    fields: dict[str, Any] = {
+        "run_id": "grpo-1",
+        "policy_version": 7,
+        "samples_accepted": 1000,
+        "samples_held_out": 100,
+        "train_steps": 50,
+        "last_verdict": Verdict(outcome="passed", reason="passed: 3.1 against 2.9"),
+        "promoted_release": 4,
+        "served_release": 4,
+        "newest_release": 4,
+        "servers": [ServerView(address="a:1", reachable=True, state=state)],
+    }
+    return TrainerStatus(**{**fields, **changes})
+
+
+def found(status: TrainerStatus) -> dict[str, Diagnosis]:
+    return {one.part: one for one in diagnose(status, CONFIG)}
+
+
+def test_a_trainer_that_releases_has_nothing_to_say() -> None:
+    diagnosis = diagnose(healthy(), CONFIG)
+    assert {one.severity for one in diagnosis} == {OK}
+    assert first_problem(diagnosis) is None
+    assert [one.part for one in diagnosis] == [
+        *("policy", "samples", "training", "gate", "release", "servers", "trial")
+    ]
+
+
+FEW = "too few held-out states: 124 anchors in 3 prompts, need 200 in 4"
+
+
+@pytest.mark.parametrize(
+    ("changes", "part", "severity", "text", "key"),
+    [
+        ({"run_id": ""}, "policy", WAITING, "no training job", "PolicyBridge"),
+        ({"policy_version": None}, "policy", WAITING, "no policy version", "bridge.sync"),
+        ({"samples_accepted": 0}, "samples", WAITING, "no sample", "ship"),
+        (
+            {
+                "samples_refused": 900,
+                "refused_by_field": {"policy_logprobs": 890, "temperature": 10},
+            },
+            *("samples", PROBLEM, "890 of them for policy_logprobs", "the log of the training job"),
+        ),
+        ({"samples_refused": 90}, "samples", OK, "1000 accepted", ""),
+        (
+            {"evicted_by_reason": {"capacity": 600}},
+            *("samples", PROBLEM, "600 of 1000", "replay.capacity_bytes"),
+        ),
+        (
+            {"evicted_by_reason": {"stale": 600, "undone": 900}},
+            *("samples", PROBLEM, "(stale)", "replay.max_policy_lag"),
+        ),
+        ({"train_steps": 0}, "training", WAITING, "no optimizer step", ""),
+        (
+            {"train_steps_skipped": 51},
+            *("training", PROBLEM, "51 steps were skipped", "training.learning_rate"),
+        ),
+        ({"training_error": "ended"}, "training", PROBLEM, "ended", "restart"),
+        ({"last_verdict": None}, "gate", WAITING, "no candidate yet", ""),
+        (
+            {"last_verdict": Verdict(outcome="not_measured", reason=FEW)},
+            *("gate", PROBLEM, "124 anchors in 3 prompts, need 200 in 4", "gate.min_anchors (200)"),
+        ),
+        (
+            {"last_verdict": Verdict(outcome="write_failed", reason="not written: full")},
+            *("gate", PROBLEM, "full", "draft.registry"),
+        ),
+        (
+            {"last_verdict": Verdict(outcome="failed", reason="no real gain", incumbent_version=4)},
+            *("gate", WAITING, "not better than draft 4: no real gain", "nothing while"),
+        ),
+        ({"pinned": True}, "release", PROBLEM, "draft 4 is pinned by hand", "releases promote 4"),
+        ({"promoted_release": 5}, "release", WAITING, "next weight sync", "publish.on"),
+        ({"servers": []}, "servers", WAITING, "no rollout server", ""),
+        (
+            {"servers": [ServerView(address="a:1", error="UNAVAILABLE: refused")]},
+            *("servers", PROBLEM, "a:1 does not answer: UNAVAILABLE", "publish.rollout_servers"),
+        ),
+        (
+            {
+                "servers": [
+                    ServerView(
+                        address="a:1",
+                        reachable=True,
+                        state=ServerState(speculation_enabled=True, num_speculative_tokens=5),
+                    )
+                ]
+            },
+            *("servers", PROBLEM, "num_speculative_tokens = 5, and", "num_speculative_tokens = 5"),
+        ),
+        (
+            {"trial": TrialView(draft_version=5, incumbent_version=4)},
+            *("trial", WAITING, "draft 5 is on trial against draft 4", "requests"),
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_key_to_turn(
+    changes: dict[str, Any], part: str, severity: int, text: str, key: str
+) -> None:
+    diagnosis = found(healthy(**changes))
+    one = diagnosis[part]
+    assert one.severity == severity and text in one.found and key in one.next_step
+    if severity != OK:
+        assert first_problem([*diagnosis.values()]) == one
+
+
+def test_a_problem_is_logged_once_and_again_when_it_comes_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = ProblemLog()
+    few = healthy(last_verdict=Verdict(outcome="not_measured", reason=FEW))
+    for status in (few, few, healthy(), few):
+        log.note(diagnose(status, CONFIG))
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split(":")[0] for line in lines] == ["gate"] * 3
+    assert lines[0].startswith(f"gate: {FEW}. Next step: let more prompts arrive")
+    assert "no longer so" in lines[1] and lines[2] == lines[0]
+
+
+def test_doctor_of_a_running_trainer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tmp_path, publish={"rollout_servers": ["127.0.0.1:9"], "reconcile_s": 0.5})
+    with running(config, train=False) as (server, client):
+        client.open()
+        client.announce(5)
+        client.send(*rollouts(7, version=5))
+        client.wait_for(lambda s: s.servers and s.servers[0].error)
+        code, text = run(capsys, "doctor", "--address", server.address)
+        lines = text.splitlines()
+        assert code == 1
+        assert lines[0].startswith("ok       policy   run run is at policy version 5")
+        assert any(
+            line.startswith("PROBLEM  servers  127.0.0.1:9 does not answer") for line in lines
+        )
+        assert "or correct publish.rollout_servers" in text and lines[-1] == "waits for: servers"
+        code, text = run(capsys, "doctor", "--json", "--address", server.address)
+        assert code == 1 and json.loads(text)[-2]["severity"] == "SEVERITY_PROBLEM"
+        assert (
+            "127.0.0.1:9 does not answer" in run(capsys, "status", "--address", server.address)[1]
+        )
+        server._status.keep_snapshot()
+    assert sum("servers: 127.0.0.1:9 does not answer" in m for m in caplog.messages) == 1
+
+
+def test_doctor_checks_a_configuration_before_the_trainer_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy_dir: Path
+) -> None:
+    double = RolloutDouble()
+    double.state.num_speculative_tokens, double.state.draft_sample_method = 2, "greedy"
+    publish = {"rollout_servers": [double.address, "127.0.0.1:9"]}
+    config = write_config(tmp_path, publish=publish, server={"port": 9})
+    code, text = run(capsys, "doctor", "--config", str(config))
+    assert code == 1 and "ok       draft" in text and "ok       device" in text
+    assert f"PROBLEM  {double.address}" in text and "set publish." in text
+    assert "PROBLEM  127.0.0.1:9" in text and "--control-port" in text
+    assert "PROBLEM  trainer" in text and "start it with draft-trainer serve" in text
+    double.stop()
+    config = write_config(tmp_path, draft={"initial": str(policy_dir), "registry": "r"})
+    code, text = run(capsys, "doctor", "--config", str(config), "--address", "127.0.0.1:9")
+    assert code == 1 and "a policy (Qwen3ForCausalLM, 10 layers)" in text
+    assert f"draft-trainer init --policy {policy_dir}" in text
+    assert main(["doctor", "--config", str(tmp_path / "absent.toml")]) == 2
