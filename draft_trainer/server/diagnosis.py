@@ -205,6 +205,12 @@ def _trial(status: TrainerStatus, config: TrainerConfig) -> Found:
         return OK, "no release is on trial", ""
     trial = status.trial
     found = f"draft {trial.draft_version} is on trial against draft {trial.incumbent_version}"
+    if trial.undecided:
+        next_step = (
+            f"send requests: {config.canary.min_drafts} verification steps of each draft are "
+            "needed (canary.min_drafts); a release that stays undecided is never rolled back to"
+        )
+        return PROBLEM, f"{found}, without a verdict: {trial.undecided}", next_step
     return WAITING, found, "keep requests coming: live acceptance decides"
 
 

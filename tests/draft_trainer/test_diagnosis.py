@@ -125,6 +125,10 @@ FEW = "too few held-out states: 124 anchors in 3 prompts, need 200 in 4"
             *("servers", PROBLEM, "num_speculative_tokens = 5, and", "num_speculative_tokens = 5"),
         ),
         (
+            {"trial": TrialView(draft_version=5, undecided="too little traffic")},
+            *("trial", PROBLEM, "without a verdict: too little traffic", "canary.min_drafts"),
+        ),
+        (
             {"trial": TrialView(draft_version=5, incumbent_version=4)},
             *("trial", WAITING, "draft 5 is on trial against draft 4", "requests"),
         ),
