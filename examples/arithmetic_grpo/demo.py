@@ -7,6 +7,7 @@ prints a live table and leaves ``runs/<id>/summary.json`` and ``runs/<id>/report
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -24,7 +25,12 @@ from examples.arithmetic_grpo.report import write_report
 from examples.arithmetic_grpo.rollouts import RolloutClient
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.speed import measure_speed
-from examples.arithmetic_grpo.summary import Target, write_summary
+from examples.arithmetic_grpo.summary import (
+    followed_in,
+    pooled_seeds,
+    targets_of,
+    write_summary,
+)
 from examples.arithmetic_grpo.watch import addresses, prometheus_beside, served
 from examples.local_services import DRAFT_LENGTH, READY_TIMEOUT, RolloutServer, script
 from policy_bridge import BridgeConfig, PolicyBridge
@@ -35,35 +41,48 @@ HERE = Path(__file__).resolve().parent
 def main(argv: list[str] | None = None) -> int:
     """Run the demo; the exit status is 0 only if every target was met."""
     options = _parse(argv)
-    directory = options.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    directory.mkdir(parents=True, exist_ok=True)
-    began = time.perf_counter()
+    folder = options.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     # The services run in sessions of their own: SIGTERM has to stop them, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        run = _run(options, directory, began)
-    except ServiceError as error:
-        print(f"\n{error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; everything was stopped, logs are in {directory}", file=sys.stderr)
-        return 130
-    targets = write_summary(run, directory / "summary.json", options.json)
-    write_report(run, targets, directory / "report.html")
-    _print_targets(targets)
-    print(f"\n{directory / 'summary.json'}\n{directory / 'report.html'}")
-    return 0 if all(target.ok for target in targets) else 1
+    documents = {}
+    for seed in options.seeds:
+        directory = folder / f"seed-{seed}" if len(options.seeds) > 1 else folder
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            run = _run(options, seed, directory, time.perf_counter())
+        except ServiceError as error:
+            print(f"\n{error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print(
+                f"\ninterrupted; everything was stopped, logs are in {directory}", file=sys.stderr
+            )
+            return 130
+        documents[seed] = write_summary(run, directory / "summary.json")
+        write_report(run, targets_of(run), directory / "report.html")
+        for part, found in followed_in(run).items():
+            print(f"seed {seed}, {part}: {found.text()}")
+        print(f"\n{directory / 'summary.json'}\n{directory / 'report.html'}")
+    pooled = pooled_seeds(documents)
+    if options.json:
+        options.json.write_text(json.dumps(pooled, indent=1) + "\n")
+    print()
+    for target in pooled["targets"]:
+        value = "not measured" if target["value"] is None else f"{target['value']:.3f}"
+        met = "met   " if target["ok"] else "MISSED"
+        print(f"{met}  {target['name']}: {value} ({target['bound']})")
+    return 0 if all(target["ok"] for target in pooled["targets"]) else 1
 
 
-def _run(options: argparse.Namespace, directory: Path, began: float) -> RunRecord:
+def _run(options: argparse.Namespace, seed: int, directory: Path, began: float) -> RunRecord:
     server = RolloutServer(
         directory / "rollout-server.log", policy=options.policy, draft=options.draft
     )
     ports = {name: free_port() for name in ("trainer", "metrics", "bridge")}
     ports["http"] = int(server.http.rpartition(":")[2])
     config = directory / "draft-trainer.toml"
-    config.write_text(_trainer_config(options, directory, ports, server.control))
-    torch.manual_seed(options.seed)
+    config.write_text(_trainer_config(options, seed, directory, ports, server.control))
+    torch.manual_seed(seed)
     # A core each for the policy and the trainer: with two threads on two cores, one of the two
     # always waits for the core that the trainer uses.
     torch.set_num_threads(2 if len(os.sched_getaffinity(0)) > 2 else 1)
@@ -97,7 +116,9 @@ def _run(options: argparse.Namespace, directory: Path, began: float) -> RunRecor
             model="policy",
         )
         try:
-            _train(options, run, rollouts, services, ports["bridge"] if options.watch else None)
+            _train(
+                options, seed, run, rollouts, services, ports["bridge"] if options.watch else None
+            )
             seconds, peak = trainer.usage()
             run.cost |= {"trainer_cpu_seconds": seconds, "trainer_peak_bytes": float(peak)}
         finally:
@@ -108,6 +129,7 @@ def _run(options: argparse.Namespace, directory: Path, began: float) -> RunRecor
 
 def _train(
     options: argparse.Namespace,
+    seed: int,
     run: RunRecord,
     rollouts: RolloutClient,
     services: Services,
@@ -121,7 +143,7 @@ def _train(
         model,
         BridgeConfig(
             trainer=rollouts.trainer,
-            run_id=f"arithmetic-{options.seed}",
+            run_id=f"arithmetic-{seed}",
             rollout_servers=(rollouts.control,),
             bytes_per_step=options.bytes_per_step,
             states_dtype="bfloat16",
@@ -129,13 +151,14 @@ def _train(
     )
     settings = LoopSettings(
         prompts=options.prompts,
-        samples={FROZEN: 6, ADAPTED: 6, OFF: 2, MIXED: 2},
+        # As many at once in each arm: tokens/s of two arms compare.
+        samples=dict.fromkeys((FROZEN, ADAPTED, OFF, MIXED), 4),
         learning_rate=options.learning_rate,
         steps=options.steps,
     )
     table = LiveTable(options.steps)
     with bridge, served(bridge, bridge_port):
-        loop = GrpoLoop(model, bridge, rollouts, settings, options.seed)
+        loop = GrpoLoop(model, bridge, rollouts, settings, seed)
         loop.announce_initial_policy()
         for index in range(options.steps):
             services.check()
@@ -169,7 +192,7 @@ def _train(
 
 
 def _trainer_config(
-    options: argparse.Namespace, directory: Path, ports: dict[str, int], server: str
+    options: argparse.Namespace, seed: int, directory: Path, ports: dict[str, int], server: str
 ) -> str:
     recording = f'directory = "{(directory / "states").resolve()}"' if options.record else ""
     return f"""\
@@ -196,7 +219,7 @@ learning_rate = 1e-3
 weight_averaging = 0.95
 # About one candidate for each sync: more of them would be replaced before they are committed.
 steps_per_candidate = 32
-seed = {options.seed}
+seed = {seed}
 
 [gate]
 newest_versions = 4
@@ -218,13 +241,6 @@ share = 0
 """
 
 
-def _print_targets(targets: list[Target]) -> None:
-    print()
-    for target in targets:
-        value = "not measured" if target.value is None else f"{target.value:.3f}"
-        print(f"{'met   ' if target.ok else 'MISSED'}  {target.name}: {value} ({target.bound})")
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m examples.arithmetic_grpo.demo",
@@ -236,7 +252,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--prompts", type=int, default=12, help="problems per step, 16 samples each"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of problems, selection and training")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="of problems, selection and training: a run for each, all reported",
+    )
     parser.add_argument("--learning-rate", type=float, default=8e-4, help="of the policy")
     parser.add_argument(
         "--bytes-per-step", type=int, default=32 << 20, help="budget of captured states per step"

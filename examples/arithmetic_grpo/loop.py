@@ -45,7 +45,7 @@ class LoopSettings:
         prompts: problems per step.
         samples: completions of each problem in each arm.
         learning_rate: of the policy's AdamW at its highest: linear warm-up over ``warmup_steps``
-            steps, then a cosine to a fiftieth at the end.
+            steps, then a cosine to half of it at the end, so that the policy moves in every step.
         steps: GRPO steps of the run.
         log_prob_batch: sequences per micro-batch of the log-prob forward.
     """
@@ -295,7 +295,7 @@ def _arm_record(played: _Round, grades: list[Grade], surprise: float, variance: 
 def _rate(step: int, warmup: int, steps: int) -> float:
     """Share of the highest learning rate at a 0-based step."""
     done = min(max(step - warmup, 0) / max(steps - warmup, 1), 1.0)
-    return min((step + 1) / (warmup + 1), 1.0) * (0.51 + 0.49 * math.cos(math.pi * done))
+    return min((step + 1) / (warmup + 1), 1.0) * (0.75 + 0.25 * math.cos(math.pi * done))
 
 
 @contextmanager

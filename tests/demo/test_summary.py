@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.arithmetic_grpo.loop import _rate
 from examples.arithmetic_grpo.records import (
     ADAPTED,
     ARMS,
@@ -18,10 +19,13 @@ from examples.arithmetic_grpo.records import (
     SwapRecord,
 )
 from examples.arithmetic_grpo.report import write_report
-from examples.arithmetic_grpo.rollouts import parse_counters
+from examples.arithmetic_grpo.rollouts import SpecCounters, parse_counters
 from examples.arithmetic_grpo.summary import (
+    followed,
+    moving_part,
     pooled_length,
     pooled_positions,
+    pooled_seeds,
     speed_ratios,
     surprise_against_off,
     targets_of,
@@ -119,16 +123,53 @@ def test_figures_are_pooled_over_steps(run: RunRecord) -> None:
 
 def test_targets_and_the_files(run: RunRecord, tmp_path: Path) -> None:
     targets = {target.name: target for target in targets_of(run)}
-    ratio = targets["adapted / frozen acceptance length at the end"]
+    ratio = targets["adapted acceptance length over the frozen one's, end"]
     assert ratio.value == pytest.approx(3.1 / 2.2)
     assert ratio.ok
     swap = targets["live swap, median seconds from call to answer"]
     assert swap.value == pytest.approx(0.04), "swaps of an idle server do not count"
     assert swap.ok
     assert targets[f"losslessness: |z| of {FROZEN} against no speculation"].ok
-    write_report(run, write_summary(run, tmp_path / "summary.json"), tmp_path / "report.html")
+    written = write_summary(run, tmp_path / "summary.json")
+    write_report(run, targets_of(run), tmp_path / "report.html")
     document = json.loads((tmp_path / "summary.json").read_text())
     assert {t["name"] for t in document["targets"]} == set(targets)
+    assert written == {key: value for key, value in document.items() if key != "run"}
+    loop = document["figures"]["speed_in_the_loop"]
+    assert (loop["requests"], loop[ADAPTED]["median"]) == (8, 1.0)
     page = (tmp_path / "report.html").read_text()
     assert page.count("<img ") == 6
     assert "http" not in page.replace("http-equiv", ""), "the page must be self-contained"
+
+
+def test_the_moving_part_and_how_the_draft_followed_there() -> None:
+    # A tenth of a change of 0.8 in the steps 2 to 5: below 5 % before, above 95 % after.
+    styles = [0.1, 0.1, 0.2, 0.4, 0.6, 0.88, 0.9, 0.9]
+    assert moving_part(styles) == slice(2, 6)
+    assert moving_part([0.1, 0.2]) == slice(1, 2)
+    lengths = [3.0, 3.0, 2.5, 2.0, 2.5, 3.0, 3.0, 3.0]
+    adapted = [SpecCounters(100, 300, int(100 * (length - 1))) for length in lengths]
+    frozen = [SpecCounters(100, 300, 100)] * len(styles)
+    found = followed(styles, adapted, frozen)
+    moving, whole = found["moving part"], found["whole run"]
+    assert (moving.steps, whole.steps) == (4, 7)
+    assert (moving.mean, moving.minimum) == (pytest.approx(2.5), pytest.approx(2.0))
+    assert moving.over_start == pytest.approx(2.5 / 3)
+    assert moving.minimum_over_start == pytest.approx(2 / 3)
+    assert moving.over_frozen == pytest.approx(1.25)
+    assert whole.mean == pytest.approx(19 / 7)
+
+
+def test_every_seeds_targets_are_reported(run: RunRecord, tmp_path: Path) -> None:
+    one = write_summary(run, tmp_path / "summary.json")
+    assert pooled_seeds({0: one}) == one
+    pooled = pooled_seeds({0: one, 2: one})
+    assert len(pooled["targets"]) == 2 * len(one["targets"])
+    assert {target["name"].rpartition(" ")[2] for target in pooled["targets"]} == {"0", "2"}
+    assert pooled["seeds"].keys() == {"0", "2"}
+
+
+def test_the_policy_moves_to_the_end_of_the_run() -> None:
+    rates = [_rate(step, 4, 36) for step in range(36)]
+    assert max(rates) == rates[4] == 1.0
+    assert min(rates[4:]) == rates[-1] > 0.5 and rates[0] == pytest.approx(0.2)
