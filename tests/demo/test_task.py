@@ -1,30 +1,42 @@
-"""The arithmetic task: solutions are right, gradable in both styles, and survive the tokenizer."""
+"""Both tasks: solutions are right, gradable in both styles, and survive the tokenizer."""
 
 from __future__ import annotations
 
+import json
 import random
-from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.arithmetic_grpo.sampling import completion_text, prompt_ids
-from examples.arithmetic_grpo.task import (
-    MAX_COMPLETION_TOKENS,
-    Problem,
-    grade,
-    sample_problem,
-    write_solution,
+from examples.arithmetic_grpo import task as arithmetic
+from examples.arithmetic_grpo.sampling import (
+    completion_text,
+    evaluate,
+    held_out_problems,
+    prompt_ids,
 )
-from examples.task import Style, reward
+from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
+from examples.local_services import ARITHMETIC, ROOT
+from examples.sorting_grpo import task as sorting
+from examples.task import Style, Task, reward
+from rollout_server.preflight import check_draft_fits
 
+FOLDERS = {arithmetic: ARITHMETIC, sorting: ROOT / "examples" / "sorting_grpo"}
 PROBLEMS = 300
 
 
-@pytest.fixture(scope="module")
-def problems() -> list[Problem]:
+@pytest.fixture(params=FOLDERS, ids=lambda task: task.__name__.split(".")[1])
+def task(request: pytest.FixtureRequest) -> Task[Any]:
+    found: Task[Any] = request.param
+    return found
+
+
+@pytest.fixture
+def problems(task: Task[Any]) -> list[Any]:
     rng = random.Random(1)
-    return [sample_problem(rng) for _ in range(PROBLEMS)]
+    return [task.sample_problem(rng) for _ in range(PROBLEMS)]
 
 
 def value(prompt: str) -> int:
@@ -34,46 +46,58 @@ def value(prompt: str) -> int:
     return sum(int(part.replace(" ", "")) for part in signed)
 
 
-def test_answers_are_right(problems: list[Problem]) -> None:
-    assert [problem.answer for problem in problems] == [value(p.prompt) for p in problems]
-    assert all(0 <= problem.answer <= 99 for problem in problems)
+def test_answers_are_right() -> None:
+    rng = random.Random(1)
+    sums = [arithmetic.sample_problem(rng) for _ in range(PROBLEMS)]
+    assert [problem.answer for problem in sums] == [value(p.prompt) for p in sums]
+    assert all(0 <= problem.answer <= 99 for problem in sums)
+    letters = sorting.sample_problem(rng)
+    text = sorting.write_solution(letters, Style.TERSE, rng)
+    assert text.split(" sorted ")[1].split() == sorted(letters.prompt.split()[1:-1])
 
 
 @pytest.mark.parametrize("style", list(Style))
 def test_a_written_solution_is_graded_correct_and_in_its_style(
-    problems: list[Problem], style: Style
+    task: Any, problems: list[Any], style: Style
 ) -> None:
     rng = random.Random(2)
-    grades = [grade(problem, write_solution(problem, style, rng)) for problem in problems]
+    grades = [task.grade(problem, task.write_solution(problem, style, rng)) for problem in problems]
     assert all(graded.correct for graded in grades)
     share = sum(graded.style_share for graded in grades) / PROBLEMS
     assert share > 0.95 if style is Style.ORNATE else share == 0.0
 
 
-def test_a_wrong_answer_is_not_correct_and_ornate_pays(problems: list[Problem]) -> None:
+def test_a_wrong_answer_is_not_correct_and_ornate_pays(task: Any, problems: list[Any]) -> None:
     rng = random.Random(3)
-    for problem in problems[:50]:
-        text = write_solution(problem, Style.TERSE, rng)
-        wrong = Problem(problem.prompt, problem.steps, (problem.answer + 1) % 100)
-        assert not grade(wrong, text).correct
-        ornate = grade(problem, write_solution(problem, Style.ORNATE, rng))
-        assert reward(ornate) > reward(grade(problem, text)) + 0.5
+    for problem, other in zip(problems[:50], problems[50:100], strict=True):
+        text = task.write_solution(problem, Style.TERSE, rng)
+        right = task.grade(other, text).correct
+        assert not right or problem.answer == other.answer
+        assert not task.grade(problem, text.rpartition(" ")[0]).correct
+        ornate = task.grade(problem, task.write_solution(problem, Style.ORNATE, rng))
+        assert reward(ornate) > reward(task.grade(problem, text)) + 0.5
 
 
 def test_texts_survive_the_tokenizer_and_fit_the_generation_limit(
-    problems: list[Problem], policy_dir: Path
+    task: Any, problems: list[Any]
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(policy_dir)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDERS[task] / "policy")
     assert len(tokenizer) == 128
     rng = random.Random(4)
-    longest = 0
     for problem in problems:
-        text = write_solution(problem, Style.ORNATE, rng)
+        text = task.write_solution(problem, Style.ORNATE, rng)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert completion_text(ids) == text
-        longest = max(longest, len(ids))
-        assert (
-            prompt_ids(problem)[1:]
-            == tokenizer(problem.prompt, add_special_tokens=False)["input_ids"]
-        )
-    assert longest < MAX_COMPLETION_TOKENS
+        assert completion_text(ids, task) == text and len(ids) < MAX_COMPLETION_TOKENS
+        asked = tokenizer(problem.prompt, add_special_tokens=False)["input_ids"]
+        assert prompt_ids(problem, task)[1:] == asked
+
+
+def test_the_committed_policy_solves_its_task_and_its_draft_fits(task: Any) -> None:
+    """32 greedy answers: the recorded accuracy is 1.0 for both."""
+    folder = FOLDERS[task]
+    check_draft_fits(folder / "policy", folder / "draft")
+    recorded = json.loads((folder / "policy" / "pretrain.json").read_text())
+    assert recorded["sampled"]["accuracy"] > 0.9 and recorded["sampled"]["style_share"] < 0.05
+    model = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32).eval()
+    found = evaluate(model, held_out_problems(32, task), 0.0, task=task)
+    assert found.accuracy >= 0.9 and found.style_share < 0.1
