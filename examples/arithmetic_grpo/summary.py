@@ -178,12 +178,12 @@ def targets_of(run: RunRecord) -> list[Target]:
     whole, moving = found["whole run"], found["moving part"]
     name = "adapted acceptance length"
     targets = [
-        _at_least(f"{name} over the frozen one's, moving part", moving.over_frozen, 1.1),
-        _at_least(f"{name} over the frozen one's, end", _ratio(adapted, frozen), 1.3),
-        _at_least(f"{name} over its start, moving part", moving.over_start, 0.85),
-        _at_least(f"{name} over its start, whole run", whole.over_start, 0.85),
-        _at_least(f"{name} over its start, worst step", whole.minimum_over_start, 0.7),
-        _at_least(
+        at_least(f"{name} over the frozen one's, moving part", moving.over_frozen, 1.1),
+        at_least(f"{name} over the frozen one's, end", _ratio(adapted, frozen), 1.3),
+        at_least(f"{name} over its start, moving part", moving.over_start, 0.85),
+        at_least(f"{name} over its start, whole run", whole.over_start, 0.85),
+        at_least(f"{name} over its start, worst step", whole.minimum_over_start, 0.7),
+        at_least(
             "generation, adapted / no speculation, in the loop",
             statistics.median(loop_ratios(run, ADAPTED)),
             1,
@@ -191,7 +191,7 @@ def targets_of(run: RunRecord) -> list[Target]:
     ]
     for batch in run.speed:
         median = statistics.median(speed_ratios(run, batch, ADAPTED))
-        targets.append(_at_least(f"generation, adapted / no speculation, batch {batch}", median, 1))
+        targets.append(at_least(f"generation, adapted / no speculation, batch {batch}", median, 1))
     live = [swap.call_seconds for swap in run.swaps if swap.requests_in_flight]
     failed = sum(arm.failed for step in run.steps for arm in step.arms.values())
     targets.append(_at_most("live swap, median seconds from call to answer", _median(live), 0.150))
@@ -303,7 +303,8 @@ def _ratio(a: float | None, b: float | None) -> float | None:
     return a / b if a is not None and b is not None else None
 
 
-def _at_least(name: str, value: float | None, bound: float) -> Target:
+def at_least(name: str, value: float | None, bound: float) -> Target:
+    """Met when ``value >= bound``; a value that was not measured meets none."""
     return Target(name, value, f">= {bound:g}", value is not None and value >= bound)
 
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -24,7 +25,7 @@ from examples.arithmetic_grpo.grpo import group_advantages, log_prob_forward, pa
 from examples.arithmetic_grpo.processes import Service, Services, free_port
 from examples.arithmetic_grpo.rollouts import RolloutClient, SpecCounters
 from examples.arithmetic_grpo.sampling import completion_text, prompt_ids
-from examples.arithmetic_grpo.summary import Followed, followed
+from examples.arithmetic_grpo.summary import at_least, followed, machine, pooled_seeds
 from examples.arithmetic_grpo.tokenizer import PAD_ID
 from examples.local_services import ONE_THREAD, READY_TIMEOUT, RolloutServer, script
 from examples.sorting_grpo import task
@@ -172,15 +173,28 @@ def _show(number: int, version: Version) -> None:
     )
 
 
-def summary(versions: list[Version]) -> dict[str, Followed]:
-    """How the draft followed, over the run and while the policy moved."""
+def document_of(versions: list[Version]) -> dict[str, Any]:
+    """Machine, figures and targets of a run: how the draft followed."""
     styles = [version.style_share for version in versions]
     adapted = [version.adapted for version in versions]
-    return followed(styles, adapted, [version.frozen for version in versions])
+    found = followed(styles, adapted, [version.frozen for version in versions])
+    moving, name = found["moving part"], "adapted acceptance length over"
+    targets = [
+        at_least(f"{name} the frozen one's, moving part", moving.over_frozen, 1.3),
+        at_least(f"{name} its start, moving part", moving.over_start, 0.85),
+    ]
+    return {
+        "machine": machine(),
+        "figures": {
+            **{part: asdict(figures) for part, figures in found.items()},
+            "versions": [asdict(version) for version in versions],
+        },
+        "targets": [asdict(target) for target in targets],
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line entry."""
+    """Command line entry; the exit status is 0 only if every target is met."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.sorting_grpo.drift",
         description="A drifting policy, its draft adapted with default settings, and a frozen one.",
@@ -197,22 +211,19 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
-    runs = {}
+    documents = {}
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as temporary:
             folder = (options.keep or Path(temporary)) / f"seed-{seed}"
             folder.mkdir(parents=True, exist_ok=True)
-            versions = drift(options, seed, folder)
-        found = summary(versions)
-        for part, figures in found.items():
-            print(f"seed {seed}, {part}: {figures.text()}", flush=True)
-        runs[str(seed)] = {
-            "versions": [asdict(version) for version in versions],
-            **{part: asdict(figures) for part, figures in found.items()},
-        }
+            documents[seed] = document_of(drift(options, seed, folder))
+    pooled = pooled_seeds(documents)
+    for target in pooled["targets"]:
+        met = "met   " if target["ok"] else "MISSED"
+        print(f"{met}  {target['name']}: {target['value']:.3f} ({target['bound']})")
     if options.json:
-        options.json.write_text(json.dumps(runs, indent=1) + "\n")
-    return 0
+        options.json.write_text(json.dumps(pooled, indent=1) + "\n")
+    return 0 if all(target["ok"] for target in pooled["targets"]) else 1
 
 
 if __name__ == "__main__":
