@@ -66,7 +66,7 @@ class Init:
         ids, chosen = torch.arange(vocab), ""
         if self.states is not None:
             recording = open_recording(self.states, Console(stderr=True))
-            recording.check_policy(policy.config)
+            recording.check_policy(policy)
             layers = layers or recording.facts.aux_layer_ids
             recording.select_layers(layers)
             allowed, counts = recording.lm_head_ids(), recording.completion_token_counts()

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from draft_trainer.checkpoints.draft import WEIGHTS_FILE
+from draft_trainer.checkpoints.policy import read_policy
 from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.files import folder_written_whole, fsync
@@ -196,6 +197,8 @@ class Fit:
         fit, training = config.fit, config.training
         head = DRAFTERS[fit.kind].read(draft, policy).draft()
         self._recording = open_recording(states, self._console)
+        if policy is not None:
+            self._recording.check_policy(read_policy(policy))
         self._recording.fit_to(head.config)
         self._heads = self._recording.policy_heads(head.target_ids())
         self._training, self._held_out = split(self._recording, config)

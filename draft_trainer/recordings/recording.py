@@ -12,7 +12,7 @@ named by the SHA-256 over the matrix's bytes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draft_trainer.checkpoints.policy import PolicyCheckpoint
 from draft_trainer.drafters import DraftShape
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.files import written_whole
@@ -37,6 +38,11 @@ INDEX_FILE = "index.json"
 FORMAT: Final = "slipstream.recording/2"
 DEFAULT_SHARD_BYTES = 256 << 20
 _RECORD = "record states with [recording] of draft-trainer serve, or offline"
+SAME_POLICY = 0.5
+"""Mean cosine of lm_head rows; versions of one policy are above 0.9, two policies near 0."""
+
+COMPARED_ROWS = 512
+
 _RESTORE = "restore the recording from a copy, or record again"
 _Count = Annotated[int, Field(ge=0)]
 _Size = Annotated[int, Field(ge=1)]
@@ -373,14 +379,29 @@ class Recording:
             )
         self._layers = aux_layer_ids
 
-    def check_policy(self, policy: Mapping[str, object]) -> None:
-        """Raise RefusedError unless the recorded states can be a policy's with this config.json."""
+    def check_policy(self, policy: PolicyCheckpoint) -> None:
+        """Raise RefusedError unless the recorded states can be this policy's: by its sizes, and by
+        its lm_head, which training hardly turns and another policy does not have."""
+        next_step = "give --states of --policy"
         for name in ("hidden_size", "vocab_size", "num_hidden_layers"):
-            recorded, wanted = getattr(self.facts, name), policy.get(name)
+            recorded, wanted = getattr(self.facts, name), policy.config.get(name)
             if recorded != wanted:
-                raise RefusedError(
-                    f"the recorded policy's {name}", recorded, wanted, "give --states of --policy"
-                )
+                raise RefusedError(f"the recorded policy's {name}", recorded, wanted, next_step)
+        versions = {min(self.index.policies), max(self.index.policies)}
+        alike = max(self._likeness(self.index.policies[v], policy.lm_head) for v in versions)
+        if not alike >= SAME_POLICY:
+            found = f"rows with a cosine of {alike:.2f} to those of --policy: another policy's"
+            expected = f"at least {SAME_POLICY}, as between versions of one policy"
+            raise RefusedError("the recorded policy's lm_head", found, expected, next_step)
+
+    def _likeness(self, entry: PolicyEntry, lm_head: Tensor) -> float:
+        """Mean cosine between recorded rows of lm_head and the same rows of another one."""
+        rows, ids = self._matrix(entry.lm_head), torch.arange(self.facts.vocab_size)
+        if entry.lm_head_ids is not None:
+            ids = self._matrix(entry.lm_head_ids)
+        some = torch.arange(0, len(ids), max(1, len(ids) // COMPARED_ROWS))
+        theirs = lm_head[ids[some]].float()
+        return float(torch.cosine_similarity(rows[some].float(), theirs, dim=1).mean())
 
     def fit_to(self, draft: DraftShape) -> None:
         """Narrow the samples to what a draft takes.

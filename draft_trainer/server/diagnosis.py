@@ -102,8 +102,9 @@ def _samples(status: TrainerStatus, config: TrainerConfig) -> Found:
 
 def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
     if status.training_error:
+        waits = status.training_error.startswith("training waits")
         next_step = "read the error in the log; a restart resumes from the newest training state"
-        return PROBLEM, status.training_error, next_step
+        return PROBLEM, status.training_error, "make room there" if waits else next_step
     steps, skipped = status.train_steps, status.train_steps_skipped
     if skipped > steps:
         return (
@@ -113,8 +114,13 @@ def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
             "look at the loss in /metrics; lower training.learning_rate; check the loss_mask that "
             "is shipped",
         )
+    held, pending = status.samples_held_out, status.samples_pending
+    if not steps and held and not pending:
+        share = f"replay.held_out_fraction ({config.replay.held_out_fraction:g})"
+        found = f"all {held} samples in memory are held out, none is left to train on"
+        return PROBLEM, found, f"send more prompts, or lower {share}"
     if not steps:
-        return WAITING, "no optimizer step yet", ""
+        return WAITING, f"no optimizer step yet, {pending} samples wait for it", ""
     return OK, f"{steps} steps, {status.samples_pending} samples wait", ""
 
 

@@ -86,11 +86,16 @@ FEW = "too few held-out states: 124 anchors in 3 prompts, need 200 in 4"
             {"evicted_by_reason": {"stale": 600, "undone": 900}},
             *("samples", PROBLEM, "(stale)", "replay.max_policy_lag"),
         ),
-        ({"train_steps": 0}, "training", WAITING, "no optimizer step", ""),
+        ({"train_steps": 0, "samples_pending": 9}, "training", WAITING, "no optimizer step", ""),
         (
             {"train_steps_skipped": 51},
             *("training", PROBLEM, "51 steps were skipped", "training.learning_rate"),
         ),
+        (
+            {"train_steps": 0, "samples_pending": 0},
+            *("training", PROBLEM, "all 100 samples", "replay.held_out_fraction (0.1)"),
+        ),
+        ({"training_error": "training waits: full"}, "training", PROBLEM, "full", "make room"),
         ({"training_error": "ended"}, "training", PROBLEM, "ended", "restart"),
         ({"last_verdict": None}, "gate", WAITING, "no candidate yet", ""),
         (

@@ -166,6 +166,26 @@ def test_init_from_recorded_states(
         assert (tmp_path / "draft" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
+def test_a_recording_of_another_policy_of_the_same_shape_is_recognised_by_its_lm_head(
+    tmp_path: Path, policy_dir: Path, tiny_states: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(policy_dir / "model.safetensors")
+    rows = tensors["lm_head.weight"].float()
+    noise = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)) * rows.std()
+    recording = Recording(tiny_states)
+    for folder, lm_head in (("later", rows + 0.3 * noise), ("other", noise)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_bytes((policy_dir / "config.json").read_bytes())
+        changed = tensors | {"lm_head.weight": lm_head.to(tensors["lm_head.weight"].dtype)}
+        save_file(changed, tmp_path / folder / "model.safetensors")
+    recording.check_policy(read_policy(policy_dir))
+    recording.check_policy(read_policy(tmp_path / "later"))
+    given = ("--policy", tmp_path / "other", "--states", tiny_states)
+    code, _, line = init(capsys, *given, "--out", tmp_path / "draft")
+    assert code == 2 and "lm_head: found rows with a cosine of" in line and "another policy" in line
+    assert not (tmp_path / "draft").exists()
+
+
 def test_init_without_states_takes_the_whole_vocabulary(
     tmp_path: Path, policy_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
