@@ -1,0 +1,1 @@
+"""Automatic draft length against every fixed one."""
