@@ -1,10 +1,10 @@
 """``python -m benchmarks.draft_length``: is ``--speculation auto`` ever slower than a fixed one?
 
 One rollout server for each arm: no speculation, fixed lengths 1 to 3, automatic. All run on the
-same core and take turns, so a ratio within a round is of wall seconds that nothing else shares. Every
-server is swapped to the same draft: the trained one, and the same with noise in its matrices. The
-load is so many requests at once of the arithmetic task, at temperature 1, to their natural end;
-"tail" is one step's rollouts with lognormal lengths, of which fewer and fewer run.
+same core and take turns, so a ratio within a round is of wall seconds that nothing else shares.
+Every server is swapped to the same draft: the trained one, and the same with noise in its
+matrices. The load is so many requests at once of the arithmetic task, at temperature 1, to their
+natural end; "tail" is one step's rollouts with lognormal lengths, of which fewer and fewer run.
 """
 
 from __future__ import annotations
