@@ -14,6 +14,8 @@ from slipstream.metrics import unit_of
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 ACKNOWLEDGEMENT_BUCKETS = (0.0005, 0.001, 0.0025, *SECONDS_BUCKETS[:-2])
 
+MASS_BUCKETS = (0.25, 0.5, 0.8, 0.9, 0.95, 0.98, 1.02, 1.05, 1.1, 1.25, 2.0)
+
 PREFIX = "slipstream_trainer_"
 
 _FLEET_EVENTS = {
@@ -69,6 +71,15 @@ class Counters:
             "samples_refused",
             "Refused samples, by field of VerifierStates or by what had no capacity for them.",
             "field",
+        )
+        self.teacher_mass = self._histogram(
+            "teacher_mass",
+            "Mass of a sample's teacher, exp(h W / T - log Z) summed over the `whole` vocabulary, "
+            "where it must be 1, or over the `draft` vocabulary, where it is at most 1; refused "
+            "samples included.",
+            MASS_BUCKETS,
+            "vocabulary",
+            ("whole", "draft"),
         )
         self.received_bytes = self._counter(
             "received_bytes",
@@ -226,10 +237,26 @@ class Counters:
             counter.labels(value)
         return counter
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(
-            PREFIX + name, text, unit=unit_of(name), registry=self.registry, buckets=buckets
+    def _histogram(
+        self,
+        name: str,
+        text: str,
+        buckets: Sequence[float],
+        label: str = "",
+        values: Sequence[str] = (),
+    ) -> Histogram:
+        labels = (label,) if label else ()
+        made = Histogram(
+            PREFIX + name,
+            text,
+            labels,
+            unit=unit_of(name),
+            registry=self.registry,
+            buckets=buckets,
         )
+        for value in values:
+            made.labels(value)
+        return made
 
 
 def by_label(metric: Counter) -> dict[str, int]:

@@ -3,13 +3,14 @@
 One path for every sample: its header is validated, a duplicate is answered, an extent of the store
 is reserved, the block is read into it (``preadv`` from the client's file, or a copy out of the
 payload), and what was read is checked: checksum, finite states, tokens, positions, masks and
-log-probs. Only then is it accepted. What is checked is the trainer's own copy, which no client can
-change any more.
+log-probs, and the teacher that follows from them. Only then is it accepted. What is checked is the
+trainer's own copy, which no client can change any more.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from draft_trainer.ingest.checks import (
 )
 from draft_trainer.ingest.run import Run
 from draft_trainer.ingest.store import SampleStore
+from draft_trainer.ingest.teacher import Arrived, TeacherCheck
 from slipstream.checksum import Bytes, checksum_of
 from slipstream.errors import RefusedError
 from slipstream.sample import Layout, Sample, decode_float8
@@ -83,6 +85,7 @@ class Ingest:
         expected: what every sample must look like.
         store: keeps them.
         counters: counts them.
+        teacher: checks the teacher of every sample.
         arrived: set whenever there may be something new to train on.
         directory: where clients' files of shared memory are; None: every block comes inline.
         on_accepted: told of every sample that was accepted, for a recording.
@@ -96,6 +99,7 @@ class Ingest:
         expected: Expected,
         store: SampleStore,
         counters: Counters,
+        teacher: TeacherCheck,
         arrived: threading.Event,
         directory: Path | None = None,
         on_accepted: Callable[[Run, Sample], None] | None = None,
@@ -103,6 +107,7 @@ class Ingest:
         self.expected = expected
         self._store = store
         self.counters = counters
+        self._teacher = teacher
         self._arrived = arrived
         self._directory = directory
         self._on_accepted = on_accepted
@@ -143,7 +148,7 @@ class Ingest:
             samples: headers, each with what its span may point into.
         """
         acks = [pb.Ack(sample_id=header.sample_id[: 1 << 10]) for header, _ in samples]
-        taken: list[tuple[pb.Ack, Sample]] = []
+        read: list[tuple[pb.Ack, Arrived]] = []
         for (header, memories), ack in zip(samples, acks, strict=True):
             try:
                 check_sample_id(header.sample_id)
@@ -153,12 +158,42 @@ class Ingest:
                     continue
                 run.check_policy_version(header.policy_version)
                 layout = check_header(header, self.expected)
-                taken.append((ack, self._read(header, memories, layout)))
+                sample = self._read(header, memories, layout)
+                read.append((ack, Arrived(sample, layout.dtype)))
             except RefusedError as error:
                 self._refuse(ack, error)
-        if taken:
+        if taken := self._taught(run, read):
             self._accept(run, taken)
         return acks
+
+    def _taught(
+        self, run: Run, read: Sequence[tuple[pb.Ack, Arrived]]
+    ) -> list[tuple[pb.Ack, Sample]]:
+        """Those whose teacher is a distribution; the others are refused."""
+        alike = defaultdict(list)
+        for ack, arrived in read:
+            sample = arrived.sample
+            alike[sample.policy_version, sample.layout.dtype, sample.logits_dtype].append(
+                (ack, arrived)
+            )
+        taken = []
+        for (version, *_), group in alike.items():
+            try:
+                head = run.heads.get(version)
+            except RefusedError as error:
+                for ack, _ in group:
+                    self._refuse(ack, error)
+                continue
+            label = "draft" if self._teacher.whole_lm_head(head) is None else "whole"
+            masses = self.counters.teacher_mass.labels(label)
+            checked = self._teacher.check([arrived for _, arrived in group], head)
+            for (ack, arrived), found in zip(group, checked, strict=True):
+                masses.observe(found.mass)
+                if found.refusal is not None:
+                    self._refuse(ack, found.refusal)
+                else:
+                    taken.append((ack, arrived.sample))
+        return taken
 
     def _read(self, header: pb.VerifierStates, memories: Memories, arriving: Layout) -> Sample:
         """The sample in the store's memory, checked. Raises RefusedError: what is wrong with it."""
@@ -215,7 +250,7 @@ class Ingest:
     def _refuse(self, ack: pb.Ack, error: RefusedError) -> None:
         ack.status = pb.ACK_STATUS_REFUSED
         ack.refusal.CopyFrom(error.to_proto())
-        # The first word is a field of VerifierStates: a bounded set of metric labels.
+        # The first word is a field of VerifierStates, or "teacher": a bounded set of labels.
         self.counters.refused(error.field.partition(".")[0])
 
 

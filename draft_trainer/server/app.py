@@ -21,6 +21,7 @@ from draft_trainer.ingest.folder import SampleFolder
 from draft_trainer.ingest.ingest import Ingest
 from draft_trainer.ingest.run import Runs
 from draft_trainer.ingest.store import SampleStore
+from draft_trainer.ingest.teacher import TeacherCheck
 from draft_trainer.recordings.recorder import Recorder
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.fleet import Fleet
@@ -134,7 +135,7 @@ class TrainerServer:
         for name in remove_stale(memory) if memory else ():
             logger.warning("removed %s, which a policy left that was killed", name)
         ingest = Ingest(
-            *(expected, self._store, self._counters, arrived, memory),
+            *(expected, self._store, self._counters, TeacherCheck(ids), arrived, memory),
             on_accepted=self._recorder.offer if self._recorder else None,
         )
         self._status = Status(

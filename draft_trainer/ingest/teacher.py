@@ -1,0 +1,208 @@
+"""Whether the teacher of a sample is a distribution: p(v) = exp(y_v / T - log Z), y = W h.
+
+y comes from the states and the policy version's lm_head, log Z from the sampled token's logit and
+log-probability. A policy that makes its logits in another way than it announced, log-probabilities
+at another temperature or states of another version would train without an error, on a teacher that
+nobody samples from. Two things are compared on a few rows of every sample:
+
+- the sampled tokens' logits with those that came with them,
+- the mass of p with 1: over the whole vocabulary where its lm_head rows are known (the draft's
+  vocabulary is the policy's, or lm_head is tied to the embeddings). Over a smaller draft vocabulary
+  it can only be found to be too large.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from draft_trainer.drafters.policy import PolicyHead, policy_logits
+from slipstream.errors import RefusedError
+from slipstream.sample import FLOAT8, Sample
+
+ROWS = 4
+"""Rows that are checked of a sample. More than half of them must be off for it to be refused: one
+rounding of the sampled logit moves the mass of its row."""
+
+TOLERANCE = 0.02
+"""Of the logarithm of a mass, and of a logit, beside rounding: ``_ROUNDING`` times the largest |y|
+(over T)."""
+
+_ROUNDING = {torch.float32: 1e-4, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, FLOAT8: 2.0**-5}
+_SLICE = 1 << 13  # rows of lm_head at once
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A sample whose teacher is to be checked.
+
+    Attributes:
+        sample: its states are not float8 any more.
+        states_dtype: as they came.
+    """
+
+    sample: Sample
+    states_dtype: torch.dtype
+
+    @property
+    def rounding(self) -> float:
+        """Relative, of the coarsest type that its logits depend on."""
+        return max(_ROUNDING[self.states_dtype], _ROUNDING[self.sample.logits_dtype])
+
+
+@dataclass(frozen=True)
+class Mass:
+    """The mass of a sample's teacher, its median over rows, and what is wrong if it is refused."""
+
+    mass: float
+    refusal: RefusedError | None
+
+
+class TeacherCheck:
+    """Checks samples against their policy versions. Thread-safe.
+
+    Args:
+        draft_vocab_ids: int [draft_vocab], ascending: the tokens of a version's lm_head rows.
+    """
+
+    def __init__(self, draft_vocab_ids: Tensor) -> None:
+        self._ids = draft_vocab_ids.long()
+        self._whole: weakref.WeakKeyDictionary[PolicyHead, Tensor | None]
+        self._whole = weakref.WeakKeyDictionary()
+
+    def check(self, arrived: Sequence[Arrived], head: PolicyHead) -> list[Mass]:
+        """The teachers of samples of one policy version.
+
+        Args:
+            arrived: with states and logits in the same types, so that one product does.
+            head: their version.
+        """
+        rows = self.whole_lm_head(head)
+        whole = None if rows is None else replace(head, lm_head_rows=rows)
+        ids = self._ids if whole is None else torch.arange(len(head.embed_tokens))
+        picked = [_rows(each.sample, ids) for each in arrived]
+        hidden = torch.cat(
+            [e.sample.final_hidden[at - 1] for e, at in zip(arrived, picked, strict=True)]
+        )
+        sizes = [len(at) for at in picked]
+        temperature = torch.tensor(
+            [e.sample.temperature for e, n in zip(arrived, sizes, strict=True) for _ in range(n)]
+        )
+        tokens = _gathered(arrived, picked, "token_ids").long()
+        sent = _gathered(arrived, picked, "sampled_logits")
+        log_z = sent / temperature - _gathered(arrived, picked, "sampled_logprobs")
+        log_mass, found, largest = _summed(
+            hidden, whole or head, ids, tokens, arrived[0].sample.logits_dtype, temperature
+        )
+        log_mass -= log_z
+        parts = zip(*(x.split(sizes) for x in (log_mass, found, sent, largest)), strict=True)
+        return [
+            _judged(each, *part, partial=whole is None)
+            for each, part in zip(arrived, parts, strict=True)
+        ]
+
+    def whole_lm_head(self, head: PolicyHead) -> Tensor | None:
+        """lm_head rows of every token, [vocab, H]; None where they are not known."""
+        if head not in self._whole:
+            rows, embeddings = head.lm_head_rows, head.embed_tokens
+            whole = rows if len(rows) == len(embeddings) else None
+            if whole is None and head.lm_head_bias is None and rows.dtype == embeddings.dtype:
+                whole = embeddings if torch.equal(embeddings[self._ids], rows) else None
+            self._whole[head] = whole
+        return self._whole[head]
+
+
+def _rows(sample: Sample, ids: Tensor) -> Tensor:
+    """int64 [n <= ROWS]: completion tokens whose logit is known, spread over the sample."""
+    valid = sample.loss_mask.clone()
+    valid[0] = False
+    valid[1:] &= sample.segment_ids.diff() == 0
+    known = valid & torch.isin(sample.token_ids.long(), ids)
+    at = (known if bool(known.any()) else valid).nonzero().flatten()
+    return at[torch.linspace(0, len(at) - 1, min(ROWS, len(at))).round().long()]
+
+
+def _gathered(arrived: Sequence[Arrived], picked: Sequence[Tensor], name: str) -> Tensor:
+    return torch.cat([getattr(e.sample, name)[at] for e, at in zip(arrived, picked, strict=True)])
+
+
+def _summed(
+    hidden: Tensor,
+    head: PolicyHead,
+    ids: Tensor,
+    tokens: Tensor,
+    dtype: torch.dtype,
+    temperature: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of N rows: log of the sum of exp(y / T), y of the sampled token (NaN: unknown), max |y|."""
+    count = len(hidden)
+    log_sum = torch.full((count,), -torch.inf)
+    found = torch.full((count,), torch.nan)
+    largest = torch.zeros(count)
+    column = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
+    known = ids[column] == tokens
+    for start in range(0, len(ids), _SLICE):
+        part = slice(start, start + _SLICE)
+        bias = None if head.lm_head_bias is None else head.lm_head_bias[part]
+        piece = replace(head, lm_head_rows=head.lm_head_rows[part], lm_head_bias=bias)
+        logits = policy_logits(hidden, piece, dtype).float()
+        log_sum = torch.logaddexp(log_sum, (logits / temperature[:, None]).logsumexp(1))
+        largest = torch.maximum(largest, logits.abs().amax(1))
+        here = (known & (column >= start) & (column < start + _SLICE)).nonzero().flatten()
+        found[here] = logits[here, column[here] - start]
+    return log_sum, found, largest
+
+
+def _judged(
+    arrived: Arrived,
+    log_mass: Tensor,
+    found: Tensor,
+    sent: Tensor,
+    largest: Tensor,
+    *,
+    partial: bool,
+) -> Mass:
+    sample = arrived.sample
+    rounding = arrived.rounding * float(largest.median())
+    error = (found - sent).abs().nanmedian()
+    off = log_mass.clamp(min=0.0) if partial else log_mass.abs()
+    mass = float(log_mass.median().exp())
+    refusal = None
+    if float(error) > TOLERANCE + rounding:
+        refusal = RefusedError(
+            "teacher.logits",
+            f"logits of states and lm_head that differ by {float(error):.3g} (median of "
+            f"{len(sent)} sampled tokens) from those that came with them",
+            f"at most {TOLERANCE + rounding:.3g}",
+            f"look for {_cause(found, sent)} in policy version {sample.policy_version}",
+        )
+    # Not <=: a NaN is refused.
+    elif not float(off.median()) <= TOLERANCE + rounding / sample.temperature:
+        over = "the draft vocabulary" if partial else "the vocabulary"
+        refusal = RefusedError(
+            "teacher.mass",
+            f"a mass of {mass:.4g} over {over}",
+            f"1 within {100 * (TOLERANCE + rounding / sample.temperature):.1f} %"
+            + (", or less" if partial else ""),
+            "send log-probabilities of the whole softmax of the policy's logits at the sample's "
+            f"temperature ({sample.temperature:g}), before top_p, top_k and penalties",
+        )
+    return Mass(mass, refusal)
+
+
+def _cause(found: Tensor, sent: Tensor) -> str:
+    """What makes ``sent`` of ``found``, in words; [n], NaN where a logit is not known."""
+    known = found.isfinite()
+    ratio, gap = sent[known] / found[known], (sent - found)[known]
+    factor = float(ratio.median())
+    if len(ratio) > 1 and float((ratio / factor - 1).abs().max()) < 0.05:
+        return f"a factor of {factor:.3g} on the logits that OpenRun did not announce"
+    if len(ratio) > 1 and bool((ratio > 0).all()) and bool((ratio < 1).all()):
+        return "a soft cap on the logits that OpenRun did not announce"
+    if float((gap - gap.median()).abs().max()) < 0.5 * float(gap.abs().median()):
+        return "an lm_head bias that OpenRun did not announce"
+    return "another version's lm_head, an lm_head bias, or states that are not lm_head's input"
