@@ -69,11 +69,13 @@ class Counters:
         )
         self.samples_refused = self._counter(
             "samples_refused",
-            "Refused samples, by field of VerifierStates or by what had no capacity for them.",
+            "Refused samples, by field of VerifierStates, by what had no capacity for them, or "
+            "`teacher`: their logits and log-probabilities are not those of the announced lm_head.",
             "field",
+            ("teacher",),
         )
         self.teacher_mass = self._histogram(
-            "teacher_mass",
+            "teacher_mass_ratio",
             "Mass of a sample's teacher, exp(h W / T - log Z) summed over the `whole` vocabulary, "
             "where it must be 1, or over the `draft` vocabulary, where it is at most 1; refused "
             "samples included.",

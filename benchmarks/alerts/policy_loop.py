@@ -27,12 +27,16 @@ class PolicyLoop:
 
     Args:
         urls: of the rollout servers' OpenAI APIs.
+
+    Attributes:
+        said_temperature: what the bridge is told; the rollouts are sampled at 1.
     """
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(
             ARITHMETIC / "policy", dtype=torch.float32
         )
+        self.said_temperature = 1.0
         self._bridge: PolicyBridge | DisabledBridge = PolicyBridge.disabled()
         self._client = CompletionsClient(urls, "policy", seconds=120.0)
         self._stopping = threading.Event()
@@ -109,7 +113,7 @@ class PolicyLoop:
         if not self._feeding:
             return
         batch = pad_batch(prompts, completions, torch.zeros(PROMPTS), PAD_ID)
-        with self._bridge.capture(temperature=1.0) as capture, torch.no_grad():
+        with self._bridge.capture(temperature=self.said_temperature) as capture, torch.no_grad():
             log_probs = log_prob_forward(self._model, batch.input_ids, batch.attention_mask)
             capture.ship(
                 batch.input_ids,

@@ -149,6 +149,9 @@ class Story:
         rig.policy.sync(121)
         fed = time.monotonic()
         yield self._seen("SlipstreamSamplesShed trainer", "a replay buffer of 128 KiB", fed)
+        wrong = time.monotonic()
+        rig.policy.said_temperature = 0.5
+        yield self._seen("SlipstreamTeacherWrong", "log-probs of another temperature", wrong)
 
     def _seen(self, alert: str, cause: str, since: float) -> Row:
         try:

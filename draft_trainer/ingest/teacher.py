@@ -201,7 +201,9 @@ def _cause(found: Tensor, sent: Tensor) -> str:
     factor = float(ratio.median())
     if len(ratio) > 1 and float((ratio / factor - 1).abs().max()) < 0.05:
         return f"a factor of {factor:.3g} on the logits that OpenRun did not announce"
-    if len(ratio) > 1 and bool((ratio > 0).all()) and bool((ratio < 1).all()):
+    # The larger a logit is, the more of it a cap takes.
+    by_size = ratio[found[known].abs().argsort()]
+    if len(ratio) > 1 and bool(((by_size > 0) & (by_size < 1)).all() & (by_size.diff() < 0).all()):
         return "a soft cap on the logits that OpenRun did not announce"
     if float((gap - gap.median()).abs().max()) < 0.5 * float(gap.abs().median()):
         return "an lm_head bias that OpenRun did not announce"

@@ -23,7 +23,7 @@ def test_names_follow_the_convention(process: Process) -> None:
         assert not metric.name.endswith(("_count", "_sum", "_bucket")), metric.name
         assert metric.help.endswith("."), metric.name
         if metric.kind == "histogram":
-            assert metric.name.endswith("_seconds"), metric.name
+            assert metric.name.endswith(("_seconds", "_ratio")), metric.name
 
 
 def test_the_notes_name_metrics_that_exist() -> None:

@@ -1,0 +1,258 @@
+"""A sample whose teacher is not a distribution is refused, by name and with the likely cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from draft_trainer.drafters.policy import PolicyHead
+from draft_trainer.ingest.teacher import ROWS, Arrived, TeacherCheck
+from slipstream.logits import LogitForm
+from slipstream.sample import FLOAT8, Sample, decode_float8, layout_of
+from slipstream.tensors import dtype_to_wire
+from slipstream.v1 import draft_trainer_pb2 as pb
+from tests.draft_trainer.rig import SPEC, feeding, make_config, rollouts
+from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, draft_vocab_ids
+
+TOKENS = 32
+EVERY = torch.arange(VOCAB)
+FORM = LogitForm(scale=0.5, soft_cap=20.0)
+PLAIN = LogitForm()
+
+
+def made(
+    rows: Tensor,
+    bias: Tensor | None = None,
+    form: LogitForm = PLAIN,
+    *,
+    dtype: torch.dtype = torch.float32,
+    temperature: float = 1.0,
+    said_temperature: float | None = None,
+) -> Sample:
+    """A rollout of a policy that computes and rounds in ``dtype``."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
+    table = None if bias is None else bias.to(dtype)
+    logits = form.apply(torch.nn.functional.linear(hidden, rows.to(dtype), table)).float()
+    log_probs = (logits / temperature).log_softmax(-1)
+    tokens = torch.zeros(TOKENS, dtype=torch.int64)
+    tokens[1:] = torch.multinomial(log_probs[:-1].exp(), 1, generator=generator)[:, 0]
+
+    def of_sampled(table: Tensor) -> Tensor:
+        return torch.cat([torch.zeros(1), table[:-1].gather(1, tokens[1:, None])[:, 0]])
+
+    sample = Sample.pack(
+        sample_id="s",
+        policy_version=1,
+        temperature=said_temperature or temperature,
+        aux_layers=(2, 4, 5),
+        token_ids=tokens,
+        positions=torch.arange(TOKENS),
+        loss_mask=torch.arange(TOKENS) >= 4,
+        aux=torch.zeros(TOKENS, 3 * HIDDEN, dtype=dtype),
+        final_hidden=hidden,
+        sampled_logprobs=of_sampled(log_probs),
+        sampled_logits=of_sampled(logits),
+    )
+    sample.header.logits_dtype = dtype_to_wire(dtype)
+    return sample
+
+
+def weights(scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    rows = scale * torch.randn(VOCAB, HIDDEN, generator=generator)
+    return rows, torch.randn(VOCAB, generator=generator)
+
+
+def head(rows: Tensor, bias: Tensor | None = None, form: LogitForm = PLAIN) -> PolicyHead:
+    return PolicyHead(1, rows, torch.randn(VOCAB, HIDDEN), bias, form=form)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("form", [PLAIN, FORM], ids=["plain", "formed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [0.3, 6.0])
+def test_what_was_announced_has_mass_one(
+    dtype: torch.dtype, form: LogitForm, with_bias: bool, scale: float
+) -> None:
+    """Logits from about 1 to about 60, at two temperatures."""
+    rows, bias = weights(scale)
+    announced = bias if with_bias else None
+    own = head(rows.to(dtype), None if announced is None else announced.to(dtype), form)
+    samples = [
+        made(rows, announced, form, dtype=dtype, temperature=temperature)
+        for temperature in (1.0, 0.6)
+    ]
+    found = TeacherCheck(EVERY).check([Arrived(s, dtype) for s in samples], own)
+    assert [each.refusal for each in found] == [None, None]
+    assert all(abs(each.mass - 1) < 2e-3 for each in found)
+
+
+WRONG: dict[str, tuple[Callable[[], Sample], str, str]] = {
+    "bias": (lambda: made(weights()[0], weights()[1]), "teacher.logits", "bias"),
+    "equal bias": (lambda: made(weights()[0], torch.full((VOCAB,), 3.0)), "teacher.logits", "bias"),
+    "factor": (lambda: made(weights()[0], form=LogitForm(0.5)), "teacher.logits", "factor of 0.5"),
+    "soft cap": (
+        lambda: made(weights(4.0)[0] / 4, form=LogitForm(soft_cap=3.0)),
+        "teacher.logits",
+        "soft cap",
+    ),
+    "another version": (lambda: made(weights()[0].roll(1, 0)), "teacher.logits", "version 1"),
+    "temperature": (
+        lambda: made(weights()[0], temperature=1.0, said_temperature=0.7),
+        "teacher.mass",
+        r"temperature \(0.7\)",
+    ),
+    "top_k": (lambda: _renormalised(made(weights()[0])), "teacher.mass", "top_k"),
+}
+
+
+def _renormalised(sample: Sample) -> Sample:
+    """Log-probabilities of the tokens that top_p kept, 0.8 of the mass."""
+    return sample.repacked(sampled_logprobs=sample.sampled_logprobs - torch.log(torch.tensor(0.8)))
+
+
+@pytest.mark.parametrize("vocabulary", ["whole", "tied", "draft"])
+@pytest.mark.parametrize("what", WRONG)
+def test_what_was_not_announced_is_refused(what: str, vocabulary: str) -> None:
+    make, field, cause = WRONG[what]
+    rows, _ = weights()
+    own, ids = head(rows), EVERY
+    if vocabulary != "whole":
+        ids = draft_vocab_ids()
+        embeddings = rows if vocabulary == "tied" else own.embed_tokens
+        own = replace(own, lm_head_rows=rows[ids], embed_tokens=embeddings)
+    check = TeacherCheck(ids)
+    assert (check.whole_lm_head(own) is None) == (vocabulary == "draft")
+    (good,) = check.check([Arrived(made(rows), torch.float32)], own)
+    assert good.refusal is None
+    # A mass over a part of the vocabulary can only be found to be too large.
+    if vocabulary == "draft" and field == "teacher.mass":
+        return
+    (found,) = check.check([Arrived(make(), torch.float32)], own)
+    assert found.refusal is not None and found.refusal.field == field
+    assert cause in found.refusal.next_step or cause.replace("\\", "") in found.refusal.next_step
+
+
+def test_a_small_bias_is_found_by_the_mass_of_a_float32_policy() -> None:
+    rows, _ = weights()
+    bias = torch.where(torch.arange(VOCAB) % 2 == 0, 0.015, -0.3)
+    sample = made(rows, bias)
+    (found,) = TeacherCheck(EVERY).check([Arrived(sample, torch.float32)], head(rows))
+    assert found.refusal is not None
+
+
+def test_one_rounded_logit_refuses_nothing_and_float8_has_its_own_tolerance() -> None:
+    rows, _ = weights(2.0)
+    sample = made(rows)
+    logits = sample.sampled_logits.clone()
+    logits[4] += 1.0
+    (found,) = TeacherCheck(EVERY).check(
+        [Arrived(sample.repacked(sampled_logits=logits), torch.float32)], head(rows)
+    )
+    assert found.refusal is None
+    packed = sample.repacked(dtype=FLOAT8)
+    layout = layout_of(TOKENS, 3, HIDDEN, torch.bfloat16)
+    header = pb.VerifierStates()
+    header.CopyFrom(sample.header)
+    header.packed.states_dtype = dtype_to_wire(torch.bfloat16)
+    kept = Sample(header, torch.zeros(layout.nbytes, dtype=torch.uint8))
+    decode_float8(packed, kept)
+    found, strict = (
+        TeacherCheck(EVERY).check([Arrived(kept, dtype)], head(rows))[0]
+        for dtype in (FLOAT8, torch.float32)
+    )
+    assert found.refusal is None and strict.refusal is not None
+
+
+def test_samples_are_judged_one_by_one() -> None:
+    rows, bias = weights()
+    samples = [made(rows), made(rows, bias), made(rows)]
+    found = TeacherCheck(EVERY).check([Arrived(s, torch.float32) for s in samples], head(rows))
+    assert [each.refusal is None for each in found] == [True, False, True]
+    short = made(rows).repacked(loss_mask=torch.arange(TOKENS) == 9)
+    (one,) = TeacherCheck(EVERY).check([Arrived(short, torch.float32)], head(rows))
+    assert one.refusal is None and ROWS > 1
+
+
+def test_the_trained_policy_passes_and_another_temperature_does_not(policy_dir: Path) -> None:
+    """In bfloat16, as it is trained: its own logits, which torch multiplies in another order."""
+    model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.bfloat16).eval()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 100, (1, TOKENS), generator=generator)
+    with torch.no_grad():
+        out = model(tokens, output_hidden_states=True)
+    logits = out.logits[0].float()
+    following = tokens[0, 1:, None]
+    own = PolicyHead(1, model.lm_head.weight.detach(), model.get_input_embeddings().weight.detach())
+
+    def sample(temperature: float, said: float) -> Sample:
+        log_probs = (logits / temperature).log_softmax(-1)
+        found = Sample.pack(
+            *("s", 1, said, (2,)),
+            token_ids=tokens[0],
+            positions=torch.arange(TOKENS),
+            loss_mask=torch.arange(TOKENS) >= 4,
+            aux=out.hidden_states[1][0],
+            final_hidden=out.hidden_states[-1][0],
+            sampled_logprobs=torch.cat([torch.zeros(1), log_probs[:-1].gather(1, following)[:, 0]]),
+            sampled_logits=torch.cat([torch.zeros(1), logits[:-1].gather(1, following)[:, 0]]),
+        )
+        found.header.logits_dtype = dtype_to_wire(torch.bfloat16)
+        return found
+
+    check = TeacherCheck(torch.arange(len(own.lm_head_rows)))
+    pairs = [(1.0, 1.0), (0.7, 0.7), (1.0, 0.7), (0.7, 1.0)]
+    arrived = [Arrived(sample(*pair), torch.bfloat16) for pair in pairs]
+    found = check.check(arrived, own)
+    assert [each.refusal is None for each in found] == [True, True, False, False]
+
+
+def test_the_service_refuses_counts_and_goes_on(tmp_path: Path) -> None:
+    """Over the wire: a bias that OpenRun announced is applied, one that it did not is refused."""
+    bias = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
+    policy = Policy()
+
+    def biased(sample: Sample) -> Sample:
+        logits = sample.final_hidden @ policy.lm_head.T + bias
+        following = sample.token_ids[1:, None].long()
+        picked: dict[str, Any] = {}
+        for name, table in (("logits", logits), ("logprobs", logits.log_softmax(-1))):
+            sampled = table[:-1].gather(1, following)[:, 0]
+            picked[f"sampled_{name}"] = torch.cat([torch.zeros(1), sampled])
+        return sample.repacked(**picked)
+
+    with feeding(make_config(tmp_path), train=False) as (server, client):
+        good = rollouts(4)
+        acks = client.send(good[0], biased(good[1]), good[2])
+        assert [ack.refusal.field for ack in acks] == ["", "teacher.logits", ""]
+        assert "bias" in acks[1].refusal.next_step
+        status = client.status()
+        assert (status.samples_accepted, dict(status.refused_by_field)) == (2, {"teacher": 1})
+        assert (
+            server._counters.registry.get_sample_value(
+                "slipstream_trainer_teacher_mass_ratio_count", {"vocabulary": "draft"}
+            )
+            == 3
+        )
+        spec = pb.PolicySpec()
+        spec.CopyFrom(SPEC)
+        spec.lm_head_bias = True
+        client.open("biased", spec)
+        tensors = {
+            "lm_head.weight": policy.lm_head[draft_vocab_ids()],
+            "embed_tokens.weight": policy.embed,
+            "lm_head.bias": bias[draft_vocab_ids()],
+        }
+        client.announce(1, tensors=tensors)
+        # Again, as after a lost answer, without a tensor: all are held.
+        client.announce(1, tensors=tensors, send=())
+        acks = client.send(biased(good[0]), good[1])
+        assert [ack.refusal.field for ack in acks] == ["", "teacher.logits"]
