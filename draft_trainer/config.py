@@ -150,7 +150,7 @@ class DraftConfig(Section):
 
     kind: Literal["eagle3"] = "eagle3"
     initial: ConfigPath
-    registry: ConfigPath
+    registry: Annotated[ConfigPath, Field(validate_default=True)] = Path("releases")
     policy: ConfigPath | None = None
     keep_releases: Annotated[int, Field(ge=2)] = 16
     keep_bytes: Annotated[int, Field(ge=1)] = 64 << 30

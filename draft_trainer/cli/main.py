@@ -48,6 +48,11 @@ class Serve:
 
     Runs until SIGTERM or SIGINT. Prints one line when it is ready. Several ranks: torchrun
     --nproc-per-node N --no-python draft-trainer serve ...; rank 0 is the server.
+
+    The configuration needs draft.initial, the checkpoint that the rollout servers were started
+    with, and publish.rollout_servers, their control planes. Every other key has a default, or
+    follows what arrives while it is left out; draft-trainer doctor says which one to turn when no
+    draft is released.
     """
 
     config: Annotated[Path, arg(metavar="FILE")]

@@ -10,7 +10,7 @@ import pytest
 from draft_trainer.config import load_config, parse_config
 from slipstream.errors import RefusedError
 
-GOOD: dict[str, Any] = {"draft": {"initial": "draft", "registry": "registry"}}
+GOOD: dict[str, Any] = {"draft": {"initial": "draft"}}
 
 
 def refused(**sections: Any) -> RefusedError:
@@ -31,7 +31,7 @@ def test_defaults_cover_everything_but_the_draft() -> None:
     ("sections", "field", "found", "expected", "next_step"),
     [
         ({"draft": {"registry": "r"}}, "draft.initial", "nothing", "a value", "add draft.initial"),
-        ({"draft": {}}, "draft.initial", "nothing", "a value", "also wrong: draft.registry"),
+        ({"draft": {"x": 1}}, "draft.initial", "nothing", "a value", "also wrong: draft.x"),
         ({"tranining": {}}, "tranining", "unknown key", "training", "rename it to training"),
         (
             {"training": {"learning_rat": 0.1}},
@@ -127,5 +127,7 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     assert config.draft.initial == tmp_path / "draft"
     assert config.draft.registry == Path("/elsewhere/registry")
     assert config.draft.policy is None
-    file.write_text('[draft]\ninitial = "draft"\nregistry = "r"\npolicy = "policy"\n')
-    assert load_config(file).draft.policy == tmp_path / "policy"
+    file.write_text('[draft]\ninitial = "draft"\npolicy = "policy"\n')
+    config = load_config(file)
+    assert config.draft.policy == tmp_path / "policy"
+    assert config.draft.registry == tmp_path / "releases"
