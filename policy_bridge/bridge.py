@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from policy_bridge.capture import Capture, check_temperature
+from policy_bridge.capture import Capture, check_temperature, sampling_of
 from policy_bridge.config import FLOAT8, BridgeConfig
 from policy_bridge.connection import Connection
 from policy_bridge.copier import Copier
@@ -93,7 +93,13 @@ class DisabledBridge:
         self.policy_version = version
         return NullSyncWindow(version)
 
-    def capture(self, *, temperature: float = 1.0, forwards: int | None = None) -> NullCapture:
+    def capture(
+        self,
+        *,
+        temperature: float = 1.0,
+        forwards: int | None = None,
+        sampling: Mapping[str, object] | None = None,
+    ) -> NullCapture:
         """A window that captures nothing."""
         self._counters.add(captures_skipped=1)
         return NullCapture()
@@ -147,7 +153,9 @@ class PolicyBridge:
         self._config = config
         self._counters = Counters()
         self._guard = CaptureGuard(config, self._counters)
-        self._modules = self._or_off(find_modules, model, config.modules)
+        self._modules = self._or_off(
+            find_modules, model, config.modules, config.logit_scale, config.logit_soft_cap
+        )
         self._matrices = PolicyMatrices(self._modules) if self._modules else None
         self._selector = selector or UniformRandom(config.seed)
         self._outbox = Outbox(config.outbox_bytes, self._counters)
@@ -162,6 +170,7 @@ class PolicyBridge:
         # Unique over processes and restarts that continue one run.
         prefix, numbers = uuid.uuid4().hex[:12], itertools.count()
         self._next_id = lambda: f"{prefix}-{next(numbers)}"
+        self._probed = False
         self._stamp = 0
         self._weights: list[torch.Tensor] = []
         self._last_sync: SyncResult | None = None
@@ -241,12 +250,19 @@ class PolicyBridge:
                 logger.warning("policy version %d: %s", version, _WAITS)
 
     def capture(
-        self, *, temperature: float = 1.0, forwards: int | None = None
+        self,
+        *,
+        temperature: float = 1.0,
+        forwards: int | None = None,
+        sampling: Mapping[str, object] | None = None,
     ) -> Capture | NullCapture:
         """A window around forward passes whose states are sent to the trainer.
 
         Args:
             temperature: of the rollouts, > 0; the given log-probs must be at it too.
+            sampling: what else they were sampled with, by vLLM's names: ``top_p``, ``top_k``,
+                ``min_p``, ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``,
+                ``logit_bias``. Log-probs are those before it.
             forwards: how many passes the window will have, if known; the choice among
                 sequences and the copies are then made after each pass, not at the window's end.
 
@@ -261,6 +277,7 @@ class PolicyBridge:
         self._push_late()
         try:
             check_temperature(temperature)
+            sampled_with = sampling_of(sampling or {})
             if forwards is not None and forwards < 1:
                 raise RefusedError("forwards", forwards, "at least 1, or None", "count the passes")
             if self.policy_version is None:
@@ -276,6 +293,7 @@ class PolicyBridge:
         if window is None:
             self._counters.add(captures_skipped=1)
             return NullCapture()
+        window.sampling = sampled_with
         return window
 
     def wait_connected(self, timeout: float) -> bool:
@@ -407,10 +425,20 @@ class PolicyBridge:
             offer=lambda sample, rank: outbox.put(sample, rank),
             takes=lambda size, rank: outbox.takes(size, version, rank),
             copier=self._copier,
-            refuse=lambda error: self._guard.refuse(Cause.CALL, error),
-            done=lambda: self._guard.clear(Cause.CALL),
+            probe=not self._probed,
+            refuse=self._refuse,
+            done=self._window_done,
             counters=self._counters,
         )
+
+    def _refuse(self, error: RefusedError) -> None:
+        # What the first window finds of the policy itself no later call mends.
+        model = error.field.startswith("model.")
+        self._guard.refuse(Cause.MODEL if model else Cause.CALL, error)
+
+    def _window_done(self) -> None:
+        self._probed = True
+        self._guard.clear(Cause.CALL)
 
     def _set_device(self, device: torch.device) -> None:
         """Choose the copier at a window: the policy may be moved after the bridge was built."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from policy_bridge.extraction import (
     Record,
     candidates_of,
     fill,
+    probed,
     sampled_of,
     state_dtype,
     without_logits,
@@ -27,6 +28,22 @@ from policy_bridge.session import Session
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample, header_of, layout_of
+from slipstream.tensors import dtype_to_wire
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+MOST_BIASED = 256
+"""Tokens in a ``logit_bias``."""
+# Least and most, and whether the least itself is a value.
+_RANGES = {
+    "top_p": (0.0, 1.0, False),
+    "top_k": (-1.0, 2.0**31, True),
+    "min_p": (0.0, 1.0, True),
+    "repetition_penalty": (0.0, 1e6, False),
+    "presence_penalty": (-2.0, 2.0, True),
+    "frequency_penalty": (-2.0, 2.0, True),
+}
+SAMPLING = (*_RANGES, "logit_bias")
+"""Names of sampling parameters, vLLM's own, beside the temperature."""
 
 
 def raise_error(error: RefusedError) -> None:
@@ -39,6 +56,44 @@ def check_temperature(temperature: float) -> None:
     if not math.isfinite(temperature) or temperature <= 0:
         step = "pass the rollouts' temperature"
         raise RefusedError("temperature", temperature, "a finite number > 0", step)
+
+
+def sampling_of(values: Mapping[str, object]) -> pb.SamplingParameters:
+    """Checked sampling parameters, by vLLM's names; None and absent change nothing.
+
+    Raises:
+        RefusedError: an unknown name, or a value that vLLM refuses.
+    """
+    made = pb.SamplingParameters()
+    for name, value in values.items():
+        if name not in SAMPLING:
+            step = "leave out what does not change the distribution"
+            raise RefusedError(f"sampling.{name}", "unknown", f"one of {SAMPLING}", step)
+        if value is None:
+            continue
+        if name == "logit_bias":
+            _set_bias(made, value)
+            continue
+        least, most, closed = _RANGES[name]
+        number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+        if number is None or not least <= number <= most or (number == least and not closed):
+            expected = f"a number {'from' if closed else 'above'} {least:g} to {most:g}"
+            raise RefusedError(f"sampling.{name}", repr(value), expected, "pass the rollouts' own")
+        # vLLM's -1 and 0 are both all tokens.
+        setattr(made, name, max(int(number), 0) if name == "top_k" else number)
+    return made
+
+
+def _set_bias(made: pb.SamplingParameters, value: object) -> None:
+    try:
+        biased = dict(value)  # type: ignore[call-overload]
+        if len(biased) > MOST_BIASED:
+            raise ValueError(f"{len(biased)} tokens")
+        for token, bias in biased.items():
+            made.logit_bias[int(token)] = float(bias)
+    except (TypeError, ValueError) as error:
+        expected = f"a number for each of at most {MOST_BIASED} token ids"
+        raise RefusedError("sampling.logit_bias", error, expected, "fix the value") from error
 
 
 def _aligned(name: str, values: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
@@ -72,12 +127,14 @@ class Capture:
         weights: ``PolicyModules.weights`` when that version was synced.
         weights_stamp: ``stamp_of`` these then.
         temperature: of the rollouts.
+        sampling: what else they were sampled with.
         budget_bytes: what is left of the window's.
         forwards: how many passes will be shipped, if known.
         states_dtype: what the states are sent in; None keeps theirs.
         selector: chooses.
         next_id: a fresh sample id.
         offer: hands a sample over with its priority, 0 to ``PRIORITIES`` - 1.
+        probe: compare the policy's own logits with what follows from its states.
         takes: whether a sample of so many bytes and such a priority would be taken.
         copier: where choosing and copying is done.
         refuse: told of a call that cannot be served; raises it if it should.
@@ -97,6 +154,8 @@ class Capture:
     selector: Selector
     next_id: Callable[[], str]
     offer: Callable[[Sample, int], bool]
+    sampling: pb.SamplingParameters = field(default_factory=pb.SamplingParameters)
+    probe: bool = False
     takes: Callable[[int, int], bool] = lambda nbytes, priority: True
     copier: Copier = field(default_factory=Copier)
     refuse: Callable[[RefusedError], None] = raise_error
@@ -113,7 +172,7 @@ class Capture:
         self._at_once = bool(self.modules.shards) or on_device
 
     def __enter__(self) -> Capture:
-        self._tap = ForwardTap(self.modules, self.session.aux_layers)
+        self._tap = ForwardTap(self.modules, self.session.aux_layers, returned=self.probe)
         self._tap.__enter__()
         self.counters.add(captures=1)
         return self
@@ -197,6 +256,8 @@ class Capture:
                 logits=_aligned("sampled_logits", sampled_logits, shape),
                 acceptance=acceptance,
             )
+            if self.probe:
+                self.probe = not probed(record, self.modules, self.temperature)
             self._records.append(
                 without_logits(record, self.modules, self.temperature, whole=self._at_once)
             )
@@ -291,6 +352,8 @@ class Capture:
                 for one in group:
                     facts = (self.next_id(), self.policy_version, self.temperature)
                     header = header_of(*facts, self.session.aux_layers, one.layout)
+                    header.sampling.CopyFrom(self.sampling)
+                    header.logits_dtype = dtype_to_wire(one.record.states.logits_dtype)
                     sample = Sample(header, memory[at : at + one.layout.nbytes])
                     fill(sample, one)
                     filled.append((sample, one.priority))

@@ -60,6 +60,9 @@ class BridgeConfig:
             older policy when they come back, until the next sync. Off, one is an error.
         policy_dtype: cast pushed policy weights to this; empty keeps the policy's.
         seed: of the default selector.
+        logit_scale: the factor by which the policy multiplies its lm_head's output; None: as its
+            configuration says. The first window compares the policy's own logits with it.
+        logit_soft_cap: the soft cap on its logits, 0 for none; None: as its configuration says.
         strict: raise what otherwise turns capture off: a policy that cannot be captured, a
             draft that does not fit it, a version that goes backwards, a call of ``ship`` that
             does not fit the forward pass. Off, training goes on and
@@ -93,6 +96,8 @@ class BridgeConfig:
     skip_unreachable_servers: bool = False
     policy_dtype: str = "bfloat16"
     seed: int = 0
+    logit_scale: float | None = None
+    logit_soft_cap: float | None = None
     strict: bool = False
     model_name: str = ""
     modules: ModulePaths = ModulePaths()
@@ -129,6 +134,12 @@ class BridgeConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise RefusedError(name, repr(value), f"a whole number >= {least}", "fix the value")
+        for name, bound in (("logit_scale", 1e-9), ("logit_soft_cap", 0.0)):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and bound <= value < 1e9):
+                step = "copy it from the model's configuration"
+                raise RefusedError(name, repr(value), f"a number >= {bound:g}, or None", step)
         for name, choices in (
             ("states_dtype", ("", *DTYPES, FLOAT8)),
             ("policy_dtype", ("", *DTYPES)),

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from policy_bridge.hooks import ForwardStates
+from policy_bridge.logits import PROBED_ROWS, check_logits, check_logprobs
 from policy_bridge.model import PolicyModules
 from policy_bridge.selection import Candidate, Span, scores_of, spans_of, windows
 from slipstream.errors import RefusedError
@@ -247,6 +248,43 @@ def without_logits(
             ]
             logprobs, logits = (torch.stack(values) for values in zip(*rows, strict=True))
     return replace(record, states=replace(states, logits=None), logits=logits, logprobs=logprobs)
+
+
+@torch.no_grad()
+def probed(record: Record, modules: PolicyModules, temperature: float) -> bool:
+    """Compare some of a pass's own logits, or else the given log-probs, with those of its states.
+
+    Returns:
+        False where the pass has nothing to compare.
+
+    Raises:
+        RefusedError: the policy's logits are not what its lm_head and ``modules.form`` give.
+    """
+    states = record.states
+    final, dtype = states.final.flatten(0, 1), states.logits_dtype
+    plain = replace(modules, form=LogitForm())
+    if states.returned is not None:
+        index = states.returned.index
+        if not modules.shards:
+            before = whole_logits(plain, dtype)(final[index])
+        elif states.logits is not None and states.logits_unwritten:
+            before = states.logits.flatten(0, 1)[index].float()
+        else:
+            return False
+        config = getattr(modules.policy, "config", None)
+        check_logits(states.returned.rows, before, modules.form, dtype, config)
+        return True
+    if record.logprobs is None or modules.shards:
+        return False
+    chosen = record.loss_mask.to(final.device, copy=True)
+    chosen[:, 0] = False
+    places = chosen.flatten().nonzero().flatten()
+    places = places[torch.linspace(0, len(places) - 1, min(PROBED_ROWS, len(places))).long()]
+    tokens = record.token_ids.to(final.device).flatten()[places].long()
+    own = (whole_logits(modules, dtype)(final[places - 1]) / temperature).log_softmax(-1)
+    given = record.logprobs.to(final.device).flatten()[places]
+    check_logprobs(given, own.gather(-1, tokens[:, None]).squeeze(-1))
+    return True
 
 
 def sampled_logits(

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from policy_bridge.logits import ReturnedLogits
 from policy_bridge.model import PolicyModules
 from slipstream.errors import RefusedError
 
@@ -32,7 +33,11 @@ def watch(module: nn.Module, look: Look, *, after: bool = False) -> Callable[[],
     compiled = module._compiled_call_impl
     if compiled is None:
         if after:
-            hook = module.register_forward_hook(lambda _, *call: look(*call), with_kwargs=True)
+            # torch leaves the named arguments out where another hook of this call removed this one.
+            hook = module.register_forward_hook(
+                lambda _, args, *rest: look(args, rest[0] if len(rest) > 1 else {}, rest[-1]),
+                with_kwargs=True,
+            )
         else:
             hook = module.register_forward_pre_hook(
                 lambda _, args, kwargs: look(args, kwargs, None), with_kwargs=True
@@ -62,6 +67,7 @@ class ForwardStates:
         logits_dtype: the precision in which the policy itself had its logits.
         versions: in-place version counters of ``(*aux, final)`` when they were seen.
         logits_version: the same of ``logits``; 0 where they are not kept.
+        returned: some of the logits that the model returned, where they were asked for.
     """
 
     aux: tuple[torch.Tensor, ...]
@@ -70,6 +76,7 @@ class ForwardStates:
     logits_dtype: torch.dtype
     versions: tuple[int, ...]
     logits_version: int = 0
+    returned: ReturnedLogits | None = None
 
     def check_unwritten(self) -> None:
         """Raise RefusedError if the model wrote into a state after it was captured."""
@@ -101,10 +108,14 @@ class ForwardTap:
     Args:
         modules: the policy.
         layers: "after L layers" numbers, ascending, each below the number of layers.
+        returned: keep some of the logits that the model returns.
     """
 
-    def __init__(self, modules: PolicyModules, layers: Sequence[int]) -> None:
+    def __init__(
+        self, modules: PolicyModules, layers: Sequence[int], returned: bool = False
+    ) -> None:
         self._modules = modules
+        self._returned = returned
         self._layers = tuple(layers)
         # Ends the hooks last first: two on one compiled module put back what each of them found.
         self._hooks = ExitStack()
@@ -120,6 +131,8 @@ class ForwardTap:
             self._hooks.callback(watch(modules.final_norm, self._end_at_norm, after=True))
         else:
             self._hooks.callback(watch(modules.lm_head, self._end_at_head, after=True))
+        if self._returned:
+            self._hooks.callback(watch(modules.policy, self._keep_returned, after=True))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -153,6 +166,11 @@ class ForwardTap:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: torch.Tensor
     ) -> None:
         self._end(output, output.dtype, None)
+
+    def _keep_returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        if self._last is not None:
+            returned = ReturnedLogits.of(output, self._last.final.shape[:2])
+            self._last = replace(self._last, returned=returned)
 
     def _end(
         self, final: torch.Tensor, logits_dtype: torch.dtype, logits: torch.Tensor | None

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from policy_bridge.config import ModulePaths
+from policy_bridge.logits import form_of
 from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -88,10 +89,6 @@ _LAYER_PATHS = (
     "model.decoder.layers",
 )
 
-# A model that changes logits after lm_head breaks "logit = final hidden state x
-# lm_head row", and with it log Z: the teacher would be wrong without an error.
-_LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-
 
 @dataclass(frozen=True)
 class PolicyModules:
@@ -99,6 +96,7 @@ class PolicyModules:
 
     Attributes:
         root: the whole model.
+        policy: the same without wrappers.
         decoder: owner of the decoder layers; its call marks the start of a forward pass.
         layers: the decoder layers.
         lm_head: the output projection, weight [vocab, hidden].
@@ -110,6 +108,7 @@ class PolicyModules:
     """
 
     root: nn.Module
+    policy: nn.Module
     decoder: nn.Module
     layers: tuple[nn.Module, ...]
     lm_head: nn.Module
@@ -149,6 +148,9 @@ class PolicyModules:
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
             num_hidden_layers=len(self.layers),
+            logit_scale=self.form.scale,
+            logit_soft_cap=self.form.soft_cap,
+            lm_head_bias=self.head_bias is not None,
             model_name=model_name or type(self.root).__name__,
         )
 
@@ -168,16 +170,21 @@ def stamp_of(weights: Sequence[torch.Tensor]) -> int:
     return sum([p._version for p in weights])
 
 
-def find_modules(model: nn.Module, paths: ModulePaths) -> PolicyModules:
+def find_modules(
+    model: nn.Module,
+    paths: ModulePaths,
+    logit_scale: float | None = None,
+    logit_soft_cap: float | None = None,
+) -> PolicyModules:
     """The parts of ``model``, from ``paths`` where given, otherwise by structure.
 
     Wrappers (DDP, PEFT, torch.compile) are looked into; a path may name a module of
-    the wrapper or of what it wraps. With FSDP2, call it after ``fully_shard``.
+    the wrapper or of what it wraps. With FSDP2, call it after ``fully_shard``. For the last two
+    arguments see ``logits.form_of``.
 
     Raises:
         RefusedError: a part was not found, does not fit, is behind an adapter or compiled
-            together with what contains it, or the model changes its logits after lm_head
-            (soft caps, scales).
+            together with what contains it.
     """
     inside = list(unwrapped(model))
     owner, layers_path = _layers(inside, paths.decoder_layers)
@@ -198,12 +205,6 @@ def find_modules(model: nn.Module, paths: ModulePaths) -> PolicyModules:
             raise RefusedError(
                 f"modules.{name}", type(part).__name__, "a weight [vocab, hidden]", "fix the path"
             )
-    for name in _LOGIT_CHANGES:
-        value = getattr(getattr(inside[-1], "config", None), name, None)
-        if value is not None and value != 1.0:
-            expected = "absent: logits must be the final hidden state times lm_head"
-            step = "this policy cannot be captured"
-            raise RefusedError(f"model.config.{name}", value, expected, step)
     parents = layers_path.split(".")[:-1]
     around = [owner.get_submodule(".".join(parents[:depth])) for depth in range(len(parents) + 1)]
     _refuse_compiled([*inside[: inside.index(owner)], *around])
@@ -211,12 +212,13 @@ def find_modules(model: nn.Module, paths: ModulePaths) -> PolicyModules:
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
     return PolicyModules(
         root=model,
+        policy=inside[-1],
         decoder=around[-1],
         layers=layers,
         lm_head=lm_head,
         embed_tokens=embed_tokens,
         final_norm=norm,
-        form=LogitForm(),
+        form=form_of(inside[-1], logit_scale, logit_soft_cap),
         shards=tuple(model.parameters()) if sharded else (),
     )
 

@@ -152,7 +152,8 @@ class PolicySnapshot:
 
     Attributes:
         policy_version: its number.
-        tensors: ``lm_head.weight`` [draft_vocab, H] and ``embed_tokens.weight`` [vocab, H].
+        tensors: ``lm_head.weight`` [draft_vocab, H], ``embed_tokens.weight`` [vocab, H] and, where
+            the policy has one, ``lm_head.bias`` [draft_vocab].
         specs: of these, with their hashes, once it was announced.
     """
 
@@ -311,9 +312,9 @@ class PolicyMatrices:
         self._slots: list[tuple[weakref.ref[PolicySnapshot], dict[str, torch.Tensor]]] = []
 
     def snapshot(self, session: Session | None, policy_version: int) -> PolicySnapshot | None:
-        """The lm_head rows of the draft vocabulary and the embeddings, on the CPU.
+        """lm_head's rows (and bias) of the draft vocabulary and the embeddings, on the CPU.
 
-        Of a policy that is spread over ranks these two matrices, and nothing else, are
+        Of a policy that is spread over ranks these, and nothing else, are
         gathered if any rank has a session. So there this is a collective call, made by
         all ranks alike whether or not they reach the trainer.
 
@@ -325,31 +326,39 @@ class PolicyMatrices:
             RefusedError: the policy was sharded after the bridge was built.
         """
         modules = self._modules
-        head, embed = modules.head_weight, modules.embed_weight
+        head, bias, embed = modules.head_weight, modules.head_bias, modules.embed_weight
         if modules.shards:
             if not self._wanted_by_any(session is not None):
                 return None
             whole = full_tensor(head)
             head, embed = whole, whole if embed is head else full_tensor(embed)
+            bias = None if bias is None else full_tensor(bias)
         elif is_sharded(head) or is_sharded(embed):
             found, step = "sharded after the bridge was built", "call fully_shard before that"
             raise RefusedError("model", found, "sharded before it", step)
         if session is None:
             return None
-        head, embed = head.detach(), embed.detach()
         ids = session.draft_vocab_ids.to(head.device)
+        named = {"lm_head.weight": head.detach(), "embed_tokens.weight": embed.detach()}
+        if bias is not None:
+            named["lm_head.bias"] = bias.detach()
+        table = "embed_tokens.weight"
         tensors = self._memory(
             {
-                "lm_head.weight": (len(ids), head.shape[1], head.dtype),
-                "embed_tokens.weight": (*embed.shape, embed.dtype),
+                name: (
+                    torch.Size((len(value) if name == table else len(ids), *value.shape[1:])),
+                    value.dtype,
+                )
+                for name, value in named.items()
             }
         )
-        rows, copied = tensors.values()
-        if head.device.type == "cpu":
-            torch.index_select(head, 0, ids, out=rows)
-        else:
-            rows.copy_(head.index_select(0, ids))
-        copied.copy_(embed)
+        for name, value in named.items():
+            if name == table:
+                tensors[name].copy_(value)
+            elif value.device.type == "cpu":
+                torch.index_select(value, 0, ids, out=tensors[name])
+            else:
+                tensors[name].copy_(value.index_select(0, ids))
         snapshot = PolicySnapshot(policy_version, tensors)
         self._slots.append((weakref.ref(snapshot), tensors))
         return snapshot
@@ -362,11 +371,13 @@ class PolicyMatrices:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
         return bool(flag.item())
 
-    def _memory(self, like: Mapping[str, tuple[int, int, torch.dtype]]) -> dict[str, torch.Tensor]:
+    def _memory(
+        self, like: Mapping[str, tuple[torch.Size, torch.dtype]]
+    ) -> dict[str, torch.Tensor]:
         """CPU memory of these sizes, of a snapshot that is gone if there is one."""
         for number, (snapshot, tensors) in enumerate(self._slots):
             if snapshot() is None:
                 del self._slots[number]
-                if like == {name: (*held.shape, held.dtype) for name, held in tensors.items()}:
+                if like == {name: (held.shape, held.dtype) for name, held in tensors.items()}:
                     return tensors
-        return {name: torch.empty(*shape, dtype=dtype) for name, (*shape, dtype) in like.items()}
+        return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in like.items()}

@@ -142,11 +142,12 @@ def _keep_input(kept: list[torch.Tensor]) -> Any:
 
 
 class Matrix(nn.Module):
-    """A weight under the name where the bridge looks for it, sharing its memory."""
+    """A weight (and bias) under the name where the bridge looks for it, sharing its memory."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
 
 
 class StagedPolicy(nn.Module):
@@ -158,6 +159,7 @@ class StagedPolicy(nn.Module):
         lm_head: the whole output matrix [V, H], gathered if it is sharded; assign
             ``lm_head.weight`` anew before a sync where it is a copy.
         embed_tokens: the whole embeddings [V, H], which may come from the first stage.
+        lm_head_bias: [V], of an lm_head that has one.
     """
 
     PATHS = ModulePaths("layers", "lm_head", "embed_tokens", "norm")
@@ -168,12 +170,13 @@ class StagedPolicy(nn.Module):
         num_layers: int,
         lm_head: torch.Tensor,
         embed_tokens: torch.Tensor,
+        lm_head_bias: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.stage, self.config = stage, getattr(stage, "config", None)
         self.layers = nn.ModuleList(nn.Identity() for _ in range(num_layers))
         self.norm = nn.Identity()
-        self.lm_head, self.embed_tokens = Matrix(lm_head), Matrix(embed_tokens)
+        self.lm_head, self.embed_tokens = Matrix(lm_head, lm_head_bias), Matrix(embed_tokens)
 
     def forward(self, aux: Mapping[int, torch.Tensor], final: torch.Tensor) -> None:
         """Replay: ``aux`` by "after L layers" and ``final``, the input of lm_head, [B, S, H]."""

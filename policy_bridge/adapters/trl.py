@@ -20,7 +20,7 @@ import torch
 
 from policy_bridge.adapters.completions import Rollouts
 from policy_bridge.bridge import DisabledBridge, NullCapture, PolicyBridge
-from policy_bridge.capture import Capture
+from policy_bridge.capture import SAMPLING, Capture
 
 
 def whole_policy(trainer: Any) -> Mapping[str, torch.Tensor]:
@@ -95,7 +95,12 @@ class TrlRollouts:
         self._skip_no_grad = bool(trainer.beta) and hasattr(trainer.model, "peft_config")
         self._rows_left = rows
         passes = -(-rows // trainer.args.per_device_train_batch_size)
-        capture = self._bridge.capture(temperature=trainer.args.temperature, forwards=passes)
+        sampling = _sampling(trainer)
+        capture = self._bridge.capture(
+            temperature=trainer.args.temperature,
+            forwards=passes,
+            sampling={name: value for name, value in sampling.items() if name in SAMPLING},
+        )
         self._capture = capture.__enter__()
 
     def _end_window(self) -> None:

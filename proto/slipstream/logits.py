@@ -28,6 +28,11 @@ class LogitForm:
     scale: float = 1.0
     soft_cap: float = 0.0
 
+    def __str__(self) -> str:
+        """As a formula of lm_head's output."""
+        made = "(h W^T + b)" if self.scale == 1.0 else f"{self.scale:g} (h W^T + b)"
+        return f"{self.soft_cap:g} tanh({made} / {self.soft_cap:g})" if self.soft_cap else made
+
     @classmethod
     def of(cls, spec: pb.PolicySpec) -> LogitForm:
         """As OpenRun announces it."""

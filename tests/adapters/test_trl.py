@@ -41,6 +41,7 @@ SMALL: dict[str, Any] = {
     "learning_rate": 1e-3,
     "temperature": TEMPERATURE,
 }
+SAMPLED_WITH = {"top_p": 0.9, "min_p": 0.02, "generation_kwargs": {"presence_penalty": 0.5}}
 
 
 def load_policy(policy_dir: Path) -> PreTrainedModel:
@@ -61,7 +62,9 @@ def test_training_is_the_same_to_the_bit_and_every_sequence_ships_once(
 ) -> None:
     def run(bridge: Any, model: PreTrainedModel) -> list[float]:
         rollouts = TrlRollouts(bridge, FixedRollouts(), weights=None)
-        trainer = grpo_trainer(model, rollouts, tmp_path, any_score, **SMALL, **settings)
+        trainer = grpo_trainer(
+            model, rollouts, tmp_path, any_score, **SMALL, **SAMPLED_WITH, **settings
+        )
         trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -85,6 +88,9 @@ def test_training_is_the_same_to_the_bit_and_every_sequence_ships_once(
     samples = list(double.samples.values())
     assert Counter(s.policy_version for s in samples) == versions
     assert {s.temperature for s in samples} == {TEMPERATURE}
+    for sample in samples:
+        assert (sample.sampling.top_p, sample.sampling.min_p) == pytest.approx((0.9, 0.02))
+        assert sample.sampling.presence_penalty == 0.5
     check_states(untrained, double, [s for s in samples if s.policy_version == 0])
 
 

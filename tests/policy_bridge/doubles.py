@@ -82,6 +82,7 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
     received_bytes: int = 0
     schema_version: int = SCHEMA_VERSION
     sessions: int = 0
+    specs: list[pb.PolicySpec] = field(default_factory=list)
     release: threading.Event = field(default_factory=threading.Event)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -104,6 +105,7 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
         if self.refuse_run is not None:
             abort_with(self.refuse_run, context)
         self.sessions += 1
+        self.specs.append(request.policy)
         return pb.OpenRunResponse(
             session_id=f"s{self.sessions}",
             aux_layers=encode_layers(self.layers),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from policy_bridge import BridgeConfig, PolicyBridge
+from policy_bridge.capture import sampling_of
 from slipstream.errors import RefusedError
 
 from .conftest import Connect, batch, make_model, ship
@@ -96,10 +97,6 @@ def test_models_that_cannot_be_captured_are_refused() -> None:
     config = BridgeConfig(trainer="127.0.0.1:1", run_id="r", strict=True)
     with pytest.raises(RefusedError, match="decoder_layers"):
         PolicyBridge(torch.nn.Linear(2, 2), config)
-    model = make_model()
-    model.config.final_logit_softcapping = 30.0
-    with pytest.raises(RefusedError, match="final_logit_softcapping"):
-        PolicyBridge(model, config)
 
 
 def test_log_probs_that_are_not_finite_are_shed_and_counted(
@@ -118,3 +115,52 @@ def test_log_probs_that_are_not_finite_are_shed_and_counted(
         assert bridge.stats().shed == {"non_finite": 1}
         (sample,) = trainer.samples.values()
         assert trainer.tensor(sample, "sampled_logprobs").isfinite().all()
+
+
+def test_sampling_parameters_travel_with_the_samples(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((8, 8))
+    given = {
+        "top_p": 0.8,
+        "top_k": -1,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "presence_penalty": -0.5,
+        "frequency_penalty": None,
+        "logit_bias": {token: token / 7 for token in range(256)},
+    }
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, version=1)
+        with torch.no_grad(), bridge.capture(sampling=given) as capture:
+            model(data["input_ids"])
+            capture.ship(**data)
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+        first, *_, last = trainer.samples.values()
+        assert (first.sampling.top_p, first.sampling.min_p) == pytest.approx((0.8, 0.05))
+        assert (first.sampling.top_k, first.sampling.HasField("repetition_penalty")) == (0, True)
+        assert first.sampling.presence_penalty == -0.5
+        assert first.sampling.logit_bias[255] == pytest.approx(255 / 7)
+        assert not last.sampling.ListFields()
+        assert trainer.overdrawn == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("min_p", "none"),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 3),
+        ("logit_bias", dict.fromkeys(range(257), 1.0)),
+        ("logit_bias", [1.0]),
+        ("best_of", 2),
+    ],
+)
+def test_sampling_parameters_that_vllm_refuses_are_refused(name: str, value: object) -> None:
+    with pytest.raises(RefusedError) as refused:
+        sampling_of({name: value})
+    assert refused.value.field == f"sampling.{name}"

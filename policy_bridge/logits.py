@@ -1,0 +1,198 @@
+"""What the policy makes of its lm_head's output: as configured, and checked on its own logits.
+
+The teacher is computed from final hidden states and lm_head. A policy that changes its logits after
+that (a soft cap, a factor) is announced with the change; one whose own logits are not what that
+gives is refused, whatever the change is called and wherever the configuration has it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from slipstream.errors import RefusedError
+from slipstream.logits import LogitForm
+
+PROBED_ROWS = 16
+"""Tokens of a forward pass whose whole rows of logits are compared."""
+
+_SOFT_CAP = re.compile(r"(final_|output_|lm_head_)?logits?_soft_?cap(ping)?")
+# Parts of a composed model that use the same words for something else.
+_OTHER_PART = re.compile(r"(vision|image|audio|speech|video)[^.]*\.")
+# Cohere, Falcon-H1 and Grok multiply, Granite divides.
+_FACTORS = {"logit_scale", "logits_scale", "lm_head_multiplier", "output_multiplier_scale"}
+_DIVISORS = {"logits_scaling", "logit_scaling"}
+
+# Of the norm of the logits: products in bfloat16 that are summed in another order.
+_TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 4e-3}
+_LOGPROB_TOLERANCE = 0.1
+_NAMED_WITHIN = 0.01
+
+
+def numbers_of(config: object, path: str = "model.config") -> Iterator[tuple[str, str, float]]:
+    """Path, key and value of every number in a model's configuration, however deep it is nested."""
+    to_dict = getattr(config, "to_dict", None)
+    values = to_dict() if callable(to_dict) else config
+    if not isinstance(values, Mapping):
+        return
+    for key, value in values.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{path}.{key}", str(key), float(value)
+        else:
+            yield from numbers_of(value, f"{path}.{key}")
+
+
+def form_of(model: nn.Module, scale: float | None = None, cap: float | None = None) -> LogitForm:
+    """How ``model`` makes its logits, as its configuration says.
+
+    Args:
+        model: the policy without wrappers.
+        scale: a factor that is known better; None: as configured.
+        cap: a soft cap that is known better, 0 for none; None: as configured.
+
+    Raises:
+        RefusedError: a factor or soft cap that cannot be one.
+    """
+    for path, key, value in numbers_of(getattr(model, "config", None)):
+        is_cap = _SOFT_CAP.fullmatch(key) is not None and value != 0
+        if _OTHER_PART.search(path) or not (is_cap or key in _FACTORS or key in _DIVISORS):
+            continue
+        if not math.isfinite(value) or value <= 0:
+            step = "set logit_scale or logit_soft_cap in BridgeConfig"
+            raise RefusedError(path, value, "a finite number > 0", step)
+        if is_cap:
+            cap = value if cap is None else cap
+        elif scale is None:
+            scale = 1 / value if key in _DIVISORS else value
+    return LogitForm(1.0 if scale is None else scale, cap or 0.0)
+
+
+@dataclass(frozen=True)
+class ReturnedLogits:
+    """Some rows of the logits that a model returned.
+
+    Attributes:
+        index: int64 [N], into all B * S tokens of the pass.
+        rows: [N, V], a copy.
+    """
+
+    index: torch.Tensor
+    rows: torch.Tensor
+
+    @classmethod
+    def of(cls, output: object, tokens: Sequence[int]) -> ReturnedLogits | None:
+        """Of what a model returned for ``tokens`` (B, S); None if no logits are in it."""
+        first = output[0] if isinstance(output, tuple | list) and output else output
+        named = output.get("logits") if isinstance(output, Mapping) else None
+        for found in (getattr(output, "logits", None), named, first):
+            if not isinstance(found, torch.Tensor) or not found.is_floating_point():
+                continue
+            if found.dim() == 3 and tuple(found.shape[:2]) == tuple(tokens):
+                flat = found.detach().flatten(0, 1)
+                count = min(PROBED_ROWS, len(flat))
+                index = torch.linspace(0, len(flat) - 1, count, dtype=torch.float64).long()
+                index = index.to(flat.device)
+                return cls(index, flat[index].clone())
+        return None
+
+
+def check_logits(
+    returned: torch.Tensor,
+    before: torch.Tensor,
+    form: LogitForm,
+    dtype: torch.dtype,
+    config: object,
+) -> None:
+    """Compare a model's own logits with what the trainer will compute of its states.
+
+    Args:
+        returned: [N, V], as the model returned them.
+        before: float32 [N, V], lm_head's output.
+        form: what the model does to that.
+        dtype: in which it has its logits.
+        config: of the model, to name the likely cause.
+
+    Raises:
+        RefusedError: they differ by more than rounding does.
+    """
+    theirs = returned.float()
+    finite = theirs.isfinite().all(-1) & before.isfinite().all(-1)
+    theirs, before = theirs[finite], before[finite]
+    tolerance = _TOLERANCE.get(dtype, 2e-3)
+    apart = _apart(form.apply(before.to(dtype)).float(), theirs)
+    if apart <= tolerance:
+        return
+    cause, step = _explained(before, theirs, tolerance, list(numbers_of(config)))
+    found = f"logits that differ from it by {apart:.1%} of their norm; {cause}"
+    raise RefusedError("model.logits", found, str(form), step)
+
+
+def check_logprobs(given: torch.Tensor, own: torch.Tensor) -> None:
+    """Compare given log-probs [N] with those [N] that follow from the policy's states.
+
+    Raises:
+        RefusedError: they differ by more than rounding does.
+    """
+    apart = float((given.float() - own.float()).abs().mean()) if len(own) else 0.0
+    # Not finite: refused for that elsewhere, sample by sample.
+    if math.isfinite(apart) and apart > _LOGPROB_TOLERANCE:
+        raise RefusedError(
+            "model.logits",
+            f"sampled_logprobs that are {apart:.3g} off those of the captured states on average",
+            "log p(x_t | x_<t) at the window's temperature",
+            "pass capture the log-probs' temperature; if it is right, the policy changes its "
+            "logits after lm_head: set logit_scale or logit_soft_cap in BridgeConfig",
+        )
+
+
+def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Distance of two [N, V] in units of the second's norm; a constant in a row is none."""
+    ours = ours - ours.mean(-1, keepdim=True)
+    theirs = theirs - theirs.mean(-1, keepdim=True)
+    return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-20)) if len(theirs) else 0.0
+
+
+def _explained(
+    before: torch.Tensor,
+    theirs: torch.Tensor,
+    tolerance: float,
+    numbers: Sequence[tuple[str, str, float]],
+) -> tuple[str, str]:
+    """What was done to logits, in words, and what to do about it."""
+    centred = before - before.mean(-1, keepdim=True)
+    factor = float((centred * theirs).sum() / (centred * centred).sum().clamp(min=1e-20))
+    if factor > 0 and _apart(before * factor, theirs) <= tolerance:
+        exact, name = _named(factor, numbers)
+        return f"they are lm_head's output times {factor:.6g}{name}", _settings(exact, 0)
+    highest = before.abs().argmax()
+    z, y = abs(float(before.flatten()[highest])), abs(float(theirs.flatten()[highest]))
+    low, high = max(y, 1e-6), 1e6
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if middle * math.tanh(z / middle) < y else (low, middle)
+    if _apart(LogitForm(1.0, high).apply(before), theirs) <= tolerance:
+        exact, name = _named(high, numbers)
+        return f"they are soft-capped at {high:.6g}{name}", _settings(1, exact)
+    return (
+        "the model changes them after lm_head in a way that is neither a factor nor a soft cap",
+        "this policy cannot be captured",
+    )
+
+
+def _settings(scale: float, cap: float) -> str:
+    return f"set logit_scale={scale:.6g}, logit_soft_cap={cap:.6g} in BridgeConfig"
+
+
+def _named(value: float, numbers: Sequence[tuple[str, str, float]]) -> tuple[float, str]:
+    """The configured number that ``value`` is, or is one over, and where it is configured."""
+    for path, _, number in numbers:
+        if number > 0 and number != 1.0:
+            for exact, words in ((number, path), (1 / number, f"1 / {path}")):
+                if abs(value / exact - 1) < _NAMED_WITHIN:
+                    return exact, f" ({words})"
+    return value, ""

@@ -1,0 +1,290 @@
+"""Policy families, tiny and random: what is shipped gives the policy's own distribution."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from policy_bridge import BridgeConfig, ModulePaths, PolicyBridge
+from policy_bridge.logits import form_of
+from slipstream.errors import RefusedError
+from slipstream.logits import LogitForm, policy_logits
+from slipstream.sample import Sample
+
+from .conftest import VOCAB, Connect, batch, make_model, ship
+from .doubles import DEADLINE, FakeTrainer
+from .windows import Windows
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64}
+ROTARY = {**GPT, "rotary_dim": 16, "initializer_range": 0.3}
+
+SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+SIGHT |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("Llama", SIZES),
+    "Qwen2": ("Qwen2", SIZES),
+    "Qwen3": ("Qwen3", SIZES),
+    "Qwen3, tied": ("Qwen3", {**SIZES, "tie_word_embeddings": True}),
+    "Qwen3-MoE": (
+        "Qwen3Moe",
+        {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    ),
+    "Mixtral": ("Mixtral", {**SIZES, **EXPERTS}),
+    "GPT-OSS": ("GptOss", {**SIZES, **EXPERTS}),
+    "Mistral": ("Mistral", SIZES),
+    "Phi": ("Phi", SIZES),
+    "Phi-3": ("Phi3", {**SIZES, "pad_token_id": 0}),
+    "Phi-MoE": ("Phimoe", {**SIZES, **EXPERTS, "lm_head_bias": True}),
+    "GPT-J": ("GPTJ", ROTARY),
+    "CodeGen": ("CodeGen", {**ROTARY, "n_head": 4, "n_embd": 64}),
+    "GPT-2": ("GPT2", {**GPT, "initializer_range": 0.3}),
+    "GPT-NeoX": ("GPTNeoX", {k: v for k, v in SIZES.items() if k != "head_dim"}),
+    "Gemma": ("Gemma", SIZES),
+    "Gemma 2": ("Gemma2", {**SIZES, "final_logit_softcapping": 4.0}),
+    "Gemma 3": ("Gemma3Text", {**SIZES, "final_logit_softcapping": 4.0}),
+    "Gemma 3, with images": ("Gemma3", {"text_config": SIZES, "vision_config": SIGHT}),
+    "Granite": ("Granite", {**SIZES, "logits_scaling": 8.0}),
+    "Cohere": ("Cohere", {**SIZES, "logit_scale": 0.0625, "pad_token_id": 0}),
+    "OLMo 2": ("Olmo2", {**SIZES, "pad_token_id": 0}),
+}
+
+
+def make(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    name, sizes = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    kinds = {
+        "GPT2": "GPT2LMHeadModel",
+        "Gemma3Text": "Gemma3ForCausalLM",
+        "Gemma3": "Gemma3ForConditionalGeneration",
+    }
+    model = getattr(transformers, kinds.get(name, f"{name}ForCausalLM"))(config).eval()
+    bias = getattr(model.get_output_embeddings(), "bias", None)
+    if bias is not None:
+        torch.nn.init.normal_(bias, std=2.0)
+    return model.to(dtype)  # type: ignore[no-any-return]
+
+
+def masses(model: PreTrainedModel, samples: list[Sample], form: LogitForm) -> torch.Tensor:
+    """Of p = exp(y / T - log Z) over the whole vocabulary, for every token of the loss masks."""
+    head = model.get_output_embeddings()
+    found = []
+    for sample in samples:
+        bias = getattr(head, "bias", None)
+        final = sample.final_hidden[:-1]
+        logits = policy_logits(final, head.weight, bias, form, sample.logits_dtype)
+        log_z = sample.sampled_logits / sample.temperature - sample.sampled_logprobs
+        mass = (logits / sample.temperature - log_z[1:, None]).exp().sum(-1)
+        found.append(mass[sample.loss_mask[1:]])
+    return torch.cat(found).detach()
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_teacher_of_a_family_is_its_distribution(family: str, given: bool) -> None:
+    model, data = make(family), batch((12, 9))
+    windows = Windows(model)
+    with torch.no_grad(), windows.open(temperature=0.7, probe=True) as capture:
+        logits = model(data["input_ids"], attention_mask=data["attention_mask"]).logits
+        log_p = (logits[:, :-1].float() / 0.7).log_softmax(-1)
+        own = log_p.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+        capture.ship(**data, sampled_logprobs=own if given else None)
+        assert not capture.probe
+    assert len(windows.samples) == 2
+    mass = masses(model, windows.samples, windows.modules.form)
+    torch.testing.assert_close(mass, torch.ones_like(mass), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Phi", "Gemma 2", "Granite"])
+def test_bfloat16_policies_are_rounded_alike(family: str) -> None:
+    model, data = make(family, torch.bfloat16), batch((12, 9))
+    windows = Windows(model)
+    with torch.no_grad(), windows.open(probe=True) as capture:
+        model(data["input_ids"], attention_mask=data["attention_mask"])
+        capture.ship(**data)
+    assert {sample.logits_dtype for sample in windows.samples} == {torch.bfloat16}
+    mass = masses(model, windows.samples, windows.modules.form)
+    torch.testing.assert_close(mass, torch.ones_like(mass), atol=5e-3, rtol=0)
+
+
+def test_a_bias_is_announced_with_its_version(trainer: FakeTrainer, connect: Connect) -> None:
+    model = make_model()
+    model.lm_head.bias = nn.Parameter(torch.randn(VOCAB))
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, version=1)
+        trainer.wait_for(lambda: 1 in trainer.tensors)
+        with torch.no_grad():
+            model.lm_head.bias.mul_(2.0)
+        with bridge.sync(2):
+            pass
+        ship(bridge, model, batch((9,)))
+        assert bridge.flush(DEADLINE)
+        assert trainer.specs[-1].lm_head_bias
+    assert trainer.chunks_sent[2] == {"lm_head.bias"}
+    assert torch.equal(trainer.tensors[2]["lm_head.bias"], model.lm_head.bias[trainer.vocab_ids])
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("Gemma 2", LogitForm(1.0, 4.0)), ("Granite", LogitForm(0.125)), ("Llama", LogitForm())],
+)
+def test_the_form_of_the_logits_is_announced(
+    trainer: FakeTrainer, connect: Connect, family: str, form: LogitForm
+) -> None:
+    trainer.layers = (1, 2)
+    with trainer.serve() as server:
+        connect(server.address, model=make(family))
+        assert LogitForm.of(trainer.specs[-1]) == form
+
+
+class Nested:
+    """A configuration that has others inside, as vision and language models do."""
+
+    def __init__(self, **text: object) -> None:
+        self._text = text
+
+    def to_dict(self) -> dict[str, object]:
+        audio = {"attention_logit_cap": 50.0, "logit_scale": 7.0}
+        return {"audio_config": audio, "text_config": self._text, "top": [1, 2]}
+
+
+def test_a_nested_configuration_is_read() -> None:
+    model = nn.Module()
+    model.config = Nested(final_logit_softcapping=30.0, attn_logit_softcapping=50.0, logit_scale=2)
+    assert form_of(model) == LogitForm(2.0, 30.0)
+    assert form_of(model, scale=3.0, cap=0.0) == LogitForm(3.0)
+    model.config = Nested(logits_scaling=16.0)
+    assert form_of(model) == LogitForm(0.0625)
+    model.config = Nested(logits_scaling=0.0)
+    with pytest.raises(RefusedError, match=r"text_config\.logits_scaling"):
+        form_of(model)
+
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Changed(nn.Module):
+    """A policy that does something to its logits which its configuration does not call so."""
+
+    def __init__(self, change: Change) -> None:
+        super().__init__()
+        self.inner, self.change = make_model(), change
+        self.lm_head = self.inner.lm_head
+        self.config = Nested(odd=16.0, strange=5.0)
+
+    def forward(self, ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.change(self.inner(ids).logits)
+
+
+PATHS = ModulePaths("inner.model.layers", "inner.lm_head", "inner.model.embed_tokens")
+CHANGES: dict[str, tuple[Change, str, str]] = {
+    "divided": (lambda y: y / 16.0, "1 / model.config.text_config.odd", "logit_scale=0.0625"),
+    "in place": (lambda y: y.div_(16.0), "text_config.odd", "logit_scale=0.0625"),
+    "multiplied": (lambda y: y * 1.7, "times 1.7", "logit_scale=1.7"),
+    "capped": (
+        lambda y: 5.0 * torch.tanh(y / 5.0),
+        "soft-capped at 5 (model.config.text_config.strange)",
+        "logit_scale=1, logit_soft_cap=5",
+    ),
+    "shifted": (lambda y: y + torch.arange(VOCAB) / 8, "neither a factor nor", "cannot be"),
+    "clipped": (lambda y: y.clamp(-1, 1), "neither a factor nor a soft cap", "cannot be captured"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_logits_that_are_changed_unannounced_are_refused_by_cause(
+    trainer: FakeTrainer, connect: Connect, name: str
+) -> None:
+    change, cause, step = CHANGES[name]
+    model, data = Changed(change), batch((12, 9))
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, modules=PATHS, version=1)
+        for version in (2, 3):
+            with torch.no_grad(), bridge.capture() as capture:
+                model(data["input_ids"])
+                capture.ship(**data)
+            with bridge.sync(version):
+                pass
+        reason = bridge.stats().capture_off_reason
+        assert reason.startswith("model.logits: found") and cause in reason and step in reason
+        assert bridge.flush(DEADLINE) and not trainer.samples
+        if "=" in step:
+            scale, cap = map(
+                float, re.findall(r"logit_scale=(\S+), logit_soft_cap=(\S+)", reason)[0]
+            )
+            settings: dict[str, Any] = {"logit_scale": scale, "logit_soft_cap": cap, "version": 4}
+            again = connect(server.address, model=model, modules=PATHS, **settings)
+            with torch.no_grad(), again.capture() as capture:
+                logits = model(data["input_ids"])
+                own = logits[:, :-1].log_softmax(-1)
+                own = own.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+                capture.ship(**data, sampled_logprobs=own)
+            assert again.flush(DEADLINE)
+            assert again.stats().capture_off_reason == "" and len(trainer.samples) == 2
+            mass = masses(model.inner, list(trainer.samples.values()), LogitForm(scale, cap))
+            torch.testing.assert_close(mass, torch.ones_like(mass), atol=1e-3, rtol=0)
+
+
+def test_a_constant_in_every_logit_changes_nothing(trainer: FakeTrainer, connect: Connect) -> None:
+    model, data = Changed(lambda y: y - 3.0), batch((12,))
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, modules=PATHS, version=1)
+        with torch.no_grad(), bridge.capture() as capture:
+            model(data["input_ids"])
+            capture.ship(**data)
+        assert bridge.flush(DEADLINE) and bridge.stats().accepted == 1
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_a_fused_loss_is_checked_by_its_log_probs(
+    trainer: FakeTrainer, connect: Connect, right: bool
+) -> None:
+    """Of a policy whose lm_head is never called there are no logits to compare."""
+    model, data = make_model(), batch((20, 15))
+    paths = ModulePaths(final_norm="model.norm")
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, modules=paths, version=1)
+        with torch.no_grad(), bridge.capture(temperature=0.5) as capture:
+            hidden = model.model(data["input_ids"]).last_hidden_state
+            logits = hidden @ model.lm_head.weight.T / (0.5 if right else 1.0)
+            log_p = logits[:, :-1].log_softmax(-1)
+            own = log_p.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+            capture.ship(**data, sampled_logprobs=own)
+        assert bridge.flush(DEADLINE)
+        assert bridge.stats().accepted == (2 if right else 0)
+        reason = bridge.stats().capture_off_reason
+        assert ("the log-probs' temperature" in reason) == (not right)
+
+
+def test_a_form_that_cannot_be_is_refused() -> None:
+    for name, value in (("logit_scale", 0.0), ("logit_soft_cap", -1.0), ("logit_scale", True)):
+        settings: dict[str, Any] = {"trainer": "127.0.0.1:1", "run_id": "r", name: value}
+        with pytest.raises(RefusedError, match=name):
+            BridgeConfig(**settings)
+
+
+def test_a_bridge_says_what_its_configuration_cannot_mean() -> None:
+    model = make_model()
+    model.config.final_logit_softcapping = -30.0
+    with pytest.raises(RefusedError, match="final_logit_softcapping"):
+        PolicyBridge(model, BridgeConfig(trainer="127.0.0.1:1", run_id="r", strict=True))
