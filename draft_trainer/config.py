@@ -192,6 +192,7 @@ class TrainingConfig(Section):
             gradients over as many passes as its samples need.
         linger_s: how long to wait for more samples before a step that is not full.
         steps_per_candidate: optimizer steps between two gate decisions.
+        candidate_seconds: a gate decision comes after so many, too, where there was a step.
         threads: of torch.
         nice: of the training thread.
         device: where the draft is trained.
@@ -215,6 +216,7 @@ class TrainingConfig(Section):
     forward_tokens: Annotated[int, Field(ge=1)] = 1024
     linger_s: Seconds = 0.2
     steps_per_candidate: Annotated[int, Field(ge=1)] = 50
+    candidate_seconds: Seconds = 30.0
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     nice: Annotated[int, Field(ge=0, le=19)] = 5
     device: Literal["cpu", "cuda"] = "cpu"

@@ -25,7 +25,8 @@ from draft_trainer.config import CanaryConfig, PublishConfig
 from draft_trainer.counters import Counters
 from draft_trainer.releases import publisher as phases
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
-from draft_trainer.releases.fleet import DraftPayload, Fleet, Payloads, RolloutClient
+from draft_trainer.releases.commits import Payloads
+from draft_trainer.releases.fleet import DraftPayload, Fleet, RolloutClient
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler

@@ -43,6 +43,9 @@ from slipstream.v1 import release_pb2
 logger = logging.getLogger(__name__)
 
 MIN_CLUSTERS = 4
+ENOUGH_CLUSTERS = 8
+"""Prompts from which on older policy versions are not asked."""
+
 RESAMPLES = 999
 
 
@@ -132,10 +135,12 @@ def compare(
         return unmeasured("no held-out sample has an anchor")
     anchors, prompts = math.floor(theirs.drafts), len(set(theirs.groups))
     if anchors < config.min_anchors or prompts < MIN_CLUSTERS:
-        return unmeasured(
-            f"too few held-out states: {anchors} anchors in {prompts} prompts, "
-            f"need {config.min_anchors} in {MIN_CLUSTERS}"
+        result = unmeasured(
+            f"{anchors} held-out anchors in {prompts} prompts, {config.min_anchors} in "
+            f"{MIN_CLUSTERS} are needed"
         )
+        result.held_out_anchors, result.held_out_prompts = anchors, prompts
+        return result
     # Greedily, a head of NaNs still proposes something, and is measured like any other.
     for name, weight in candidate.named_parameters():
         if not bool(torch.isfinite(weight).all()):
@@ -257,13 +262,19 @@ class Gate:
         """Held-out samples, at most ``gate.max_tokens`` of them: of every prompt the newest first.
 
         Prompts are what the interval counts: sixteen completions of one say little more than two.
+        Where the newest versions have too few, those before them count too.
         """
+        config, most = self.config.gate, self.config.replay.max_policy_lag + 1
+        for versions in range(config.newest_versions, max(most, config.newest_versions) + 1):
+            samples = [s for s in run.held_out(versions) if s.policy_version in run.heads]
+            enough = sum(sample.tokens for sample in samples) >= 2 * config.min_anchors
+            if enough and len({sample.group for sample in samples}) >= ENOUGH_CLUSTERS:
+                break
         before: Counter[str] = Counter()
         ranked = []
-        for age, sample in enumerate(reversed(run.held_out(self.config.gate.newest_versions))):
-            if sample.policy_version in run.heads:
-                ranked.append((before[sample.group], age, sample))
-                before[sample.group] += 1
+        for age, sample in enumerate(reversed(samples)):
+            ranked.append((before[sample.group], age, sample))
+            before[sample.group] += 1
         chosen: list[Sample] = []
         tokens = 0
         for _, _, sample in sorted(ranked, key=lambda entry: entry[:2]):

@@ -19,46 +19,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from draft_trainer.counters import Counters
 from draft_trainer.releases.canary import Canary
-from draft_trainer.releases.fleet import (
-    DraftLag,
-    DraftPayload,
-    Failure,
-    Fleet,
+from draft_trainer.releases.commits import (
     Payloads,
-    RolloutClient,
+    PublishResult,
     ServerOutcome,
     commit_on,
     put_on,
 )
+from draft_trainer.releases.fleet import DraftLag, Failure, Fleet, RolloutClient
 from draft_trainer.releases.promotions import Promotions, Trial
 from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.v1 import rollout_server_pb2 as pb
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class PublishResult:
-    """How a publish ended, or what it has done so far."""
-
-    draft_version: int
-    """The release that every reachable server serves or, after a stage, will serve."""
-    outcomes: dict[str, ServerOutcome] = field(default_factory=dict)
-    changes: bool = False
-    """A draft is staged (``prepare``) or was committed."""
-    draft: DraftPayload | None = None
-
-    @property
-    def holders(self) -> list[str]:
-        """The servers that hold the staged draft."""
-        return [address for address, outcome in self.outcomes.items() if outcome.staged]
 
 
 class Publisher:
@@ -138,27 +117,25 @@ class Publisher:
             waits = now.canaries or now.hold
             return PublishResult(now.live) if waits else self._publish(now.promoted)
 
-    def roll_back(self, reason: str) -> PublishResult:
+    def roll_back(self, reason: str, failed: int | None = None) -> PublishResult:
         """Put every reachable server on the newest good release before the live one; where a
         release is on trial, on the last good one.
+
+        Args:
+            reason: for the events.
+            failed: it is not an operator's wish, but what this release, if it is live, showed.
 
         Raises:
             RefusedError: there is none (FAILED_PRECONDITION), or another publish is
                 under way (ABORTED).
         """
         with self._staged_alone():
-            return self._roll_back("rolled_back_by_hand", reason)
-
-    def give_up(self, version: int, reason: str) -> None:
-        """Put every server on the last good release where ``version`` is live and serves nothing.
-
-        Raises:
-            RefusedError: there is no other good one, or another publish is under way (ABORTED).
-        """
-        with self._staged_alone():
             now = self.promotions.now
-            if version in (now.live, *(() if now.trial is None else (now.trial.version,))):
-                self._roll_back("canary_rolled_back", reason)
+            if failed is None:
+                return self._roll_back("rolled_back_by_hand", reason)
+            if failed not in (now.live, *(now.wanted_on(address) for address in now.canaries)):
+                return PublishResult(now.live)
+            return self._roll_back("canary_rolled_back", reason)
 
     def settle(self) -> bool:
         """End the trial under way if it has a result: promote to the rest, or roll back.
@@ -222,17 +199,6 @@ class Publisher:
                 return False
             self.promotions.measured(figures)
         return now.hold
-
-    def looked(self, states: Mapping[str, pb.ServerState | Failure]) -> None:
-        """Count servers that are known, reachable, ready, and on the release wanted on them."""
-        now = self.promotions.now
-        reached = {a: s for a, s in states.items() if not isinstance(s, Failure)}
-        served = [self.payloads.is_served(s, now.wanted_on(a)) for a, s in reached.items()]
-        ready = [state for state in reached.values() if not state.not_ready]
-        self.counters.servers = {
-            **{"known": len(states), "reachable": len(reached)},
-            **{"ready": len(ready), "current": sum(served)},
-        }
 
     @contextmanager
     def at_rest(self) -> Iterator[frozenset[str] | None]:
@@ -298,7 +264,6 @@ class Publisher:
         """Stage on every reachable server that serves another release, or on none of them."""
         self.fleet.refresh()
         states = self.fleet.states()
-        self.looked(states)
         outcomes = {address: ServerOutcome() for address in states}
         for address, state in states.items():
             outcomes[address].saw(state)
@@ -342,8 +307,10 @@ class Publisher:
         """Commit on every server; a draft that fails on one of its holders is undone on all."""
         if policy_version:
             self.lag.before_policy(self.fleet, policy_version)
-        now, canary = self.promotions.now, self._canary if settled is None else None
+        now, canary = self.promotions.now, self._canary
         draft = staged.draft if staged is not None else None
+        if settled is not None or draft is None or draft.version in (now.live, now.incumbent):
+            canary = None
         holders = staged.holders if staged is not None else []
         chosen = canary.choose(holders) if canary is not None else tuple(holders)
         others = tuple(address for address in holders if address not in chosen)
@@ -420,24 +387,27 @@ class Publisher:
         """
         promotions, canary = self.promotions, self._canary
         now = promotions.now
+        tried = settled is None and canary is not None and version not in (now.live, now.incumbent)
         # Not inside the transaction: reports of servers take other locks.
         figures = None
         if canary is not None and now.trial is None:
             figures = canary.figures(now.live, self.fleet.addresses)
         trial = Trial(version, now.incumbent, servers if others else (), others, time.time())
         with promotions.state.transaction():
-            if now.trial is not None and settled is None:
+            if now.trial is not None and settled is None and version != now.live:
                 before = now.trial
                 trial = replace(trial, began_at=before.began_at, undecided=before.undecided)
                 text = f"draft {version} replaced it before a verdict"
                 self._record("canary_undecided", before.version, text)
             if settled is not None:
                 settled()
-            elif canary is None or version == now.incumbent:
-                promotions.serves(version)
-            else:
+            elif canary is not None and tried:
                 promotions.on_trial(trial, figures)
                 promotions.state.after_commit(canary.begin)
+            elif version == now.live and now.trial is not None:
+                promotions.undone()
+            else:
+                promotions.serves(version)
             if not others:
                 self._record("committed", version)
 

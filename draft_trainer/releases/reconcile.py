@@ -15,11 +15,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from draft_trainer.releases.canary import AcceptanceWatch
-from draft_trainer.releases.fleet import Failure, RolloutClient, put_on, stage_on
+from draft_trainer.releases.commits import put_on, stage_on
+from draft_trainer.releases.fleet import Failure, RolloutClient
 from draft_trainer.releases.publisher import Publisher
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -112,7 +113,8 @@ class Reconciler:
             if waiting is not None:
                 self._reconcile(waiting)
         if self._give_up is not None:
-            self._publisher.give_up(*self._give_up)
+            version, reason = self._give_up
+            self._publisher.roll_back(reason, version)
 
     def _reconcile(self, waiting: frozenset[str]) -> None:
         publisher, fleet = self._publisher, self._publisher.fleet
@@ -143,8 +145,22 @@ class Reconciler:
             self._tried(address, answer)
             if not isinstance(answer, Failure):
                 states[address] = answer
-        publisher.looked(states)
+        self._count(states)
         publisher.lag.apply(fleet, states)
+
+    def _count(self, states: Mapping[str, pb.ServerState | Failure]) -> None:
+        """Count servers that are known, reachable, ready, and on the release wanted on them."""
+        publisher = self._publisher
+        now, reached = publisher.promotions.now, 0
+        ready = current = 0
+        for address, state in states.items():
+            if not isinstance(state, Failure):
+                reached, ready = reached + 1, ready + (not state.not_ready)
+                current += publisher.payloads.is_served(state, now.wanted_on(address))
+        publisher.counters.servers = {
+            **{"known": len(states), "reachable": reached},
+            **{"ready": ready, "current": current},
+        }
 
     def _compare(self, address: str, state: pb.ServerState) -> None:
         """Note in what a server differs from what is wanted on it."""
@@ -205,7 +221,7 @@ class Reconciler:
                     if self._seconds:
                         self.round()
                     else:
-                        self._publisher.fleet.states()
+                        self._count(self._publisher.fleet.states())
                     if time.monotonic() >= measure_at:
                         measure_at = time.monotonic() + MEASURE_SECONDS
                         if self._publisher.measure():

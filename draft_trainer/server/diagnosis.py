@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 
 from draft_trainer.config import TrainerConfig
+from draft_trainer.releases.gate import MIN_CLUSTERS
 from slipstream.errors import clean
 from slipstream.v1.console_pb2 import Diagnosis
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
@@ -126,13 +128,27 @@ def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
 
 def _gate(status: TrainerStatus, config: TrainerConfig) -> Found:
     if not status.HasField("last_verdict"):
-        steps = config.training.steps_per_candidate
-        return WAITING, f"no candidate yet: one is judged after {steps} steps, or when idle", ""
+        steps, seconds = config.training.steps_per_candidate, config.training.candidate_seconds
+        found = f"no candidate yet: one is judged after {steps} steps, {seconds:g} s, or when idle"
+        return WAITING, found, ""
     result = status.last_verdict
     if result.outcome == "passed":
         return OK, result.reason, ""
     if result.outcome == "write_failed":
         return PROBLEM, result.reason, "make room on the disk of draft.registry"
+    if result.outcome == "not_measured" and result.held_out_prompts:
+        share, gate = config.replay.held_out_fraction, config.gate
+        more = max(
+            gate.min_anchors / max(result.held_out_anchors, 1),
+            MIN_CLUSTERS / result.held_out_prompts,
+        )
+        return (
+            PROBLEM,
+            result.reason,
+            f"set replay.held_out_fraction to {min(0.5, math.ceil(100 * share * more) / 100):g} "
+            f"({share:g} now), send more prompts per policy version, or raise "
+            f"replay.max_policy_lag ({config.replay.max_policy_lag})",
+        )
     if result.outcome == "not_measured":
         return (
             PROBLEM,
@@ -159,6 +175,13 @@ def _release(status: TrainerStatus, config: TrainerConfig) -> Found:
     if not status.HasField("promoted_release"):
         return WAITING, "no release is promoted", ""
     served = status.HasField("served_release") and status.served_release == promoted
+    if status.measuring:
+        return (
+            WAITING,
+            f"draft {promoted} is promoted; draft {status.served_release} has too little live "
+            "acceptance to compare it with, and is measured first",
+            f"send requests: {config.canary.min_drafts} verification steps are needed",
+        )
     if config.publish.rollout_servers and not served and config.publish.on == "sync":
         return (
             WAITING,

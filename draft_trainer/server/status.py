@@ -307,6 +307,7 @@ class Status:
             last_gate="" if gate is None else gate.reason,
             publishes=counters.fleet_events(),
             trial=None if trial is None else _trial_view(trial),
+            measuring=promotion.hold,
             servers=self._servers(drafted),
             servers_by_state=counters.servers,
             last_minute=drafted.get("", ()),

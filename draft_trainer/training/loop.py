@@ -134,6 +134,7 @@ class TrainingLoop:
     on_death: Callable[[], None]
     _stopping: threading.Event = field(default_factory=threading.Event, init=False)
     _steps_since_candidate: int = field(default=0, init=False)
+    _first_step_at: float = field(default_factory=time.monotonic, init=False)
     _trained_against: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -209,10 +210,14 @@ class TrainingLoop:
                 step_acceptance=[a for a in metrics.step_acceptance if not math.isnan(a)],
             )
             if not metrics.skipped:
+                if not self._steps_since_candidate:
+                    self._first_step_at = time.monotonic() - metrics.seconds
                 self._steps_since_candidate += 1
                 self._trained_against = metrics.policy_version
                 self.states.after_step(learner, self.position)
-            if self._steps_since_candidate >= config.steps_per_candidate:
+            seconds = time.monotonic() - self._first_step_at
+            enough = self._steps_since_candidate >= config.steps_per_candidate
+            if enough or seconds >= config.candidate_seconds:
                 self._consider(run)
 
     def _stored(self, action: Callable[[], T]) -> T | None:

@@ -61,7 +61,7 @@ def test_a_trainer_that_releases_has_nothing_to_say() -> None:
     ]
 
 
-FEW = "too few held-out states: 124 anchors in 3 prompts, need 200 in 4"
+FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,20 @@ FEW = "too few held-out states: 124 anchors in 3 prompts, need 200 in 4"
         ({"training_error": "ended"}, "training", PROBLEM, "ended", "restart"),
         ({"last_verdict": None}, "gate", WAITING, "no candidate yet", ""),
         (
-            {"last_verdict": Verdict(outcome="not_measured", reason=FEW)},
-            *("gate", PROBLEM, "124 anchors in 3 prompts, need 200 in 4", "gate.min_anchors (200)"),
+            {"last_verdict": Verdict(outcome="not_measured", reason="no anchor")},
+            *("gate", PROBLEM, "no anchor", "gate.min_anchors (200)"),
+        ),
+        (
+            {
+                "last_verdict": Verdict(
+                    outcome="not_measured", reason=FEW, held_out_anchors=124, held_out_prompts=3
+                )
+            },
+            *("gate", PROBLEM, FEW, "set replay.held_out_fraction to 0.17 (0.1 now)"),
+        ),
+        (
+            {"measuring": True, "served_release": 3},
+            *("release", WAITING, "draft 3 has too little live acceptance", "300 verification"),
         ),
         (
             {"last_verdict": Verdict(outcome="write_failed", reason="not written: full")},

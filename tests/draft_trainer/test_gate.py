@@ -89,7 +89,7 @@ def test_too_little_and_ruins_are_not_judged() -> None:
         assert result.outcome == "not_measured" and not result.HasField("gate")
         return result.reason
 
-    assert "too few" in reason(head(0), few)
+    assert reason(head(0), few) == "17 held-out anchors in 2 prompts, 100 in 4 are needed"
     assert "no held-out sample" in reason(head(0), [])
     ruined, partly = head(0), head(0)
     torch.nn.init.constant_(ruined.fc.weight, torch.nan)

@@ -158,6 +158,7 @@ def test_ten_thousand_releases_leave_a_bounded_number_of_series() -> None:
 def test_a_fleet_that_is_published_to_and_healed(rig: Rig) -> None:
     assert rig.promotions.now.live_at is None
     rig.publisher.promote(2, pin=False)
+    rig.heal()
     assert rig.counters.servers == {"known": 3, "reachable": 3, "ready": 3, "current": 3}
     assert rig.promotions.now.live_at is not None
     # Somebody else's commit, and a server that says that it is not ready.

@@ -1,0 +1,173 @@
+"""One server's part of a publish: a release ready to stage, its commit, and what came of it.
+
+What happened is decided by an answer or, where the answer was lost, by reading the server's state;
+never by assuming.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from draft_trainer.releases.fleet import DraftPayload, Failure, RolloutClient
+from draft_trainer.releases.registry import Registry
+from slipstream.errors import RefusedError
+from slipstream.tensors import digest_of_specs
+from slipstream.v1 import rollout_server_pb2 as pb
+
+
+@dataclass
+class ServerOutcome:
+    """One server's part in a publish: what is live, why something is not, what it serves now.
+
+    ``committed``: all that was asked of it is live; for a draft with a policy, the policy is, and
+    ``draft_committed`` tells about the draft. ``state`` is None where it was not reached.
+    """
+
+    committed: bool = False
+    draft_committed: bool = False
+    staged: bool = False
+    error: str = ""
+    state: pb.ServerState | None = None
+    commit_seconds: float = 0.0
+    stage_seconds: float = 0.0
+
+    def saw(self, state: pb.ServerState | Failure) -> None:
+        """Keep what the server serves, or why that is not known."""
+        if isinstance(state, Failure):
+            self.state, self.error = None, self.error or f"unreachable: {state.text}"
+        else:
+            self.state = state
+
+
+@dataclass
+class PublishResult:
+    """How a publish ended, or what it has done so far."""
+
+    draft_version: int
+    """The release that every reachable server serves or, after a stage, will serve."""
+    outcomes: dict[str, ServerOutcome] = field(default_factory=dict)
+    changes: bool = False
+    """A draft is staged (``prepare``) or was committed."""
+    draft: DraftPayload | None = None
+
+    @property
+    def holders(self) -> list[str]:
+        """The servers that hold the staged draft."""
+        return [address for address, outcome in self.outcomes.items() if outcome.staged]
+
+
+class Payloads:
+    """Releases ready to stage, read and hashed once. Holds the last two used. Thread-safe."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._lock = threading.Lock()
+        self._held: OrderedDict[int, DraftPayload] = OrderedDict()
+        self._digest = lru_cache(64)(lambda v: digest_of_specs(registry.get(v).tensors))
+
+    def is_served(self, state: pb.ServerState, version: int) -> bool:
+        """Whether a server serves this release, by number and by content."""
+        if state.draft_version != version:
+            return False
+        try:
+            return not state.draft_sha256 or state.draft_sha256 == self._digest(version)
+        except RefusedError:
+            return False
+
+    def get(self, version: int) -> DraftPayload:
+        """One release. Raises RefusedError: there is none, or its files were altered."""
+        with self._lock:
+            if version not in self._held:
+                manifest = self._registry.get(version)
+                known = manifest.HasField("trained_against_policy_version")
+                self._held[version] = DraftPayload(
+                    version,
+                    manifest.trained_against_policy_version if known else None,
+                    self._registry.tensors(version),
+                    list(manifest.tensors),
+                )
+            self._held.move_to_end(version)
+            while len(self._held) > 2:
+                self._held.popitem(last=False)
+            return self._held[version]
+
+
+def stage_on(
+    client: RolloutClient, version: int, payloads: Payloads, stage_id: str
+) -> pb.StageResult | Failure:
+    """Stage a release on one server; an unreadable release is a failure like others."""
+    try:
+        return client.stage(payloads.get(version), stage_id)
+    except RefusedError as error:
+        return Failure(f"{client.address}: {error}", error.code)
+
+
+def commit_on(
+    client: RolloutClient,
+    draft: DraftPayload | None,
+    policy_version: int,
+    policy_stage_id: str,
+    outcome: ServerOutcome,
+) -> None:
+    """Commit on one server; a draft that fails there does not keep the policy back."""
+    policy = [policy_stage_id] if policy_stage_id else []
+    if draft is None and not policy:
+        return outcome.saw(client.state())
+    if draft is not None:
+        answer = _committed(client, draft, policy_version, policy, outcome)
+        if not isinstance(answer, Failure):
+            outcome.draft_committed = True
+            return
+        client.abort([draft.stage_id])
+        outcome.error = f"{draft.stage_id} was not committed: {answer.text}"
+    if policy:
+        answer = _committed(client, None, policy_version, policy, outcome)
+        if not isinstance(answer, Failure):
+            if outcome.error:
+                outcome.error += f"; {policy_stage_id} was committed without it"
+            return
+        alone = f"; {policy_stage_id} alone failed too: " if outcome.error else "commit failed: "
+        outcome.error += alone + answer.text
+    outcome.saw(client.state())
+
+
+def _committed(
+    client: RolloutClient,
+    draft: DraftPayload | None,
+    policy_version: int,
+    policy: list[str],
+    outcome: ServerOutcome,
+) -> pb.ServerState | Failure:
+    """One commit call; where its answer is lost, what the server says of itself."""
+    stage_ids = ([draft.stage_id] if draft is not None else []) + policy
+    began = time.monotonic()
+    answer = client.commit(stage_ids)
+    seconds = time.monotonic() - began
+    if isinstance(answer, Failure) and answer.unknown_fate:
+        state = client.state()
+        if not isinstance(state, Failure):
+            live = not any(stage_id in state.staged for stage_id in stage_ids)
+            live = live and (draft is None or state.draft_version == draft.version)
+            known = state.HasField("policy_version") and state.policy_version == policy_version
+            if live and (not policy or known):
+                answer = state
+    if not isinstance(answer, Failure):
+        outcome.committed, outcome.state, outcome.commit_seconds = True, answer, seconds
+    return answer
+
+
+def put_on(client: RolloutClient, version: int, payloads: Payloads) -> pb.ServerState | Failure:
+    """Put one server on a release: from its own memory if it has it, else by staging."""
+    state = client.state()
+    if isinstance(state, Failure) or payloads.is_served(state, version):
+        return state
+    if state.HasField("previous_draft_version") and state.previous_draft_version == version:
+        back = client.roll_back()
+        if not isinstance(back, Failure) and payloads.is_served(back, version):
+            return back
+    staged = stage_on(client, version, payloads, f"draft-{version}")
+    return staged if isinstance(staged, Failure) else client.commit([f"draft-{version}"])
