@@ -100,6 +100,7 @@ class Replica:
         self._plan = plan
         self._host = plan.host or get_node_ip_address()
         self._port, self._control_port = plan.first_port + index, plan.first_control_port + index
+        self._control = f"{self._host}:{self._control_port}"
         self._report = Report(os.getpid())
         self._server: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
@@ -143,10 +144,6 @@ class Replica:
             self._stopping.wait(AGAIN_SECONDS)
         os._exit(1)
 
-    @property
-    def _control(self) -> str:
-        return f"{self._host}:{self._control_port}"
-
     def _wait_for_ports(self) -> None:
         deadline = time.monotonic() + PORTS_SECONDS
         for port in (self._port, self._control_port):
@@ -162,7 +159,9 @@ class Replica:
         """Until the server ended or hangs; which of the two."""
         deadline = time.monotonic() + self._plan.ready_seconds
         with open_channel(self._control, credentials=self._plan.credentials) as channel:
-            while not _ended(server, HEALTH_SECONDS):
+            while server.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    server.wait(HEALTH_SECONDS)
                 try:
                     if serving(channel) and not self._report.control:
                         http = f"http://{self._host}:{self._port}"
@@ -174,14 +173,6 @@ class Replica:
                 if time.monotonic() > deadline:
                     return "hangs"
         return f"ended with status {server.returncode}"
-
-
-def _ended(server: subprocess.Popen[bytes], seconds: float) -> bool:
-    try:
-        server.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
 
 
 def _kill_all(server: subprocess.Popen[bytes]) -> None:

@@ -94,7 +94,12 @@ def kind_of(header: pb.StageHeader) -> str:
 class Upload:
     """The missing tensors of one stage, while they arrive.
 
-    Use as a context: on leaving it without ``keep``, what arrived is forgotten.
+    Inside ``opened`` the store holds what arrives; without ``keep`` at its end it is forgotten.
+
+    Attributes:
+        needed: names of tensors that the store lacked at first.
+        missing: those that have not arrived yet.
+        keep: set once the stage was accepted.
     """
 
     def __init__(
@@ -107,17 +112,18 @@ class Upload:
         self._store = store
         self._workers = workers
         self._keys = {tensor.name: tensor.key for tensor in weights.source.tensors}
-        self._missing: dict[str, tensor_pb2.TensorSpec] = {}
+        self.missing: dict[str, tensor_pb2.TensorSpec] = {}
         contents: set[Key] = set()
         for spec in specs:
             key = self._keys[spec.name]
             if key not in store and key not in contents:
-                self._missing[spec.name] = spec
+                self.missing[spec.name] = spec
                 contents.add(key)
-        self.needed = list(self._missing)
+        self.needed = list(self.missing)
+        self.needed_bytes = sum(self._keys[name].size for name in self.needed)
         self._arriving: dict[str, ChunkAssembler] = {}
         self._arrived: list[Key] = []
-        self._keep = False
+        self.keep = False
         self._reservation = Reservation(0)
         self.bytes_received = 0
 
@@ -132,29 +138,19 @@ class Upload:
                 yield
         finally:
             self._store.release(keys)
-            if not self._keep:
+            if not self.keep:
                 self._store.drop(self._arrived)
-
-    @property
-    def needed_bytes(self) -> int:
-        """Of all that was missing at first."""
-        return sum(self._keys[name].size for name in self.needed)
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing is missing any more."""
-        return not self._missing
 
     async def feed(self, chunk: tensor_pb2.TensorChunk) -> None:
         """Take one chunk. Raises RefusedError: unasked for, damaged, or not finite."""
-        if chunk.name not in self._missing:
+        if chunk.name not in self.missing:
             raise RefusedError(
                 "chunk.name",
                 clean(chunk.name),
                 "a name in StageNeeded",
                 "send what is needed, once",
             )
-        spec = self._missing[chunk.name]
+        spec = self.missing[chunk.name]
         if chunk.name not in self._arriving:
             self._arriving[chunk.name] = ChunkAssembler([spec], self._keys[chunk.name].size)
         assembler = self._arriving[chunk.name]
@@ -165,13 +161,9 @@ class Upload:
 
     async def finish(self) -> None:
         """The sender has no more. Raises RefusedError if a tensor is short."""
-        for name, spec in list(self._missing.items()):
+        for name, spec in list(self.missing.items()):
             assembler = self._arriving.get(name) or ChunkAssembler([spec], self._keys[name].size)
             await self._store_one(spec, assembler)
-
-    def keep(self) -> None:
-        """The stage was accepted."""
-        self._keep = True
 
     async def _store_one(self, spec: tensor_pb2.TensorSpec, assembler: ChunkAssembler) -> None:
         key = self._keys[spec.name]
@@ -179,7 +171,7 @@ class Upload:
         await self._workers.run(_verify_and_write, spec, assembler, self._store, key)
         self._store.add(key, self._reservation)
         self._arrived.append(key)
-        del self._missing[spec.name]
+        del self.missing[spec.name]
         self._arriving.pop(spec.name, None)
 
 
@@ -230,7 +222,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         end = start + CHUNK_SECONDS + upload.needed_bytes / STAGE_BYTES_PER_SECOND
         with upload.opened():
             yield pb.StageResponse(needed=pb.StageNeeded(names=upload.needed))
-            while not upload.complete:
+            while upload.missing:
                 request = await _next(request_iterator, end - time.perf_counter())
                 if request is None:
                     await upload.finish()
@@ -241,7 +233,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
                 else:
                     await upload.feed(request.chunk)
             self._control.add_stage(weights)
-            upload.keep()
+            upload.keep = True
         staged = time.perf_counter()
         not_prepared = await self._control.prepare(weights)
         end = time.perf_counter()

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from rollout_server.store import WeightSource
+from rollout_server.vllm_patches import storages
 
 _WRONG_VALUES = (ValueError, KeyError, TypeError, AttributeError, AssertionError)
 LOAD_FAILURES = (OSError, RuntimeError, *_WRONG_VALUES)
@@ -61,11 +62,6 @@ class NotSwappableError(Exception):
 def element_hash(parameter: torch.Tensor) -> int:
     """XOR of a tensor's raw elements."""
     return int(torch.hash_tensor(parameter.detach()).item())
-
-
-def storages(module: nn.Module) -> set[int]:
-    """Addresses of the memory of all parameters that have any."""
-    return {p.untyped_storage().data_ptr() for p in module.parameters() if p.numel()}
 
 
 class ReadBack:

@@ -79,6 +79,11 @@ def keep_own_lm_head_v2(module: ModuleType) -> None:
     module._should_share = should_share  # type: ignore[attr-defined]
 
 
+def storages(module: nn.Module) -> set[int]:
+    """Addresses of the memory of all parameters that have any."""
+    return {p.untyped_storage().data_ptr() for p in module.parameters() if p.numel()}
+
+
 def shares_embedding(policy: nn.Module, draft: nn.Module) -> bool:
     """Whether the draft uses the verifier's embedding module."""
     theirs = {id(module) for module in policy.modules()}
@@ -96,11 +101,7 @@ def shared_parameters(policy: nn.Module, draft: nn.Module) -> list[str]:
     Returns:
         Names in the draft, sorted; must be empty.
     """
-    theirs = {
-        parameter.untyped_storage().data_ptr()
-        for _, parameter in policy.named_parameters(remove_duplicate=False)
-        if parameter.numel()
-    }
+    theirs = storages(policy)
     return sorted(
         name
         for name, parameter in draft.named_parameters(remove_duplicate=False)
