@@ -13,6 +13,12 @@ where the last factor may be replaced by its mean over the next token, a_s = sum
 p(argmax q), which lowers the variance and changes no mean. A plain product of a_s would be wrong:
 a_j and a_s of one chain are correlated through the tokens in between.
 
+**Sampling parameters.** vLLM verifies against the policy's distribution after temperature, top-k
+and top-p, and takes its drafts' q at the temperature alone. So is p here (``truncated``); it is
+exact with a full draft vocabulary, and with a part of it as far as the tokens outside are the least
+likely ones. Penalties and logit bias depend on the tokens before and are not replayed: the figure
+is then one of the distribution without them, and says so.
+
 **Which anchors.** vLLM drafts where a verification ended and nowhere else: from the last prompt
 position, then a + 1 further when a drafts were accepted. Hard tokens end chains, so the visited
 anchors are not a uniform sample: each recording is walked with the exact probabilities of being at
@@ -27,7 +33,7 @@ longer completion this is too low, by less than one chain per window and for all
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -39,6 +45,7 @@ from draft_trainer.drafters.loss import valid_targets
 from draft_trainer.drafters.policy import PolicyHeads
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
+from slipstream.v1 import draft_trainer_pb2 as pb
 
 Method = Literal["probabilistic", "greedy"]
 
@@ -58,6 +65,7 @@ class AcceptanceEstimate:
             Pair them between two heads on the same samples.
         groups: what each sequence belongs to (``Sample.group``); sequences of one prompt are not
             independent.
+        ignored: sampling parameters of the rollouts that the figure leaves out, by name.
     """
 
     acceptance_length: float
@@ -66,6 +74,7 @@ class AcceptanceEstimate:
     sequences: int
     per_sequence: Tensor
     groups: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
 
 
 def expected_acceptance(
@@ -96,6 +105,7 @@ def expected_acceptance(
         raise _no_anchor()
     accepted_parts, drafts_parts = [], []
     groups: list[str] = []
+    ignored = {name for sample in samples for name in _ignored(sample.sampling)}
     with torch.inference_mode():
         # ``batches`` sorts by length, the same way for every head: pairs stay pairs.
         device = head.lm_head.weight.device
@@ -110,7 +120,8 @@ def expected_acceptance(
                 accepted_parts.append((alive * rate[step]).sum(1))
                 alive = alive * survival[step]
     accepted = torch.stack([torch.cat(accepted_parts[step::k]) for step in range(k)])
-    return _estimate(accepted.cpu(), torch.cat(drafts_parts).cpu(), groups)
+    drafts = torch.cat(drafts_parts).cpu()
+    return replace(_estimate(accepted.cpu(), drafts, groups), ignored=tuple(sorted(ignored)))
 
 
 def step_acceptance(
@@ -133,6 +144,7 @@ def step_acceptance(
     draft_ids = head.draft_ids_of(batch.token_ids)
     temperature = batch.temperature[:, None].expand(batch.token_ids.shape)
     first_anchor = int(known.flatten(0, 1).any(0).int().argmax())
+    cut = any(one.HasField("top_p") or one.top_k or one.min_p for one in batch.sampling)
     for step, output in enumerate(head.unroll(batch, known.shape[0], first_anchor)):
         chosen = known[step]
         q = (
@@ -142,17 +154,63 @@ def step_acceptance(
         )
         row, anchor = chosen.nonzero(as_tuple=True)
         p = batch.teacher_log_probs(row, anchor + step + 1).double().exp()
+        p, kept = truncated(p, [batch.sampling[b] for b in row.tolist()] if cut else ())
         x = ahead(draft_ids, step + 2)[chosen]
         if method == "greedy":
             best = q.argmax(-1)
             rate[step][chosen] = p.gather(1, best[:, None])[:, 0].clamp(max=1.0)
             survival[step][chosen] = (best == x).double()
         else:
-            p_x = ahead(batch.sampled_logprobs, step + 2)[chosen].double().exp()
+            p_x = ahead(batch.sampled_logprobs, step + 2)[chosen].double().exp() / kept
             q_x = q.gather(1, x.clamp(min=0)[:, None])[:, 0] * (x >= 0)
             rate[step][chosen] = torch.minimum(p, q).sum(-1)
             survival[step][chosen] = (q_x / p_x).clamp(max=1.0)
     return rate, survival
+
+
+def truncated(p: Tensor, sampling: Sequence[pb.SamplingParameters]) -> tuple[Tensor, Tensor]:
+    """The distribution after min-p, top-k and top-p, in vLLM's order and with its rounding of ties.
+
+    Args:
+        p: float64 [N, V], over the draft vocabulary; what is missing to 1 lies outside, on tokens
+            that are taken for less likely than those inside.
+        sampling: of every row; none: nothing is cut.
+
+    Returns:
+        The probabilities, [N, V], and the mass that was kept of ``p`` and outside, [N].
+    """
+    if not sampling:
+        return p, p.new_ones(len(p))
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=p.dtype, device=p.device)[:, None]
+
+    least = column([one.min_p for one in sampling]) * p.amax(-1, keepdim=True)
+    ordered, order = p.sort(-1, descending=True)
+    top_k = column([one.top_k or p.shape[1] for one in sampling]).long().clamp(max=p.shape[1])
+    least = torch.maximum(least, ordered.gather(1, top_k - 1))
+    keeps = ordered >= least
+    # What lies outside goes first.
+    whole = keeps.all(-1, keepdim=True)
+    mass = torch.where(whole, 1.0, (ordered * keeps).sum(-1, keepdim=True))
+    top_p = column([one.top_p if one.HasField("top_p") else 1.0 for one in sampling]) * mass
+    before = ordered.cumsum(-1) - ordered
+    # A bound of 1 cuts nothing, whatever the sum is rounded to.
+    keeps &= (before < top_p) | (top_p >= mass)
+    keeps[:, 0] = True
+    inside = (ordered * keeps).sum(-1, keepdim=True)
+    kept = torch.where(whole & keeps.all(-1, keepdim=True), torch.maximum(inside, top_p), inside)
+    return p * torch.zeros_like(keeps).scatter(1, order, keeps) / kept, kept[:, 0]
+
+
+def _ignored(sampling: pb.SamplingParameters) -> list[str]:
+    found = {
+        "repetition_penalty": sampling.HasField("repetition_penalty"),
+        "presence_penalty": sampling.presence_penalty != 0.0,
+        "frequency_penalty": sampling.frequency_penalty != 0.0,
+        "logit_bias": len(sampling.logit_bias) > 0,
+    }
+    return [name for name, given in found.items() if given]
 
 
 def visit_probabilities(survival: Tensor, known: Tensor, loss_mask: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads, policy_logits
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
+from slipstream.v1 import draft_trainer_pb2 as pb
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,7 @@ class Batch:
         sampled_logprobs: float32 [B, T], log p(x_j).
         temperature: float32 [B].
         groups: B names; rows of one prompt share one (``Sample.group``).
+        sampling: of every row, beside the temperature; empty where no row had any.
     """
 
     token_ids: Tensor
@@ -56,6 +58,7 @@ class Batch:
     sampled_logprobs: Tensor
     temperature: Tensor
     groups: tuple[str, ...]
+    sampling: tuple[pb.SamplingParameters, ...] = ()
 
     def teacher_log_probs(self, row: Tensor, index: Tensor) -> Tensor:
         """The policy's log p(x_{j+1} = v) at the rollout's temperature.
@@ -212,6 +215,7 @@ def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.devi
         sampled_logprobs=logprobs,
         temperature=torch.tensor([row.sample.temperature for row in rows], device=where),
         groups=tuple(row.sample.group for row in rows),
+        sampling=tuple(row.sample.sampling for row in rows),
     )
 
 

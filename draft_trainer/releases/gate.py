@@ -173,6 +173,8 @@ def compare(
         draft_sample_method=method,
         passed=passed,
     )
+    if theirs.ignored:
+        reason += f"; of the distribution before {', '.join(theirs.ignored)}"
     outcome = "passed" if passed else "failed"
     return release_pb2.Verdict(outcome=outcome, reason=reason, gate=figures)
 

@@ -14,6 +14,7 @@ from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.acceptance import (
     Method,
     expected_acceptance,
+    truncated,
     visit_probabilities,
 )
 from draft_trainer.drafters.batch import batches, collate
@@ -21,7 +22,8 @@ from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.loss import valid_targets
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
-from tests.draft_trainer.synthetic import VOCAB, Policy, draft_vocab_ids, head
+from slipstream.v1.draft_trainer_pb2 import SamplingParameters
+from tests.draft_trainer.synthetic import VOCAB, Policy, head
 
 K = 3
 TEMPERATURE = 0.6
@@ -39,16 +41,22 @@ def trained() -> tuple[Policy, Eagle3Head]:
 
 
 def _simulate(
-    policy: Policy, model: Eagle3Head, method: Method, count: int, length: int, prompt: int
+    policy: Policy,
+    model: Eagle3Head,
+    method: Method,
+    count: int,
+    length: int,
+    prompt: int,
+    table: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Run speculative decoding ``count`` times side by side at T = 0.6.
 
     Returns:
         [count, K] drafts that were verified, and accepted, at each position.
     """
-    ids, heads = draft_vocab_ids(), policy.heads()
+    ids = model.target_ids()
+    heads = policy.heads(rows=ids)
     generator = torch.Generator().manual_seed(11)
-    table = policy.transitions(TEMPERATURE)
     reached, accepted = torch.zeros(count, K), torch.zeros(count, K)
 
     def draw(p: Tensor) -> int:
@@ -111,7 +119,8 @@ def test_replay_predicts_simulated_acceptance(
     """
     policy, model = trained
     prompt, length = 4, 20
-    reached, accepted = _simulate(policy, model, method, 400, length, prompt)
+    table = policy.transitions(TEMPERATURE)
+    reached, accepted = _simulate(policy, model, method, 400, length, prompt, table)
     tokens = policy.rolls(torch.Generator().manual_seed(1), 800, length, prompt, TEMPERATURE)
     samples = [policy.sample(row, str(i), temperature=TEMPERATURE) for i, row in enumerate(tokens)]
     estimate = expected_acceptance(model, samples, policy.heads(), K, method)
@@ -122,6 +131,73 @@ def test_replay_predicts_simulated_acceptance(
         error = (1.5 * rate * (1 - rate) / trials) ** 0.5
         assert abs(rate - predicted) < 4 * error, (measured, estimate.accepted_per_position)
     assert estimate.drafts / 800 == pytest.approx(float(reached[:, 0].mean()), rel=0.05)
+
+
+@pytest.mark.parametrize("method", ["probabilistic", "greedy"])
+@pytest.mark.parametrize("limits", [{"top_p": 0.6}, {"top_k": 2}])
+def test_replay_verifies_against_the_truncated_distribution(
+    limits: dict[str, float], method: Method
+) -> None:
+    """As above, with a full vocabulary; the untruncated figure is far off."""
+    policy = Policy(sharpness=2.0)
+    ids = torch.arange(VOCAB)
+    config = TrainingConfig(learning_rate=5e-3, warmup_steps=5, ttt_steps=K)
+    learner = Learner(head(5, draft_vocab=VOCAB), config)
+    for seed in range(15):
+        learner.step(policy.samples(40, seed=100 + seed), policy.heads(rows=ids))
+    table = _truncated(policy.transitions(TEMPERATURE), **limits)
+    length = 16
+    reached, accepted = _simulate(policy, learner.head, method, 250, length, 4, table)
+    tokens = torch.randint(VOCAB, (500, 4), generator=torch.Generator().manual_seed(1))
+    while tokens.shape[1] < length:
+        p = table[tokens[:, -2], tokens[:, -1]]
+        tokens = torch.cat([tokens, torch.multinomial(p, 1)], 1)
+    samples = [policy.sample(row, str(i), temperature=TEMPERATURE) for i, row in enumerate(tokens)]
+    heads = policy.heads(rows=ids)
+    plain = expected_acceptance(learner.head, samples, heads, K, method)
+    for sample in samples:
+        sample.header.sampling.MergeFrom(SamplingParameters(**limits))
+    samples[0].header.sampling.presence_penalty = 0.5
+    estimate = expected_acceptance(learner.head, samples, heads, K, method)
+    assert plain.ignored == () and estimate.ignored == ("presence_penalty",)
+    trials = float(reached[:, 0].sum())
+    measured = (accepted.sum(0) / trials).double()
+    for rate, predicted in zip(measured.tolist(), estimate.accepted_per_position, strict=True):
+        error = (1.5 * rate * (1 - rate) / trials) ** 0.5
+        assert abs(rate - predicted) < 4 * error, (measured, estimate.accepted_per_position)
+    if method == "probabilistic":
+        first = float(measured[0])
+        error = (first * (1 - first) / trials) ** 0.5
+        assert abs(first - plain.accepted_per_position[0]) > 6 * error
+
+
+def _truncated(table: Tensor, top_p: float = 1.0, top_k: int = VOCAB) -> Tensor:
+    """Row by row, by the definition."""
+    cut = torch.zeros_like(table).view(-1, VOCAB)
+    for row, p in zip(cut, table.view(-1, VOCAB), strict=True):
+        mass = 0.0
+        for token in p.argsort(descending=True)[:top_k].tolist():
+            if mass >= top_p:
+                break
+            row[token] = p[token]
+            mass += float(p[token])
+    return (cut / cut.sum(-1, keepdim=True)).view_as(table)
+
+
+def test_tokens_outside_the_draft_vocabulary_are_cut_first() -> None:
+    """A tenth of the mass outside: gone with top-k 2 and top-p 0.75, kept in part with 0.95."""
+    p = torch.tensor([[0.3, 0.5, 0.1]], dtype=torch.float64)
+    for limits, wanted, mass in (
+        ({"top_k": 2}, [0.375, 0.625, 0.0], 0.8),
+        ({"top_p": 0.75}, [0.375, 0.625, 0.0], 0.8),
+        ({"min_p": 0.5}, [0.375, 0.625, 0.0], 0.8),
+        ({"top_k": 2, "top_p": 0.5}, [0.0, 1.0, 0.0], 0.5),
+        ({"top_p": 0.95}, [0.3 / 0.95, 0.5 / 0.95, 0.1 / 0.95], 0.95),
+        ({"top_k": 3}, [0.3, 0.5, 0.1], 1.0),
+        ({}, [0.3, 0.5, 0.1], 1.0),
+    ):
+        found, kept = truncated(p, [SamplingParameters(**limits)])
+        assert found[0].tolist() == pytest.approx(wanted) and float(kept) == pytest.approx(mass)
 
 
 def test_visits_of_a_known_chain() -> None:
