@@ -247,11 +247,22 @@ class GateSection(Section):
 
 
 class PublishConfig(Section):
-    """[publish]: the fleet, how it drafts, and how long a phase may take."""
+    """[publish]: the fleet, how it drafts, and how long a phase may take.
+
+    Attributes:
+        rollout_servers: control planes.
+        num_speculative_tokens: draft length that candidates are judged for; None: the longest that
+            a server of the fleet says it drafts.
+        draft_sample_method: how the fleet drafts; None: as that server says.
+        on: whether a promoted release goes live with the policy's next sync or at once.
+        state_timeout_s, stage_timeout_s, commit_timeout_s: deadline of each call.
+        reconcile_s: between two checks of what the servers serve; 0 for none.
+        max_draft_lag: policy versions that a served draft may be behind; 0 for no limit.
+    """
 
     rollout_servers: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=16)] = 3
-    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=16)] | None = None
+    draft_sample_method: Literal["probabilistic", "greedy"] | None = None
     on: Literal["sync", "promotion"] = "sync"
     state_timeout_s: Seconds = 5.0
     stage_timeout_s: Seconds = 60.0
@@ -318,7 +329,7 @@ class TrainerConfig(Section):
     @model_validator(mode="after")
     def _depth_covers_the_served_drafts(self) -> TrainerConfig:
         k, depth = self.publish.num_speculative_tokens, self.training.ttt_steps
-        if depth < k:
+        if k is not None and depth < k:
             # Acceptance falls at draft positions beyond the depth that was trained.
             raise RefusedError(
                 "training.ttt_steps",

@@ -57,7 +57,7 @@ def run(root: str, addresses: tuple[str, ...], pipe: Connection) -> None:
         )
     )
     watch = AcceptanceWatch(fleet)
-    canary = Canary(CanaryConfig(), 3, watch)
+    canary = Canary(CanaryConfig(), lambda: 3, watch)
     publisher = Publisher(fleet, registry, promotions, Counters(), canary)
     reconciler = Reconciler(publisher, watch)
     reconciler.start()

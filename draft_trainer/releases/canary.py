@@ -293,12 +293,12 @@ class Canary:
 
     Args:
         config: the [canary] section.
-        most: tokens that one verification step can accept.
+        most: tokens that one verification step can accept, now.
         watch: of the fleet's live acceptance.
     """
 
     config: CanaryConfig
-    most: int
+    most: Callable[[], int]
     watch: AcceptanceWatch
     _began: float = field(default_factory=time.monotonic)
 
@@ -362,7 +362,7 @@ class Canary:
         return None
 
     def _interval(self, batches: Sequence[Batch]) -> Interval | None:
-        arm = Arm(self.most, self.config.design_effect)
+        arm = Arm(self.most(), self.config.design_effect)
         for batch in batches:
             arm.add(batch)
         if arm.drafts < self.config.min_drafts:

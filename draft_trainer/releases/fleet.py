@@ -22,6 +22,7 @@ import grpc
 import torch
 
 from draft_trainer.config import DNS, FILE, PublishConfig
+from draft_trainer.drafters.acceptance import Method
 from slipstream.client import open_channel, split_address, stage
 from slipstream.errors import RefusedError, clean, failure_text
 from slipstream.security import NONE, ClientCredentials
@@ -36,6 +37,9 @@ T = TypeVar("T")
 
 MAX_STAGED = 64
 """Ids of stages that are read of one server's state; a server holds one or two."""
+
+ASSUMED = (3, "probabilistic")
+"""How a fleet drafts of which no server has answered yet: rollout-server's defaults."""
 
 UNKNOWN_FATE = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "UNKNOWN")
 """Codes after which the server may or may not have done what it was asked."""
@@ -235,6 +239,7 @@ class Fleet:
         self._refreshing = threading.Lock()
         self._lock = threading.Lock()
         self._clients: dict[str, RolloutClient] = {}
+        self._said: tuple[int, str] = ASSUMED
         self._pool = ThreadPoolExecutor(self.MAX_CALLS, thread_name_prefix="fleet")
         self.refresh()
 
@@ -243,6 +248,13 @@ class Fleet:
         """Of the servers that belong to the fleet."""
         with self._lock:
             return tuple(self._clients)
+
+    def drafting(self) -> tuple[int, Method]:
+        """Tokens that the fleet drafts a step and how: as configured, else as its servers say."""
+        tokens, method = self._said
+        sampled: Method = "greedy" if method == "greedy" else "probabilistic"
+        config = self.config
+        return config.num_speculative_tokens or tokens, config.draft_sample_method or sampled
 
     def refresh(self) -> tuple[str, ...]:
         """Look again who belongs to it; returns the addresses."""
@@ -278,6 +290,9 @@ class Fleet:
     def states(self, read_back: bool = False) -> dict[str, pb.ServerState | Failure]:
         """What every server serves now."""
         states = self.each(lambda client: client.state(read_back))
+        reached = [state for state in states.values() if not isinstance(state, Failure)]
+        said = [(s.num_speculative_tokens, s.draft_sample_method) for s in reached]
+        self._said = max((one for one in said if one[0]), default=self._said)
         self._on_states(states)
         return states
 

@@ -21,7 +21,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
@@ -207,12 +207,12 @@ class Gate:
     registry: Registry
     promotions: Promotions
     counters: Counters
+    drafting: Callable[[], tuple[int, Method]]
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _incumbent: tuple[int, Draft] | None = None
 
     def judge(self, candidate: Draft, run: Run, trained_against: int | None) -> release_pb2.Verdict:
         """Compare a draft, with the weights that would be served, with the promoted release."""
-        publish = self.config.publish
         with self._lock:
             version, incumbent = self._promoted()
             try:
@@ -222,8 +222,7 @@ class Gate:
                     incumbent.to(candidate.lm_head.weight.device),
                     self._held_out(run),
                     run.heads,
-                    publish.num_speculative_tokens,
-                    publish.draft_sample_method,
+                    *self.drafting(),
                 )
             except RefusedError as error:
                 if error.field != "policy_version":

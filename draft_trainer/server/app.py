@@ -155,12 +155,12 @@ class TrainerServer:
             registry,
             self._promotions,
             self._counters,
-            Canary(config.canary, publish.num_speculative_tokens, self._watch)
+            Canary(config.canary, lambda: self._fleet.drafting()[0], self._watch)
             if config.canary.share
             else None,
         )
         self._reconciler = Reconciler(self.publisher, self._watch)
-        gate = Gate(config, registry, self._promotions, self._counters)
+        gate = Gate(config, registry, self._promotions, self._counters, self._fleet.drafting)
         retention = Retention(registry, config.draft, lambda: self._counters.newest_release[0])
         self.loop = TrainingLoop(
             learner,

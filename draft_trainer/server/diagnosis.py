@@ -6,7 +6,6 @@ its texts, and a problem is logged once when it begins.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -211,21 +210,33 @@ def _servers(status: TrainerStatus, config: TrainerConfig) -> Found:
         wrong = drafts_otherwise(server.state, config) if server.reachable else None
         if wrong is not None:
             return PROBLEM, f"{name}: {wrong[0]}", wrong[1]
+    ways = {
+        f"{server.state.num_speculative_tokens} tokens {server.state.draft_sample_method}"
+        for server in status.servers
+        if server.reachable
+    }
+    if len(ways) > 1:
+        found = f"they draft in different ways: {', '.join(sorted(ways))}"
+        return PROBLEM, found, "start them with the same --draft-length and sampling method"
     return OK, f"{len(status.servers)} answer and draft", ""
 
 
 def drafts_otherwise(state: ServerState, config: TrainerConfig) -> tuple[str, str] | None:
-    """What differs where a rollout server does not draft as candidates are judged, and the next
-    step."""
-    publish = config.publish
+    """What is wrong where a rollout server does not draft as candidates are trained and judged, and
+    the next step."""
+    publish, depth = config.publish, config.training.ttt_steps
     for key, theirs in (
         ("num_speculative_tokens", state.num_speculative_tokens),
         ("draft_sample_method", state.draft_sample_method),
     ):
         ours = getattr(publish, key)
-        if theirs and theirs != ours:
+        if theirs and ours is not None and theirs != ours:
             found = f"it drafts with {key} = {theirs}, and candidates are judged for {ours}"
-            return found, f"set publish.{key} = {json.dumps(theirs)}, or start it with {ours}"
+            return found, f"leave publish.{key} out, or start the server with {ours}"
+    if state.num_speculative_tokens > depth:
+        tokens = state.num_speculative_tokens
+        found = f"it drafts {tokens} tokens a step, and training.ttt_steps = {depth} trains {depth}"
+        return found, f"set training.ttt_steps = {tokens}, or start it with --draft-length {depth}"
     return None
 
 

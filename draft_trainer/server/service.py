@@ -135,7 +135,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
             session_id=session.session_id,
             aux_layers=encode_layers(self.draft.aux_layer_ids),
             draft_vocab_ids=encode(self.draft_vocab_ids),
-            num_speculative_tokens=self.config.publish.num_speculative_tokens,
+            num_speculative_tokens=self.publisher.fleet.drafting()[0],
             max_tokens_per_sample=self.ingest.expected.max_tokens,
             latest_policy_version=session.run.latest_policy_version,
             rollout_servers=self.publisher.fleet.refresh(),

@@ -74,7 +74,6 @@ class Candidates:
         if result.outcome != "passed":
             self.gate.record(result)
             return None
-        publish = self.config.publish
         try:
             manifest = self.registry.create(
                 candidate,
@@ -84,8 +83,8 @@ class Candidates:
                     run_id=run.run_id,
                     ttt_steps=self.config.training.ttt_steps,
                     gate=result.gate,
-                    draft_sample_method=publish.draft_sample_method,
-                    num_speculative_tokens=publish.num_speculative_tokens,
+                    draft_sample_method=result.gate.draft_sample_method,
+                    num_speculative_tokens=result.gate.num_speculative_tokens,
                 ),
             )
         except (OSError, RefusedError) as error:

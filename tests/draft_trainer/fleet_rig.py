@@ -69,7 +69,7 @@ class Rig:
         """A trainer that starts: what is on disk is read again."""
         self.registry.close()
         self.promotions = open_promotions(self.registry)
-        self.canary = Canary(self.canary_config, 3, self.watch)
+        self.canary = Canary(self.canary_config, lambda: 3, self.watch)
         canary = self.canary if self.canary_config.share else None
         self.publisher = Publisher(
             self.fleet, self.registry, self.promotions, self.counters, canary

@@ -135,11 +135,24 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
                     ServerView(
                         address="a:1",
                         reachable=True,
-                        state=ServerState(speculation_enabled=True, num_speculative_tokens=5),
+                        state=ServerState(speculation_enabled=True, num_speculative_tokens=6),
                     )
                 ]
             },
-            *("servers", PROBLEM, "num_speculative_tokens = 5, and", "num_speculative_tokens = 5"),
+            *("servers", PROBLEM, "drafts 6 tokens a step", "set training.ttt_steps = 6"),
+        ),
+        (
+            {
+                "servers": [
+                    ServerView(
+                        address="a:1",
+                        reachable=True,
+                        state=ServerState(speculation_enabled=True, draft_sample_method=method),
+                    )
+                    for method in ("greedy", "probabilistic")
+                ]
+            },
+            *("servers", PROBLEM, "0 tokens greedy, 0 tokens probabilistic", "--draft-length"),
         ),
         (
             {"trial": TrialView(draft_version=5, undecided="too little traffic")},
@@ -209,7 +222,9 @@ def test_doctor_checks_a_configuration_before_the_trainer_is_started(
     config = write_config(tmp_path, publish=publish, server={"port": 9})
     code, text = run(capsys, "doctor", "--config", str(config))
     assert code == 1 and "ok       draft" in text and "ok       device" in text
-    assert f"PROBLEM  {double.address}" in text and "set publish." in text
+    assert (
+        f"PROBLEM  {double.address}" in text and "leave publish.num_speculative_tokens out" in text
+    )
     assert "PROBLEM  127.0.0.1:9" in text and "--control-port" in text
     assert "PROBLEM  trainer" in text and "start it with draft-trainer serve" in text
     double.stop()

@@ -6,6 +6,7 @@ import threading
 
 import grpc
 
+from draft_trainer.config import PublishConfig
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.fleet_rig import Rig
 
@@ -192,3 +193,18 @@ def test_a_policy_commit_does_not_wait_for_a_publish_that_is_staging(rig: Rig) -
     go_on.set()
     promoting.join(20)
     assert rig.served == [1, 1, 1]
+
+
+def test_the_fleet_drafts_as_configured_else_as_its_servers_say(rig: Rig) -> None:
+    assert rig.fleet.drafting() == (3, "probabilistic")
+    rig.doubles[1].state.num_speculative_tokens = 5
+    rig.doubles[1].state.draft_sample_method = "greedy"
+    rig.fleet.states()
+    assert rig.fleet.drafting() == (5, "greedy")
+    # What is known stays known while no server answers.
+    for double in rig.doubles:
+        double.stop()
+    rig.fleet.states()
+    assert rig.fleet.drafting() == (5, "greedy")
+    rig.fleet.config = PublishConfig(num_speculative_tokens=2, draft_sample_method="probabilistic")
+    assert rig.fleet.drafting() == (2, "probabilistic")

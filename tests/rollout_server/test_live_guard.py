@@ -55,7 +55,7 @@ class Guarded:
         )
         self.promotions = open_promotions(registry)
         self.watch = AcceptanceWatch(self.fleet)
-        canary = Canary(CanaryConfig(), 3, self.watch)
+        canary = Canary(CanaryConfig(), lambda: 3, self.watch)
         self.counters = Counters()
         self.publisher = Publisher(self.fleet, registry, self.promotions, self.counters, canary)
         self.reconciler = Reconciler(self.publisher, self.watch)
