@@ -23,7 +23,7 @@ from policy_bridge.model import find_modules, stamp_of
 from policy_bridge.outbox import Outbox
 from policy_bridge.selection import Selector, UniformRandom
 from policy_bridge.session import PolicyMatrices, PolicySnapshot, Session
-from policy_bridge.stats import BridgeStats, Counters, SyncResult
+from policy_bridge.stats import BridgeStats, Counters, SyncResult, flat, flat_status
 from policy_bridge.sync import PolicySyncError, RolloutFleet, SyncWindow, TrainerProbe
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
@@ -32,6 +32,7 @@ from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_STATUS_SECONDS = 1.0
 _WAITS = (
     "the push waits: the draft trainer, which knows the rollout servers, was not reached yet; they "
     "serve an older policy. Next step: start it, or set BridgeConfig.rollout_servers"
@@ -118,6 +119,10 @@ class DisabledBridge:
             policy_version=self.policy_version, capture_off_reason="the bridge is disabled"
         )
 
+    def metrics(self) -> dict[str, float]:
+        """``stats`` as flat numbers."""
+        return flat("bridge", self.stats())
+
     def close(self) -> None:
         """Nothing to close."""
 
@@ -179,6 +184,7 @@ class PolicyBridge:
         self._window_open = False
         self._closed = False
         self._probe = TrainerProbe(self._trainer, config.rpc_seconds)
+        self._status = TrainerProbe(self._trainer, config.rpc_seconds)
         # Without the policy's parts there is nothing to open a run with.
         self._connection = (
             Connection(self._channel, self._modules, self._outbox, config, self._counters)
@@ -319,6 +325,26 @@ class PolicyBridge:
             capture_off_reason=self._guard.off_reason() or self._guard.refusal(),
         )
 
+    def metrics(self) -> dict[str, float]:
+        """For a loop's own logger: every number of ``stats`` and of the trainer's status.
+
+        Never waits: the status is the newest that came, asked for in the background when this is
+        called, at most once a second. ``trainer/status_age_seconds`` says how old it is; before the
+        first answer there is nothing under ``trainer/``.
+
+        Returns:
+            By path: ``bridge/accepted``, ``bridge/shed/outbox_full``,
+            ``bridge/last_sync/commit_seconds``, ``trainer/train_steps``,
+            ``trainer/step_acceptance/0``, ...
+        """
+        if not self._closed:
+            self._status.poll(_STATUS_SECONDS)
+        found = flat("bridge", self.stats())
+        if (status := self._status.status) is not None:
+            found |= flat_status(status)
+            found["trainer/status_age_seconds"] = time.monotonic() - self._status.answered_at
+        return found
+
     def close(self) -> None:
         """Drain for ``drain_seconds`` if the trainer is there, then stop. Idempotent.
 
@@ -335,6 +361,7 @@ class PolicyBridge:
             self._connection.stop()
         self._outbox.close()
         self._probe.close()
+        self._status.close()
         self._channel.close()
         self._sync_channel.close()
         self._fleet.close()

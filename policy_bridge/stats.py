@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.errors import RefusedError
+    from slipstream.v1 import draft_trainer_pb2 as pb
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,36 @@ class BridgeStats:
     """The newest of them; None before it."""
     last_error: str = ""
     """The newest error of the trainer's side; empty if none."""
+
+
+def flat(prefix: str, value: object) -> dict[str, float]:
+    """The numbers in ``value``, by path: of dataclasses, mappings and sequences, however deep.
+
+    Texts and what is None are left out.
+    """
+    if isinstance(value, bool | int | float):
+        return {prefix: float(value)}
+    if is_dataclass(value):
+        named = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    elif isinstance(value, Mapping):
+        named = [(str(name), part) for name, part in value.items()]
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        named = [(str(index), part) for index, part in enumerate(value)]
+    else:
+        return {}
+    found: dict[str, float] = {}
+    for name, part in named:
+        found |= flat(f"{prefix}/{name}", part)
+    return found
+
+
+def flat_status(status: pb.TrainerStatus) -> dict[str, float]:
+    """Every number of a trainer's status that is there, by path from ``trainer``; no messages."""
+    found: dict[str, float] = {}
+    for field_ in status.DESCRIPTOR.fields:
+        if not field_.has_presence or status.HasField(field_.name):
+            found |= flat(f"trainer/{field_.name}", getattr(status, field_.name))
+    return found
 
 
 class Counters:

@@ -156,6 +156,8 @@ def facts_of(modules: PolicyModules, layers: tuple[int, ...], run_id: str) -> Re
         vocab_size=modules.vocab_size,
         num_hidden_layers=len(modules.layers),
         aux_layer_ids=layers,
+        logit_scale=modules.form.scale,
+        logit_soft_cap=modules.form.soft_cap,
     )
 
 

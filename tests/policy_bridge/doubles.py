@@ -82,6 +82,7 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
     received_bytes: int = 0
     schema_version: int = SCHEMA_VERSION
     sessions: int = 0
+    status: pb.TrainerStatus = field(default_factory=pb.TrainerStatus)
     specs: list[pb.PolicySpec] = field(default_factory=list)
     release: threading.Event = field(default_factory=threading.Event)
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -185,6 +186,10 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
             status = pb.ACK_STATUS_REFUSED
         told = refusal and refusal.to_proto()
         return [pb.Ack(sample_id=sample.sample_id, status=status, refusal=told)]
+
+    def GetStatus(self, request, context):  # type: ignore[no-untyped-def]
+        self._maybe_hang("GetStatus")
+        return self.status
 
     def PrepareSync(self, request, context):  # type: ignore[no-untyped-def]
         self._maybe_hang("PrepareSync")

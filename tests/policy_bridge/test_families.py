@@ -17,6 +17,7 @@ from policy_bridge.logits import form_of
 from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm, policy_logits
 from slipstream.sample import Sample
+from slipstream.v1 import tensor_pb2
 
 from .conftest import VOCAB, Connect, batch, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
@@ -125,6 +126,28 @@ def test_bfloat16_policies_are_rounded_alike(family: str) -> None:
     assert {sample.logits_dtype for sample in windows.samples} == {torch.bfloat16}
     mass = masses(model, windows.samples, windows.modules.form)
     torch.testing.assert_close(mass, torch.ones_like(mass), atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_large_bfloat16_logits_are_rounded_as_the_policys(fused: bool) -> None:
+    """A step of bfloat16 is 0.25 at 40: a teacher of exact logits has masses of 0.9 to 1.1."""
+    model, data = make("Llama", torch.bfloat16), batch((30, 25, 28))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(40 / float(model(data["input_ids"]).logits.abs().max()))
+    paths = ModulePaths(final_norm="model.norm") if fused else ModulePaths()
+    windows = Windows(model, paths=paths)
+    with torch.no_grad(), windows.open(probe=True) as capture:
+        hidden = model.model(data["input_ids"]).last_hidden_state if fused else None
+        logits = model(data["input_ids"]).logits if hidden is None else model.lm_head(hidden)
+        log_p = logits[:, :-1].float().log_softmax(-1)
+        own = log_p.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+        capture.ship(**data, sampled_logprobs=own)
+    mass = masses(model, windows.samples, LogitForm())
+    torch.testing.assert_close(mass, torch.ones_like(mass), atol=2e-3, rtol=0)
+    for sample in windows.samples:
+        sample.header.logits_dtype = tensor_pb2.DTYPE_FLOAT32
+    exact = masses(model, windows.samples, LogitForm())
+    assert float((exact - 1).abs().max()) > 0.02
 
 
 def test_a_bias_is_announced_with_its_version(trainer: FakeTrainer, connect: Connect) -> None:

@@ -8,6 +8,7 @@ import sys
 from policy_bridge import PolicyBridge
 from policy_bridge.metrics import FACTS, BridgeCollector
 from policy_bridge.stats import Counters
+from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.scraping import of, scrape, value
 
 from .conftest import Connect, batch, make_model, ship
@@ -84,3 +85,45 @@ def test_the_bridge_needs_no_prometheus_client() -> None:
         "import policy_bridge, policy_bridge.bridge"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_one_flat_dictionary_holds_the_bridges_numbers_and_the_trainers(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    trainer.status = pb.TrainerStatus(
+        train_steps=7,
+        loss=1.5,
+        step_acceptance=[0.5, 0.25],
+        refused_by_field={"packed": 2},
+        last_gate="for people",
+        servers=[{"address": "a:1"}],
+    )
+    model = make_model()
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, version=3)
+        trainer.hang.add("GetStatus")
+        # A trainer that does not answer is not waited for.
+        found = bridge.metrics()
+        assert not any(name.startswith("trainer/") for name in found)
+        assert found["bridge/policy_version"] == 3 and found["bridge/connected"] == 1
+        assert found["bridge/last_sync/commit_seconds"] >= 0
+        assert "bridge/last_error" not in found
+        trainer.hang.clear()
+        trainer.release.set()
+        trainer.wait_for(lambda: ("GetStatus", -1) in trainer.events)
+        asked = bridge._status._asked
+        assert asked is not None
+        asked.exception(DEADLINE)
+        ship(bridge, model, batch((10, 10)))
+        assert bridge.flush(DEADLINE)
+        found = bridge.metrics()
+    assert found["bridge/accepted"] == 2
+    assert found["trainer/train_steps"] == 7 and found["trainer/loss"] == 1.5
+    assert found["trainer/step_acceptance/1"] == 0.25
+    assert found["trainer/refused_by_field/packed"] == 2
+    assert found["trainer/samples_pending"] == 0
+    assert "trainer/policy_version" not in found and "trainer/last_gate" not in found
+    assert 0 <= found["trainer/status_age_seconds"] < DEADLINE
+    assert all(type(value) is float for value in found.values())
+    bridge.close()
+    assert bridge.metrics()["trainer/train_steps"] == 7

@@ -1,0 +1,82 @@
+"""Policy families before a real trainer: what the bridge announces and what ingest checks agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from policy_bridge import BridgeConfig, PolicyBridge
+from tests.draft_trainer.rig import DEADLINE, Client, make_config, running
+from tests.draft_trainer.synthetic import HIDDEN, VOCAB
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, object]] = {
+    "Llama": {},
+    "Phi": {},
+    "Gemma2": {"final_logit_softcapping": 4.0},
+    "Granite": {"logits_scaling": 8.0},
+    "Cohere": {"logit_scale": 0.25},
+}
+
+
+def make(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    if model.lm_head.bias is not None:
+        torch.nn.init.normal_(model.lm_head.bias, std=2.0)
+    return model.to(dtype)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def feeding(tmp_path: Path, model: PreTrainedModel) -> Iterator[tuple[PolicyBridge, Client]]:
+    with running(make_config(tmp_path), train=False) as (server, client):
+        config = BridgeConfig(trainer=server.address, run_id="run", strict=True)
+        with PolicyBridge(model, config) as bridge:
+            assert bridge.wait_connected(DEADLINE)
+            with bridge.sync(1):
+                pass
+            yield bridge, client
+
+
+def step(bridge: PolicyBridge, model: PreTrainedModel, temperature: float = 1.0) -> None:
+    """Sixteen rollouts of the policy, captured in a pass of its own."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, VOCAB, (16, 4), generator=generator)
+    with torch.no_grad():
+        for _ in range(20):
+            logits = model(ids).logits[:, -1].float() / temperature
+            ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)], 1)
+        mask = torch.arange(ids.shape[1]).expand(ids.shape) >= 4
+        with bridge.capture(temperature=temperature) as capture:
+            model(ids)
+            capture.ship(ids, loss_mask=mask)
+    assert bridge.flush(DEADLINE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_taken(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    model = make(family, dtype)
+    with feeding(tmp_path, model) as (bridge, client):
+        step(bridge, model, temperature=0.8)
+        stats = bridge.stats()
+        assert (stats.accepted, dict(stats.refused_by_field)) == (16, {})
+        assert client.status().samples_accepted == 16
