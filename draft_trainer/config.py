@@ -302,6 +302,23 @@ class CanaryConfig(Section):
     design_effect: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 8.0
 
 
+class EconomyConfig(Section):
+    """[economy]: when the draft is trained.
+
+    Attributes:
+        mode: "always", "never", or "when-it-pays": while the expected saving exceeds the cost (see
+            ``training.economy``); unknown figures count as paying.
+        training_share: of a second of training that the loop loses: 1 where they take turns on the
+            same device; where the trainer has its own, its devices over the loop's times what such
+            a device would earn elsewhere.
+        horizon_versions: policy versions over which a better draft is expected to be served.
+    """
+
+    mode: Literal["always", "when-it-pays", "never"] = "always"
+    training_share: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+    horizon_versions: Annotated[int, Field(ge=1)] = 20
+
+
 class RecordingConfig(Section):
     """[recording]: keeps accepted samples on disk too, for ``draft-trainer init`` and ``fit``."""
 
@@ -324,6 +341,7 @@ class TrainerConfig(Section):
     gate: GateSection = GateSection()
     publish: PublishConfig = PublishConfig()
     canary: CanaryConfig = CanaryConfig()
+    economy: EconomyConfig = EconomyConfig()
     recording: RecordingConfig = RecordingConfig()
 
     @model_validator(mode="after")

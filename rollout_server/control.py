@@ -141,6 +141,7 @@ class RolloutControl:
             policy_commits=self.commits[POLICY],
             draft_sha256=release_digest((t.name, t.key.sha256) for t in draft.source.tensors),
             not_ready=self.not_ready,
+            engine_seconds=self.tracker.engine_seconds,
         )
         state.MergeFrom(self._constants)
         return state

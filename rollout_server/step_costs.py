@@ -175,6 +175,7 @@ class CostWatch:
             return
         self._seen = tracker.all.generated_tokens
         sums = await self._step_sums(True)
+        tracker.engine_seconds = sum(total.seconds for total in sums.values())
         live = pb.AcceptanceCounters()
         live.CopyFrom(tracker.exposed()[tracker.live])
         self._costs.add(time.monotonic(), sums, live)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,6 +46,7 @@ from draft_trainer.server.service import (
 )
 from draft_trainer.server.status import SNAPSHOT_SECONDS, FleetView, RecentAcceptance, Status
 from draft_trainer.server.web import serve_web
+from draft_trainer.training.economy import Economy
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.loop import Candidates, TrainingLoop
@@ -57,6 +59,7 @@ from slipstream.serving import GrpcServer, LoopThread, Workers
 from slipstream.shm import remove_stale
 from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
+from slipstream.v1.rollout_server_pb2 import ServerState
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +124,13 @@ class TrainerServer:
         fleet_view = FleetView(state.events)
         acceptance = RecentAcceptance()
         self._fleet = Fleet(publish, fleet_view.looked, self._credentials)
-        self._watch = AcceptanceWatch(self._fleet, acceptance.grew)
+        economy = Economy(config.economy)
+
+        def grew(address: str, state: ServerState, *growth: Any) -> None:
+            economy.served(address, state)
+            acceptance.grew(address, state, *growth)
+
+        self._watch = AcceptanceWatch(self._fleet, grew)
         known = newest.HasField("trained_against_policy_version")
         against = newest.trained_against_policy_version if known else None
         self._counters.newest_release = (newest.draft_version, against)
@@ -148,6 +157,7 @@ class TrainerServer:
             state,
             fleet_view,
             acceptance,
+            economy,
             config,
         )
         self.publisher = Publisher(
@@ -169,7 +179,8 @@ class TrainerServer:
             resumed,
             self.runs,
             Candidates(
-                config, registry, gate, self._promotions, retention, self._counters.released
+                *(config, registry, gate, self._promotions, retention, economy),
+                on_written=self._counters.released,
             ),
             self._counters,
             arrived,

@@ -115,6 +115,8 @@ def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
             "look at the loss in /metrics; lower training.learning_rate; check the loss_mask that "
             "is shipped",
         )
+    if status.training_paused:
+        return OK, status.training_decision, 'economy.mode = "always" trains all the same'
     held, pending = status.samples_held_out, status.samples_pending
     if not steps and held and not pending:
         share = f"replay.held_out_fraction ({config.replay.held_out_fraction:g})"

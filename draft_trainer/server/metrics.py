@@ -83,6 +83,16 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
         lambda s: {str(step): value for step, value in enumerate(s.step_acceptance)},
         {"step": ()},
     ),
+    _is(
+        "training_saves_seconds",
+        "Seconds of generation that training is expected to save over `economy.horizon_versions`. "
+        "No series unless `economy.mode` is when-it-pays, and while not known.",
+    ),
+    _is(
+        "training_costs_seconds",
+        "Seconds that training for one policy version takes from the loop. No series unless "
+        "`economy.mode` is when-it-pays, and while not known.",
+    ),
     _is("idle", "1 while there is nothing to train on."),
     _which(
         "draft_version",

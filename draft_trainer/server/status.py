@@ -23,6 +23,7 @@ from draft_trainer.releases.promotions import Promotions, Trial
 from draft_trainer.releases.registry import Registry
 from draft_trainer.server.diagnosis import ProblemLog, diagnose
 from draft_trainer.state import Events, State
+from draft_trainer.training.economy import Economy
 from slipstream.errors import RefusedError
 from slipstream.metrics import code_version
 from slipstream.v1 import console_pb2 as console
@@ -194,6 +195,7 @@ class Status:
     state: State
     fleet: FleetView
     acceptance: RecentAcceptance
+    economy: Economy
     config: TrainerConfig
     started_at: float = field(default_factory=time.time)
     _client: tuple[str, str] | None = None
@@ -312,6 +314,16 @@ class Status:
             servers_by_state=counters.servers,
             last_minute=drafted.get("", ()),
         )
+        decision = self.economy.last
+        if decision is not None:
+            status.MergeFrom(
+                pb.TrainerStatus(
+                    training_decision=decision.reason,
+                    training_saves_seconds=decision.saving_seconds,
+                    training_costs_seconds=decision.cost_seconds,
+                    training_paused=not decision.train,
+                )
+            )
         status.diagnosis.extend(diagnose(status, self.config))
         return status
 

@@ -24,6 +24,7 @@ from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry, Retention
+from draft_trainer.training.economy import Economy
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.state import LearnerStates, Position
@@ -47,6 +48,7 @@ class Candidates:
         gate: compares them with the promoted release.
         promotions: which release is wanted.
         retention: applied after every release.
+        economy: is told what the gate found.
         on_written: told the draft version and the policy version of every new release.
     """
 
@@ -55,6 +57,7 @@ class Candidates:
     gate: Gate
     promotions: Promotions
     retention: Retention
+    economy: Economy
     on_written: Callable[[int, int], None]
 
     def consider(self, learner: Learner, run: Run, parent: int, trained_against: int) -> int | None:
@@ -71,6 +74,8 @@ class Candidates:
         """
         candidate = learner.snapshot()
         result = self.gate.judge(candidate, run, trained_against)
+        if result.HasField("gate"):
+            self.economy.compared(result.gate, released=result.outcome == "passed")
         if result.outcome != "passed":
             self.gate.record(result)
             return None
@@ -177,6 +182,9 @@ class TrainingLoop:
             if run is None:
                 self._sleep()
                 continue
+            if not self._pays(run):
+                self._sleep()
+                continue
             drawn = self._stored(partial(run.draw, config.batch_tokens))
             if drawn is None:
                 self.followers.keep_alive()
@@ -200,6 +208,7 @@ class TrainingLoop:
                 self._stored(partial(run.put_back, drawn))
                 continue
             self.position = replace(self.position, draws=drawn.number)
+            self.candidates.economy.trained(metrics.seconds)
             self.counters.trained(
                 samples=len(drawn.samples),
                 tokens=metrics.anchors,
@@ -218,6 +227,22 @@ class TrainingLoop:
             enough = self._steps_since_candidate >= config.steps_per_candidate
             if enough or seconds >= config.candidate_seconds:
                 self._consider(run)
+
+    def _pays(self, run: Run) -> bool:
+        """Whether to train on what is stored, by the economy's decision for this policy version."""
+        economy, version = self.candidates.economy, run.latest_policy_version
+        last = economy.last
+        if version is None or (last is not None and last.policy_version == version):
+            return last is None or last.train
+        if last is not None and not last.train:
+            # Without candidates only this says how the served draft does on the new policy.
+            length = self.candidates.gate.measure(run)
+            if length is not None:
+                economy.measured(length)
+        decision = economy.decide(version)
+        if last is None or last.train != decision.train:
+            logger.info("policy version %d: %s", version, decision.reason)
+        return decision.train
 
     def _stored(self, action: Callable[[], T]) -> T | None:
         """What an action on the store gives; None where its index cannot be written now.

@@ -303,3 +303,15 @@ def test_batch_whose_policy_version_was_forgotten_is_dropped(
         client.send(*rollouts(20, seed=1, version=4))
         status = client.wait_for(lambda s: s.train_steps >= 1 and s.idle)
         assert status.samples_accepted == 40
+
+
+def test_a_trainer_that_may_not_train_says_so_and_keeps_the_samples(tmp_path: Path) -> None:
+    config = make_config(tmp_path, economy={"mode": "never"})
+    with feeding(config) as (_, client):
+        client.send(*rollouts(8))
+        status = client.wait_for(lambda status: status.training_paused)
+        assert status.training_decision == "economy.mode is never"
+        assert status.train_steps == 0
+        assert status.samples_pending + status.samples_held_out == 8
+        training = next(found for found in status.diagnosis if found.part == "training")
+        assert training.found == "economy.mode is never"
