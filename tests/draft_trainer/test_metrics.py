@@ -98,6 +98,7 @@ def test_everything_has_a_series_once_it_is_known() -> None:
         **{"loss": 1.5, "step_acceptance": [0.75, 0.5], "replay_directory": "/samples"},
         **{"newest_release": 3, "promoted_release": 2, "served_release": 1, "served_at": 777.0},
         **{"trained_against_policy_version": 9, "promoted_trained_against": 8},
+        **{"training_saves_seconds": 3.0, "training_costs_seconds": 2.0},
         **{"served_trained_against": 0, "policy_version": 10, "policy_registered_at": 500.0},
         **{"served_staleness": 10, "served_staleness_seconds": 30.0},
         streams={"grpc": 1, "shared_memory": 2},
