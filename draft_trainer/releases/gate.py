@@ -239,18 +239,20 @@ class Gate:
     def measure(self, run: Run) -> float | None:
         """Expected acceptance length of the promoted release on the newest held-out states; None
         where there are too few."""
-        gate, publish = self.config.gate, self.config.publish
         with self._lock:
             _, head = self._promoted()
-            k, method = publish.num_speculative_tokens, publish.draft_sample_method
             try:
-                found = _estimate(head, self._held_out(run), run.heads, k, method)
+                found = _estimate(head, self._held_out(run), run.heads, *self.drafting())
             except RefusedError as error:
                 if error.field != "policy_version":
                     raise
                 # A newer policy version evicted one while the gate was measuring.
                 return None
-        return found.acceptance_length if found and found.drafts >= gate.min_anchors else None
+        return (
+            found.acceptance_length
+            if found and found.drafts >= self.config.gate.min_anchors
+            else None
+        )
 
     def record(
         self, result: release_pb2.Verdict, release: int | None = None, not_written: str = ""
