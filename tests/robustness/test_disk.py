@@ -94,7 +94,8 @@ def test_a_trainer_whose_disk_is_full_refuses_by_name_and_goes_on(
         ] == [0]
         filler.unlink()
         client.announce(2, Policy(seed=1))
-        again = client.send(*rollouts(5, 4, version=2))
+        moved = Policy(seed=1).samples(5, 4)
+        again = client.send(*(sample.repacked(policy_version=2) for sample in moved))
         assert [ack.status for ack in again] == [accepted] * 5
 
 
