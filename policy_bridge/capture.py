@@ -195,6 +195,8 @@ class Capture:
         sampled_logprobs: torch.Tensor | None = None,
         sampled_logits: torch.Tensor | None = None,
         acceptance: torch.Tensor | Sequence[float] | None = None,
+        prompt_lengths: torch.Tensor | Sequence[int] | None = None,
+        rollout_versions: torch.Tensor | Sequence[int] | int | None = None,
     ) -> None:
         """Say what the forward pass that has just run was; what is chosen of it goes out.
 
@@ -213,6 +215,11 @@ class Capture:
             sampled_logits: float, same shapes, logits before temperature. None: computed.
             acceptance: how well the draft did on each sequence, row by row; read by
                 ``MostRejected``. None: not known.
+            prompt_lengths: tokens of each sequence before its completion: the completions of a
+                prompt are held out of training together. None: those before the first true of its
+                loss mask, which is wrong where that leaves out the beginning of completions.
+            rollout_versions: the policy version that sampled each sequence, or all of them. None:
+                the one that the window is of.
 
         Raises:
             RefusedError: (to ``refuse``) no forward pass to describe, or shapes that do
@@ -255,6 +262,8 @@ class Capture:
                 logprobs=_aligned("sampled_logprobs", sampled_logprobs, shape),
                 logits=_aligned("sampled_logits", sampled_logits, shape),
                 acceptance=acceptance,
+                prompt_lengths=prompt_lengths,
+                rollout_versions=rollout_versions,
             )
             if self.probe:
                 self.probe = not probed(record, self.modules, self.temperature)
@@ -354,6 +363,7 @@ class Capture:
                     header = header_of(*facts, self.session.aux_layers, one.layout)
                     header.sampling.CopyFrom(self.sampling)
                     header.logits_dtype = dtype_to_wire(one.record.states.logits_dtype)
+                    one.write_origin(header)
                     sample = Sample(header, memory[at : at + one.layout.nbytes])
                     fill(sample, one)
                     filled.append((sample, one.priority))

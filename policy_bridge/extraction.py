@@ -12,8 +12,8 @@ log Z without a full row of logits (slipstream.v1.PackedStates).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -26,8 +26,9 @@ from policy_bridge.model import PolicyModules
 from policy_bridge.selection import Candidate, Span, scores_of, spans_of, windows
 from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm
-from slipstream.sample import FLOAT8, STATE_DTYPES, Layout, Sample
+from slipstream.sample import FLOAT8, STATE_DTYPES, Layout, Sample, prompt_hash
 from slipstream.tensors import quantize
+from slipstream.v1 import draft_trainer_pb2 as pb
 
 Floats = NDArray[np.float32]
 
@@ -47,8 +48,9 @@ class Record:
         states: of the pass.
         token_ids, loss_mask, attention_mask, position_ids, logprobs, logits: [B, S], see
             ``Capture.ship``.
-        acceptance: one number a sequence.
+        acceptance, prompt_lengths, rollout_versions: one number a sequence, see ``Capture.ship``.
         spans: the sequences, once the record is on the host.
+        origins: of each by row and start: its prompt, and the policy version that sampled it.
     """
 
     states: ForwardStates
@@ -59,7 +61,10 @@ class Record:
     logprobs: torch.Tensor | None
     logits: torch.Tensor | None
     acceptance: torch.Tensor | Sequence[float] | None
+    prompt_lengths: torch.Tensor | Sequence[int] | None = None
+    rollout_versions: torch.Tensor | Sequence[int] | int | None = None
     spans: Sequence[Span] = ()
+    origins: Mapping[tuple[int, int], tuple[bytes, int | None]] = field(default_factory=dict)
 
     def on_host(self) -> Record:
         """With copies of everything but the states in host memory: int32 ids, float32 numbers.
@@ -72,7 +77,7 @@ class Record:
         def floats(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else values.to("cpu", torch.float32, copy=True)
 
-        return replace(
+        record = replace(
             self,
             spans=spans_of(self.attention_mask, self.position_ids, (shape[0], shape[1])),
             # Copies in any case: the loop may write into its own before the samples are written.
@@ -81,6 +86,7 @@ class Record:
             logprobs=floats(self.logprobs),
             logits=floats(self.logits),
         )
+        return replace(record, origins=_origins(record))
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,35 @@ class Chosen:
     layout: Layout
     sampled: Floats
     priority: int
+
+    def write_origin(self, header: pb.VerifierStates) -> None:
+        """Of which prompt it is a completion, and who sampled it."""
+        one = self.candidate
+        header.prompt, version = self.record.origins[one.row, one.start - one.offset]
+        if version is not None:
+            header.rollout_policy_version = version
+
+
+def _origins(record: Record) -> dict[tuple[int, int], tuple[bytes, int | None]]:
+    """Of every sequence by row and start, so that all windows of it say the same."""
+    count, versions = len(record.spans), record.rollout_versions
+    lengths = scores_of("prompt_lengths", record.prompt_lengths, count)
+    if isinstance(versions, int):
+        versions = [versions] * count
+    found = {}
+    for span, length, version in zip(
+        record.spans, lengths, scores_of("rollout_versions", versions, count), strict=True
+    ):
+        tokens = record.token_ids[span.row, span.start : span.end]
+        if length is None:
+            # 0 too where nothing is masked: there is no prompt, the sequence stands for itself.
+            length = int(record.loss_mask[span.row, span.start : span.end].int().argmax())
+        if not 0 <= length <= len(tokens):
+            expected, step = f"0 to {len(tokens)}", "count the tokens before the completion"
+            raise RefusedError("prompt_lengths", f"{length:g}", expected, step)
+        prompt = prompt_hash(tokens[: int(length)] if length else tokens)
+        found[span.row, span.start] = (prompt, None if version is None else int(version))
+    return found
 
 
 def state_dtype(wanted: torch.dtype | None, state: torch.Tensor) -> torch.dtype:

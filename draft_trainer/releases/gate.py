@@ -216,14 +216,7 @@ class Gate:
         with self._lock:
             version, incumbent = self._promoted()
             try:
-                result = compare(
-                    self.config.gate,
-                    candidate,
-                    incumbent.to(candidate.lm_head.weight.device),
-                    self._held_out(run),
-                    run.heads,
-                    *self.drafting(),
-                )
+                result = self._compared(candidate, incumbent, run)
             except RefusedError as error:
                 if error.field != "policy_version":
                     raise
@@ -254,6 +247,34 @@ class Gate:
             else None
         )
 
+    def _compared(self, candidate: Draft, incumbent: Draft, run: Run) -> release_pb2.Verdict:
+        """On what the teacher itself sampled; where that is too little on all, which is said.
+
+        The replay takes recorded tokens for samples of the teacher. Those of an older policy
+        version, as asynchronous loops train on, are only close to that.
+        """
+        incumbent = incumbent.to(candidate.lm_head.weight.device)
+        held = self._held_out(run)
+        own = [sample for sample in held if sample.on_policy]
+        result = unmeasured("")
+        for samples in (own, held):
+            result = compare(
+                self.config.gate,
+                candidate,
+                incumbent,
+                samples,
+                run.heads,
+                *self.drafting(),
+            )
+            if result.outcome != "not_measured" or len(samples) == len(held):
+                if others := sum(not sample.on_policy for sample in samples):
+                    result.reason += (
+                        f"; {others} of {len(samples)} held-out samples were sampled by other "
+                        "policy versions than their states are of"
+                    )
+                break
+        return result
+
     def record(
         self, result: release_pb2.Verdict, release: int | None = None, not_written: str = ""
     ) -> None:
@@ -280,7 +301,8 @@ class Gate:
     def _held_out(self, run: Run) -> list[Sample]:
         """Held-out samples, at most ``gate.max_tokens`` of them: of every prompt the newest first.
 
-        Prompts are what the interval counts: sixteen completions of one say little more than two.
+        Those that their teacher sampled come before all others. Prompts are what the interval
+        counts: sixteen completions of one say little more than two.
         Where the newest versions have too few, those before them count too.
         """
         config, most = self.config.gate, self.config.replay.max_policy_lag + 1
@@ -292,11 +314,11 @@ class Gate:
         before: Counter[str] = Counter()
         ranked = []
         for age, sample in enumerate(reversed(samples)):
-            ranked.append((before[sample.group], age, sample))
+            ranked.append((not sample.on_policy, before[sample.group], age, sample))
             before[sample.group] += 1
         chosen: list[Sample] = []
         tokens = 0
-        for _, _, sample in sorted(ranked, key=lambda entry: entry[:2]):
+        for *_, sample in sorted(ranked, key=lambda entry: entry[:3]):
             tokens += sample.tokens
             if tokens > self.config.gate.max_tokens:
                 break

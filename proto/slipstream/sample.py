@@ -210,6 +210,9 @@ class Sample:
         made = Sample.pack(**(arguments | changes))
         made.header.sampling.CopyFrom(self.header.sampling)
         made.header.logits_dtype = self.header.logits_dtype
+        made.header.prompt = self.header.prompt
+        if self.header.HasField("rollout_policy_version"):
+            made.header.rollout_policy_version = self.header.rollout_policy_version
         return made
 
     @property
@@ -230,6 +233,13 @@ class Sample:
     def sampling(self) -> pb.SamplingParameters:
         """What the rollout was sampled with, beside ``temperature``; empty: nothing else."""
         return self.header.sampling
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the policy version that made the states also sampled the tokens."""
+        header = self.header
+        known = header.HasField("rollout_policy_version")
+        return not known or header.rollout_policy_version == header.policy_version
 
     @property
     def logits_dtype(self) -> torch.dtype:
@@ -310,8 +320,17 @@ class Sample:
 
     @cached_property
     def group(self) -> str:
-        """What the samples of one prompt share; see ``group_of``."""
-        return group_of(self.sample_id, self.token_ids, self.loss_mask)
+        """What the samples of one prompt share, in hexadecimal digits.
+
+        GRPO draws many completions of one prompt. A head that has trained on some of them knows
+        the others, so they are held out together and are not independent evidence. Where the
+        header does not name the prompt it is the tokens before the first of the loss mask, and a
+        window that begins inside a completion is a group of its own.
+        """
+        if self.header.prompt:
+            return self.header.prompt.hex()
+        length = int(self.loss_mask.int().argmax())
+        return prompt_hash(self.token_ids[:length]).hex() if length else self.sample_id
 
     @cached_property
     def _integers(self) -> torch.Tensor:
@@ -336,18 +355,9 @@ def decode_float8(arrived: Sample, kept: Sample) -> None:
     dequantize_into(kept.final_hidden, arrived.final_hidden, scales[-1:])
 
 
-def group_of(sample_id: str, token_ids: torch.Tensor, loss_mask: torch.Tensor) -> str:
-    """What the samples of one prompt share: a hash of the tokens before the first completion.
-
-    GRPO draws many completions of one prompt. A head that has trained on some of them knows
-    the others, so they are held out together and are not independent evidence. A window that
-    begins inside a completion has no prompt and is a group of its own.
-    """
-    prompt = int(loss_mask.int().argmax())
-    if prompt == 0:
-        return sample_id
-    tokens = token_ids[:prompt].long().numpy().tobytes()
-    return hashlib.blake2b(tokens, digest_size=16).hexdigest()
+def prompt_hash(token_ids: torch.Tensor) -> bytes:
+    """By which a prompt is recognised, 16 bytes; integers [n] on the CPU."""
+    return hashlib.blake2b(token_ids.long().numpy().tobytes(), digest_size=16).digest()
 
 
 def is_held_out(group: str, fraction: float) -> bool:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 from draft_trainer.config import GateSection, TrainingConfig
+from draft_trainer.counters import Counters
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.releases import gate
 from draft_trainer.releases.gate import paired_interval, student
 from draft_trainer.training.learner import Learner
 from slipstream.sample import Sample
+from slipstream.v1 import release_pb2
+from tests.draft_trainer.rig import make_config
 from tests.draft_trainer.synthetic import VOCAB, Policy, head
 
 CONFIG = TrainingConfig(learning_rate=3e-3, warmup_steps=5, ttt_steps=3)
@@ -127,6 +133,34 @@ def pass_rate(values: Tensor, prompts: int) -> float:
         mean, half = paired_interval(paired, groups, 0.95)
         passed += mean - half > 0
     return passed / DRAWS
+
+
+def test_rollouts_of_older_policy_versions_are_left_out_or_said(
+    tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head]
+) -> None:
+    """The replay is of what the teacher sampled, as long as there is enough of it."""
+    policy, incumbent, candidate = trained
+
+    def sampled_by(version: int, count: int) -> list[Sample]:
+        samples = completions(policy, count, seed=version)
+        for sample in samples:
+            sample.header.rollout_policy_version = version
+        return samples
+
+    def judged(*samples: Sample) -> release_pb2.Verdict:
+        run = SimpleNamespace(heads=policy.heads(), held_out=lambda newest: list(samples))
+        config, drafting = make_config(tmp_path), lambda: (3, "probabilistic")
+        made = gate.Gate(config, None, None, Counters(), drafting)  # type: ignore[arg-type]
+        return made._compared(candidate, incumbent, run)  # type: ignore[arg-type]
+
+    own, older = sampled_by(1, 8), sampled_by(0, 20)
+    assert judged(*own, *older).gate == judged(*own).gate
+    assert judged(*own, *older).gate.prompts == 8
+    assert "sampled by" not in judged(*own, *older).reason
+    few = judged(*own[:4], *older)
+    assert few.gate.prompts == 21
+    assert "80 of 84 held-out samples were sampled by other policy versions" in few.reason
+    assert judged(*older).outcome == "passed"
 
 
 def test_false_alarms_and_power(trained: tuple[Policy, Eagle3Head, Eagle3Head]) -> None:

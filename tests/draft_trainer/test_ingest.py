@@ -60,6 +60,14 @@ def field(path: str, value: object) -> Mutation:
     return mutate
 
 
+def biased(bias: dict[int, float]) -> Mutation:
+    def mutate(sample: Sample) -> Sample:
+        sample.header.sampling.logit_bias.update(bias)
+        return sample
+
+    return mutate
+
+
 def layers(ids: list[int], convention: int) -> Mutation:
     def mutate(sample: Sample) -> Sample:
         message = tensor_pb2.AuxLayers(ids=ids, convention=convention)  # type: ignore[arg-type]
@@ -105,6 +113,14 @@ BAD: list[tuple[str, Mutation, str, str]] = [
     ("policy_version", field("policy_version", 2), "2", "[1]"),
     ("temperature", field("temperature", 0.0), "0.0", "> 0"),
     ("temperature", field("temperature", float("nan")), "nan", "> 0"),
+    ("prompt", field("prompt", b"short"), "5 bytes", "16"),
+    ("sampling.top_p", field("sampling.top_p", 1.5), "1.5", "1]"),
+    ("sampling.min_p", field("sampling.min_p", -0.1), "-0.1", "[0, 1]"),
+    ("sampling.repetition_penalty", field("sampling.repetition_penalty", 0.0), "0.0", "inf"),
+    ("sampling.presence_penalty", field("sampling.presence_penalty", 3.0), "3.0", "[-2, 2]"),
+    ("sampling.frequency_penalty", field("sampling.frequency_penalty", float("nan")), "nan", "2]"),
+    ("sampling.logit_bias", biased({VOCAB: 1.0}), "1 of them", f"below {VOCAB}"),
+    ("sampling.logit_bias", biased({1: float("inf")}), "1 of them", "finite"),
     ("aux_layers.convention", layers([2, 4, 5], 0), "0", "AFTER_LAYERS"),
     ("aux_layers", layers([1, 4, 5], AFTER), "[1, 4, 5]", "[2, 4, 5]"),
     ("aux_layers", layers([2, 4, 5], OUTPUT), "[3, 5, 6]", "[2, 4, 5]"),

@@ -1,0 +1,125 @@
+"""Held out means the prompt: every window of every completion of it, whatever is masked."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from draft_trainer.ingest.store import SampleStore
+from policy_bridge.session import Session
+from slipstream.errors import RefusedError
+from slipstream.sample import Sample, is_held_out, prompt_hash
+from tests.draft_trainer.samples import all_drawn, open_store, sealed
+from tests.policy_bridge.conftest import VOCAB, make_model
+from tests.policy_bridge.windows import LAYERS, Windows
+
+PROMPTS, COMPLETIONS, MAX_TOKENS = 30, 3, 24
+FRACTION = 0.3
+
+
+@pytest.fixture(scope="module")
+def captured() -> tuple[list[Sample], list[list[int]]]:
+    """Windows of long completions whose loss masks leave out parts, their beginning too."""
+    rng = random.Random(0)
+    windows = Windows(make_model())
+    session = Session("s", LAYERS, torch.arange(VOCAB), MAX_TOKENS, None, ())
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(2, 12))] for _ in range(PROMPTS)]
+    with windows.open(session=session) as capture, torch.no_grad():
+        for prompt in prompts:
+            rows = []
+            for _ in range(COMPLETIONS):
+                size = rng.randrange(10, 90)
+                rows.append(prompt + [rng.randrange(VOCAB) for _ in range(size)])
+            width = max(map(len, rows))
+            ids = torch.zeros(COMPLETIONS, width, dtype=torch.int64)
+            attention, mask = ids.bool(), ids.bool()
+            for row, tokens in enumerate(rows):
+                left = width - len(tokens) if rng.random() < 0.5 else 0
+                columns = slice(left, left + len(tokens))
+                ids[row, columns], attention[row, columns] = torch.tensor(tokens), True
+                mask[row, columns] = torch.rand(len(tokens)) < 0.7
+                mask[row, left : left + len(prompt) + rng.randrange(6)] = False
+            windows.model(input_ids=ids, attention_mask=attention)
+            capture.ship(
+                ids,
+                loss_mask=mask,
+                attention_mask=attention,
+                prompt_lengths=[len(prompt)] * COMPLETIONS,
+                rollout_versions=[1, 0, 1],
+            )
+    return windows.samples, prompts
+
+
+def stored(store: SampleStore, samples: list[Sample]) -> None:
+    for sample in samples:
+        block = torch.from_numpy(store.reserve(sample.nbytes))
+        block.copy_(sample.block[: sample.nbytes])
+        assert store.accept([sealed(Sample(sample.header, block))]) == [True]
+
+
+def test_no_window_of_a_held_out_prompt_trains(
+    tmp_path: Path, captured: tuple[list[Sample], list[list[int]]]
+) -> None:
+    samples, prompts = captured
+    names = {prompt_hash(torch.tensor(prompt)).hex() for prompt in prompts}
+    assert {sample.group for sample in samples} == names and len(names) == PROMPTS
+    later = [sample for sample in samples if int(sample.positions[0]) > 0]
+    assert len(later) > PROMPTS
+    store = open_store(tmp_path, 1 << 22, held_out_fraction=FRACTION)
+    store.begin("run", {})
+    stored(store, samples)
+    held = {sample.sample_id for sample in store.held_out("run")}
+    drawn = set(all_drawn(store))
+    assert held | drawn == {sample.sample_id for sample in samples} and not held & drawn
+    of_prompt: defaultdict[str, set[bool]] = defaultdict(set)
+    for sample in samples:
+        of_prompt[sample.group].add(sample.sample_id in held)
+    assert all(len(both) == 1 for both in of_prompt.values())
+    shares = sum(is_held_out(name, FRACTION) for name in names)
+    assert shares == sum(both == {True} for both in of_prompt.values()) > 3
+
+
+def test_who_sampled_a_window_travels_with_it(
+    captured: tuple[list[Sample], list[list[int]]],
+) -> None:
+    samples, _ = captured
+    by_version = {True: 0, False: 0}
+    for sample in samples:
+        assert sample.header.rollout_policy_version in (0, 1)
+        assert sample.on_policy == (sample.header.rollout_policy_version == 1)
+        by_version[sample.on_policy] += 1
+    assert min(by_version.values()) > PROMPTS // 2
+
+
+def test_without_lengths_the_prompt_is_what_the_mask_leaves_out() -> None:
+    windows = Windows(make_model())
+    ids = torch.arange(40)[None].repeat(2, 1) % VOCAB
+    ids[1, 30:] = 7
+    mask = torch.arange(40)[None].repeat(2, 1) >= 10
+    session = Session("s", LAYERS, torch.arange(VOCAB), 16, None, ())
+    with windows.open(session=session) as capture, torch.no_grad():
+        windows.model(input_ids=ids)
+        capture.ship(ids, loss_mask=mask)
+        windows.model(input_ids=ids)
+        # No prompt at all: each completion stands for itself, with all of its windows.
+        capture.ship(ids, loss_mask=torch.ones_like(mask))
+    groups = {sample.group for sample in windows.samples}
+    assert groups == {prompt_hash(tokens).hex() for tokens in (ids[0, :10], ids[0], ids[1])}
+    assert all(sample.on_policy for sample in windows.samples)
+
+
+def test_lengths_that_cannot_be_are_refused() -> None:
+    windows = Windows(make_model())
+    ids = torch.arange(20)[None]
+    for lengths in ([21], [-1], [1, 1]):
+        with (
+            pytest.raises(RefusedError, match="prompt_lengths"),
+            windows.open() as capture,
+            torch.no_grad(),
+        ):
+            windows.model(input_ids=ids)
+            capture.ship(ids, loss_mask=ids > 4, prompt_lengths=lengths)
