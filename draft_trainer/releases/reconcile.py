@@ -139,7 +139,9 @@ class Reconciler:
         due = [
             address
             for address, found in self._diverged.items()
-            if found.not_before <= now and not isinstance(states[address], Failure)
+            if found.not_before <= now
+            and not isinstance(states[address], Failure)
+            and self._give_up is None
         ]
         for address, answer in fleet.each(self._put_right, due).items():
             self._tried(address, answer)

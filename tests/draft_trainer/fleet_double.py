@@ -38,6 +38,7 @@ class Faults:
         stage: refuse to stage.
         commit: refuse commits that name one of these stage ids.
         lose_answer: commit, then fail the call as if the connection had gone.
+        drop: the same without the commit: "keep" the stages, or "forget" them as a restart does.
         roll_back: refuse to roll back.
         die: cut every connection at the next commit, before or after it is done.
         evil: refuse to stage with this text.
@@ -46,6 +47,7 @@ class Faults:
     stage: bool = False
     commit: set[str] = field(default_factory=set)
     lose_answer: bool = False
+    drop: str = ""
     roll_back: bool = False
     die: str = ""
     evil: str = ""
@@ -155,6 +157,11 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
         self._note("Commit", sorted(request.stage_ids))
         if self.faults.die == "before":
             self._die(context)
+        if self.faults.drop:
+            with self._lock:
+                if self.faults.drop == "forget":
+                    self._staged.clear()
+            context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
         bad = self.faults.commit & set(request.stage_ids)
         if bad:
             error = RefusedError("stage", sorted(bad), "weights that load", "look at the log")

@@ -1,0 +1,209 @@
+"""What happens between two steps of a publish, a trial or a repair: each case alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from draft_trainer.config import CanaryConfig
+from draft_trainer.releases import reconcile
+from draft_trainer.releases.canary import Arm, Batch, Canary, decide
+from draft_trainer.releases.promotions import Promotion, Trial
+from rollout_server.acceptance import AcceptanceGuard, Counters
+from tests.draft_trainer.fleet_rig import Rig
+
+GOOD, RUINED = [70, 50, 30], [2, 0, 0]
+
+
+@pytest.fixture(autouse=True)
+def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconcile, "FIRST_WAIT", 0.0)
+
+
+def test_a_stage_that_still_waits_was_not_committed(rig: Rig) -> None:
+    """The right number is live with other bytes, and the answer to the commit is lost."""
+    rig.publisher.promote(1, pin=False)
+    damaged = rig.doubles[0]
+    damaged.state.draft_sha256 = b"?" * 32
+    damaged.faults.drop = "keep"
+    result = rig.publisher.promote(1, pin=False)
+    outcome = result.outcomes[damaged.address]
+    assert not outcome.draft_committed and "UNAVAILABLE" in outcome.error
+    assert not result.changes
+
+
+@pytest.mark.parametrize("drop", ["keep", "forget"])
+def test_a_policy_of_another_version_was_not_committed(rig: Rig, drop: str) -> None:
+    """The server comes back without its stages, on the policy that it had."""
+    rig.publisher.complete(6, rig.stage_policy(6))
+    stage_id = rig.stage_policy(7)
+    rig.doubles[1].faults.drop = drop
+    outcomes = rig.publisher.complete(7, stage_id).outcomes
+    committed = [outcomes[double.address].committed for double in rig.doubles]
+    assert committed == [True, False, True] and rig.policies == [7, 6, 7]
+
+
+def test_a_draft_under_the_same_number_everywhere_is_on_trial_too(
+    make_rig: Callable[..., Rig],
+) -> None:
+    """Another trainer put it there: nothing is staged, and the pointer follows."""
+    rig = make_rig(2, CanaryConfig())
+    for double in rig.doubles:
+        client = rig.fleet.client(double.address)
+        client.stage(rig.publisher.payloads.get(2))
+        client.commit(["draft-2"])
+    commits = [len(double.commits()) for double in rig.doubles]
+    assert rig.publisher.promote(2, pin=False).draft_version == 2
+    assert [len(double.commits()) for double in rig.doubles] == commits
+    now = rig.promotions.now
+    assert (now.live, now.promoted, now.good) == (2, 2, (0,))
+    assert now.trial is not None and (now.trial.version, now.trial.incumbent) == (2, 0)
+    assert rig.events() == [("committed", 2)]
+    rig.publisher.promote(2, pin=False)
+    assert rig.promotions.now.trial == now.trial, "it is not begun again"
+
+
+def test_a_server_that_is_caught_up_does_not_begin_the_trial_again(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(2, CanaryConfig())
+    rig.publisher.promote(2, pin=False)
+    trial = rig.promotions.now.trial
+    rig.doubles[0].state.draft_version = 0
+    rig.publisher.prepare()
+    assert rig.publisher.complete(0, "").changes
+    assert rig.served == [2, 2] and rig.promotions.now.trial == trial
+    assert rig.promotions.now.intent is None
+    assert "canary_undecided" not in [name for name, _ in rig.events()]
+
+
+def test_a_result_of_a_trial_that_was_replaced_changes_nothing(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release goes live between the look at the figures and what they would have done."""
+    rig = make_rig(1, CanaryConfig())
+    rig.watching(0)
+    rig.draft(0, GOOD, 2000)
+    rig.publisher.promote(1, pin=False)
+    rig.draft(1, RUINED, 2000)
+    real = rig.canary.result
+
+    def replaced(now: Promotion, addresses: Iterable[str]) -> object:
+        found = real(now, addresses)
+        assert found is not None and found.event == "canary_rolled_back"
+        rig.publisher.promote(2, pin=False)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.canary, "result", replaced)
+        assert not rig.publisher.settle()
+    assert rig.served == [2]
+    trial = rig.promotions.now.trial
+    assert trial is not None and trial.version == 2
+
+
+def test_what_was_drafted_before_a_trial_does_not_count(make_rig: Callable[..., Rig]) -> None:
+    """Draft 1 was bad under another policy, was taken back, and is tried again."""
+    rig = make_rig(1, CanaryConfig())
+    rig.watching(0)
+    rig.draft(0, GOOD, 8000)
+    rig.publisher.promote(1, pin=False)
+    rig.draft(1, RUINED, 4000)
+    rig.publisher.roll_back("by hand")
+    rig.publisher.promote(1, pin=False)
+    assert not rig.publisher.settle()
+    for _ in range(40):
+        rig.draft(1, GOOD, 1000)
+        if rig.publisher.settle():
+            break
+    assert rig.served == [1] and rig.promotions.now.good == (0, 1)
+
+
+def test_each_side_of_a_trial_gets_half_of_the_error_rate() -> None:
+    """On as many steps as would do with all of it, there is no verdict yet."""
+    config = CanaryConfig()
+    good, worse = Batch(100, 150, 330), Batch(100, 100, 200)
+
+    def verdict(batches: int, alpha: float) -> bool | None:
+        arms = [Arm(3, config.design_effect) for _ in range(2)]
+        for _ in range(batches):
+            for arm, batch in zip(arms, (worse, good), strict=True):
+                arm.add(batch)
+        return decide(arms[0].interval(alpha), arms[1].interval(alpha), config.max_loss)
+
+    count = next(n for n in range(3, 1000) if verdict(n, config.alpha) is False)
+    assert verdict(count, config.alpha / 2) is None
+
+    class Watch:
+        def since(self, version: int, addresses: Iterable[str], begin: float) -> list[Batch]:
+            return [worse] * count
+
+    canary = Canary(config, 3, Watch())  # type: ignore[arg-type]
+    trial = Trial(1, 0, began_at=1e12)
+    one = ((good.drafts, good.accepted, good.squares),)
+    assert canary.result(Promotion(1, 1, (0,), trial=trial, figures=one * count), ()) is None
+    count *= 2
+    found = canary.result(Promotion(1, 1, (0,), trial=trial, figures=one * count), ())
+    assert found is not None and found.event == "canary_rolled_back"
+
+
+@pytest.mark.parametrize("what", ["another release", "the same"])
+def test_a_repair_commits_what_is_wanted_by_then(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """While a server stages the release again, a sync commits another one on the fleet."""
+    rig.publisher.promote(1, pin=False)
+    rig.promotions.offer(2)
+    rig.publisher.prepare()
+    rig.doubles[0].state.not_ready = "draft read back from memory: worker 0: differs"
+    real = reconcile.stage_on
+
+    def staged(*arguments: object) -> object:
+        answer = real(*arguments)  # type: ignore[arg-type]
+        if what == "another release":
+            rig.publisher.complete(0, "")
+        return answer
+
+    monkeypatch.setattr(reconcile, "stage_on", staged)
+    rig.heal()
+    assert rig.served == ([2, 2, 2] if what == "another release" else [1, 1, 1])
+    left = [i for d in rig.doubles for i in d._state().staged if "healed" in i]
+    assert left == []
+
+
+def test_a_repair_that_cannot_be_committed_leaves_nothing_staged(rig: Rig) -> None:
+    rig.publisher.promote(1, pin=False)
+    rig.doubles[0].state.draft_version = 3
+    rig.doubles[0].faults.commit = {"draft-1-healed-1"}
+    rig.heal()
+    assert rig.served == [3, 1, 1]
+    assert ("Abort", ("draft-1-healed-1",)) in rig.doubles[0].calls
+    assert list(rig.doubles[0]._state().staged) == []
+
+
+def test_a_release_of_which_nothing_is_accepted_is_put_back_twice_at_most(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(2, CanaryConfig())
+    rig.publisher.promote(1, pin=False)
+    bad = rig.doubles[0]
+    for turn in range(4):
+        if bad.state.draft_version == 1:
+            bad.state.not_ready = "acceptance length of draft 1 is 1.00 over 200 drafts"
+        rig.heal()
+        assert rig.served == ([1, 1] if turn < 2 else [0, 0])
+    assert sum("healed" in ids[0] for ids in bad.commits()) == 2
+    assert rig.events()[-1] == ("canary_rolled_back", 1)
+    assert rig.promotions.now.promoted == 0
+
+
+def test_the_words_of_the_servers_guard_are_known() -> None:
+    class Tracker:
+        def counters(self) -> dict[int, Counters]:
+            return {1: Counters(drafts=300, accepted_tokens=0)}
+
+    guard = AcceptanceGuard(Tracker(), 200)  # type: ignore[arg-type]
+    assert guard.check(1, 1) == ""
+    guard._start = (0, 0)
+    assert guard.check(1, 1).startswith(reconcile.NOTHING_ACCEPTED)
