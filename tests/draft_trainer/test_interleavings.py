@@ -10,7 +10,7 @@ from draft_trainer.config import CanaryConfig
 from draft_trainer.releases import reconcile
 from draft_trainer.releases.canary import Arm, Batch, Canary, decide
 from draft_trainer.releases.promotions import Promotion, Trial
-from rollout_server.acceptance import AcceptanceGuard, Counters
+from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
 from tests.draft_trainer.fleet_rig import Rig
 
 GOOD, RUINED = [70, 50, 30], [2, 0, 0]
@@ -199,11 +199,9 @@ def test_a_release_of_which_nothing_is_accepted_is_put_back_twice_at_most(
 
 
 def test_the_words_of_the_servers_guard_are_known() -> None:
-    class Tracker:
-        def counters(self) -> dict[int, Counters]:
-            return {1: Counters(drafts=300, accepted_tokens=0)}
-
-    guard = AcceptanceGuard(Tracker(), 200)  # type: ignore[arg-type]
-    assert guard.check(1, 1) == ""
-    guard._start = (0, 0)
-    assert guard.check(1, 1).startswith(reconcile.NOTHING_ACCEPTED)
+    tracker = AcceptanceTracker()
+    tracker.start(1)
+    guard = AcceptanceGuard(tracker, 200)
+    assert guard.check(1, 0) == ""
+    tracker.record(300, 900, 0, [0, 0, 0])
+    assert guard.check(1, 0).startswith(reconcile.NOTHING_ACCEPTED)
