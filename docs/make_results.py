@@ -67,6 +67,16 @@ def _gains(demo: dict[str, Any]) -> str:
     for arm, name in (("frozen", "frozen draft"), ("adapted", "adapted draft")):
         medians = " | ".join(f"{speed[arm]['median']:.2f}" for speed in speeds.values())
         rows.append(f"| {name} | {lengths[arm]['end']:.2f} | {medians} |")
+    if "followed" in figures:
+        part, loop = figures["followed"]["moving part"], figures["speed_in_the_loop"]
+        moved = (
+            f"While the policy moved ({part['steps']} of its steps) the adapted draft's acceptance "
+            f"length was {part['over_start']:.2f} of its start and {part['over_frozen']:.2f} times "
+            f"the frozen one's, at least {part['minimum_over_start']:.2f} of its start; generating "
+            f"{loop['requests']} completions at once in the loop it was "
+            f"{loop['adapted']['median']:.2f} times as fast as no speculation."
+        )
+        rows += ["", *textwrap.wrap(moved, 108)]
     swap = figures["live_swap_seconds"]["median"] * 1e3
     text = (
         "At the end; speed is relative to no speculation (medians of interleaved rounds), on "
