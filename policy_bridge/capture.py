@@ -245,8 +245,12 @@ class Capture:
                     expected = f"the pass's {list(shape)}"
                     raise RefusedError(name, list(tensor.shape), expected, "pass what was run")
             for layer, aux in zip(self.session.aux_layers, states.aux, strict=True):
+                name, width = f"hidden state after {layer} layers", states.final.shape[-1]
+                if aux.shape[-1] != width:
+                    step = "this policy projects its states before lm_head: it cannot be captured"
+                    expected = f"{width}, the input of lm_head"
+                    raise RefusedError(f"size of the {name}", aux.shape[-1], expected, step)
                 if aux.shape != states.final.shape:
-                    name = f"hidden state after {layer} layers"
                     step = "run lm_head on every position (no logits_to_keep)"
                     raise RefusedError(name, aux.shape, states.final.shape, step)
             if stamp_of(self.weights) != self.weights_stamp:

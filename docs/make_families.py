@@ -1,0 +1,36 @@
+"""``python -m docs.make_families``: the table of policy families in docs/integrations.md.
+
+What ``tests/policy_bridge/families.py`` finds of a tiny random model of each family.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.policy_bridge.families import FAMILIES, Outcome, outcome
+
+PAGE = Path(__file__).resolve().parent / "integrations.md"
+_BEGIN, _END = "<!-- make_families: begin -->\n", "<!-- make_families: end -->\n"
+_HEAD = "| family | class | lm_head | teacher's mass | trained on |\n|---|---|---|---|---|\n"
+
+
+def row(family: str, found: Outcome) -> str:
+    """One line of the table."""
+    name = f"| {family} | `{FAMILIES[family][0]}` |"
+    if found.refused:
+        return f"{name} | | no: `{found.refused}` |"
+    return f"{name} {found.lm_head} | {found.least:.3f} to {found.most:.3f} | yes |"
+
+
+def page() -> str:
+    """The page with the current table."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not end:
+        raise ValueError(f"{PAGE}: no table between {_BEGIN.strip()} and {_END.strip()}")
+    rows = [row(family, outcome(family)) + "\n" for family in FAMILIES]
+    return before + _BEGIN + _HEAD + "".join(rows) + _END + after
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
