@@ -296,14 +296,14 @@ def probed(record: Record, modules: PolicyModules, temperature: float) -> bool:
         RefusedError: the policy's logits are not what its lm_head and ``modules.form`` give.
     """
     states = record.states
-    final, dtype = states.final.flatten(0, 1), states.logits_dtype
+    final, dtype, columns = states.final, states.logits_dtype, states.final.shape[1]
     plain = replace(modules, form=LogitForm())
     if states.returned is not None:
         index = states.returned.index
         if not modules.shards:
-            before = whole_logits(plain, dtype)(final[index])
+            before = whole_logits(plain, dtype)(final[index // columns, index % columns])
         elif states.logits is not None and states.logits_unwritten:
-            before = states.logits.flatten(0, 1)[index].float()
+            before = states.logits[index // columns, index % columns].float()
         else:
             return False
         config = getattr(modules.policy, "config", None)
@@ -316,7 +316,8 @@ def probed(record: Record, modules: PolicyModules, temperature: float) -> bool:
     places = chosen.flatten().nonzero().flatten()
     places = places[torch.linspace(0, len(places) - 1, min(PROBED_ROWS, len(places))).long()]
     tokens = record.token_ids.to(final.device).flatten()[places].long()
-    own = (whole_logits(modules, dtype)(final[places - 1]) / temperature).log_softmax(-1)
+    before = final[places // columns, places % columns - 1]
+    own = (whole_logits(modules, dtype)(before) / temperature).log_softmax(-1)
     given = record.logprobs.to(final.device).flatten()[places]
     check_logprobs(given, own.gather(-1, tokens[:, None]).squeeze(-1))
     return True
