@@ -7,8 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import torch
@@ -39,11 +38,8 @@ _WAITS = (
 )
 
 
-class NullCapture:
+class NullCapture(AbstractContextManager["NullCapture"]):
     """A capture window that captures nothing: no hooks, no copies."""
-
-    def __enter__(self) -> NullCapture:
-        return self
 
     def __exit__(self, *_: object) -> None:
         return None
@@ -52,29 +48,22 @@ class NullCapture:
         """Does nothing; the arguments of ``Capture.ship``."""
 
 
-class NullSyncWindow:
+class NullSyncWindow(AbstractContextManager["NullSyncWindow"]):
     """A sync window that does nothing."""
 
     def __init__(self, version: int) -> None:
         self.result: SyncResult | None = SyncResult(version)
-
-    def __enter__(self) -> NullSyncWindow:
-        return self
 
     def __exit__(self, *_: object) -> None:
         return None
 
     def push_policy(self, source: nn.Module | Mapping[str, torch.Tensor] | None = None) -> None:
         """Raises RefusedError: doing nothing would leave the rollouts on an old policy."""
-        raise RefusedError(
-            "push_policy",
-            "a disabled bridge",
-            "an enabled one",
-            "sync by the framework's own means",
-        )
+        step = "sync by the framework's own means"
+        raise RefusedError("push_policy", "a disabled bridge", "an enabled one", step)
 
 
-class DisabledBridge:
+class DisabledBridge(AbstractContextManager["DisabledBridge"]):
     """The methods of ``PolicyBridge``, doing nothing: no thread, no connection."""
 
     policy_version: int | None = None
@@ -82,9 +71,6 @@ class DisabledBridge:
 
     def __init__(self) -> None:
         self._counters = Counters()
-
-    def __enter__(self) -> DisabledBridge:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -127,7 +113,7 @@ class DisabledBridge:
         """Nothing to close."""
 
 
-class PolicyBridge:
+class PolicyBridge(AbstractContextManager["PolicyBridge"]):
     """Captures samples in a policy's own forward passes, and wraps its weight syncs.
 
     Used from the training loop's thread. Owns its background threads and connections; ``close`` (or
@@ -161,15 +147,14 @@ class PolicyBridge:
         self._modules = self._or_off(
             find_modules, model, config.modules, config.logit_scale, config.logit_soft_cap
         )
-        self._matrices = PolicyMatrices(self._modules) if self._modules else None
+        self._matrices = PolicyMatrices(self._modules) if self._modules is not None else None
         self._selector = selector or UniformRandom(config.seed)
         self._outbox = Outbox(config.outbox_bytes, self._counters)
-        self._copier = Copier(torch.device("cpu"))
-        self._device = "cpu"
-        trainer = partial(open_channel, config.trainer, credentials=config.trainer_credentials)
-        self._channel = trainer()
+        self._copier, self._device = Copier(torch.device("cpu")), "cpu"
+        trainer, credentials = config.trainer, config.trainer_credentials
+        self._channel = open_channel(trainer, credentials=credentials)
         # Weight syncs must not wait behind states that a slow trainer has not read yet.
-        self._sync_channel = trainer(own_connection=True)
+        self._sync_channel = open_channel(trainer, credentials=credentials, own_connection=True)
         self._trainer = pb_grpc.DraftTrainerStub(self._sync_channel)
         self._fleet = RolloutFleet(config)
         # Unique over processes and restarts that continue one run.
@@ -197,9 +182,6 @@ class PolicyBridge:
     def disabled() -> DisabledBridge:
         """A bridge that does nothing, with the same methods."""
         return DisabledBridge()
-
-    def __enter__(self) -> PolicyBridge:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

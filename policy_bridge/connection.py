@@ -221,11 +221,7 @@ class Connection:
             return None, str(error)
 
     def _send_next(self, stream: StateStream, session: Session) -> list[str]:
-        """Do what is next: give up what does not fit, register a version, or send a batch.
-
-        Returns:
-            The ids of the samples that were sent.
-        """
+        """Give up what does not fit, register a version, or send a batch; the ids of that."""
         entry = self._outbox.peek(0.0)
         layers = encode_layers(session.aux_layers)
         if entry is not None and entry.header.aux_layers != layers:

@@ -149,12 +149,9 @@ def state_dtype(wanted: torch.dtype | None, state: torch.Tensor) -> torch.dtype:
 def candidates_of(
     index: int, record: Record, token_bytes: int, max_sample_tokens: int
 ) -> list[Candidate]:
-    """Every sequence of a pass on the host, or the windows of it, that could be sent.
+    """Every sequence (or window of it) of the pass ``index`` that could be sent.
 
-    ``index`` is the pass's place among those that are chosen from.
-
-    Raises:
-        RefusedError: an acceptance that does not fit the pass.
+    Raises RefusedError: an acceptance that does not fit the pass.
     """
     scores = scores_of("acceptance", record.acceptance, len(record.spans))
     return [
@@ -175,13 +172,10 @@ def candidates_of(
 def sampled_of(
     record: Record, chosen: Candidate, modules: PolicyModules, temperature: float
 ) -> Floats | None:
-    """Log-probs and logits of the chosen tokens; None where one that is read is not finite.
+    """Log-probs and logits of the chosen tokens, float32 [2, T]; None where one is not finite.
 
     What is not read is 0: those of the first token, and where they are not finite those outside
     the loss mask.
-
-    Returns:
-        float32 [2, T].
     """
     pair = _sampled(record, modules, temperature, chosen.row, slice(chosen.start, chosen.end))
     found = torch.stack([values.to("cpu", torch.float32) for values in pair]).numpy()
@@ -219,13 +213,8 @@ def fill(sample: Sample, chosen: Chosen) -> None:
 def gather_into(host: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """Fill ``host`` with ``parts`` side by side, cast to its dtype.
 
-    On the host that is one copy of each part, in blocks that take no second core. From a device
-    the parts are concatenated and cast there, then copied once; ``host`` is complete when the
-    current stream is (at once, where its memory is not pinned).
-
-    Args:
-        host: [T, sum of widths], CPU.
-        parts: [T, width] each, on one device.
+    [T, width] each, into [T, sum of widths] on the CPU. On the host in blocks that take no second
+    core; from a device in one copy, complete when the current stream is.
     """
     if parts[0].device.type != "cpu":
         host.copy_(torch.cat([part.to(host.dtype) for part in parts], -1), non_blocking=True)
@@ -246,14 +235,8 @@ def without_logits(
 ) -> Record:
     """The record without the pass's logits, which are large: the sampled ones are picked out.
 
-    Args:
-        record: of a pass.
-        modules: the policy.
-        temperature: of the log-probs.
-        whole: every token's logit and log-prob must be there, for weights that cannot be read
-            later: those that are spread over ranks, and those on a device, which the policy may
-            have changed when the side stream gets to them. Otherwise what the pass does not tell is
-            computed later, for the chosen tokens, also where the loop wrote into its logits since.
+    What the pass does not tell is computed later, for the chosen tokens alone; with ``whole`` now,
+    for every token: where the weights cannot be read later.
 
     Raises:
         RefusedError: (whole) weights that are spread, of a pass whose logits were not seen; logits
@@ -330,16 +313,7 @@ def sampled_logits(
 
     The sum is taken in float32 and rounded to ``dtype``, as a matrix product with float32
     accumulation does: a log-probability that the policy derived from its bfloat16 logits then
-    gives back its own log Z.
-
-    Args:
-        final: [T, H].
-        token_ids: [T], whole numbers below V, on the same device.
-        modules: the policy.
-        dtype: of its logits.
-
-    Returns:
-        float32 [T]; the first is 0.
+    gives back its own log Z. States [T, H] and whole numbers [T] to float32 [T]; the first is 0.
     """
     target = token_ids[1:].long()
     rows = modules.head_weight[target].to(dtype).float()
@@ -356,10 +330,9 @@ def sampled_logprobs(
     dtype: torch.dtype,
     temperature: float,
 ) -> torch.Tensor:
-    """The log-probability of each token given those before it, at ``temperature``.
+    """The log-probability of each token given those before it; as ``sampled_logits``.
 
-    Goes through the full vocabulary in blocks of rows, so that a long sequence does not need
-    [T, V] floats at once. Arguments and result as ``sampled_logits``.
+    In blocks of rows, so that a long sequence does not need [T, V] floats at once.
     """
     blocks = [final.new_zeros(1, dtype=torch.float32)]
     logits_of = whole_logits(modules, dtype)
@@ -382,10 +355,7 @@ def whole_logits(
 
 
 def picked_logits(logits: torch.Tensor, token_ids: torch.Tensor, form: LogitForm) -> torch.Tensor:
-    """The policy's logits [B, S] of the tokens [B, S], of its lm_head's output [B, S, V].
-
-    Float32; column 0 is 0.
-    """
+    """float32 [B, S] of tokens [B, S], of lm_head's output [B, S, V]; column 0 is 0."""
     target = token_ids[:, 1:, None].long().to(logits.device)
     picked = logits[:, :-1].gather(-1, target).squeeze(-1)
     return F.pad(form.apply(picked).float(), (1, 0))

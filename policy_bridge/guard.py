@@ -29,16 +29,11 @@ MAX_REFUSALS_IN_A_ROW = 16
 class Cause(Enum):
     """What a refusal is about, and with it when it ends."""
 
-    MODEL = "model"
-    """The policy cannot be captured: never."""
-    BRIDGE = "bridge"
-    """A thread of the bridge ended with an error: never."""
-    VERSION = "version"
-    """The policy's version went backwards: with one that rises."""
-    TRAINER = "trainer"
-    """The trainer refused the run or its samples: when it takes the run, or at the next version."""
-    CALL = "call"
-    """A wrong call in a window: with the next window that is right."""
+    MODEL = "never: the policy cannot be captured"
+    BRIDGE = "never: a thread of the bridge ended with an error"
+    VERSION = "with a version that rises"
+    TRAINER = "when the trainer takes the run, or at the next version"
+    CALL = "with the next window whose calls are right"
 
 
 def thread_ended(which: str) -> RefusedError:
@@ -107,11 +102,13 @@ class CaptureGuard:
                 self.connection.wait_first_attempt(self._config.connect_seconds)
             session = self.connection.session
             self.check_trainer()
-        known = session.latest_policy_version if session and self.version is None else None
-        floor = max((v for v in (self.version, known) if v is not None), default=None)
-        # The first version of a bridge may be the trainer's newest: a policy that was resumed.
-        resumed = self.version is None and version == known
-        if floor is not None and version <= floor and not resumed:
+        known = session.latest_policy_version if session else None
+        floor = self.version
+        # What the trainer knows beyond this bridge's versions is of a job before this one, or of
+        # another rank. Its newest may be this one: a policy that was resumed, or is that rank's.
+        if known is not None and known > (-1 if floor is None else floor) and version != known:
+            floor = known
+        if floor is not None and version <= floor:
             step = "count the policy's versions up, or choose another run_id"
             error = RefusedError("policy_version", version, f"> {floor}", step)
             self.refuse(Cause.VERSION, error)

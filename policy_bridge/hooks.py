@@ -105,10 +105,7 @@ def version_of(tensor: torch.Tensor) -> int:
 class ForwardTap:
     """Hooks on one policy, in place from ``__enter__`` to ``__exit__``.
 
-    Args:
-        modules: the policy.
-        layers: "after L layers" numbers, ascending, each below the number of layers.
-        returned: keep some of the logits that the model returns.
+    For the states after each of ``layers``; ``returned``: for some of the model's own logits too.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ prometheus_client is not among the bridge's own packages: nothing else here impo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import fields
 from operator import attrgetter
 from typing import Protocol
 
@@ -36,18 +36,6 @@ class Counting(Protocol):
         ...
 
 
-def _counted(
-    name: str, help: str, field: str = "", label: str = "", values: Sequence[str] = ()
-) -> Fact[BridgeStats]:
-    """A counter that is a field of the statistics, of the same name if none is given."""
-    read = attrgetter(field or name)
-    return Fact(name, help, read, {label: values} if label else {}, "counter")
-
-
-def _number(name: str, help: str) -> Fact[BridgeStats]:
-    return Fact(name, help, attrgetter(name))
-
-
 def _refused(stats: BridgeStats) -> Value:
     """By the first word of the field, as the trainer counts: a bounded set."""
     fields: Counter[str] = Counter()
@@ -60,7 +48,11 @@ _PHASES = ("prepare", "stage", "commit")
 _OUTCOMES = ("accepted", "duplicate", "refused")
 _CAPTURES = {"taken": "captures", "skipped": "captures_skipped", "refused": "captures_refused"}
 FACTS: tuple[Fact[BridgeStats], ...] = (
-    _number("connected", "1 while a run is open and its stream is up."),
+    *(
+        Fact(f.name, f.metadata["help"], attrgetter(f.name), {}, f.metadata["kind"])
+        for f in fields(BridgeStats)
+        if f.metadata
+    ),
     Fact(
         "transport",
         "1; the label says how the states travel. No series before the first stream.",
@@ -72,7 +64,6 @@ FACTS: tuple[Fact[BridgeStats], ...] = (
         "1 while the next capture window would take states.",
         lambda s: not s.capture_off_reason,
     ),
-    _counted("connects", "Runs opened, the first included."),
     Fact(
         "captures",
         "Capture windows: `taken`; `skipped` because capture was off; `refused` for a call that "
@@ -81,13 +72,6 @@ FACTS: tuple[Fact[BridgeStats], ...] = (
         {"outcome": tuple(_CAPTURES)},
         "counter",
     ),
-    _counted("captured_tokens", "Unpadded tokens of the forward passes given to `ship`."),
-    _counted("chosen_samples", "Samples that the selector took of them."),
-    _counted("chosen_tokens", "Tokens of these."),
-    _counted("not_chosen_samples", "Samples that it left, to stay within the budget."),
-    _counted("sent_samples", "Samples sent, repeats included."),
-    _counted("sent_bytes", "Bytes of these, through shared memory or serialized."),
-    _counted("resent_samples", "Repeats after a lost stream."),
     Fact(
         "acknowledgements",
         "The trainer's answers.",
@@ -102,17 +86,20 @@ FACTS: tuple[Fact[BridgeStats], ...] = (
         {"field": ()},
         "counter",
     ),
-    _counted("shed_samples", "Samples given up, by reason.", "shed", "reason", SHED_REASONS),
-    _counted("shed_bytes", "Bytes of samples given up."),
-    _number("outbox_samples", "Samples that wait, unacknowledged ones included."),
-    _number("outbox_bytes", "Bytes of the samples that wait."),
-    _number("outbox_capacity_bytes", "Bound of `outbox_bytes`."),
-    _number("policy_version", f"Last policy version whose sync ended well. {_NO_SYNC}"),
-    _counted("announced_policies", "Policy versions that the trainer was told of.", "announced"),
-    _counted("syncs", "Sync windows that ended well."),
-    _counted("waiting_pushes", "Windows whose push waits for the trainer to name the servers."),
-    _counted("late_pushes", "Waiting pushes that a later capture window made good."),
-    _counted("servers_left_out", "Rollout servers that a window left out as unreachable."),
+    Fact(
+        "shed_samples",
+        "Samples given up, by reason.",
+        attrgetter("shed"),
+        {"reason": SHED_REASONS},
+        "counter",
+    ),
+    Fact(
+        "announced_policies",
+        "Policy versions that the trainer was told of.",
+        attrgetter("announced"),
+        {},
+        "counter",
+    ),
     Fact(
         "last_sync_seconds",
         f"Time of the last sync: staging the draft, staging the policy, committing. {_NO_SYNC}",

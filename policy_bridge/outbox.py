@@ -147,10 +147,7 @@ class Outbox:
         self._closed = ""  # Why, once it is.
 
     def takes(self, nbytes: int, version: int, priority: int) -> bool:
-        """Whether ``put`` would take such a sample now; False is counted as shed.
-
-        Asked before a block is copied from the policy's device. Arguments as ``put``.
-        """
+        """Whether ``put`` would take such a sample, not copied yet; False is counted as shed."""
         with self._changed:
             reason = self._obstacle(nbytes, (version, priority))
             if reason:
@@ -158,12 +155,7 @@ class Outbox:
             return not reason
 
     def put(self, sample: Sample, priority: int = 0) -> bool:
-        """Take a sample, whose block is written to the file, or count it as shed.
-
-        Args:
-            sample: its ``nbytes`` count against the bound.
-            priority: 0 to ``PRIORITIES`` - 1.
-        """
+        """Take a sample, whose block is written to the file, or count it as shed."""
         nbytes = sample.nbytes
         block = sample.block[:nbytes].numpy()
         header = pb.VerifierStates()

@@ -174,19 +174,10 @@ def windows(
     max_tokens: int,
     acceptance: float | None = None,
 ) -> list[Candidate]:
-    """One sequence as candidates of at most ``max_tokens`` tokens.
+    """One sequence from column ``start`` on, as candidates of at most ``max_tokens`` tokens.
 
-    A sequence that fits is one candidate. A longer one is cut into windows; each
-    repeats the tail of the one before as context that is not trained on again.
-    Candidates with nothing to train on are left out.
-
-    Args:
-        forward, row: see ``Candidate``.
-        start: column of the sequence's first token.
-        loss_mask: of the sequence, padding excluded.
-        token_bytes: see ``bytes_per_token``.
-        max_tokens: the longest sample that the trainer takes.
-        acceptance: see ``Candidate``.
+    One that does not fit is cut into windows; each repeats the tail of the one before as context
+    that is not trained on again. Those with nothing to train on are left out.
     """
     length = len(loss_mask)
     context = min(CONTEXT_TOKENS, max_tokens // 4)

@@ -117,11 +117,8 @@ _SHARE = 0.02
 class Pace:
     """Pauses of one thread between blocks, in proportion to the CPU time that each block took.
 
-    A thread that copies under the interpreter's lock stops the policy's thread for as long.
-
-    Args:
-        nbytes: how many there are to work on; for a block or less there is no pause.
-        most_seconds: bound on all pauses together; ahead of the share.
+    A thread that copies under the interpreter's lock stops the policy's thread for as long. All
+    pauses together take ``most_seconds`` at most, and none where there is one block or less.
     """
 
     def __init__(self, nbytes: int, most_seconds: float) -> None:
@@ -224,14 +221,9 @@ class Announcer:
             return self._knows(version) and version not in self._dropped
 
     def announce(self, version: int, timeout: float) -> None:
-        """Tell the trainer of one version: its matrices, where it lacks one of that content.
+        """Tell the trainer of a version that is due: its matrices, where it lacks their content.
 
-        Args:
-            version: that is due.
-            timeout: seconds for sending it; half of that more for hashing it and sending again.
-
-        Raises:
-            grpc.RpcError: refused or failed.
+        Within ``timeout`` seconds, half of that more for hashing. Raises grpc.RpcError.
         """
         with self._lock:
             session, snapshot = self._session, self._snapshots.get(version)
@@ -314,16 +306,11 @@ class PolicyMatrices:
     def snapshot(self, session: Session | None, policy_version: int) -> PolicySnapshot | None:
         """lm_head's rows (and bias) of the draft vocabulary and the embeddings, on the CPU.
 
-        Of a policy that is spread over ranks these, and nothing else, are
-        gathered if any rank has a session. So there this is a collective call, made by
-        all ranks alike whether or not they reach the trainer.
+        Of a policy that is spread over ranks these, and nothing else, are gathered if any rank has
+        a session: there it is a collective call, whether or not a rank reaches the trainer. A
+        rank whose ``session`` is None gets None.
 
-        Args:
-            session: says which rows; None: this rank wants none, and gets None.
-            policy_version: whose weights these are.
-
-        Raises:
-            RefusedError: the policy was sharded after the bridge was built.
+        Raises RefusedError: the policy was sharded after the bridge was built.
         """
         modules = self._modules
         head, bias, embed = modules.head_weight, modules.head_bias, modules.embed_weight

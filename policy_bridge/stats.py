@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from slipstream.errors import RefusedError
     from slipstream.v1 import draft_trainer_pb2 as pb
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,30 @@ class SyncResult:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
 
+def _counter(help: str) -> int:
+    return field(default=0, metadata={"kind": "counter", "help": help})  # type: ignore[no-any-return]
+
+
+def _gauge(default: T, help: str) -> T:
+    return field(default=default, metadata={"kind": "gauge", "help": help})  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class BridgeStats:
-    """A snapshot. Counters count since the bridge was built."""
+    """A snapshot. Counters count since the bridge was built.
 
-    connected: bool = False
-    """A run is open and its stream is up."""
+    A field that says its kind is a metric of that name and text for Prometheus too
+    (``policy_bridge.metrics``).
+    """
+
+    connected: bool = _gauge(False, "1 while a run is open and its stream is up.")
     transport: str = ""
     """Of the states, "shared_memory" or "grpc"; empty before the first stream."""
     transport_reason: str = ""
     """Why the states do not go through shared memory; empty when they do."""
-    policy_version: int | None = None
-    """The last version whose sync ended well; None before it."""
+    policy_version: int | None = _gauge(
+        None, "Last policy version whose sync ended well. No series before the first sync."
+    )
     captures: int = 0
     """Capture windows that took states."""
     captures_skipped: int = 0
@@ -62,20 +76,13 @@ class BridgeStats:
     capture_off_reason: str = ""
     """Why the next window would take nothing, or why the last one was refused; empty while
     capture is on."""
-    captured_tokens: int = 0
-    """Unpadded tokens of the forward passes given to ``ship``."""
-    chosen_samples: int = 0
-    """Samples that the selector took of them."""
-    chosen_tokens: int = 0
-    """Tokens of these."""
-    not_chosen_samples: int = 0
-    """Samples that it left, to stay within the budget."""
-    sent_samples: int = 0
-    """Samples that went out, repeats included."""
-    sent_bytes: int = 0
-    """Bytes of these: serialized ones and those that went through shared memory."""
-    resent_samples: int = 0
-    """Repeats after a lost stream."""
+    captured_tokens: int = _counter("Unpadded tokens of the forward passes given to `ship`.")
+    chosen_samples: int = _counter("Samples that the selector took of them.")
+    chosen_tokens: int = _counter("Tokens of these.")
+    not_chosen_samples: int = _counter("Samples that it left, to stay within the budget.")
+    sent_samples: int = _counter("Samples sent, repeats included.")
+    sent_bytes: int = _counter("Bytes of these, through shared memory or serialized.")
+    resent_samples: int = _counter("Repeats after a lost stream.")
     accepted: int = 0
     """Samples that the trainer took."""
     duplicate: int = 0
@@ -86,28 +93,19 @@ class BridgeStats:
     """These by the field that the refusal names."""
     shed: Mapping[str, int] = field(default_factory=dict)
     """Samples given up, by reason."""
-    shed_bytes: int = 0
-    """Bytes of them."""
-    outbox_samples: int = 0
-    """Samples waiting now, unacknowledged ones included."""
-    outbox_bytes: int = 0
-    """Bytes of these."""
-    outbox_capacity_bytes: int = 0
-    """Bound of these."""
+    shed_bytes: int = _counter("Bytes of samples given up.")
+    outbox_samples: int = _gauge(0, "Samples that wait, unacknowledged ones included.")
+    outbox_bytes: int = _gauge(0, "Bytes of the samples that wait.")
+    outbox_capacity_bytes: int = _gauge(0, "Bound of `outbox_bytes`.")
     announced: int = 0
     """Policy versions that the trainer was told of."""
-    connects: int = 0
-    """Runs opened, the first included."""
-    syncs: int = 0
-    """Sync windows that ended well."""
-    waiting_pushes: int = 0
-    """Of these, windows that ended before any rollout server was known; see ``push_policy``."""
-    late_pushes: int = 0
-    """Waiting pushes that a later ``capture`` made good."""
-    servers_left_out: int = 0
-    """Rollout servers that a window left out, one count for each window and server."""
+    connects: int = _counter("Runs opened, the first included.")
+    syncs: int = _counter("Sync windows that ended well.")
+    waiting_pushes: int = _counter("Windows whose push waits for the trainer to name the servers.")
+    late_pushes: int = _counter("Waiting pushes that a later capture window made good.")
+    servers_left_out: int = _counter("Rollout servers that a window left out as unreachable.")
     last_sync: SyncResult | None = None
-    """The newest of them; None before it."""
+    """The newest sync that ended well; None before it."""
     last_error: str = ""
     """The newest error of the trainer's side; empty if none."""
 

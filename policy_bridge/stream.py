@@ -21,12 +21,8 @@ class StateStream:
 
     Owns one thread, which reads answers. The credit bounds what waits in gRPC.
 
-    Args:
-        channel: to the trainer.
-        header: the session, and the file of its blocks.
-        on_open: told, before the first credit is there to be used, why the trainer reads no file;
-            empty where it reads it. Called from the reading thread, as the other one is.
-        on_acks: told of acknowledgements.
+    From that thread ``on_open`` is told, before the first credit is there to be used, why the
+    trainer reads no file (empty where it reads it), and ``on_acks`` of acknowledgements.
 
     Attributes:
         credit: bytes that may be sent now.

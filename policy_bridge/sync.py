@@ -179,14 +179,10 @@ class SyncWindow:
     """``with bridge.sync(version) as window: ...``
 
     Attributes:
-        version: of the policy.
         model: whose weights ``push_policy`` pushes by default.
-        config: of the bridge.
-        trainer: the sidecar.
-        session: its open run; None while it cannot be reached.
+        session: the open run; None while the trainer cannot be reached.
         servers: host:port of every rollout server.
         fleet_known: whether these are all that there are: the trainer told of its own, or cannot.
-        fleet: the connections to them.
         lead: whether this process stages the draft and pushes the policy.
         result: what was done; set at the end of the window.
         trainer_silent: whether the trainer let a deadline pass.

@@ -150,6 +150,29 @@ def test_an_absent_trainer_leaves_null_windows_until_it_comes(
     assert len(trainer.samples) == 3
 
 
+def test_a_resumed_job_that_starts_before_its_trainer_is_told_of_newer_versions(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    """Or its samples would be trained with the matrices that another job gave these versions."""
+    model, data = make_model(), batch((8,))
+    with trainer.serve() as server, connect(server.address, model=model) as before:
+        with before.sync(7):
+            pass
+        trainer.wait_for(lambda: 7 in trainer.tensors)
+    bridge = connect(server.address, model=model, wait=False, connect_seconds=0.05, version=3)
+    with trainer.serve(server.port):
+        assert bridge.wait_connected(DEADLINE)
+        with bridge.sync(4):
+            pass
+        ship(bridge, model, data)
+        assert "policy_version: found 4, expected > 7" in bridge.stats().capture_off_reason
+        with bridge.sync(8):
+            pass
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+    assert [sample.policy_version for sample in trainer.samples.values()] == [8]
+
+
 def test_a_trainer_that_never_answers_costs_only_the_deadlines(connect: Connect) -> None:
     model, data = make_model(), batch((10,))
     with BlackHole() as address:
