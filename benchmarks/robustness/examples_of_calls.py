@@ -29,7 +29,7 @@ def _foreign(specs: Sequence[tensor_pb2.TensorSpec]) -> None:
         if spec.name in ("d2t", "t2d"):
             # Another vocabulary is refused before anything else is looked at.
             continue
-        spec.sha256 = hashlib.sha256(b"nobody's " + spec.sha256).digest()
+        spec.sha256 = hashlib.sha256(b"another " + spec.sha256).digest()
 
 
 class Calls:
@@ -66,7 +66,7 @@ class Calls:
             "Stage": lambda: self._stage,
             "PrepareSync": lambda: [pb.PrepareSyncRequest(session_id=session_id, policy_version=1)],
             "Abort": lambda: [rollout_pb.AbortRequest(stage_ids=["a", "b"])],
-            "Commit": lambda: [rollout_pb.CommitRequest(stage_ids=["nobody's"])],
+            "Commit": lambda: [rollout_pb.CommitRequest(stage_ids=["unknown"])],
             "Check": lambda: [health_pb2.HealthCheckRequest(service="")],
             "Watch": lambda: [health_pb2.HealthCheckRequest(service="")],
             "ServerReflectionInfo": lambda: [

@@ -24,7 +24,7 @@ def test_nothing_acknowledged_is_lost_or_trained_twice(tmp_path: Path) -> None:
     plan.sort(key=lambda row: row[1] == GRPC)
     rig = Rig(tmp_path, PATIENCE, pace=0.05)
     try:
-        # No bound on a call of the bridge: a machine of a test may stand still.
+        # No bound on a call of the bridge: the machine of a test may be busy.
         table = run(rig, plan, random.Random(0), longest_call=PATIENCE, seconds=10 * PATIENCE)
     finally:
         rig.stop()

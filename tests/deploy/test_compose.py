@@ -1,4 +1,4 @@
-"""compose.yml: read by Compose itself where there is one, and of one mind with the programs."""
+"""compose.yml: read by Compose itself where there is one, and in agreement with the programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Dockerfiles: linted, and of one mind with the programs. ``prove.sh`` builds one for real."""
+"""The Dockerfiles: linted, and in agreement with the programs. ``prove.sh`` builds one for real."""
 
 from __future__ import annotations
 

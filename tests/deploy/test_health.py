@@ -1,4 +1,4 @@
-"""The probe of the images: says yes only where somebody serves."""
+"""The probe of the images succeeds only where a server serves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def server(servicer: health.HealthServicer) -> Iterator[grpc.Server]:
     server.stop(grace=None).wait(5)
 
 
-def test_it_says_yes_only_where_somebody_serves(
+def test_it_succeeds_only_where_a_server_serves(
     server: grpc.Server, servicer: health.HealthServicer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -42,7 +42,7 @@ def test_it_says_yes_only_where_somebody_serves(
     assert main([address]) == 0
     assert main([address, "one/ready"]) == 1
     assert capsys.readouterr().err == "not serving\n"
-    assert main([address, "nobody"]) == 1
+    assert main([address, "unknown"]) == 1
     assert capsys.readouterr().err.startswith("NOT_FOUND")
     servicer.set("one/ready", STATUS.SERVING)
     assert main([address, "one/ready"]) == 0

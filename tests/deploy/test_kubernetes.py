@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: sound by Kubernetes' own schemas, and of one mind with the programs."""
+"""The Kubernetes manifests: sound by Kubernetes' own schemas, in agreement with the programs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_ring_is_memory_of_both_containers(manifests: list[Manifest]) -> Non
     for name in ("policy", "draft-trainer"):
         mounted = {m["name"]: m["mountPath"] for m in container(manifests, name)["volumeMounts"]}
         assert mounted["ring"] == server.shared_memory
-        # What lies there counts as memory of whoever wrote it.
+        # Its pages count as memory of the container that wrote them.
         assert size(container(manifests, name)["resources"]["limits"]["memory"]) > room
 
 
@@ -160,8 +160,8 @@ def test_the_control_planes_are_reached_by_the_policys_pod_alone(manifests: list
     assert policies.keys() == {"rollout-server", "policy"}
     for rule in policies["rollout-server"]["ingress"]:
         if 50061 in {port["port"] for port in rule["ports"]}:
-            (whom,) = rule["from"]
-            assert whom["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "policy"
+            (peer,) = rule["from"]
+            assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "policy"
     opened = {p["port"] for rule in policies["policy"]["ingress"] for p in rule["ports"]}
     assert opened == {trainer_config(manifests).server.metrics_port}
     assert policies["rollout-server"].get("egress", []) == []

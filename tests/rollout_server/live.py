@@ -29,8 +29,8 @@ class Live(RolloutServer):
 
     def generate(self, batch: Sequence[list[int]], tokens: int = 40) -> list[Completion]:
         """Greedy completions, ``IN_FLIGHT`` requests at a time. Raises on any failure."""
-        # The server closes a connection that was idle for 5 s, httpx's own limit: a machine that
-        # stood still used one just then.
+        # The server closes a connection that was idle for 5 s, httpx's own limit: a slow machine
+        # may use one just then.
         fresh = httpx.Limits(max_keepalive_connections=0)
         with (
             httpx.Client(base_url=self.http, timeout=120, limits=fresh) as client,
