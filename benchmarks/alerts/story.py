@@ -130,6 +130,7 @@ class Story:
         fed = time.monotonic()
         yield self._seen("SlipstreamPublishFailing", "a deadline that staging cannot keep", began)
         yield self._seen("SlipstreamNotTraining", "every sample is held out", fed)
+        yield self._seen("SlipstreamNotReleasing", "the same", fed)
         rig.policy.use([rig.urls[A]])
         killed = time.monotonic()
         rig.kill_server(B)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from draft_trainer.config import TrainerConfig
 from draft_trainer.releases.gate import MIN_CLUSTERS
@@ -31,22 +31,17 @@ REFUSED_SHARE = EVICTED_SHARE = 0.1
 """Of samples; below it a run is healthy: the first ones of a policy version may come too early."""
 
 
+PARTS = ("policy", "samples", "training", "gate", "release", "servers", "trial")
+"""In the order in which a release comes about."""
+
+
 def diagnose(status: TrainerStatus, config: TrainerConfig) -> list[Diagnosis]:
-    """Every part in the order in which a release comes about: policy, samples, training, gate,
-    release, servers, trial."""
-    parts: dict[str, Callable[[TrainerStatus, TrainerConfig], Found]] = {
-        "policy": _policy,
-        "samples": _samples,
-        "training": _training,
-        "gate": _gate,
-        "release": _release,
-        "servers": _servers,
-        "trial": _trial,
-    }
-    found = {part: examine(status, config) for part, examine in parts.items()}
+    """How each of ``PARTS`` stands."""
+    examine = (_policy, _samples, _training, _gate, _release, _servers, _trial)
+    found = [each(status, config) for each in examine]
     return [
         Diagnosis(part=part, severity=severity, found=clean(text), next_step=next_step)
-        for part, (severity, text, next_step) in found.items()
+        for part, (severity, text, next_step) in zip(PARTS, found, strict=True)
     ]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from draft_trainer.counters import PREFIX, Counters
+from draft_trainer.server.diagnosis import PARTS, PROBLEM
 from slipstream.errors import Refusals
 from slipstream.metrics import Fact, FactCollector, Value
 from slipstream.security import REASONS
@@ -148,6 +149,13 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
         _gate("difference_half_width"),
     ),
     Fact("gate_anchors", f"Held-out anchors of the last gate result. {_NO_GATE}", _gate("anchors")),
+    Fact(
+        "problem",
+        "1 where a part of the way from the policy to released drafts does not go on by itself; "
+        "`draft-trainer doctor` says what to do.",
+        lambda s: {one.part: one.severity == PROBLEM for one in s.diagnosis},
+        {"part": PARTS},
+    ),
     Fact(
         "servers",
         "Rollout servers when they were last asked: `known` ones, `reachable` of them, `ready` of "

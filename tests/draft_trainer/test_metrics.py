@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from draft_trainer.counters import Counters, by_label
 from draft_trainer.server.metrics import facts, trainer_registry
 from slipstream.errors import Refusals, StatusCode
-from slipstream.v1.console_pb2 import TrialView
+from slipstream.v1.console_pb2 import Diagnosis, TrialView
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
 from slipstream.v1.release_pb2 import GateFigures, Verdict
 from tests.draft_trainer.fleet_rig import Rig
@@ -104,6 +104,7 @@ def test_everything_has_a_series_once_it_is_known() -> None:
         streams={"grpc": 1, "shared_memory": 2},
         servers_by_state={"known": 4, "reachable": 3, "ready": 2, "current": 1},
         trial=TrialView(draft_version=3),
+        diagnosis=[Diagnosis(part="gate", severity=Diagnosis.SEVERITY_PROBLEM)],
         last_verdict=Verdict(
             gate=GateFigures(
                 candidate_acceptance_length=2.5,
