@@ -19,7 +19,14 @@ from benchmarks.alerts.policy_loop import PolicyLoop
 from benchmarks.alerts.sightings import Sightings
 from examples.arithmetic_grpo.processes import Service, ServiceError, free_port
 from examples.local_prometheus import LocalPrometheus
-from examples.local_services import ARITHMETIC, ONE_THREAD, READY_TIMEOUT, RolloutServer, script
+from examples.local_services import (
+    ARITHMETIC,
+    LOGPROBS,
+    ONE_THREAD,
+    READY_TIMEOUT,
+    RolloutServer,
+    script,
+)
 from policy_bridge import BridgeConfig
 from policy_bridge.metrics import BridgeCollector
 
@@ -38,7 +45,9 @@ class Rig:
 
     def __init__(self, folder: Path, faster: float, interval: float) -> None:
         self._folder = folder
-        self.servers = [RolloutServer(folder / f"rollout-{name}.log") for name in ("a", "b")]
+        self.servers = [
+            RolloutServer(folder / f"rollout-{name}.log", *LOGPROBS) for name in ("a", "b")
+        ]
         self.urls = [server.http for server in self.servers]
         self._metrics_port, self._trainer_port = free_port(), free_port()
         self._trainer: Service | None = None

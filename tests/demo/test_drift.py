@@ -1,0 +1,52 @@
+"""The drift's configuration has defaults only, and its figures are what its versions say."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from draft_trainer.config import TrainerConfig, parse_config
+from examples.arithmetic_grpo.grpo import GrpoBatch
+from examples.arithmetic_grpo.rollouts import SpecCounters
+from examples.sorting_grpo.drift import Version, document_of, trainer_toml
+
+
+def test_the_trainer_is_told_the_draft_and_the_servers_alone(tmp_path: Path) -> None:
+    given = tomllib.loads(trainer_toml((1, 2), tmp_path, "127.0.0.1:3"))
+    assert {name: set(keys) for name, keys in given.items()} == {
+        "server": {"port", "metrics_port"},
+        "draft": {"initial", "registry"},
+        "publish": {"rollout_servers"},
+    }
+    config = parse_config(given)
+    for section in ("replay", "training", "gate", "canary"):
+        default = TrainerConfig.model_fields[section].default
+        assert getattr(config, section) == default, section
+
+
+def test_targets_are_of_the_part_in_which_the_policy_moved() -> None:
+    def counters(length: float) -> SpecCounters:
+        return SpecCounters(1000, 3000, round(1000 * (length - 1)))
+
+    styles = [0.0, 0.5, 1.0, 1.0]
+    lengths = [(4.0, 4.0), (3.5, 2.5), (3.3, 2.3), (4.0, 1.0)]
+    versions = [
+        Version(number, counters(adapted), counters(frozen), style, 1.0)
+        for number, (style, (adapted, frozen)) in enumerate(zip(styles, lengths, strict=True))
+    ]
+    document = document_of(versions)
+    assert document["figures"]["moving part"]["steps"] == 2
+    values = [target["value"] for target in document["targets"]]
+    assert values == [pytest.approx(3.4 / 2.4), pytest.approx(3.4 / 4.0)]
+    assert [target["ok"] for target in document["targets"]] == [True, True]
+
+
+def test_mini_batches_are_rows_of_the_batch() -> None:
+    ids = torch.arange(12).view(4, 3)
+    batch = GrpoBatch(ids, torch.ones_like(ids), ids > 1, torch.arange(4.0), ids.float())
+    some = batch.rows(torch.tensor([2, 3]))
+    assert torch.equal(some.input_ids, ids[2:]) and some.advantages.tolist() == [2.0, 3.0]
+    assert some.old_log_probs is not None and torch.equal(some.old_log_probs, ids[2:].float())
