@@ -27,6 +27,7 @@ from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.speed import measure_speed
 from examples.arithmetic_grpo.summary import (
     followed_in,
+    net_text,
     pooled_seeds,
     targets_of,
     write_summary,
@@ -62,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         write_report(run, targets_of(run), directory / "report.html")
         for part, found in followed_in(run).items():
             print(f"seed {seed}, {part}: {found.text()}")
+        print(f"seed {seed}, net: {net_text(run)}")
         print(f"\n{directory / 'summary.json'}\n{directory / 'report.html'}")
     pooled = pooled_seeds(documents)
     if options.json:

@@ -170,6 +170,30 @@ def loop_ratios(run: RunRecord, arm: str) -> list[float]:
     ]
 
 
+def saved_seconds(run: RunRecord, other: str) -> float:
+    """Seconds of generation that the adapted arm took less than another for as many tokens."""
+    return sum(
+        arms[ADAPTED].tokens * arms[other].seconds / arms[other].tokens - arms[ADAPTED].seconds
+        for arms in (step.arms for step in run.steps)
+    )
+
+
+def net_text(run: RunRecord) -> str:
+    """Whether adapting paid in this run: generation that it saved beside what the trainer took."""
+    frozen, plain = saved_seconds(run, FROZEN), saved_seconds(run, OFF)
+    cost = run.cost["trainer_cpu_seconds"]
+    text = (
+        f"the adapted arm's rollouts took {frozen:.1f} s less than with the frozen draft and "
+        f"{plain:.1f} s less than without speculation; the trainer took {cost:.0f} s of CPU: "
+    )
+    if frozen >= cost:
+        return text + "adapting paid"
+    if frozen <= 0:
+        return text + "adapting did not pay, and would not with more rollouts"
+    more = f"{cost / frozen:.0f} times the rollouts a step"
+    return text + f"adapting did not pay; it would from {more} on, or on devices that are idle"
+
+
 def targets_of(run: RunRecord) -> list[Target]:
     """What the demo promises, with what this run measured."""
     last = run.steps[-END_STEPS:]
@@ -245,6 +269,10 @@ def write_summary(run: RunRecord, path: Path) -> dict[str, Any]:
             for batch in run.speed
         },
         "cost": run.cost,
+        "net": {
+            "saved_seconds": {arm: saved_seconds(run, arm) for arm in (FROZEN, OFF)},
+            "text": net_text(run) if run.cost else None,
+        },
         "live_swap_seconds": _spread([s.call_seconds for s in run.swaps if s.requests_in_flight]),
         "live_swap_worker_seconds": _spread(
             [s.worker_seconds for s in run.swaps if s.requests_in_flight]

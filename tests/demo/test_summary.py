@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,11 @@ from examples.arithmetic_grpo.rollouts import SpecCounters, parse_counters
 from examples.arithmetic_grpo.summary import (
     followed,
     moving_part,
+    net_text,
     pooled_length,
     pooled_positions,
     pooled_seeds,
+    saved_seconds,
     speed_ratios,
     surprise_against_off,
     targets_of,
@@ -173,3 +176,21 @@ def test_the_policy_moves_to_the_end_of_the_run() -> None:
     rates = [_rate(step, 4, 36) for step in range(36)]
     assert max(rates) == rates[4] == 1.0
     assert min(rates[4:]) == rates[-1] > 0.5 and rates[0] == pytest.approx(0.2)
+
+
+def test_whether_adapting_paid_is_said_with_its_figures(run: RunRecord) -> None:
+    def adapted_takes(seconds: float) -> None:
+        for step in run.steps:
+            step.arms[ADAPTED] = replace(step.arms[ADAPTED], seconds=seconds)
+
+    # Every other arm takes a second for as many tokens.
+    adapted_takes(0.4)
+    saved = 0.6 * len(run.steps)
+    assert saved_seconds(run, FROZEN) == pytest.approx(saved)
+    assert saved_seconds(run, OFF) == pytest.approx(saved)
+    run.cost["trainer_cpu_seconds"] = 10 * saved
+    assert "it would from 10 times the rollouts a step on" in net_text(run)
+    run.cost["trainer_cpu_seconds"] = saved / 2
+    assert net_text(run).endswith("adapting paid")
+    adapted_takes(1.1)
+    assert "would not with more rollouts" in net_text(run)
