@@ -73,7 +73,8 @@ def drift(options: argparse.Namespace, seed: int, folder: Path) -> list[Version]
     ]
     ports = (free_port(), free_port())
     config = folder / "trainer.toml"
-    config.write_text(trainer_toml(ports, folder.resolve(), servers[0].control))
+    more = options.toml.read_text() if options.toml else ""
+    config.write_text(trainer_toml(ports, folder.resolve(), servers[0].control) + more)
     command = [script("draft-trainer"), "serve", "--config", str(config)]
     trainer = Service(
         "draft-trainer", command, folder / "trainer.log", f"127.0.0.1:{ports[0]}", ONE_THREAD
@@ -206,6 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--updates", type=int, default=3, help="optimizer steps of each version")
     parser.add_argument("--learning-rate", type=float, default=8e-4, help="of the policy")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run each")
+    parser.add_argument("--toml", type=Path, help="more of the trainer's file, beside the defaults")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--keep", type=Path, help="folder of logs and releases")
     options = parser.parse_args(argv)
