@@ -113,10 +113,10 @@ class BridgeConfig:
     def __post_init__(self) -> None:
         _check_address("trainer", self.trainer)
         servers = self.rollout_servers
-        if not isinstance(servers, tuple) or len(set(servers)) != len(servers):
-            raise RefusedError(
-                "rollout_servers", servers, "a tuple of host:port, each once", "fix the value"
-            )
+        if not isinstance(servers, tuple | list) or len(set(servers)) != len(servers):
+            expected = 'a list of host:port, each once, as in ["rollouts:50061"]'
+            raise RefusedError("rollout_servers", repr(servers), expected, "fix the value")
+        object.__setattr__(self, "rollout_servers", tuple(servers))
         for address in servers:
             _check_address("rollout_servers", address)
             self.rollout_credentials.check_address(address, "rollout_servers")
@@ -166,9 +166,6 @@ class BridgeConfig:
         for name in ("trainer", "run_id"):
             if name not in known:
                 raise RefusedError(name, "nothing", "a value", f"set {name}")
-        servers = known.get("rollout_servers", ())
-        if isinstance(servers, list):
-            known["rollout_servers"] = tuple(servers)
         modules = known.get("modules")
         if isinstance(modules, Mapping):
             _check_keys("modules.", modules, ModulePaths)

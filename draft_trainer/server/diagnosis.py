@@ -111,7 +111,9 @@ def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
             "is shipped",
         )
     if status.training_paused:
-        return OK, status.training_decision, 'economy.mode = "always" trains all the same'
+        mode = config.economy.mode
+        next_step = f'nothing, or set economy.mode = "always" ("{mode}" now) to train all the same'
+        return WAITING, f"training is paused: {status.training_decision}", next_step
     held, pending = status.samples_held_out, status.samples_pending
     if not steps and held and not pending:
         share = f"replay.held_out_fraction ({config.replay.held_out_fraction:g})"

@@ -95,6 +95,10 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
             {"train_steps": 0, "samples_pending": 0},
             *("training", PROBLEM, "all 100 samples", "replay.held_out_fraction (0.1)"),
         ),
+        (
+            {"training_paused": True, "training_decision": "saves 1 s, costs 9 s"},
+            *("training", WAITING, "paused: saves 1 s, costs 9 s", "economy.mode"),
+        ),
         ({"training_error": "training waits: full"}, "training", PROBLEM, "full", "make room"),
         ({"training_error": "ended"}, "training", PROBLEM, "ended", "restart"),
         ({"last_verdict": None}, "gate", WAITING, "no candidate yet", ""),
