@@ -111,36 +111,27 @@ def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Sessi
 BLOCK_BYTES = 1 << 20
 """About a tenth of a millisecond of one core's memory traffic."""
 
-_SHARE = 0.02
+_PAUSE_SECONDS, _MOST_SECONDS = 0.004, 1.0
 
 
-class Pace:
-    """Pauses of one thread between blocks, in proportion to the CPU time that each block took.
+def _blocks(contents: Mapping[str, memoryview]) -> Iterator[tuple[str, int, memoryview]]:
+    """Name, offset and content of every block, with a pause after each.
 
-    A thread that copies under the interpreter's lock stops the policy's thread for as long. All
-    pauses together take ``most_seconds`` at most, and none where there is one block or less.
+    A thread that copies under the interpreter's lock stops the policy's thread for as long: here it
+    has a small share of the time. All pauses together are bounded, so that a version is known
+    before the next ones come: samples of one that is not are shed.
     """
-
-    def __init__(self, nbytes: int, most_seconds: float) -> None:
-        self._most = most_seconds * BLOCK_BYTES / nbytes if nbytes > BLOCK_BYTES else 0.0
-        self._used = time.thread_time()
-
-    def rest(self) -> None:
-        """Sleep after a block."""
-        used = time.thread_time()
-        time.sleep(min(self._most, (used - self._used) * (1 / _SHARE - 1)))
-        self._used = time.thread_time()
+    count = -(-sum(map(len, contents.values())) // BLOCK_BYTES)
+    pause = min(_PAUSE_SECONDS, _MOST_SECONDS / max(count, 1)) if count > 1 else 0.0
+    for name, data in contents.items():
+        for offset in range(0, len(data), BLOCK_BYTES):
+            yield name, offset, data[offset : offset + BLOCK_BYTES]
+            time.sleep(pause)
 
 
 _METHOD = pb.DESCRIPTOR.services_by_name["DraftTrainer"].methods_by_name["AnnouncePolicy"]
-# For the pauses of hashing, and again for those of sending: of the deadline, and of the time from
-# one sync to the next. A version must be known before the one after the next is there: samples
-# were shed for want of it when syncs came faster than announcements.
-_OF_DEADLINE, _OF_INTERVAL = 0.25, 0.125
 _DROPPED = 256
 _KEPT = 2
-# Before the second sync.
-_FIRST_INTERVAL = 8.0
 
 
 @dataclass(eq=False)
@@ -170,8 +161,6 @@ class Announcer:
         )
         self._lock = threading.Lock()
         self._snapshots: OrderedDict[int, PolicySnapshot] = OrderedDict()
-        self._offered_at: float | None = None
-        self._interval = _FIRST_INTERVAL
         self._session: Session | None = None
         self._known: int | None = None
         self._announcing: int | None = None
@@ -181,11 +170,7 @@ class Announcer:
 
     def offer(self, snapshot: PolicySnapshot) -> list[int]:
         """Take the newest snapshot; the versions that were dropped without being announced."""
-        now = time.monotonic()
         with self._lock:
-            if self._offered_at is not None:
-                self._interval = now - self._offered_at
-            self._offered_at = now
             self._snapshots[snapshot.policy_version] = snapshot
             dropped = []
             # The newest stays, and before it one that is being announced rather than one that
@@ -223,27 +208,26 @@ class Announcer:
     def announce(self, version: int, timeout: float) -> None:
         """Tell the trainer of a version that is due: its matrices, where it lacks their content.
 
-        Within ``timeout`` seconds, half of that more for hashing. Raises grpc.RpcError.
+        Sends for ``timeout`` seconds at most. Raises grpc.RpcError: refused or failed.
         """
         with self._lock:
             session, snapshot = self._session, self._snapshots.get(version)
-            pauses = min(timeout * _OF_DEADLINE, self._interval * _OF_INTERVAL)
             if session is None or snapshot is None:
                 raise RefusedError("policy_version", version, "a version that is due", "call due()")
             self._announcing = version
         try:
-            specs = snapshot.specs = snapshot.specs or _specs_of(snapshot.tensors, pauses)
+            specs = snapshot.specs = snapshot.specs or _specs_of(snapshot.tensors)
             header = pb.AnnouncePolicyHeader(
                 session_id=session.session_id, policy_version=version, tensors=specs
             )
             names = {spec.name for spec in specs if spec.sha256 not in self._held_hashes}
             try:
-                self._send(header, snapshot, names, timeout, pauses)
+                self._send(header, snapshot, names, timeout)
             except grpc.RpcError as error:
                 if refused_from(error) is None or len(names) == len(specs):
                     raise
                 # The trainer may have let go of a tensor that it had: send all of them.
-                self._send(header, snapshot, set(snapshot.tensors), timeout, pauses)
+                self._send(header, snapshot, set(snapshot.tensors), timeout)
             with self._lock:
                 self._held_hashes.update(spec.sha256 for spec in specs)
                 self._known = version
@@ -257,18 +241,13 @@ class Announcer:
         snapshot: PolicySnapshot,
         names: set[str],
         timeout: float,
-        pauses: float,
     ) -> None:
         sent = {name: bytes_of(snapshot.tensors[name]) for name in names}
 
         def requests() -> Iterator[bytes]:
             yield pb.AnnouncePolicyRequest(header=header).SerializeToString()
-            # Of gRPC's thread, which does its own work on a request before it asks for the next.
-            pace = Pace(sum(map(len, sent.values())), pauses)
-            for name, data in sent.items():
-                for offset in range(0, len(data), BLOCK_BYTES):
-                    yield frame_chunk(name, offset, data[offset : offset + BLOCK_BYTES])
-                    pace.rest()
+            for block in _blocks(sent):
+                yield frame_chunk(*block)
 
         self._call(requests(), timeout=timeout)
 
@@ -281,19 +260,19 @@ class Announcer:
         return self._known is not None and version <= self._known
 
 
-def _specs_of(tensors: Mapping[str, torch.Tensor], pauses: float) -> list[tensor_pb2.TensorSpec]:
-    contents = {name: bytes_of(tensor) for name, tensor in tensors.items()}
-    pace = Pace(sum(map(len, contents.values())), pauses)
-    specs = []
-    for name, data in contents.items():
-        digest = hashlib.sha256()
-        for offset in range(0, len(data), BLOCK_BYTES):
-            digest.update(data[offset : offset + BLOCK_BYTES])
-            pace.rest()
-        dtype, shape = dtype_to_wire(tensors[name].dtype), list(tensors[name].shape)
-        spec = tensor_pb2.TensorSpec(name=name, dtype=dtype, shape=shape, sha256=digest.digest())
-        specs.append(spec)
-    return specs
+def _specs_of(tensors: Mapping[str, torch.Tensor]) -> list[tensor_pb2.TensorSpec]:
+    digests = {name: hashlib.sha256() for name in tensors}
+    for name, _, block in _blocks({name: bytes_of(tensor) for name, tensor in tensors.items()}):
+        digests[name].update(block)
+    return [
+        tensor_pb2.TensorSpec(
+            name=name,
+            dtype=dtype_to_wire(tensor.dtype),
+            shape=list(tensor.shape),
+            sha256=digests[name].digest(),
+        )
+        for name, tensor in tensors.items()
+    ]
 
 
 class PolicyMatrices:
