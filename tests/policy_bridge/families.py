@@ -181,7 +181,7 @@ def outcome(family: str, dtype: torch.dtype = torch.float32) -> Outcome:
     try:
         windows = Windows(model)
         form, head = windows.modules.form, windows.modules
-        with torch.no_grad(), windows.open(temperature=0.7, probe=True) as capture:
+        with torch.no_grad(), windows.open(temperature=0.7) as capture:
             model(data["input_ids"], attention_mask=data["attention_mask"])
             capture.ship(**data)
         weight, bias = head.head_weight.detach(), head.head_bias

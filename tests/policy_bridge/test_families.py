@@ -58,7 +58,7 @@ def test_a_family_is_trained_on_its_own_distribution_or_refused_and_the_matrix_s
 def test_log_probs_that_are_given_make_the_same_teacher(family: str) -> None:
     model, data = make(family), batch((12, 9))
     windows = Windows(model)
-    with torch.no_grad(), windows.open(temperature=0.7, probe=True) as capture:
+    with torch.no_grad(), windows.open(temperature=0.7) as capture:
         logits = model(data["input_ids"], attention_mask=data["attention_mask"]).logits
         log_p = (logits[:, :-1].float() / 0.7).log_softmax(-1)
         own = log_p.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
@@ -73,7 +73,7 @@ def test_log_probs_that_are_given_make_the_same_teacher(family: str) -> None:
 def test_bfloat16_policies_are_rounded_alike(family: str) -> None:
     model, data = make(family, torch.bfloat16), batch((12, 9))
     windows = Windows(model)
-    with torch.no_grad(), windows.open(probe=True) as capture:
+    with torch.no_grad(), windows.open() as capture:
         model(data["input_ids"], attention_mask=data["attention_mask"])
         capture.ship(**data)
     assert {sample.logits_dtype for sample in windows.samples} == {torch.bfloat16}
@@ -89,7 +89,7 @@ def test_large_bfloat16_logits_are_rounded_as_the_policys(fused: bool) -> None:
         model.lm_head.weight.mul_(40 / float(model(data["input_ids"]).logits.abs().max()))
     paths = ModulePaths(final_norm="model.norm") if fused else ModulePaths()
     windows = Windows(model, paths=paths)
-    with torch.no_grad(), windows.open(probe=True) as capture:
+    with torch.no_grad(), windows.open() as capture:
         hidden = model.model(data["input_ids"]).last_hidden_state if fused else None
         logits = model(data["input_ids"]).logits if hidden is None else model.lm_head(hidden)
         log_p = logits[:, :-1].float().log_softmax(-1)

@@ -64,6 +64,7 @@ class Windows:
             "next_id": lambda: str(next(self._numbers)),
             "offer": self._take,
             "counters": self.counters,
+            "probe": True,
         }
         return Capture(**{**values, **changes})
 
