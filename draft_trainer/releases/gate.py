@@ -21,7 +21,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
@@ -108,31 +108,37 @@ def student(confidence: float, freedom: int) -> float:
 
 def compare(
     config: GateSection,
-    candidate: Draft,
+    candidates: Iterable[Draft],
     incumbent: Draft,
     samples: Sequence[Sample],
     policy_heads: PolicyHeads,
     k: int,
     method: Method,
-) -> release_pb2.Verdict:
-    """Gate ``candidate``, both drafts with the weights that are (or would be) served.
+) -> tuple[release_pb2.Verdict, int]:
+    """Gate the best of ``candidates``, with the weights that are (or would be) served.
 
     A candidate whose true gain is ``min_gain`` or less passes with probability
     (1 - confidence) / 2. What cannot be measured does not pass, and has no figures.
 
+    Of several, the best is chosen for each half of the prompts by the other half: choosing by the
+    prompts that the gain is measured on would make it greater than it is.
+
     Args:
         config: the least gain in acceptance length (tokens per verification step), the confidence
             of the two-sided interval, and the least number of expected verification steps.
-        candidate: would be released.
+        candidates: one of them would be released.
         incumbent: is released.
         samples: held-out, recent.
         policy_heads: must hold their policy versions.
         k: served draft length.
         method: how vLLM drafts.
+
+    Returns:
+        The result, and which candidate it is of.
     """
     theirs = _estimate(incumbent, samples, policy_heads, k, method)
     if theirs is None:
-        return unmeasured("no held-out sample has an anchor")
+        return unmeasured("no held-out sample has an anchor"), 0
     anchors, prompts = math.floor(theirs.drafts), len(set(theirs.groups))
     if anchors < config.min_anchors or prompts < MIN_CLUSTERS:
         result = unmeasured(
@@ -140,16 +146,22 @@ def compare(
             f"{MIN_CLUSTERS} are needed"
         )
         result.held_out_anchors, result.held_out_prompts = anchors, prompts
-        return result
+        return result, 0
     # Greedily, a head of NaNs still proposes something, and is measured like any other.
-    for name, weight in candidate.named_parameters():
-        if not bool(torch.isfinite(weight).all()):
-            return unmeasured(f"ruined: {name} is not finite")
-    ours = _estimate(candidate, samples, policy_heads, k, method)
-    # A sequence on which a head's probabilities are not finite is left out of its estimate.
-    if ours is None or ours.groups != theirs.groups:
-        return unmeasured("ruined: its probabilities are not finite")
-    paired = ours.per_sequence - theirs.per_sequence
+    estimates: list[AcceptanceEstimate] = []
+    for candidate in candidates:
+        for name, weight in candidate.named_parameters():
+            if not bool(torch.isfinite(weight).all()):
+                return unmeasured(f"ruined: {name} is not finite"), 0
+        estimate = _estimate(candidate, samples, policy_heads, k, method)
+        # A sequence on which a head's probabilities are not finite is left out of its estimate.
+        if estimate is None or estimate.groups != theirs.groups:
+            return unmeasured("ruined: its probabilities are not finite"), 0
+        estimates.append(estimate)
+    values = torch.stack([estimate.per_sequence for estimate in estimates])
+    best = int(values.mean(1).argmax())
+    ours = estimates[best]
+    paired = chosen_by_the_others(values, theirs.groups) - theirs.per_sequence
     difference, half_width = paired_interval(paired, theirs.groups, config.confidence)
     lengths = f"{ours.acceptance_length:.3f} against {theirs.acceptance_length:.3f}"
     gain = f"{difference:+.3f} ± {half_width:.3f}"
@@ -176,7 +188,25 @@ def compare(
     if theirs.ignored:
         reason += f"; of the distribution before {', '.join(theirs.ignored)}"
     outcome = "passed" if passed else "failed"
-    return release_pb2.Verdict(outcome=outcome, reason=reason, gate=figures)
+    return release_pb2.Verdict(outcome=outcome, reason=reason, gate=figures), best
+
+
+def chosen_by_the_others(values: Tensor, groups: Sequence[str]) -> Tensor:
+    """Every sequence's value under the candidate that is best for the other half of the prompts.
+
+    Args:
+        values: float64 [candidates, sequences].
+        groups: the prompt of each sequence; at least two different ones.
+
+    Returns:
+        float64 [sequences].
+    """
+    halves = {group: index % 2 for index, group in enumerate(dict.fromkeys(groups))}
+    first = torch.tensor([halves[group] == 0 for group in groups])
+    chosen = torch.empty_like(values[0])
+    for here in (first, ~first):
+        chosen[here] = values[int(values[:, ~here].mean(1).argmax()), here]
+    return chosen
 
 
 def unmeasured(reason: str) -> release_pb2.Verdict:
@@ -211,12 +241,33 @@ class Gate:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _incumbent: tuple[int, Draft] | None = None
 
-    def judge(self, candidate: Draft, run: Run, trained_against: int | None) -> release_pb2.Verdict:
-        """Compare a draft, with the weights that would be served, with the promoted release."""
+    @property
+    def incumbent(self) -> Draft:
+        """The promoted release."""
+        with self._lock:
+            return self._promoted()[1]
+
+    def judge(
+        self,
+        candidates: Callable[[], Iterable[Draft]],
+        run: Run,
+        trained_against: int | None,
+    ) -> tuple[release_pb2.Verdict, int]:
+        """Compare drafts, with the weights that would be served, with the promoted release.
+
+        Args:
+            candidates: makes them, one at a time.
+            run: whose held-out samples they are compared on.
+            trained_against: newest policy version that was trained on.
+
+        Returns:
+            The result, and which of the drafts it is of, as ``compare``.
+        """
+        best = 0
         with self._lock:
             version, incumbent = self._promoted()
             try:
-                result = self._compared(candidate, incumbent, run)
+                result, best = self._compared(candidates, incumbent, run)
             except RefusedError as error:
                 if error.field != "policy_version":
                     raise
@@ -227,7 +278,7 @@ class Gate:
         result.run_id = run.run_id
         if trained_against is not None:
             result.trained_against_policy_version = trained_against
-        return result
+        return result, best
 
     def measure(self, run: Run) -> float | None:
         """Expected acceptance length of the promoted release on the newest held-out states; None
@@ -247,21 +298,23 @@ class Gate:
             else None
         )
 
-    def _compared(self, candidate: Draft, incumbent: Draft, run: Run) -> release_pb2.Verdict:
+    def _compared(
+        self, candidates: Callable[[], Iterable[Draft]], incumbent: Draft, run: Run
+    ) -> tuple[release_pb2.Verdict, int]:
         """On what the teacher itself sampled; where that is too little on all, which is said.
 
         The replay takes recorded tokens for samples of the teacher. Those of an older policy
         version, as asynchronous loops train on, are only close to that.
         """
-        incumbent = incumbent.to(candidate.lm_head.weight.device)
+        device = self.config.training.device
         held = self._held_out(run)
         own = [sample for sample in held if sample.on_policy]
-        result = unmeasured("")
+        result, best = unmeasured(""), 0
         for samples in (own, held):
-            result = compare(
+            result, best = compare(
                 self.config.gate,
-                candidate,
-                incumbent,
+                (candidate.to(device) for candidate in candidates()),
+                incumbent.to(device),
                 samples,
                 run.heads,
                 *self.drafting(),
@@ -273,7 +326,7 @@ class Gate:
                         "policy versions than their states are of"
                     )
                 break
-        return result
+        return result, best
 
     def record(
         self, result: release_pb2.Verdict, release: int | None = None, not_written: str = ""

@@ -184,7 +184,7 @@ class Imports:
         checkpoint = read_foreign(registry.drafter, folder)
         oldest = registry.drafter.read(registry.path(registry.versions()[0]))
         head = checkpoint.draft_like(oldest)
-        result = self.gate.judge(head, run, None) if run is not None else None
+        result = self.gate.judge(lambda: [head], run, None)[0] if run is not None else None
         manifest = release_foreign(registry, checkpoint, head, origin, result)
         version, promoted = manifest.draft_version, False
         if result is not None:

@@ -20,7 +20,9 @@ from draft_trainer.training.ranks import Ranks
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 
-_COUNTERS = ("steps", "steps_skipped", "anchors_trained", "steps_since_restart")
+_COUNTERS = ("steps", "steps_skipped", "anchors_trained", "steps_since_restart", "halvings")
+_SHARES = (1.0, 0.5, 0.25)
+_MOST_HALVINGS = 4
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,17 @@ class StepMetrics:
 class Learner:
     """Owns the head's float32 master weights and their optimizer. Not thread-safe.
 
+    A head far from its best gains with every step, whatever its noise; near its best, steps of the
+    same size only add noise, and a candidate is worse than the draft that it started from. Which
+    of the two it is, is measured: candidates lie on the line from the served weights to the
+    learner's, and the share of it that accepts most decides how training goes on (``settle``).
+
     Two learners that start from the same weights and take the same steps have the same bits, on
     the same hardware with the same number of threads; on a GPU, whether torch uses deterministic
     algorithms is the caller's choice.
+
+    Attributes:
+        halvings: of the learning rate, 0 to 4.
 
     Args:
         head: trained in place, on its device.
@@ -87,6 +97,7 @@ class Learner:
         self.steps_skipped = 0
         self.anchors_trained = 0
         self.steps_since_restart = 0
+        self.halvings = 0
         self._schedule = schedule or Schedule(config.learning_rate, config.warmup_steps)
         self._weights = step_weights(config.ttt_steps, config.step_weight_decay)
         self._optimizer = DraftOptimizer(head, config)
@@ -122,7 +133,7 @@ class Learner:
         totals = self._ranks.sum(totals.cpu())
         self._ranks.sum_gradients(self._optimizer.with_gradients())
         norm = self._optimizer.gradient_norm()
-        rate = self._schedule.rate(self.steps, self.steps_since_restart)
+        rate = self._schedule.rate(self.steps, self.steps_since_restart) * 0.5**self.halvings
         finite = bool(totals.isfinite().all()) and norm < float("inf")
         skipped = not finite or int(counts[0]) == 0
         self.steps_skipped += not finite
@@ -151,20 +162,56 @@ class Learner:
         )
 
     @torch.no_grad()
-    def snapshot(self, dtype: torch.dtype = torch.bfloat16) -> Draft:
+    def snapshot(
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        served: Draft | None = None,
+        share: float = 1.0,
+    ) -> Draft:
         """A float32 copy of the averaged head, its weights rounded to ``dtype``, as it is served.
 
         The gate compares these weights: rounding is part of a release.
+
+        Args:
+            dtype: of a release.
+            served: where the line begins; needed for a share below 1.
+            share: how far from there to the averaged head.
         """
         head = copy.deepcopy(self.head).requires_grad_(False)
+        weights = self._on_the_line(served, share)
         for name, parameter in head.named_parameters():
-            parameter.copy_(self._optimizer.averaged[name].to(dtype))
+            parameter.copy_(weights[name].to(dtype))
         return head
 
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of the line from the served weights, the candidates that are worth measuring."""
+        return _SHARES if self.halvings else _SHARES[:1]
+
+    @torch.no_grad()
+    def settle(self, served: Draft, share: float, gain: float) -> None:
+        """Go on from the best candidate, at a rate that suits the distance from the served draft.
+
+        Args:
+            served: the draft that candidates were compared with.
+            share: of the candidate that accepts most.
+            gain: its acceptance length over that of ``served``.
+        """
+        if share < 1.0:
+            for name, weight in self._on_the_line(served, share).items():
+                self.head.get_parameter(name).copy_(weight)
+                self._optimizer.averaged[name].copy_(weight)
+        slower = share < 1.0 or gain <= 0.0
+        self.halvings = min(max(self.halvings + (1 if slower else -1), 0), _MOST_HALVINGS)
+
     def restart_optimizer(self) -> None:
-        """Fresh moments and a new warm-up: for another policy, whose gradients are other ones."""
+        """Fresh moments and a new warm-up: for another policy, whose gradients are other ones.
+
+        The first candidate after it is measured at every share.
+        """
         self._optimizer.restart()
         self.steps_since_restart = 0
+        self.halvings = 1
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, average, moments and counters, copied to the CPU, for a ``StateStore``.
@@ -185,6 +232,7 @@ class Learner:
                 changed.
         """
         own = self._tensors()
+        state = {"counter.halvings": torch.tensor(0), **state}  # states of older versions
         if not self.config.weight_averaging:
             state = {k: v for k, v in state.items() if not k.startswith("average.")}
         elif not any(name.startswith("average.") for name in state):
@@ -255,6 +303,14 @@ class Learner:
         if outcome.loss.requires_grad:
             outcome.loss.backward()
         return torch.cat([outcome.loss.detach().double()[None], outcome.sums.flatten()])
+
+    def _on_the_line(self, served: Draft | None, share: float) -> dict[str, Tensor]:
+        """The averaged weights, or the share of the way to them, float32; copies if below 1."""
+        averaged = self._optimizer.averaged
+        if served is None or share == 1.0:
+            return averaged
+        begin = dict(served.named_parameters())
+        return {n: begin[n].to(w.device, w.dtype).lerp(w, share) for n, w in averaged.items()}
 
     def _tensors(self) -> dict[str, Tensor]:
         named = {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}

@@ -72,9 +72,15 @@ class Candidates:
         Returns:
             The new release, if the candidate passed and was written.
         """
-        candidate = learner.snapshot()
-        result = self.gate.judge(candidate, run, trained_against)
+        served, shares = self.gate.incumbent, learner.shares
+        result, best = self.gate.judge(
+            lambda: (learner.snapshot(served=served, share=share) for share in shares),
+            run,
+            trained_against,
+        )
+        candidate = learner.snapshot(served=served, share=shares[best])
         if result.HasField("gate"):
+            learner.settle(served, shares[best], result.gate.difference)
             self.economy.compared(result.gate, released=result.outcome == "passed")
         if result.outcome != "passed":
             self.gate.record(result)
@@ -275,6 +281,9 @@ class TrainingLoop:
         version = self.candidates.consider(
             self.learner, run, self.position.newest_release, self._trained_against
         )
+        # It may have moved the weights.
+        self.followers.take_rank_0()
+        self.learner.take_rank_0()
         if version is not None:
             self.position = replace(self.position, newest_release=version)
             self._stored(partial(run.store.released, version))

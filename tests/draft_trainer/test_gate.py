@@ -14,7 +14,7 @@ from draft_trainer.counters import Counters
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.releases import gate
-from draft_trainer.releases.gate import paired_interval, student
+from draft_trainer.releases.gate import chosen_by_the_others, paired_interval, student
 from draft_trainer.training.learner import Learner
 from slipstream.sample import Sample
 from slipstream.v1 import release_pb2
@@ -56,7 +56,7 @@ def test_a_better_head_passes_and_an_equal_one_does_not(
 
     def compare(a: Eagle3Head, b: Eagle3Head, min_gain: float = 0.05) -> tuple[bool, float]:
         config = GateSection(min_gain=min_gain, min_anchors=100)
-        result = gate.compare(config, a, b, held_out, policy.heads(), 3, "probabilistic")
+        result, _ = gate.compare(config, [a], b, held_out, policy.heads(), 3, "probabilistic")
         figures = result.gate
         lengths = figures.candidate_acceptance_length, figures.incumbent_acceptance_length
         assert figures.difference == pytest.approx(lengths[0] - lengths[1], abs=1e-9)
@@ -77,7 +77,7 @@ def test_figures_say_what_was_measured(trained: tuple[Policy, Eagle3Head, Eagle3
     policy, incumbent, candidate = trained
     config = GateSection(min_gain=0.01, confidence=0.9, min_anchors=100)
     samples = completions(policy, 12, 5)
-    result = gate.compare(config, candidate, incumbent, samples, policy.heads(), 2, "greedy")
+    result, _ = gate.compare(config, [candidate], incumbent, samples, policy.heads(), 2, "greedy")
     figures = result.gate
     assert (figures.prompts, figures.num_speculative_tokens) == (12, 2)
     assert (figures.confidence, figures.min_gain) == (0.9, 0.01)
@@ -91,7 +91,7 @@ def test_too_little_and_ruins_are_not_judged() -> None:
     config = GateSection(min_anchors=100)
 
     def reason(candidate: Eagle3Head, samples: list[Sample], method: str = "greedy") -> str:
-        result = gate.compare(config, candidate, head(1), samples, policy.heads(), 3, method)  # type: ignore[arg-type]
+        result, _ = gate.compare(config, [candidate], head(1), samples, policy.heads(), 3, method)  # type: ignore[arg-type]
         assert result.outcome == "not_measured" and not result.HasField("gate")
         return result.reason
 
@@ -219,3 +219,34 @@ def test_interval_of_a_known_case() -> None:
     assert half == pytest.approx(float(wide.std()) / 20 * student(0.95, 399), rel=0.15)
     for freedom, quantile in ((3, 3.1824), (6, 2.4469), (10, 2.2281), (30, 2.0423)):
         assert student(0.95, freedom) == pytest.approx(quantile, rel=0.015)
+
+
+def test_the_best_of_several_is_chosen_by_other_prompts_than_it_is_measured_on() -> None:
+    """Of two that differ by noise alone, the greater mean is no gain; a real one is."""
+    generator = torch.Generator().manual_seed(0)
+    groups = [str(i // 2) for i in range(40)]
+    gains, naive = [], []
+    for _ in range(400):
+        values = torch.randn(3, 40, dtype=torch.float64, generator=generator)
+        gains.append(float(chosen_by_the_others(values, groups).mean()))
+        naive.append(float(values.mean(1).max()))
+    assert abs(sum(gains) / 400) < 3 * 40**-0.5 / 20
+    assert sum(naive) / 400 > 5 * 40**-0.5 / 20
+    values[1] += 5.0
+    assert torch.equal(chosen_by_the_others(values, groups), values[1])
+
+
+def test_the_best_candidate_is_the_one_that_is_gated(
+    trained: tuple[Policy, Eagle3Head, Eagle3Head],
+) -> None:
+    policy, before, after = trained
+    config = GateSection(min_anchors=100)
+    held_out = policy.samples(80, seed=9)
+    for order, wanted in (([before, after], 1), ([after, before], 0)):
+        result, best = gate.compare(
+            config, order, before, held_out, policy.heads(), 3, "probabilistic"
+        )
+        assert best == wanted and result.outcome == "passed"
+        assert result.gate.difference == pytest.approx(
+            result.gate.candidate_acceptance_length - result.gate.incumbent_acceptance_length
+        )
