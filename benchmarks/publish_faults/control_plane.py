@@ -21,7 +21,11 @@ def _no_metrics(kind: str, outcome: str, result: Result | None) -> None: ...
 
 
 async def control_plane(
-    engine: Engine, store: ContentStore, draft_dir: Path, access: Access
+    engine: Engine,
+    store: ContentStore,
+    draft_dir: Path,
+    access: Access,
+    tracker: AcceptanceTracker | None = None,
 ) -> Callable[[], ControlServer]:
     """What makes a server of one and the same state, again after each that was stopped.
 
@@ -30,8 +34,9 @@ async def control_plane(
         store: of what is staged.
         draft_dir: the draft that it starts with; it serves as the policy's layout too.
         access: who may use it.
+        tracker: counts what is drafted.
     """
-    tracker = AcceptanceTracker()
+    tracker = tracker or AcceptanceTracker()
     settings = Settings(draft_dir, draft_dir, access)
     layout = read_layout(draft_dir, "draft")
     del layout["t2d"]

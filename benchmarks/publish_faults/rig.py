@@ -14,6 +14,7 @@ import grpc
 import torch
 
 from benchmarks.publish_faults import server_process, trainer_process
+from draft_trainer.config import CanaryConfig
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.processes import free_port
@@ -43,6 +44,8 @@ class Rig:
         folder: registry, fault files.
         servers: how many.
     """
+
+    canary = CanaryConfig()
 
     def __init__(self, folder: Path, servers: int) -> None:
         self._context = mp.get_context("forkserver")
@@ -91,7 +94,9 @@ class Rig:
         """Start the trainer. Its first words: ready, or why not."""
         self._pipe, theirs = self._context.Pipe()
         self._trainer = self._context.Process(
-            target=trainer_process.run, args=(str(self.root), self.addresses, theirs), daemon=True
+            target=trainer_process.run,
+            args=(str(self.root), self.addresses, theirs, self.canary),
+            daemon=True,
         )
         self._trainer.start()
         theirs.close()
@@ -101,7 +106,9 @@ class Rig:
         """What another trainer on the same registry says before it ends."""
         pipe, theirs = self._context.Pipe()
         process = self._context.Process(
-            target=trainer_process.run, args=(str(self.root), self.addresses, theirs), daemon=True
+            target=trainer_process.run,
+            args=(str(self.root), self.addresses, theirs, self.canary),
+            daemon=True,
         )
         process.start()
         theirs.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import tempfile
@@ -19,6 +20,7 @@ from typing import Any
 import grpc
 
 from benchmarks.publish_faults.control_plane import control_plane
+from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.engine import Description, UntrustedEngineError
 from rollout_server.launch import access_of, add_access_options
 from rollout_server.reload import Change, Result
@@ -26,6 +28,10 @@ from rollout_server.store import ContentStore, Key, WeightSource
 from slipstream.errors import RefusedError
 from slipstream.security import Access
 from slipstream.tensors import digest
+
+TRAFFIC = "traffic.json"
+"""Steps per second and, by draft version ("": any other), the rate accepted at each position."""
+TICK_SECONDS = 0.02
 
 STAGES = 4.3
 """Drafts that fit into the content store; what was served long ago has to be sent again."""
@@ -135,7 +141,8 @@ async def _serve(draft_dir: Path, port: int, fault: Fault, access: Access) -> No
     capacity = int(STAGES * (draft_dir / "model.safetensors").stat().st_size)
     # Beside the fault file, where the harness clears it away after a kill.
     store = _Store(Path(tempfile.mkdtemp(dir=fault.folder)), capacity, fault)
-    control_server = await control_plane(MemoryEngine(fault), store, draft_dir, access)
+    tracker = AcceptanceTracker()
+    control_server = await control_plane(MemoryEngine(fault), store, draft_dir, access, tracker)
     server = control_server()
     await server.start("127.0.0.1", port)
     over = asyncio.Event()
@@ -148,10 +155,21 @@ async def _serve(draft_dir: Path, port: int, fault: Fault, access: Access) -> No
                 await server.stop()
                 server = control_server()
                 await server.start("127.0.0.1", port)
-            await asyncio.sleep(0.02)
+            _draft(tracker, fault.folder / TRAFFIC)
+            await asyncio.sleep(TICK_SECONDS)
     finally:
         await server.stop()
         store.close()
+
+
+def _draft(tracker: AcceptanceTracker, traffic: Path) -> None:
+    """Verify as many steps as a tick has, and accept what the live draft is good for."""
+    if tracker.live is not None and traffic.exists():
+        said = json.loads(traffic.read_text())
+        steps = round(said["steps_per_second"] * TICK_SECONDS)
+        rates = said["accepted"].get(str(tracker.live), said["accepted"][""])
+        accepted = [round(steps * rate) for rate in rates]
+        tracker.record(steps, steps * len(rates), sum(accepted), accepted)
 
 
 def _die() -> None:

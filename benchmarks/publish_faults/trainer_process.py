@@ -36,7 +36,12 @@ from slipstream.tensors import spec_of
 from slipstream.v1 import tensor_pb2
 
 
-def run(root: str, addresses: tuple[str, ...], pipe: Connection) -> None:
+def run(
+    root: str,
+    addresses: tuple[str, ...],
+    pipe: Connection,
+    canary_config: CanaryConfig,
+) -> None:
     """Publish as told until the pipe closes. The process's whole life."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -57,7 +62,7 @@ def run(root: str, addresses: tuple[str, ...], pipe: Connection) -> None:
         )
     )
     watch = AcceptanceWatch(fleet)
-    canary = Canary(CanaryConfig(), lambda: 3, watch)
+    canary = Canary(canary_config, lambda: 3, watch)
     publisher = Publisher(fleet, registry, promotions, Counters(), canary)
     reconciler = Reconciler(publisher, watch)
     reconciler.start()
@@ -99,6 +104,24 @@ def _promote_both(publisher: Publisher, first: int, second: int) -> dict[str, An
 
 def _wanted(publisher: Publisher) -> dict[str, Any]:
     return {"wanted": publisher.promotions.now.live}
+
+
+def _pointer(publisher: Publisher) -> dict[str, Any]:
+    now = publisher.promotions.now
+    return {
+        "live": now.live,
+        "good": now.good,
+        "figures": len(now.figures),
+        "trial": None if now.trial is None else now.trial.version,
+        "undecided": "" if now.trial is None else now.trial.undecided,
+    }
+
+
+def _roll_back(publisher: Publisher) -> dict[str, Any]:
+    try:
+        return {"version": publisher.roll_back("a drill").draft_version}
+    except RefusedError as error:
+        return {"refused": str(error)}
 
 
 def _arm(publisher: Publisher, fault: str, *arguments: Any) -> dict[str, Any]:
@@ -256,6 +279,8 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "promote-both": _promote_both,
     "arm": _arm,
     "wanted": _wanted,
+    "pointer": _pointer,
+    "roll-back": _roll_back,
 }
 
 _ARMS: dict[str, Callable[..., None]] = {

@@ -30,7 +30,7 @@ class VllmRig(Rig):
     def __init__(self, folder: Path, cores: tuple[int | None, ...]) -> None:
         super().__init__(folder, len(cores))
         size = (DRAFT / "model.safetensors").stat().st_size
-        self._vllm = [
+        self.vllm = [
             Server(
                 folder / f"rollout-server-{index}.log",
                 *("--stage-bytes", str(int(_STAGES * size))),
@@ -39,56 +39,56 @@ class VllmRig(Rig):
             )
             for index, (core, port) in enumerate(zip(cores, self._ports, strict=True))
         ]
-        self._load: Load | None = None
+        self.load: Load | None = None
         self._hit = 0
 
     def start(self) -> None:
         """As the doubles, both at once; the first time, the load begins."""
-        ended = [server for server in self._vllm if not server.service.alive]
+        ended = [server for server in self.vllm if not server.service.alive]
         for server in ended:
             server.service.start()
         for server in ended:
             server.service.wait_ready(READY_SECONDS)
-        if self._load is None:
-            self._load = self._begin()
+        if self.load is None:
+            self.load = self._begin()
         if self._trainer is None or not self._trainer.is_alive():
             self.start_trainer()
 
     def watch(self, index: int) -> None:
         """Requests to the others must all be served."""
         self._hit = index
-        if self._load is not None:
-            self._load.take()
+        if self.load is not None:
+            self.load.take()
 
     def check(self) -> None:
         """None failed on a server that was not hit, and every greedy output is the policy's own."""
-        assert self._load is not None
-        for index, seen in enumerate(self._load.take()):
+        assert self.load is not None
+        for index, seen in enumerate(self.load.take()):
             assert index == self._hit or not seen.failed, f"server {index}: {seen.failed[:3]}"
             assert seen.greedy > 0, f"server {index} served nothing"
             assert not seen.different, f"server {index}: {seen.different} outputs differ"
 
     def pids(self, index: int, title: str) -> list[int]:
         """Processes of a server."""
-        session = self._vllm[index].service.pid
+        session = self.vllm[index].service.pid
         return [pid for pid in _session(session) if title in _title(pid)]
 
     def kill_server(self, index: int) -> None:
         """SIGKILL to every process of it."""
-        if self._vllm[index].service.alive:
-            os.killpg(self._vllm[index].service.pid, signal.SIGKILL)
+        if self.vllm[index].service.alive:
+            os.killpg(self.vllm[index].service.pid, signal.SIGKILL)
             self.wait_ended(index)
 
     def wait_ended(self, index: int) -> None:
         """A server that has lost a process ends by itself."""
-        self._vllm[index].service.wait_ended(60.0)
+        self.vllm[index].service.wait_ended(60.0)
 
     def stop(self) -> None:
         """End every process."""
-        if self._load is not None:
-            self._load.kill()
+        if self.load is not None:
+            self.load.kill()
         self._kill(self._trainer)
-        for server in self._vllm:
+        for server in self.vllm:
             server.stop()
         for channel in self._channels:
             channel.close()
@@ -96,12 +96,12 @@ class VllmRig(Rig):
     def _begin(self) -> Load:
         prompts = [prompt_ids(problem) for problem in held_out_problems(PROMPTS)]
         plain = []
-        for server in self._vllm:
+        for server in self.vllm:
             server.speculate(False)
             plain.append(complete_all(server.http, prompts, IN_FLIGHT))
             server.speculate(True)
         assert plain[0] == plain[-1], "the servers differ without speculation"
-        http = tuple(server.http for server in self._vllm)
+        http = tuple(server.http for server in self.vllm)
         return Load(Work(http, prompts, plain[0], IN_FLIGHT, sampled_tokens=1))
 
 

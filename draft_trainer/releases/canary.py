@@ -301,20 +301,28 @@ class Canary:
     most: Callable[[], int]
     watch: AcceptanceWatch
     _began: float = field(default_factory=time.monotonic)
+    _before: tuple[int, Figures] = (0, ())
 
     def choose(self, holders: Sequence[str]) -> tuple[str, ...]:
         """The servers that get a release first, of those that hold it."""
         count = max(1, math.floor(self.config.share * len(holders) + 1e-9))
         return tuple(sorted(holders)[:count])
 
-    def begin(self) -> None:
+    def begin(self, now: Promotion) -> None:
         """Only what is drafted from now on counts for the trial under way."""
-        self._began = time.monotonic()
+        self._began, self._before = time.monotonic(), (now.incumbent, now.figures)
 
     def figures(self, version: int, addresses: Iterable[str]) -> Figures | None:
-        """A release's acceptance in the last ``HISTORY_SECONDS``; None where that is too little."""
-        begin = time.monotonic() - HISTORY_SECONDS
-        figures = _figures(self.watch.since(version, addresses, begin))
+        """A release's acceptance in the last ``HISTORY_SECONDS``; None where that is too little.
+
+        After ``begin`` the figures from before it count until there are as many seconds of newer
+        ones: a trainer that restarts knows as much of its incumbent as the one before.
+        """
+        far = time.monotonic() - HISTORY_SECONDS
+        batches = self.watch.since(version, addresses, max(self._began, far))
+        if far < self._began and version == self._before[0]:
+            batches = [*(Batch(*one) for one in self._before[1]), *batches]
+        figures = _figures(batches)
         return figures if sum(f[0] for f in figures) >= self.config.min_drafts else None
 
     def result(self, now: Promotion, addresses: Iterable[str]) -> TrialResult | None:

@@ -63,6 +63,8 @@ class Publisher:
         self._handover = threading.Lock()
         self._staged: PublishResult | None = None
         self._undo_interrupted()
+        if canary is not None:
+            canary.begin(promotions.now)
 
     def prepare(self) -> PublishResult:
         """Stage the promoted release on every reachable server that serves another one.
@@ -123,25 +125,23 @@ class Publisher:
 
         Args:
             reason: for the events.
-            failed: it is not an operator's wish, but what this release, if it is live, showed.
+            failed: not an operator's wish: what this release, if it is live, showed.
 
         Raises:
-            RefusedError: there is none (FAILED_PRECONDITION), or another publish is
-                under way (ABORTED).
+            RefusedError: FAILED_PRECONDITION, there is none; ABORTED, a publish is under way.
         """
         with self._staged_alone():
             now = self.promotions.now
             if failed is None:
                 return self._roll_back("rolled_back_by_hand", reason)
-            if failed not in (now.live, *(now.wanted_on(address) for address in now.canaries)):
+            if failed not in (now.live, *map(now.wanted_on, now.canaries)):
                 return PublishResult(now.live)
             return self._roll_back("canary_rolled_back", reason)
 
     def settle(self) -> bool:
         """End the trial under way if it has a result: promote to the rest, or roll back.
 
-        A release that stays undecided stays on trial, until there is enough traffic to tell or
-        another replaces it.
+        What is undecided stays on trial until there is enough traffic or another release.
 
         Returns:
             Whether something changed.
@@ -182,18 +182,15 @@ class Publisher:
             return True
 
     def measure(self) -> bool:
-        """Keep the live acceptance of a fleet that serves a good release: a trial compares with it.
+        """Keep what a trial compares with: the live acceptance of a good release.
 
         Returns:
             Whether a release has waited for that.
-
-        Raises:
-            RefusedError: the disk is full.
         """
         now = self.promotions.now
-        if self._canary is None or now.trial is not None:
-            return False
-        figures = self._canary.figures(now.live, self.fleet.addresses)
+        figures = None
+        if self._canary is not None and now.trial is None:
+            figures = self._canary.figures(now.live, self.fleet.addresses)
         with self.promotions.state.transaction():
             if figures is None or self.promotions.now != now:
                 return False
@@ -403,7 +400,7 @@ class Publisher:
                 settled()
             elif canary is not None and tried:
                 promotions.on_trial(trial, figures)
-                promotions.state.after_commit(canary.begin)
+                promotions.state.after_commit(lambda: canary.begin(promotions.now))
             elif version == now.live and now.trial is not None:
                 promotions.undone()
             else:
@@ -446,7 +443,7 @@ class Publisher:
                     version, target = promotions.roll_back(self._canary is not None)
                 self._record(event, version, reason)
             if self._canary is not None:
-                self._canary.begin()
+                self._canary.begin(promotions.now)
             outcomes = self._restore(target, self.fleet.addresses, {})
         self.fleet.each(lambda client: client.abort([f"draft-{version}"]))
         logger.warning("rolled back to draft %d: %s", target, reason)
@@ -483,13 +480,11 @@ class Publisher:
             self._record("interrupted", now.intent, "the trainer ended between commits")
 
     def _drop_staged(self) -> None:
-        """Abort a stage that was never committed, or that another publish replaces."""
         with self._handover:
             staged, self._staged = self._staged, None
         self._abort(staged)
 
     def _abort(self, staged: PublishResult | None) -> None:
-        """Have the holders forget a stage."""
         if staged is not None and staged.draft is not None:
             stage_id = staged.draft.stage_id
             self.fleet.each(lambda client: client.abort([stage_id]), staged.holders)

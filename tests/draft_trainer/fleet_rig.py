@@ -79,7 +79,9 @@ class Rig:
 
     def forget(self) -> None:
         """A trainer that starts in another process: nothing in memory is left."""
-        assert self.watch.stop(10) or True
+        self.fleet.close()
+        assert self.watch.stop(10)
+        self.fleet = Fleet(self.fleet.config)
         self.watch = AcceptanceWatch(self.fleet)
         for double in self.doubles:
             double.watched.clear()

@@ -139,7 +139,7 @@ def test_each_side_of_a_trial_gets_half_of_the_error_rate() -> None:
         def since(self, version: int, addresses: Iterable[str], begin: float) -> list[Batch]:
             return [worse] * count
 
-    canary = Canary(config, 3, Watch())  # type: ignore[arg-type]
+    canary = Canary(config, lambda: 3, Watch())  # type: ignore[arg-type]
     trial = Trial(1, 0, began_at=1e12)
     one = ((good.drafts, good.accepted, good.squares),)
     assert canary.result(Promotion(1, 1, (0,), trial=trial, figures=one * count), ()) is None

@@ -1,0 +1,1 @@
+"""Trials of releases that are interrupted, replaced or without traffic, over real processes."""
