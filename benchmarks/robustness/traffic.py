@@ -74,19 +74,25 @@ def sample(version: int = 1, tokens: int = 8, sample_id: str = "") -> pb.Verifie
 
 def batch(samples: Sequence[pb.VerifierStates]) -> pb.StreamStatesRequest:
     """A message with random states for these samples in its payload."""
-    rng = np.random.default_rng(len(samples))
+    rng, lm_head = np.random.default_rng(len(samples)), matrices()["lm_head.weight"]
+    ids = torch.arange(DRAFT_VOCAB) + draft()["d2t"]
     payload = b""
     for message in samples:
         packed = message.packed
         layout = layout_of(packed.tokens, len(LAYERS), HIDDEN, torch.bfloat16)
         made = Sample(message, torch.zeros(layout.nbytes, dtype=torch.uint8))
-        made.token_ids.copy_(torch.from_numpy(rng.integers(0, VOCAB, packed.tokens)))
+        picked = torch.from_numpy(rng.integers(0, DRAFT_VOCAB, packed.tokens))
+        made.token_ids.copy_(ids[picked])
         made.positions.copy_(torch.arange(packed.tokens))
         made.loss_mask[2:] = True
-        made.sampled_logprobs.fill_(-1.0)
         for states in (made.aux, made.final_hidden):
             values = rng.standard_normal(tuple(states.shape), dtype=np.float32)
             states.copy_(torch.from_numpy(values))
+        # What the trainer refuses otherwise: log-probs that are none of these states' logits.
+        logits = made.final_hidden[:-1].float() @ lm_head.T
+        chosen = picked[1:, None]
+        made.sampled_logits[1:] = logits.gather(1, chosen)[:, 0]
+        made.sampled_logprobs[1:] = logits.log_softmax(1).gather(1, chosen)[:, 0]
         packed.span.memory, packed.span.offset = pb.MEMORY_PAYLOAD, len(payload)
         packed.span.bytes = layout.nbytes
         packed.checksum_kind = CRC32
