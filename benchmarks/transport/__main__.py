@@ -9,6 +9,7 @@ samples once. No target is below 128 KiB: one token of an 8B policy is 32 KiB.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import statistics
 import sys
@@ -175,7 +176,8 @@ def make_samples(tokens: int) -> list[Sample]:
         loss_mask=torch.ones(tokens, dtype=torch.bool),
         aux=states[:, HIDDEN:],
         final_hidden=states[:, :HIDDEN],
-        sampled_logprobs=torch.full((tokens,), -1.0),
+        # Of an lm_head of zeros.
+        sampled_logprobs=torch.full((tokens,), -math.log(VOCAB)),
         sampled_logits=torch.zeros(tokens),
     )
     count = max(4, ROUND_BYTES // first.nbytes)
