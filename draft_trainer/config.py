@@ -45,6 +45,15 @@ Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0.0, le=3600.0, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
+HELD_OUT_MOST, HELD_OUT_LEAST = 0.25, 0.1
+"""Shares of prompts that are held out where ``replay.held_out_fraction`` is not set."""
+ENOUGH_PROMPTS = 8
+"""Held-out prompts with which an interval over prompts is no longer wide for their number alone."""
+BATCH_TOKENS = (256, 4096)
+LEAST_STEPS = 8
+"""Least and most tokens of an optimizer step, and how many of them a policy version should make,
+where ``training.batch_tokens`` is not set."""
+
 
 class Section(BaseModel):
     """Keys of one [section], each with its type and range."""
@@ -157,11 +166,21 @@ class DraftConfig(Section):
 
 
 class ReplayConfig(Section):
-    """[replay]: how much is kept, where and for how long, and what is held out of training."""
+    """[replay]: how much is kept, where and for how long, and what is held out of training.
+
+    Attributes:
+        directory: of the samples; None for a folder in the registry.
+        capacity_bytes: of their blocks.
+        held_out_fraction: of prompts; None: ``HELD_OUT_MOST`` at first, and less, down to
+            ``HELD_OUT_LEAST``, once more prompts are held out than the gate needs.
+        max_epochs: how often a sample is drawn.
+        max_policy_lag: policy versions that samples may be behind the newest.
+        ledger_entries: ids of samples that are remembered.
+    """
 
     directory: ConfigPath | None = None
     capacity_bytes: Annotated[int, Field(ge=1)] = 1 << 30
-    held_out_fraction: Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)] = 0.1
+    held_out_fraction: Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)] | None = None
     max_epochs: Annotated[int, Field(ge=1)] = 2
     max_policy_lag: Annotated[int, Field(ge=0)] = 4
     ledger_entries: Annotated[int, Field(ge=1)] = 262_144
@@ -187,7 +206,8 @@ class TrainingConfig(Section):
         step_weight_decay: step s weighs this to the power s.
         compute_dtype: of matrix products. Weights, gradients and moments are float32 either way.
         cpu_kernels: whether the C kernels run: "auto" where they compile.
-        batch_tokens: tokens of one optimizer step.
+        batch_tokens: tokens of one optimizer step; None: what a policy version brings makes
+            ``LEAST_STEPS`` steps, of ``BATCH_TOKENS`` tokens.
         forward_tokens: tokens, padding included, of one forward pass; a step accumulates
             gradients over as many passes as its samples need.
         linger_s: how long to wait for more samples before a step that is not full.
@@ -212,7 +232,7 @@ class TrainingConfig(Section):
     step_weight_decay: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.8
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     cpu_kernels: Literal["auto", "on", "off"] = "auto"
-    batch_tokens: Annotated[int, Field(ge=1)] = 4096
+    batch_tokens: Annotated[int, Field(ge=1)] | None = None
     forward_tokens: Annotated[int, Field(ge=1)] = 1024
     linger_s: Seconds = 0.2
     steps_per_candidate: Annotated[int, Field(ge=1)] = 50
@@ -237,13 +257,28 @@ class TrainingConfig(Section):
 
 
 class GateSection(Section):
-    """[gate]: what a candidate must prove on held-out states before it is promoted."""
+    """[gate]: what a candidate must prove on held-out states before it is promoted.
+
+    Attributes:
+        min_gain: least gain in acceptance length.
+        confidence: of the interval of that gain.
+        min_anchors: held-out anchors without which nothing passes; None: ``needed_anchors``.
+        newest_versions: policy versions whose held-out states count.
+        max_tokens: held-out tokens of one decision.
+    """
 
     min_gain: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
     confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = 0.95
-    min_anchors: Annotated[int, Field(ge=1)] = 200
+    min_anchors: Annotated[int, Field(ge=1)] | None = None
     newest_versions: Annotated[int, Field(ge=1)] = 2
     max_tokens: Annotated[int, Field(ge=1)] = 16384
+
+    def needed_anchors(self, prompts: int) -> int:
+        """Held-out anchors that a decision needs. The interval is over prompts: where these are
+        many, few anchors of each will do."""
+        if self.min_anchors is not None:
+            return self.min_anchors
+        return 200 if prompts < ENOUGH_PROMPTS else 60
 
 
 class PublishConfig(Section):

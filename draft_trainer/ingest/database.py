@@ -7,15 +7,17 @@ more: the others are copied to a new one.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -27,6 +29,9 @@ FILE = "samples.db"
 FORMAT = 1
 
 RESIDENT = "FROM samples WHERE start IS NOT NULL"
+UNTRAINED = "times_drawn = 0 AND NOT held_out"
+# Numbers, whatever a damaged row has there.
+EXTENT = "CAST(start AS INTEGER), CAST(ifnull(size, 0) AS INTEGER)"
 _SEALED = "policy_version, tokens, held_out, tie, header, start, size"
 _DRAW_ORDER = (
     # One policy version of age weighs as much as one epoch. Ties: a permutation that differs by
@@ -200,6 +205,38 @@ class Database:
             self.execute("DELETE FROM draws WHERE draw >= ?", first)
         return int(gone)
 
+    def evict(
+        self, max_epochs: int, remembered: int, condition: str, *values: Any
+    ) -> list[tuple[int, int, int, int]]:
+        """Mark residents as evicted; of the oldest rows beyond ``remembered`` the keys go too.
+
+        Returns:
+            Of each its start and size, whether it is exhausted, and whether it is untrained.
+        """
+        condition = f"start IS NOT NULL AND {condition}"
+        gone = self.execute(
+            f"SELECT {EXTENT}, times_drawn >= ?, {UNTRAINED} FROM samples WHERE {condition}",
+            *(max_epochs, *values),
+        ).fetchall()
+        update = "UPDATE samples SET start = NULL, size = NULL, header = NULL"
+        self.execute(f"{update} WHERE {condition}", *values)
+        self.execute(
+            "DELETE FROM samples WHERE start IS NULL AND number <= "
+            "(SELECT max(number) FROM samples) - ?",
+            remembered,
+        )
+        return gone
+
+    def tokens_of_a_version(self) -> int:
+        """Tokens to train on that the richest of the newest three policy versions has brought."""
+        totals = (
+            # Of the newest samples: what a version brings beyond them makes no difference.
+            "SELECT sum(tokens) AS total FROM samples WHERE held_out = 0 "
+            "AND number > (SELECT max(number) FROM samples) - 4096 "
+            "GROUP BY policy_version ORDER BY policy_version DESC LIMIT 3"
+        )
+        return int(self.one(f"SELECT ifnull(max(total), 0) FROM ({totals})"))
+
     def open(self) -> None:
         """Open the file, or create it. Idempotent. Raises DatabaseError where it is damaged."""
         if self._connection is not None:
@@ -306,3 +343,46 @@ def seal_of(*columns: object) -> int:
     """A checksum of what a row says. A sample's block has its own, in the header."""
     # SQLite's integers have a sign.
     return xxh3_64_intdigest(repr(columns).encode()) - (1 << 63)
+
+
+class Repairable(Protocol):
+    """What keeps a database under a lock, and can go on with what a repair leaves of it."""
+
+    folder: Path
+    _lock: threading.RLock
+    _db: Database
+
+    def _repair(self, cause: str) -> None: ...
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound=Repairable)
+
+
+def repairing(
+    method: Callable[Concatenate[S, P], R],
+) -> Callable[Concatenate[S, P], R]:
+    """Call under the lock; once more after the repair of a damaged database.
+
+    A method changes what is in memory only after its last transaction, so it can be repeated.
+    """
+
+    @functools.wraps(method)
+    def call(store: S, *args: P.args, **options: P.kwargs) -> R:
+        with store._lock:
+            try:
+                with store._db.errors():
+                    return method(store, *args, **options)
+            except DamagedError as error:
+                cause = str(error)
+            try:
+                with store._db.errors():
+                    store._repair(cause)
+                    return method(store, *args, **options)
+            except DamagedError as error:
+                found, expected = f"{store.folder} ({error})", "the index as it was just rebuilt"
+                advice, code = "check the disk, or set another folder", StatusCode.DATA_LOSS
+                raise RefusedError("replay.directory", found, expected, advice, code) from error
+
+    return call

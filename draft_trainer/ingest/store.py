@@ -11,25 +11,26 @@ draw, unless its space is needed before.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
-from draft_trainer.config import ReplayConfig
+from draft_trainer.config import HELD_OUT_LEAST, HELD_OUT_MOST, ReplayConfig
 from draft_trainer.ingest.arena import ALIGNMENT, Arena, aligned
 from draft_trainer.ingest.database import (
+    EXTENT,
     FILE,
     RESIDENT,
-    DamagedError,
+    UNTRAINED,
     Database,
     key_of,
+    repairing,
     seal_of,
     tie_of,
 )
@@ -42,13 +43,10 @@ logger = logging.getLogger(__name__)
 
 ARENA = "arena"
 
-_UNTRAINED = "times_drawn = 0 AND NOT held_out"
-# Numbers, whatever a damaged row has there.
-_EXTENT = "CAST(start AS INTEGER), CAST(ifnull(size, 0) AS INTEGER)"
 _AMONG = "number IN (SELECT value FROM json_each(?))"
 
-P = ParamSpec("P")
-R = TypeVar("R")
+ENOUGH_HELD_OUT = 32
+"""Prompts of the newest two policy versions: with more, fewer are held out from then on."""
 
 
 class Drawn(NamedTuple):
@@ -76,34 +74,6 @@ class StoreCounts:
     unsaved: int
     resident: int
     nbytes: int
-
-
-def _guarded(
-    method: Callable[Concatenate[SampleStore, P], R],
-) -> Callable[Concatenate[SampleStore, P], R]:
-    """Call under the lock; once more after the repair of a damaged database.
-
-    A method changes what is in memory only after its last transaction, so it can be repeated.
-    """
-
-    @functools.wraps(method)
-    def call(store: SampleStore, *args: P.args, **options: P.kwargs) -> R:
-        with store._lock:
-            try:
-                with store._db.errors():
-                    return method(store, *args, **options)
-            except DamagedError as error:
-                cause = str(error)
-            try:
-                with store._db.errors():
-                    store._repair(cause)
-                    return method(store, *args, **options)
-            except DamagedError as error:
-                found, expected = f"{store.folder} ({error})", "the index as it was just rebuilt"
-                advice, code = "check the disk, or set another folder", StatusCode.DATA_LOSS
-                raise RefusedError("replay.directory", found, expected, advice, code) from error
-
-    return call
 
 
 class SampleStore:
@@ -144,6 +114,7 @@ class SampleStore:
         self._arena = Arena(folder / ARENA, self.capacity_bytes)
         self._db = Database(folder / FILE)
         self._run: tuple[str, dict[str, Any]] | None = None
+        self._held_out_fraction = config.held_out_fraction or HELD_OUT_MOST
         self.draws = 0
         try:
             self._start()
@@ -151,7 +122,7 @@ class SampleStore:
             self._db.close()
             raise
 
-    @_guarded
+    @repairing
     def reserve(self, nbytes: int) -> Bytes:
         """A buffer for one block, uint8 [nbytes], 64-byte aligned; others are evicted for it.
 
@@ -178,7 +149,7 @@ class SampleStore:
             StatusCode.RESOURCE_EXHAUSTED,
         )
 
-    @_guarded
+    @repairing
     def accept(self, samples: Sequence[Sample]) -> list[bool]:
         """Record samples in one transaction; what is recorded survives kill -9.
 
@@ -201,7 +172,7 @@ class SampleStore:
         self._arena.noted += sum(new)
         return new
 
-    @_guarded
+    @repairing
     def seen(self, sample_id: str) -> bool:
         """Whether a sample of this run was accepted before, also if it was evicted since."""
         query = "SELECT count(*) FROM samples WHERE key = ?"
@@ -212,7 +183,7 @@ class SampleStore:
         with self._lock:
             return self.capacity_bytes - self._arena.pinned
 
-    @_guarded
+    @repairing
     def draw(self, run_id: str, max_tokens: int) -> Drawn:
         """The next batch, recorded as drawn: newest policy version and fewest epochs first.
 
@@ -233,13 +204,13 @@ class SampleStore:
                 return Drawn(self.draws, samples)
         return Drawn(0, [])
 
-    @_guarded
+    @repairing
     def put_back(self, drawn: Drawn) -> None:
         """Undo the last draw: its batch was not trained on."""
         if drawn.number == self.draws:
             self._db.undo_draws(drawn.number)
 
-    @_guarded
+    @repairing
     def held_out(self, run_id: str, newest_versions: int | None = None) -> list[Sample]:
         """Held-out samples in the order of arrival.
 
@@ -251,7 +222,7 @@ class SampleStore:
             return []
         return self._read(self._db.held_out(-1 if newest_versions is None else newest_versions))
 
-    @_guarded
+    @repairing
     def saved(self, draw: int) -> None:
         """A training state that contains the draws up to this one is on disk."""
         self._free_exhausted(draw)
@@ -262,13 +233,13 @@ class SampleStore:
                 self._db.execute("DELETE FROM draws WHERE draw <= ?", previous)
             self._db.set("state_draw", draw)
 
-    @_guarded
+    @repairing
     def released(self, version: int) -> None:
         """A release whose weights contain every draw was written; no older state is resumed."""
         self._db.set("release", [version, self.draws])
         self.saved(self.draws)
 
-    @_guarded
+    @repairing
     def rewind(self, draw: int | None, release: int) -> None:
         """At a start: undo every draw that the resumed weights do not contain.
 
@@ -299,19 +270,21 @@ class SampleStore:
         with self._lock:
             return self._run
 
-    @_guarded
+    @repairing
     def begin(self, run_id: str, facts: dict[str, Any]) -> None:
         """Start another run: the samples and policy versions of the one before are gone."""
         with self._db.transaction():
             gone = self._evict("1")
             self._db.execute("DELETE FROM draws")
             self._db.set("policies", [])
+            self._db.set("held_out_fraction", None)
             self._db.set("run", [run_id, facts])
         self._free(gone)
         self._run = (run_id, facts)
+        self._held_out_fraction = self._config.held_out_fraction or HELD_OUT_MOST
         logger.info("run %r begins; %d samples of the one before are gone", run_id, len(gone))
 
-    @_guarded
+    @repairing
     def put_policy(self, run_id: str, version: int, names: Sequence[str]) -> None:
         """Record a policy version and the names of its tensors.
 
@@ -321,14 +294,18 @@ class SampleStore:
         if run_id != self._run_id:
             expected, advice = f"{self._run_id!r}, which began meanwhile", "open this run again"
             raise RefusedError("run_id", run_id, expected, advice, StatusCode.FAILED_PRECONDITION)
-        self._db.set("policies", sorted([*self.policies(), (version, [*names])]))
+        with self._db.transaction():
+            self._db.set("policies", sorted([*self.policies(), (version, [*names])]))
+            adapts = self._config.held_out_fraction is None
+            fraction = self._hold_out_less() if adapts else self._held_out_fraction
+        self._held_out_fraction = fraction
 
-    @_guarded
+    @repairing
     def policies(self) -> list[tuple[int, list[str]]]:
         """Version and names of the tensors of every policy version, oldest first."""
         return [(version, names) for version, names in self._db.get("policies", [])]
 
-    @_guarded
+    @repairing
     def keep_versions(self, run_id: str, versions: Sequence[int], reason: str = "stale") -> bool:
         """Drop all other policy versions, and their samples that are not exhausted.
 
@@ -346,16 +323,21 @@ class SampleStore:
         self._count(reason, lost)
         return True
 
-    @_guarded
+    @repairing
     def counts(self) -> StoreCounts:
         """What is held now."""
         pending, held_out, unsaved, resident = self._db.execute(
-            f"SELECT total({_UNTRAINED}), total(held_out), total(times_drawn >= ?), count(*) "
+            f"SELECT total({UNTRAINED}), total(held_out), total(times_drawn >= ?), count(*) "
             f"{RESIDENT}",
             self._config.max_epochs,
         ).fetchone()
         used = self._arena.used
         return StoreCounts(int(pending), int(held_out), int(unsaved), resident, used)
+
+    @repairing
+    def tokens_of_a_version(self) -> int:
+        """Tokens to train on that the richest of the newest three policy versions has brought."""
+        return self._db.tokens_of_a_version()
 
     def close(self) -> None:
         """Leave what a restart needs. Views stay valid. Idempotent."""
@@ -370,7 +352,7 @@ class SampleStore:
         columns = (
             sample.policy_version,
             sample.tokens,
-            int(is_held_out(sample.group, self._config.held_out_fraction)),
+            int(is_held_out(sample.group, self._held_out_fraction)),
             tie_of(self._seed, sample.sample_id),
             sample.header.SerializeToString(),
             self._arena.start_of(sample.block.data_ptr()),
@@ -378,7 +360,7 @@ class SampleStore:
         )
         return key_of(self._run_id, sample.sample_id), *columns, seal_of(*columns)
 
-    @_guarded
+    @repairing
     def _start(self) -> None:
         self._db.open()
         self._load()
@@ -388,13 +370,15 @@ class SampleStore:
         run = self._db.get("run", None)
         self._run = None if run is None else (run[0], run[1])
         self.draws = int(self._db.get("last_draw", 0))
+        if self._config.held_out_fraction is None:
+            self._held_out_fraction = self._db.get("held_out_fraction", None) or HELD_OUT_MOST
         with self._db.transaction():
             gone = self._evict("start + size > ?", self.capacity_bytes)
         self._count("capacity", sum(untrained for *_, untrained in gone))
         self._restart_arena()
 
     def _restart_arena(self) -> None:
-        rows = self._db.execute(f"SELECT {_EXTENT}, number {RESIDENT}").fetchall()
+        rows = self._db.execute(f"SELECT {EXTENT}, number {RESIDENT}").fetchall()
         impossible = self._arena.restart([(start, size) for start, size, _ in rows])
         self._arena.noted = len(rows)
         self._evict_damaged([rows[index][2] for index in impossible])
@@ -412,6 +396,35 @@ class SampleStore:
             self._db.set("last_draw", max(self.draws, self._db.get("last_draw", 0)))
         self._load()
         self._count("damaged", lost)
+
+    def _hold_out_less(self) -> float:
+        """Give prompts back to training where the newest versions hold out more than is needed.
+
+        Never the other way round: the gate would judge on what was trained on.
+
+        Returns:
+            The share that is held out from now on.
+        """
+        held = []
+        for number, seal, *columns in self._db.held_out(-1):
+            if seal == seal_of(*columns):
+                version, *_, header, start, size = columns
+                block = torch.from_numpy(self._arena.view(start, size))
+                group = Sample(pb.VerifierStates.FromString(header), block).group
+                held.append((version, group, number, columns))
+        newest = sorted({version for version, *_ in held})[-2:]
+        prompts = len({group for version, group, *_ in held if version in newest})
+        fraction = max(self._held_out_fraction * ENOUGH_HELD_OUT / max(prompts, 1), HELD_OUT_LEAST)
+        if fraction >= self._held_out_fraction:
+            return self._held_out_fraction
+        for _, group, number, columns in held:
+            if not is_held_out(group, fraction):
+                columns[2] = 0
+                query = "UPDATE samples SET held_out = 0, seal = ? WHERE number = ?"
+                self._db.execute(query, seal_of(*columns), number)
+        self._db.set("held_out_fraction", fraction)
+        logger.info("%d prompts are held out: from now on %.0f %%", prompts, 100 * fraction)
+        return fraction
 
     def _read(self, rows: Sequence[tuple[Any, ...]]) -> list[Sample]:
         """The samples of rows; those that are damaged are dropped instead."""
@@ -453,7 +466,7 @@ class SampleStore:
             ("times_drawn >= ?", "last_draw, number"),
             ("times_drawn < ?", "policy_version, times_drawn DESC, number"),
         ):
-            query = f"SELECT number, {_EXTENT} {RESIDENT} AND {condition} ORDER BY {order}"
+            query = f"SELECT number, {EXTENT} {RESIDENT} AND {condition} ORDER BY {order}"
             for number, start, size in self._db.execute(query, self._config.max_epochs):
                 if freed >= nbytes:
                     break
@@ -473,20 +486,8 @@ class SampleStore:
         Returns:
             Of each its start and size, whether it is exhausted, and whether it is untrained.
         """
-        condition = f"start IS NOT NULL AND {condition}"
-        gone = self._db.execute(
-            f"SELECT {_EXTENT}, times_drawn >= ?, {_UNTRAINED} FROM samples WHERE {condition}",
-            *(self._config.max_epochs, *values),
-        ).fetchall()
-        update = "UPDATE samples SET start = NULL, size = NULL, header = NULL"
-        self._db.execute(f"{update} WHERE {condition}", *values)
-        # The keys of the newest rows stay, so that a sample that is sent again is recognised.
-        self._db.execute(
-            "DELETE FROM samples WHERE start IS NULL AND number <= "
-            "(SELECT max(number) FROM samples) - ?",
-            self._config.ledger_entries,
-        )
-        return gone
+        epochs, remembered = self._config.max_epochs, self._config.ledger_entries
+        return self._db.evict(epochs, remembered, condition, *values)
 
     def _free(self, gone: Sequence[tuple[int, int, int, int]]) -> None:
         self._arena.noted -= len(gone)

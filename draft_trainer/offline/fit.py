@@ -27,6 +27,7 @@ from rich.progress import Progress, TaskID
 
 from draft_trainer.checkpoints.draft import WEIGHTS_FILE
 from draft_trainer.checkpoints.policy import read_policy
+from draft_trainer.config import BATCH_TOKENS
 from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.files import folder_written_whole, fsync
@@ -205,7 +206,9 @@ class Fit:
         lengths = self._recording.lengths()
         self._lengths = [lengths[number] for number in self._training]
         self._steps = list(
-            steps_of(self._lengths, training.batch_tokens, training.seed, fit.epochs)
+            steps_of(
+                self._lengths, training.batch_tokens or BATCH_TOKENS[1], training.seed, fit.epochs
+            )
         )
         self._total = len(self._steps)
         self._evaluate_at = {

@@ -28,7 +28,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from draft_trainer.config import GateSection, TrainerConfig
+from draft_trainer.config import ENOUGH_PROMPTS, GateSection, TrainerConfig
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import Draft
 from draft_trainer.drafters.acceptance import AcceptanceEstimate, Method, expected_acceptance
@@ -43,7 +43,6 @@ from slipstream.v1 import release_pb2
 logger = logging.getLogger(__name__)
 
 MIN_CLUSTERS = 4
-ENOUGH_CLUSTERS = 8
 """Prompts from which on older policy versions are not asked."""
 
 RESAMPLES = 999
@@ -140,9 +139,10 @@ def compare(
     if theirs is None:
         return unmeasured("no held-out sample has an anchor"), 0
     anchors, prompts = math.floor(theirs.drafts), len(set(theirs.groups))
-    if anchors < config.min_anchors or prompts < MIN_CLUSTERS:
+    needed = config.needed_anchors(prompts)
+    if anchors < needed or prompts < MIN_CLUSTERS:
         result = unmeasured(
-            f"{anchors} held-out anchors in {prompts} prompts, {config.min_anchors} in "
+            f"{anchors} held-out anchors in {prompts} prompts, {needed} in "
             f"{MIN_CLUSTERS} are needed"
         )
         result.held_out_anchors, result.held_out_prompts = anchors, prompts
@@ -294,7 +294,7 @@ class Gate:
                 return None
         return (
             found.acceptance_length
-            if found and found.drafts >= self.config.gate.min_anchors
+            if found and found.drafts >= self.config.gate.needed_anchors(len(set(found.groups)))
             else None
         )
 
@@ -361,8 +361,9 @@ class Gate:
         config, most = self.config.gate, self.config.replay.max_policy_lag + 1
         for versions in range(config.newest_versions, max(most, config.newest_versions) + 1):
             samples = [s for s in run.held_out(versions) if s.policy_version in run.heads]
-            enough = sum(sample.tokens for sample in samples) >= 2 * config.min_anchors
-            if enough and len({sample.group for sample in samples}) >= ENOUGH_CLUSTERS:
+            prompts = len({sample.group for sample in samples})
+            enough = sum(s.tokens for s in samples) >= 2 * config.needed_anchors(prompts)
+            if enough and prompts >= ENOUGH_PROMPTS:
                 break
         before: Counter[str] = Counter()
         ranked = []

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Mapping
 
-from draft_trainer.config import TrainerConfig
+from draft_trainer.config import HELD_OUT_MOST, TrainerConfig
 from draft_trainer.releases.gate import MIN_CLUSTERS
 from slipstream.errors import clean
 from slipstream.v1.console_pb2 import Diagnosis
@@ -96,6 +96,12 @@ def _samples(status: TrainerStatus, config: TrainerConfig) -> Found:
     return OK, f"{accepted} accepted, {held} of those in memory held out for the gate", ""
 
 
+def _share(config: TrainerConfig) -> float:
+    """Of prompts that are held out, at most."""
+    fraction = config.replay.held_out_fraction
+    return HELD_OUT_MOST if fraction is None else fraction
+
+
 def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
     if status.training_error:
         waits = status.training_error.startswith("training waits")
@@ -116,7 +122,7 @@ def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
         return WAITING, f"training is paused: {status.training_decision}", next_step
     held, pending = status.samples_held_out, status.samples_pending
     if not steps and held and not pending:
-        share = f"replay.held_out_fraction ({config.replay.held_out_fraction:g})"
+        share = f"replay.held_out_fraction ({_share(config):g})"
         found = f"all {held} samples in memory are held out, none is left to train on"
         return PROBLEM, found, f"send more prompts, or lower {share}"
     if not steps:
@@ -135,9 +141,10 @@ def _gate(status: TrainerStatus, config: TrainerConfig) -> Found:
     if result.outcome == "write_failed":
         return PROBLEM, result.reason, "make room on the disk of draft.registry"
     if result.outcome == "not_measured" and result.held_out_prompts:
-        share, gate = config.replay.held_out_fraction, config.gate
+        share, gate = _share(config), config.gate
+        needed = gate.needed_anchors(result.held_out_prompts)
         more = max(
-            gate.min_anchors / max(result.held_out_anchors, 1),
+            needed / max(result.held_out_anchors, 1),
             MIN_CLUSTERS / result.held_out_prompts,
         )
         return (
@@ -152,8 +159,8 @@ def _gate(status: TrainerStatus, config: TrainerConfig) -> Found:
             PROBLEM,
             result.reason,
             f"let more prompts arrive, raise replay.held_out_fraction "
-            f"({config.replay.held_out_fraction:g}), or lower gate.min_anchors "
-            f"({config.gate.min_anchors})",
+            f"({_share(config):g}), or lower gate.min_anchors "
+            f"({config.gate.needed_anchors(0)})",
         )
     return (
         WAITING,

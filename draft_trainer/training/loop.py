@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from draft_trainer.config import TrainerConfig
+from draft_trainer.config import BATCH_TOKENS, LEAST_STEPS, TrainerConfig
 from draft_trainer.counters import Counters
 from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.gate import Gate
@@ -146,9 +146,11 @@ class TrainingLoop:
     _steps_since_candidate: int = field(default=0, init=False)
     _first_step_at: float = field(default_factory=time.monotonic, init=False)
     _trained_against: int = field(default=0, init=False)
+    _sized_at: float = field(default=-math.inf, init=False)
 
     def __post_init__(self) -> None:
         self._config = self.candidates.config.training
+        self._batch_tokens = self._config.batch_tokens or BATCH_TOKENS[0]
         self._thread = threading.Thread(target=self._run, name="training", daemon=True)
 
     def start(self) -> None:
@@ -188,10 +190,11 @@ class TrainingLoop:
             if run is None:
                 self._sleep()
                 continue
+            self._size_batches(run)
             if not self._pays(run):
                 self._sleep()
                 continue
-            drawn = self._stored(partial(run.draw, config.batch_tokens))
+            drawn = self._stored(partial(run.draw, self._batch_tokens))
             if drawn is None:
                 self.followers.keep_alive()
                 self._stopping.wait(_RETRY_S)
@@ -233,6 +236,20 @@ class TrainingLoop:
             enough = self._steps_since_candidate >= config.steps_per_candidate
             if enough or seconds >= config.candidate_seconds:
                 self._consider(run)
+
+    def _size_batches(self, run: Run) -> None:
+        """Steps of a size of which what a policy version brings makes several."""
+        now = time.monotonic()
+        if self._config.batch_tokens is not None or now < self._sized_at + _RETRY_S:
+            return
+        self._sized_at = now
+        least, most = BATCH_TOKENS
+        epochs = self.candidates.config.replay.max_epochs
+        arrived = self._stored(run.store.tokens_of_a_version) or 0
+        size = min(max(arrived * epochs // LEAST_STEPS, least), most)
+        if size != self._batch_tokens:
+            self._batch_tokens = size
+            logger.debug("steps of %d tokens: a policy version brings %d", size, arrived)
 
     def _pays(self, run: Run) -> bool:
         """Whether to train on what is stored, by the economy's decision for this policy version."""

@@ -23,6 +23,7 @@ from tests.draft_trainer.test_cli import run, write_config
 CONFIG = parse_config(
     {
         "draft": {"initial": "draft", "registry": "registry"},
+        "replay": {"held_out_fraction": 0.1},
         "publish": {"rollout_servers": ["a:1"]},
     }
 )

@@ -13,7 +13,7 @@ from draft_trainer.ingest.store import SampleStore
 from policy_bridge.session import Session
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample, is_held_out, prompt_hash
-from tests.draft_trainer.samples import all_drawn, open_store, sealed
+from tests.draft_trainer.samples import all_drawn, open_store, put, received, sealed
 from tests.policy_bridge.conftest import VOCAB, make_model
 from tests.policy_bridge.windows import LAYERS, Windows
 
@@ -81,6 +81,72 @@ def test_no_window_of_a_held_out_prompt_trains(
     assert all(len(both) == 1 for both in of_prompt.values())
     shares = sum(is_held_out(name, FRACTION) for name in names)
     assert shares == sum(both == {True} for both in of_prompt.values()) > 3
+
+
+def of_prompts(store: SampleStore, version: int, prompts: range) -> None:
+    """A policy version is registered and brings one completion of each prompt."""
+    assert store.run is not None
+    store.put_policy(store.run[0], version, ["aa", "bb"])
+    for prompt in prompts:
+        name = f"v{version}-{prompt}"
+        assert store.accept([received(store, name, version, prompt=prompt)]) == [True]
+
+
+def held_prompts(store: SampleStore, *versions: int) -> set[str]:
+    assert store.run is not None
+    return {s.group for s in store.held_out(store.run[0]) if s.policy_version in versions}
+
+
+def test_a_small_run_holds_out_a_quarter_and_a_large_one_a_tenth(tmp_path: Path) -> None:
+    small, large = (
+        open_store(tmp_path / name, 1 << 23, held_out_fraction=None) for name in ("small", "large")
+    )
+    for store in (small, large):
+        store.begin("run", {})
+    for version in range(1, 5):
+        of_prompts(small, version, range(24 * version, 24 * version + 24))
+    # Binomial(96, 1/4): three standard deviations either way.
+    assert 11 <= len(held_prompts(small, 1, 2, 3, 4)) <= 37
+    of_prompts(large, 1, range(400))
+    before = held_prompts(large, 1)
+    assert 70 <= len(before) <= 130
+    drawn = set(all_drawn(large))
+    of_prompts(large, 2, range(400, 800))
+    after = held_prompts(large, 1)
+    assert 20 <= len(after) <= 60 and after < before
+    assert 20 <= len(held_prompts(large, 2)) <= 60
+    # What was given back trains now; what trained before was never held out, nor is it now.
+    freed = set(all_drawn(large)) & {f"v1-{prompt}" for prompt in range(400)}
+    assert len(freed - drawn) == len(before) - len(after)
+    assert all(is_held_out(group, 0.25) for group in before)
+    assert all(is_held_out(group, 0.1) for group in after)
+    large.close()
+    large = open_store(tmp_path / "large", 1 << 23, held_out_fraction=None)
+    of_prompts(large, 3, range(800, 1200))
+    assert 20 <= len(held_prompts(large, 3)) <= 60 and held_prompts(large, 1) == after
+    # Another run begins with much again.
+    large.begin("another", {})
+    of_prompts(large, 1, range(400))
+    assert len(held_prompts(large, 1)) == len(before)
+
+
+def test_what_the_toml_says_is_kept(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 1 << 22, held_out_fraction=0.5)
+    store.begin("run", {})
+    of_prompts(store, 1, range(400))
+    before = held_prompts(store, 1)
+    of_prompts(store, 2, range(400))
+    assert len(before) > 150 and held_prompts(store, 1) == held_prompts(store, 2) == before
+
+
+def test_tokens_of_a_version_are_of_the_newest_that_brought_most(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 1 << 20)
+    assert store.tokens_of_a_version() == 0
+    store.begin("run", {})
+    for version, count in ((1, 40), (2, 10), (3, 20), (4, 5)):
+        for number in range(count):
+            put(store, f"{version}-{number}", version)
+    assert store.tokens_of_a_version() == 20 * 16
 
 
 def test_who_sampled_a_window_travels_with_it(

@@ -10,6 +10,7 @@ import grpc
 import pytest
 import torch
 
+from draft_trainer.config import parse_config
 from draft_trainer.counters import total
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.training.learner import StepMetrics
@@ -22,12 +23,15 @@ from tests.draft_trainer.rig import (
     Stream,
     feeding,
     make_config,
+    raw_config,
     refusal,
     rollouts,
     running,
     train,
     train_until_released,
 )
+from tests.draft_trainer.synthetic import Policy
+from tests.draft_trainer.test_gate import completions
 
 
 def test_trains_gates_releases_and_publishes_with_the_policy(tmp_path: Path) -> None:
@@ -253,6 +257,29 @@ def test_training_that_dies_is_noticed(tmp_path: Path, monkeypatch: pytest.Monke
         client.send(*rollouts(20))
         assert server.died.wait(20)
         assert server._counters.training_error == "the training thread ended with an error"
+
+
+def test_a_small_run_trains_and_is_judged_with_nothing_configured(tmp_path: Path) -> None:
+    """24 prompts a policy version, four completions each; only the draft is named."""
+    config = parse_config(
+        {"draft": raw_config(tmp_path)["draft"], "server": {"port": 0, "metrics_port": 0}}
+    )
+    policy = Policy(0, 4.0)
+    with running(config) as (_, client):
+        client.open()
+        for version in range(1, 5):
+            client.announce(version, policy)
+            made = completions(policy, 24, seed=version)
+            samples = [sample.repacked(policy_version=version) for sample in made]
+            acks = client.send(*samples)
+            assert {ack.status for ack in acks} == {pb.ACK_STATUS_ACCEPTED}
+            status = client.wait_for(
+                lambda s: s.idle and s.samples_pending == 0 and s.HasField("last_verdict")
+            )
+        # 2,300 tokens a version, a quarter of them held out, in two epochs: eight steps.
+        assert status.train_steps >= 4 * 6
+        assert status.last_verdict.outcome in ("passed", "failed"), status.last_verdict
+        assert status.last_verdict.gate.prompts >= 8
 
 
 def test_a_full_disk_holds_training_up_and_does_not_end_it(
