@@ -52,7 +52,14 @@ class Doctor(Connection):
                 address = f"{'127.0.0.1' if everywhere else server.host}:{server.port}"
         try:
             with replace(self, address=address).trainer() as stub:
-                found += stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout).diagnosis
+                status = stub.GetStatus(pb.GetStatusRequest(), timeout=self.timeout)
+            if not status.diagnosis:
+                found_here, expected = (
+                    f"version {status.code_version}",
+                    "one that knows a diagnosis",
+                )
+                raise RefusedError("the trainer", found_here, expected, "update the trainer")
+            found += status.diagnosis
         except RefusedError as error:
             if self.config is None:
                 raise

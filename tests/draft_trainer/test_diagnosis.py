@@ -10,14 +10,15 @@ import pytest
 
 from draft_trainer.cli.doctor import first_problem
 from draft_trainer.cli.main import main
-from draft_trainer.config import parse_config
+from draft_trainer.config import load_config, parse_config
 from draft_trainer.server.diagnosis import OK, PROBLEM, WAITING, ProblemLog, diagnose
 from slipstream.v1.console_pb2 import Diagnosis, ServerView, TrialView
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
 from slipstream.v1.release_pb2 import Verdict
 from slipstream.v1.rollout_server_pb2 import ServerState
 from tests.draft_trainer.fleet_double import RolloutDouble
-from tests.draft_trainer.rig import make_config, rollouts, running
+from tests.draft_trainer.rig import make_config, rollouts, running, write_draft
+from tests.draft_trainer.synthetic import Policy
 from tests.draft_trainer.test_cli import run, write_config
 
 CONFIG = parse_config(
@@ -238,3 +239,37 @@ def test_doctor_checks_a_configuration_before_the_trainer_is_started(
     assert code == 1 and "a policy (Qwen3ForCausalLM, 10 layers)" in text
     assert f"draft-trainer init --policy {policy_dir}" in text
     assert main(["doctor", "--config", str(tmp_path / "absent.toml")]) == 2
+
+
+def test_a_draft_is_released_with_nothing_in_the_toml_but_the_draft_and_the_servers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """24 prompts of 12 to 20 tokens a policy version: far below what the defaults once needed."""
+    double = RolloutDouble()
+    write_draft(tmp_path / "draft")
+    file = tmp_path / "trainer.toml"
+    file.write_text(
+        f'[draft]\ninitial = "draft"\n[publish]\nrollout_servers = ["{double.address}"]\n'
+    )
+    config = load_config(file)
+    # Not to meet another trainer on this machine.
+    server = config.server.model_copy(update={"port": 0, "metrics_port": 0})
+    policy = Policy(0, 4.0)
+    with running(config.model_copy(update={"server": server})) as (_, client):
+        client.open()
+        for version in range(1, 11):
+            client.announce(version, policy)
+            samples = policy.samples(24, seed=version)
+            client.send(*(sample.repacked(policy_version=version) for sample in samples))
+            trained = client.wait_for(lambda s: not s.samples_pending and s.idle)
+            client.prepare(version)
+            client.complete(version)
+            if trained.newest_release:
+                break
+        status = client.status()
+        assert status.newest_release, [(one.part, one.found) for one in status.diagnosis]
+        assert status.last_verdict.gate.num_speculative_tokens == 3
+    assert sorted(folder.name for folder in (tmp_path / "releases").glob("release-*"))[:2] == [
+        *("release-000000", "release-000001")
+    ]
+    double.stop()
