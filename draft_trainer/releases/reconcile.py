@@ -227,7 +227,7 @@ class Reconciler:
                     if time.monotonic() >= measure_at:
                         measure_at = time.monotonic() + MEASURE_SECONDS
                         if self._publisher.measure():
-                            self.released()
+                            self._publish(held=True)
                     due = time.monotonic() + (self._seconds or LOOK_SECONDS)
                 if self._released.is_set():
                     self._released.clear()
@@ -241,9 +241,10 @@ class Reconciler:
             revision = self._watch.wait_beyond(revision, max(0.0, due - time.monotonic()))
             self._stopping.wait(PACE_SECONDS)
 
-    def _publish(self) -> None:
-        now = self._publisher.promotions.now
-        if self._publisher.fleet.config.on != "promotion" or now.promoted == now.live:
+    def _publish(self, held: bool = False) -> None:
+        """Publish what is promoted, where no sync does; or what was live and was held back."""
+        now, on = self._publisher.promotions.now, self._publisher.fleet.config.on
+        if now.promoted == now.live or not (held or on == "promotion"):
             return
         for address, outcome in self._publisher.publish_promoted().outcomes.items():
             if outcome.error:

@@ -194,11 +194,11 @@ def test_a_fleet_without_figures_of_the_incumbent_measures_it_first(
     assert rig.promotions.now.promoted == 1
     assert not rig.publisher.prepare().changes, "it waits"
     assert not rig.publisher.measure()
-    rig.draft(0, GOOD, 6000)
-    assert rig.publisher.measure()
-    assert rig.publisher.publish_promoted().draft_version == 1
-    settle(rig, 1)
-    assert rig.served == [1] and rig.promotions.now.good == (0, 1)
+    rig.draft(0, GOOD, 8000)
+    running = Running(rig)
+    running.draft_until(lambda: rig.promotions.now.good == (0, 1), ruined=-1)
+    assert running.reconciler.stop(10)
+    assert rig.served == [1] and not rig.promotions.now.hold
 
 
 @pytest.mark.parametrize("accepted", [GOOD, RUINED])
