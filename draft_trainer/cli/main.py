@@ -50,9 +50,10 @@ class Serve:
     --nproc-per-node N --no-python draft-trainer serve ...; rank 0 is the server.
 
     The configuration needs draft.initial, the checkpoint that the rollout servers were started
-    with, and publish.rollout_servers, their control planes. Every other key has a default, or
-    follows what arrives while it is left out; draft-trainer doctor says which one to turn when no
-    draft is released.
+    with, and publish.rollout_servers, their control planes. Every other key has a default. While
+    they are left out, these follow what arrives: replay.held_out_fraction, training.batch_tokens,
+    gate.min_anchors, publish.num_speculative_tokens and publish.draft_sample_method.
+    draft-trainer doctor says which key to turn when no draft is released.
     """
 
     config: Annotated[Path, arg(metavar="FILE")]

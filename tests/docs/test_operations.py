@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from draft_trainer.cli.main import Serve
 from draft_trainer.config import TrainerConfig
 from draft_trainer.offline.data import FitConfig
 from slipstream.v1 import console_pb2
@@ -50,6 +51,12 @@ def test_every_key_is_documented_with_its_default() -> None:
             assert text == str(default), key
         else:
             assert float(text) == pytest.approx(float(default)), key  # type: ignore[arg-type]
+
+
+def test_the_help_of_serve_names_every_key_that_is_derived() -> None:
+    derived = {key for key, text in documented_defaults().items() if text == "derived"}
+    named = re.findall(r"(\w+\.\w+)(?=,| and|\.\s)", (Serve.__doc__ or "").split("follow")[1])
+    assert set(named) == derived and len(derived) > 4
 
 
 def test_every_event_is_documented() -> None:
