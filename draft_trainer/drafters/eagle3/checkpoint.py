@@ -185,7 +185,8 @@ def _read_config(
 
 
 def _refuse_policy(directory: Path, document: Document) -> None:
-    names = ", ".join(map(str, document.get("architectures") or ()))
+    architectures = document.get("architectures")
+    names = ", ".join(map(str, architectures if isinstance(architectures, list) else ()))
     nested = document.get("text_config")
     text = nested if isinstance(nested, dict) else document
     layers = text.get("num_hidden_layers", text.get("n_layer"))
