@@ -156,7 +156,7 @@ def test_status_and_releases(tmp_path: Path, capsys: Capture) -> None:
         line = refused(capsys, "releases", "promote", "9", *at)
         assert "draft_version: found 9, expected one of" in line
         line = refused(capsys, "releases", "rollback", *at)
-        assert "only release 0 was ever served" in line
+        assert "no release before 0 that is good" in line
 
 
 def test_promote_that_failed_somewhere_ends_with_1(tmp_path: Path, capsys: Capture) -> None:
