@@ -162,7 +162,11 @@ class ForwardTap:
     def _end_at_norm(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: torch.Tensor
     ) -> None:
-        self._end(output, output.dtype, None)
+        # A fused loss multiplies in autocast's dtype where that is on, else in its input's.
+        kind, dtype = output.device.type, output.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        self._end(output, dtype, None)
 
     def _keep_returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         if self._last is not None:

@@ -24,9 +24,10 @@ PROBED_ROWS = 16
 _SOFT_CAP = re.compile(r"(final_|output_|lm_head_)?logits?_soft_?cap(ping)?")
 # Parts of a composed model that use the same words for something else.
 _OTHER_PART = re.compile(r"(vision|image|audio|speech|video)[^.]*\.")
-# Cohere, Falcon-H1 and Grok multiply, Granite divides.
-_FACTORS = {"logit_scale", "logits_scale", "lm_head_multiplier", "output_multiplier_scale"}
-_DIVISORS = {"logits_scaling", "logit_scaling"}
+# Cohere, Falcon-H1 and Grok multiply; Granite divides, where HyperCLOVA X multiplies.
+_FACTORS = {"logit_scale", "lm_head_multiplier", "output_multiplier", "output_multiplier_scale"}
+_DIVISORS = {"logits_scaling"}
+_MULTIPLIES_ALL = "HyperCLOVAX"
 
 # Of the norm of the logits around their mean, beside the rounding of the logits themselves.
 _TOLERANCE = 2e-3
@@ -69,7 +70,8 @@ def form_of(model: nn.Module, scale: float | None = None, cap: float | None = No
         if is_cap:
             cap = value if cap is None else cap
         elif scale is None:
-            scale = 1 / value if key in _DIVISORS else value
+            divides = key in _DIVISORS and _MULTIPLIES_ALL not in type(model).__name__
+            scale = 1 / value if divides else value
     return LogitForm(1.0 if scale is None else scale, cap or 0.0)
 
 

@@ -60,9 +60,13 @@ def policy_logits(hidden: Tensor, head: PolicyHead, dtype: torch.dtype) -> Tenso
         [N, draft_vocab], in ``dtype``; in float64 where the states are and ``dtype`` is float32.
     """
     rows, bias = head.lm_head_rows, head.lm_head_bias
-    if dtype != torch.float32 and hidden.dtype == rows.dtype == dtype and bias is None:
-        # As the policy itself: products are added up in float32 and rounded once.
-        return head.form.apply(hidden @ rows.T)
+    if dtype != torch.float32:
+        # Under autocast the policy rounds what it multiplies, too.
+        hidden, rows = hidden.to(dtype), rows.to(dtype)
+        if bias is None:
+            # As the policy itself: products are added up in float32 and rounded once.
+            return head.form.apply(hidden @ rows.T)
+        bias = bias.to(dtype)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     logits = product(hidden.to(wide), rows.to(wide).T)
     if bias is not None:

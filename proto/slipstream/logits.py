@@ -45,24 +45,3 @@ class LogitForm:
         if self.soft_cap:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits
-
-
-def policy_logits(
-    hidden: Tensor, rows: Tensor, bias: Tensor | None, form: LogitForm, dtype: torch.dtype
-) -> Tensor:
-    """Logits as the policy has them, before temperature.
-
-    Args:
-        hidden: [N, H], final hidden states.
-        rows: [V, H], of lm_head.
-        bias: [V], of lm_head; None where it has none.
-        form: what the policy does to the product.
-        dtype: in which it has its logits.
-
-    Returns:
-        float32 [N, V].
-    """
-    logits = hidden.float() @ rows.float().T
-    if bias is not None:
-        logits = logits + bias.float()
-    return form.apply(logits.to(dtype)).float()

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
+from draft_trainer.drafters.policy import PolicyHead, PolicyHeads, policy_logits
 from draft_trainer.ingest.teacher import Arrived, TeacherCheck
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
-from slipstream.logits import LogitForm, policy_logits
+from slipstream.logits import LogitForm
 from slipstream.sample import Sample
 
 from .conftest import VOCAB, batch
@@ -147,9 +147,8 @@ def masses(model: PreTrainedModel, samples: list[Sample], form: LogitForm) -> to
     head = model.get_output_embeddings()
     found = []
     for sample in samples:
-        bias = getattr(head, "bias", None)
-        final = sample.final_hidden[:-1]
-        logits = policy_logits(final, head.weight, bias, form, sample.logits_dtype)
+        policy = PolicyHead(1, head.weight, head.weight, getattr(head, "bias", None), form=form)
+        logits = policy_logits(sample.final_hidden[:-1], policy, sample.logits_dtype).float()
         log_z = sample.sampled_logits / sample.temperature - sample.sampled_logprobs
         mass = (logits / sample.temperature - log_z[1:, None]).exp().sum(-1)
         found.append(mass[sample.loss_mask[1:]])

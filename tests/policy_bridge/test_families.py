@@ -25,7 +25,6 @@ from .windows import Windows
 
 REFUSED = {
     "Gemma 3, with images and a cap": "set logit_scale=1, logit_soft_cap=0 in BridgeConfig",
-    "HyperCLOVA X": "they are lm_head's output times 8 (model.config.logits_scaling)",
     "OPT, projected": "expected 16, the input of lm_head",
     "Mamba": "modules.decoder_layers: found none of",
 }
@@ -101,6 +100,29 @@ def test_large_bfloat16_logits_are_rounded_as_the_policys(fused: bool) -> None:
         sample.header.logits_dtype = tensor_pb2.DTYPE_FLOAT32
     exact = masses(model, windows.samples, LogitForm())
     assert float((exact - 1).abs().max()) > 0.02
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("family", ["Llama", "Phi (1, 1.5, 2)"])
+def test_a_policy_under_autocast_is_rounded_as_it_rounds(family: str, fused: bool) -> None:
+    """Weights and states in float32, products of them in bfloat16."""
+    model, data = make(family), batch((30, 25, 28))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(30 / float(model(data["input_ids"]).logits.abs().max()))
+    norm = "model.final_layernorm" if family.startswith("Phi") else "model.norm"
+    windows = Windows(model, paths=ModulePaths(final_norm=norm) if fused else ModulePaths())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), windows.open() as capture:
+        if fused:
+            hidden = model.model(data["input_ids"]).last_hidden_state
+            logits = nn.functional.linear(hidden, model.lm_head.weight, model.lm_head.bias)
+        else:
+            logits = model(data["input_ids"]).logits
+        log_p = logits[:, :-1].float().log_softmax(-1)
+        own = log_p.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+        capture.ship(**data, sampled_logprobs=own)
+    assert {sample.logits_dtype for sample in windows.samples} == {torch.bfloat16}
+    mass = masses(model, windows.samples, LogitForm())
+    torch.testing.assert_close(mass, torch.ones_like(mass), atol=0.02, rtol=0)
 
 
 def test_a_bias_is_announced_with_its_version(trainer: FakeTrainer, connect: Connect) -> None:
