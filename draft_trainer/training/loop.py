@@ -307,6 +307,8 @@ class TrainingLoop:
             # A state from before a release is never resumed.
             self.states.save(self.learner, self.position)
             self.on_release(version)
+        else:
+            self.states.moved()
 
     def _sleep(self) -> None:
         """Until samples arrive; then until none arrived for ``linger_s``, to fill a batch."""

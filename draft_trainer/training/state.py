@@ -319,6 +319,10 @@ class LearnerStates:
         else:
             logger.error("the training state of step %d was not written in time", learner.steps)
 
+    def moved(self) -> None:
+        """The weights changed without a step: the last state is not theirs any more."""
+        self._saved_at -= 1
+
     def save_last(self, learner: Learner, position: Position) -> None:
         """Save what was learned since the last state, and wait until it is written."""
         if learner.steps > max(self._saved_at, 0):

@@ -16,7 +16,13 @@ from safetensors.torch import load_file, save_file
 from draft_trainer.config import TrainingConfig
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.optimizer import Schedule
-from draft_trainer.training.state import VERSION, StateStore, head_facts
+from draft_trainer.training.state import (
+    VERSION,
+    LearnerStates,
+    Position,
+    StateStore,
+    head_facts,
+)
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.synthetic import Policy, config, head
 
@@ -178,4 +184,20 @@ def test_learner_goes_on_with_the_same_bits_from_a_file(tmp_path: Path) -> None:
         assert first.learning_rate == second.learning_rate
     before, after = learner.state_dict(), resumed.state_dict()
     assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_weights_that_moved_without_a_step_are_saved_at_the_end(tmp_path: Path) -> None:
+    """As after a candidate that was better nearer to the served draft."""
+    policy, served = Policy(), head(0)
+    learner = Learner(head(0), TrainingConfig(warmup_steps=0, ttt_steps=2))
+    states, position = LearnerStates(tmp_path, FACTS, 1), Position(0, "run", 1)
+    learner.step(policy.samples(4), policy.heads())
+    states.save(learner, position)
+    learner.settle(served, 0.5, gain=0.1)
+    states.moved()
+    states.save_last(learner, position)
+    resumed = Learner(head(5), TrainingConfig(warmup_steps=0, ttt_steps=2))
+    LearnerStates(tmp_path, FACTS, 1).resume(resumed, newest_release=0)
+    before, after = learner.state_dict(), resumed.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
