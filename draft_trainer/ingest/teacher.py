@@ -70,7 +70,7 @@ class TeacherCheck:
     """
 
     def __init__(self, draft_vocab_ids: Tensor) -> None:
-        self._ids = draft_vocab_ids.long()
+        self._ids = draft_vocab_ids.long().contiguous()
         self._whole: weakref.WeakKeyDictionary[PolicyHead, Tensor | None]
         self._whole = weakref.WeakKeyDictionary()
 
@@ -121,9 +121,16 @@ def _rows(sample: Sample, ids: Tensor) -> Tensor:
     valid = sample.loss_mask.clone()
     valid[0] = False
     valid[1:] &= sample.segment_ids.diff() == 0
-    known = valid & torch.isin(sample.token_ids.long(), ids)
+    _, in_ids = _columns(ids, sample.token_ids.long())
+    known = valid & in_ids
     at = (known if bool(known.any()) else valid).nonzero().flatten()
     return at[torch.linspace(0, len(at) - 1, min(ROWS, len(at))).round().long()]
+
+
+def _columns(ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Where tokens are in ascending ids, and whether they are there."""
+    column = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
+    return column, ids[column] == tokens
 
 
 def _gathered(arrived: Sequence[Arrived], picked: Sequence[Tensor], name: str) -> Tensor:
@@ -143,8 +150,7 @@ def _summed(
     log_sum = torch.full((count,), -torch.inf)
     found = torch.full((count,), torch.nan)
     largest = torch.zeros(count)
-    column = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
-    known = ids[column] == tokens
+    column, known = _columns(ids, tokens)
     for start in range(0, len(ids), _SLICE):
         part = slice(start, start + _SLICE)
         bias = None if head.lm_head_bias is None else head.lm_head_bias[part]

@@ -1,4 +1,4 @@
-"""Keeps accepted samples on disk beside the service, for ``draft-trainer init`` and ``fit``.
+"""Writes recordings: of samples that ingest accepts, beside the service, or of any others.
 
 Ingest offers a sample in O(1) with a deadline; one thread writes. Samples beyond what it can write
 are shed and counted: training has them either way.
@@ -6,26 +6,181 @@ are shed and counted: training has them either way.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from draft_trainer.config import RecordingConfig
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import DraftShape
+from draft_trainer.drafters.policy import PolicyHead
+from draft_trainer.files import written_whole
+from draft_trainer.ingest.checks import Expected, check_contents, check_header
 from draft_trainer.ingest.run import Run
-from draft_trainer.recordings.recording import RecordingFacts, RecordingWriter
+from draft_trainer.recordings.recording import (
+    INDEX_FILE,
+    PolicyEntry,
+    RecordingFacts,
+    RecordingIndex,
+    ShardEntry,
+    matrix_file,
+)
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
+from slipstream.tensors import digest
 
 logger = logging.getLogger(__name__)
+DEFAULT_SHARD_BYTES = 256 << 20
 _NAME = re.compile(r"run-(\d{6,})")
+
+
+class RecordingWriter:
+    """A new recording. Not thread-safe; a context manager, whose end writes the last shard.
+
+    A kill loses the samples that were not in a shard yet, ``shard_bytes`` at most.
+
+    Args:
+        directory: made; refused where it holds anything.
+        facts: of the run.
+        shard_bytes: samples are written when they would exceed this together.
+
+    Attributes:
+        index: what has been written.
+        nbytes: bytes written and waiting to be written, matrices included.
+        waiting: samples that are in no shard yet.
+
+    Raises:
+        RefusedError: the directory is not empty.
+        OSError: it cannot be written.
+    """
+
+    def __init__(
+        self, directory: Path, facts: RecordingFacts, shard_bytes: int = DEFAULT_SHARD_BYTES
+    ) -> None:
+        # States tell what was in the prompts.
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise RefusedError(
+                str(directory), "files in it", "a new or empty folder", "record into another folder"
+            )
+        self.index = RecordingIndex(facts=facts)
+        self._expected = Expected(
+            facts.hidden_size, facts.vocab_size, facts.aux_layer_ids, max_tokens=1 << 31
+        )
+        self.nbytes = 0
+        self._directory = directory
+        self._shard_bytes = shard_bytes
+        self.waiting: list[Sample] = []
+        self._waiting_bytes = 0
+        self._replace_index()
+
+    def __enter__(self) -> RecordingWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.flush()
+
+    def add_policy(self, head: PolicyHead, lm_head_ids: Tensor | None) -> None:
+        """Write a policy version's tensors; equal ones are written once.
+
+        Args:
+            head: of a version that was not added before, with any R rows of lm_head.
+            lm_head_ids: int [R], their ascending token ids; None when R is the vocabulary.
+
+        Raises:
+            RefusedError: added before, or a shape that does not fit the run.
+            OSError: the disk is full.
+        """
+        facts, version = self.index.facts, head.policy_version
+        rows = facts.vocab_size if lm_head_ids is None else len(lm_head_ids)
+        shapes = ([rows, facts.hidden_size], [facts.vocab_size, facts.hidden_size], [rows])
+        names = ("lm_head", "embed_tokens", "lm_head_bias")
+        for name, tensor, wanted in zip(names, head.tensors, shapes, strict=False):
+            if list(tensor.shape) != wanted or not tensor.is_floating_point():
+                found = f"{tensor.dtype} {list(tensor.shape)}"
+                raise RefusedError(name, found, f"floating point {wanted}", "pass the policy's own")
+        if version in self.index.policies:
+            raise RefusedError(
+                "policy_version", version, "a version that was not added", "add each of them once"
+            )
+        written = dict(zip(names, map(self._write_matrix, head.tensors), strict=False))
+        ids = None if lm_head_ids is None else self._write_matrix(lm_head_ids.long())
+        entry = PolicyEntry(lm_head_ids=ids, **written)
+        self._replace_index(policies={**self.index.policies, version: entry})
+
+    def add(self, sample: Sample) -> None:
+        """Take a sample; writes a shard when enough wait.
+
+        Raises:
+            RefusedError: the sample does not fit the run, is none that ingest would take, or its
+                policy version was not added.
+            OSError: the shard could not be written; its samples are lost.
+        """
+        check_header(sample.header, self._expected)
+        check_contents(sample, self._expected)
+        if (version := sample.policy_version) not in self.index.policies:
+            raise RefusedError(
+                "policy_version", version, sorted(self.index.policies), "call add_policy before it"
+            )
+        if self.waiting and self._waiting_bytes + sample.nbytes > self._shard_bytes:
+            self.flush()
+        self.waiting.append(sample)
+        self._waiting_bytes += sample.nbytes
+        self.nbytes += sample.nbytes
+
+    def flush(self) -> None:
+        """Write what waits as a shard. Raises OSError: it is lost."""
+        samples, self.waiting = self.waiting, []
+        self._waiting_bytes = 0
+        if not samples:
+            return
+        name = f"states-{len(self.index.shards):06d}.safetensors"
+        headers = [sample.header.SerializeToString() for sample in samples]
+        tensors = {
+            "headers": torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8),
+            "header_ends": torch.tensor(list(accumulate(map(len, headers)))),
+            "blocks": torch.cat([sample.block[: sample.nbytes] for sample in samples]),
+            "block_ends": torch.tensor(list(accumulate(sample.nbytes for sample in samples))),
+        }
+        with written_whole(self._directory / name) as temporary:
+            save_file(tensors, temporary)
+            with temporary.open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            size = temporary.stat().st_size
+        entry = ShardEntry(
+            file=name,
+            bytes=size,
+            sha256=sha256,
+            samples=len(samples),
+            tokens=sum(sample.tokens for sample in samples),
+            policy_versions=tuple(sorted({sample.policy_version for sample in samples})),
+        )
+        self._replace_index(shards=(*self.index.shards, entry))
+
+    def _write_matrix(self, matrix: Tensor) -> str:
+        sha256 = digest(matrix).hex()
+        path = self._directory / matrix_file(sha256)
+        if not path.exists():
+            with written_whole(path) as temporary:
+                save_file({"weight": matrix.detach().cpu().contiguous()}, temporary)
+            self.nbytes += matrix.nbytes
+        return sha256
+
+    def _replace_index(self, **changes: object) -> None:
+        self.index = self.index.model_copy(update=changes)
+        with written_whole(self._directory / INDEX_FILE) as temporary:
+            temporary.write_text(self.index.model_dump_json(indent=2) + "\n")
 
 
 class Recorder:

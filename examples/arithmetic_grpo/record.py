@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.offline.report import progress_of, say
-from draft_trainer.recordings.recording import RecordingFacts, RecordingWriter
+from draft_trainer.recordings.recorder import RecordingWriter
+from draft_trainer.recordings.recording import RecordingFacts
 from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.sampling import prompt_ids, sample
 from examples.task import Task

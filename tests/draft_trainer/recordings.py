@@ -8,12 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draft_trainer.drafters.policy import PolicyHead
-from draft_trainer.recordings.recording import (
-    DEFAULT_SHARD_BYTES,
-    RecordingFacts,
-    RecordingIndex,
-    RecordingWriter,
-)
+from draft_trainer.recordings.recorder import DEFAULT_SHARD_BYTES, RecordingWriter
+from draft_trainer.recordings.recording import RecordingFacts, RecordingIndex
 from examples.arithmetic_grpo.record import Recorder, solutions
 from slipstream.sample import Sample
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy
