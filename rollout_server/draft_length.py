@@ -8,6 +8,7 @@ runs the draft once a step, to keep its KV cache filled for drafts to come.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -27,6 +28,14 @@ MARGIN = 0.02
 
 RETRY_SECONDS = 30.0
 """After this long without drafts they are tried again: only drafts show whether they pay."""
+
+REFRESH_SECONDS = 60.0
+"""Age of a cost beyond which it is measured again: contexts grow, and others use the machine."""
+
+REFRESH_STEPS = 6
+"""About so many steps are taken for it, and no fewer than fit into ``REFRESH_LEAST_SECONDS``."""
+
+REFRESH_LEAST_SECONDS = 0.2
 
 CALIBRATION_STEPS = 6
 """At least, of each draft length and number of requests, before the server is ready."""
@@ -76,13 +85,18 @@ class LengthChooser:
         self._work: dict[int, float] = {}  # recent tokens of a request, by requests in the step
         self._seen: StepSums = {}
 
-    def add(self, sums: StepSums, rates: Sequence[float] | None, served: bool = True) -> None:
+    def add(
+        self, sums: StepSums, rates: Sequence[float] | None, served: bool = True
+    ) -> Mapping[int, float]:
         """Count the steps since the last call.
 
         Args:
             sums: since the engine's start.
             rates: acceptance by position in these steps.
             served: whether their batch sizes are those of users.
+
+        Returns:
+            seconds of the slowest of these steps, by draft length.
         """
         fresh: list[tuple[int, int, int, float]] = []
         for (kind, requests, length), total in sums.items():
@@ -100,6 +114,10 @@ class LengthChooser:
             tokens = steps * (acceptance_length(rates, k) if rates and k > 0 else 1.0)
             if served:
                 self._work[requests] = self._work.get(requests, 0.0) + tokens
+        return {
+            k: max(seconds / steps for other, _, steps, seconds in fresh if other == k)
+            for k, *_ in fresh
+        }
 
     def choose(self, rates: Sequence[float] | None) -> None:
         """Make ``table`` the best one; while acceptance or a cost is unknown it stays."""
@@ -134,6 +152,12 @@ class LengthChooser:
         self.table = best if on <= off else None
         self.speed_up = seconds(None) / seconds(self.table)
 
+    def doubt(self, length: int) -> None:
+        """Let the next few steps of a length count as much as all before them."""
+        for (k, requests), (steps, mean) in self._costs.items():
+            if k == length:
+                self._costs[k, requests] = min(steps, REFRESH_STEPS), mean
+
     def try_again(self) -> None:
         """Draft the shortest length for now, where no drafts paid: another draft may."""
         if self.table is None:
@@ -165,12 +189,14 @@ class LengthControl:
         self._live: list[int] | None = chooser.table
         self._version = tracker.live
         self._off_since = 0.0
+        self._timed = dict.fromkeys((OFF, 0, *chooser.lengths), time.monotonic())
 
     async def update(self, sums: StepSums) -> None:
         """With the newest measurements. Raises RefusedError: the engine did not answer."""
         chooser, now = self.chooser, time.monotonic()
         rates = self._tracker.recent.rates()
-        chooser.add(sums, rates)
+        steps = chooser.add(sums, rates)
+        self._timed |= dict.fromkeys(steps, now)
         if self._version != self._tracker.live or (
             chooser.table is None and now - self._off_since > RETRY_SECONDS
         ):
@@ -182,6 +208,23 @@ class LengthControl:
             await self._set_lengths(chooser.table)
             self._live, self._off_since = chooser.table, now
             logger.info("draft lengths: %s", _words(chooser.table))
+        if steps and chooser.table is not None:
+            await self._refresh(now, max(steps.values()))
+
+    async def _refresh(self, now: float, step_seconds: float) -> None:
+        """Take a few steps of the length whose cost is oldest; the next update reads them."""
+        oldest = min(self._timed, key=lambda k: self._timed[k])
+        if now - self._timed[oldest] < REFRESH_SECONDS:
+            return
+        self._timed[oldest] = now
+        self.chooser.doubt(oldest)
+        try:
+            await self._set_lengths(
+                None if oldest == OFF else [oldest] * (self.chooser.largest + 1)
+            )
+            await asyncio.sleep(max(REFRESH_LEAST_SECONDS, REFRESH_STEPS * step_seconds))
+        finally:
+            await self._set_lengths(self._live)
 
 
 def _words(table: Sequence[int] | None) -> str:

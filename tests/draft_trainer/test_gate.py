@@ -151,7 +151,8 @@ def test_rollouts_of_older_policy_versions_are_left_out_or_said(
         run = SimpleNamespace(heads=policy.heads(), held_out=lambda newest: list(samples))
         config, drafting = make_config(tmp_path), lambda: (3, "probabilistic")
         made = gate.Gate(config, None, None, Counters(), drafting)  # type: ignore[arg-type]
-        return made._compared(candidate, incumbent, run)  # type: ignore[arg-type]
+        verdict, _ = made._compared(lambda: [candidate], incumbent, run)  # type: ignore[arg-type]
+        return verdict
 
     own, older = sampled_by(1, 8), sampled_by(0, 20)
     assert judged(*own, *older).gate == judged(*own).gate

@@ -341,4 +341,4 @@ def test_a_trainer_that_may_not_train_says_so_and_keeps_the_samples(tmp_path: Pa
         assert status.train_steps == 0
         assert status.samples_pending + status.samples_held_out == 8
         training = next(found for found in status.diagnosis if found.part == "training")
-        assert training.found == "economy.mode is never"
+        assert training.found == "training is paused: economy.mode is never"

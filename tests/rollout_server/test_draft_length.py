@@ -10,6 +10,7 @@ import pytest
 from rollout_server.acceptance import KEPT_DRAFTS, LEAST_DRAFTS, AcceptanceTracker, RecentAcceptance
 from rollout_server.draft_length import (
     MARGIN,
+    REFRESH_SECONDS,
     RETRY_SECONDS,
     LengthChooser,
     LengthControl,
@@ -201,6 +202,39 @@ def test_drafting_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) 
     assert server.told == [None, [1] * 65]
     server.serve(60)
     assert server.told[2] is None, "it still does not pay"
+
+
+async def no_sleep(seconds: float) -> None:
+    pass
+
+
+def test_a_cost_that_is_old_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain steps were timed while something else slowed the machine: drafting seems to pay."""
+    now = [0.0]
+    monkeypatch.setattr("rollout_server.draft_length.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rollout_server.draft_length.REFRESH_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("rollout_server.draft_length.asyncio.sleep", no_sleep)
+    server = Server(STALE)
+    server.sums = {
+        key: StepSum(total.steps, total.seconds * (3 if key[0] == PLAIN else 1))
+        for key, total in server.sums.items()
+    }
+    server.serve(60)
+    table = server.control.chooser.table
+    assert table is not None
+    told: list[Sequence[int] | None] = []
+    for _ in range(8):
+        now[0] += REFRESH_SECONDS / 5
+        server.told.clear()
+        server.serve(60)
+        told += server.told
+        if None in server.told:
+            # What the engine does while drafting is off for the measurement.
+            before = server.sums[PLAIN, 1, 0]
+            quick = StepSum(before.steps + 400, before.seconds + 400 * seconds(-1, 1))
+            server.sums[PLAIN, 1, 0] = quick
+    assert told.count(None) == 2, "once to measure, once for good"
+    assert server.control.chooser.table is None
 
 
 class Engine:

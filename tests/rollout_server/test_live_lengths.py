@@ -58,7 +58,8 @@ def test_a_ruined_draft_is_not_asked_and_a_good_one_is(auto: Live, draft_dir: Pa
             assert auto.generate(prompts(16)) == expected, done
             return (max(planned(auto).values()) == 0) == (done == "off")
 
-        until(look, 120)
+        # A cost that other load on the machine disturbed is measured again after a minute.
+        until(look, 240)
 
     auto.swap(101, ruined)
     serve_until("off")
