@@ -132,6 +132,10 @@ def credentials_of(config: TrainerConfig) -> ClientCredentials:
     return shown
 
 
+DraftKind = Literal["eagle3"]
+"""``Drafter.name`` of every mechanism."""
+
+
 class ServerConfig(Section):
     """[server]: where it listens, and what one client may use."""
 
@@ -157,7 +161,7 @@ class ServerConfig(Section):
 class DraftConfig(Section):
     """[draft]: the mechanism, the checkpoint it starts from and the folder of its releases."""
 
-    kind: Literal["eagle3"] = "eagle3"
+    kind: DraftKind = "eagle3"
     initial: ConfigPath
     registry: Annotated[ConfigPath, Field(validate_default=True)] = Path("releases")
     policy: ConfigPath | None = None

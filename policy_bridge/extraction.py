@@ -205,6 +205,8 @@ def fill(sample: Sample, chosen: Chosen) -> None:
         (sample.aux, sample.scales[:-1], aux),
         (sample.final_hidden, sample.scales[-1:], [final]),
     ):
+        if not parts:
+            continue
         values, found = quantize(torch.cat(parts, -1), sample.layout.hidden_size)
         into.copy_(values, non_blocking=True)
         scales.copy_(found, non_blocking=True)
@@ -216,7 +218,7 @@ def gather_into(host: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     [T, width] each, into [T, sum of widths] on the CPU. On the host in blocks that take no second
     core; from a device in one copy, complete when the current stream is.
     """
-    if parts[0].device.type != "cpu":
+    if parts and parts[0].device.type != "cpu":
         host.copy_(torch.cat([part.to(host.dtype) for part in parts], -1), non_blocking=True)
         return
     at = 0

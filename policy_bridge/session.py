@@ -78,7 +78,7 @@ def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Sessi
     layers = decode_layers(response.aux_layers, "aux_layers")
     # The residual stream after the last layer is not the input of any layer, and
     # Hugging Face's hidden_states[n] is not it either: that one is normed.
-    if layers[-1] >= len(policy.layers):
+    if layers and layers[-1] >= len(policy.layers):
         expected = f"each below the policy's {len(policy.layers)} decoder layers"
         raise RefusedError("aux_layers.ids", list(layers), expected, other_draft)
     ids = decode(response.draft_vocab_ids, "draft_vocab_ids")

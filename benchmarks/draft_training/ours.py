@@ -23,9 +23,9 @@ from benchmarks.draft_training.case import (
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
-from draft_trainer.drafters.eagle3.rope import Rope
 from draft_trainer.drafters.loss import step_weights, ttt_objective
 from draft_trainer.drafters.policy import PolicyHead
+from draft_trainer.drafters.rope import Rope
 from draft_trainer.kernels.library import use_kernels
 from draft_trainer.training.optimizer import DraftOptimizer
 

@@ -136,6 +136,7 @@ class Export(Reading):
     def run(self) -> int:
         from draft_trainer.drafters import DRAFTERS
         from draft_trainer.files import check_free, folder_written_whole
+        from draft_trainer.releases.release import kind_of
 
         check_free(self.folder, "DIR")
         with self.source() as releases:
@@ -145,7 +146,8 @@ class Export(Reading):
                 target if self.layout is None else Path(temporary), manifest, tensors
             )
             if self.layout is not None:
-                drafter, dtype = DRAFTERS["eagle3"], tensors["fc.weight"].dtype
+                drafter = DRAFTERS[kind_of(manifest)]
+                dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
                 head = drafter.read(Path(temporary)).draft()
                 drafter.save(target, head, dtype, layout=self.layout, policy=self.policy)
         layout = self.layout or "as released"
@@ -191,12 +193,15 @@ class Import(Reading):
     def run(self) -> int:
         from draft_trainer.drafters import DRAFTERS
         from draft_trainer.releases.imports import read_foreign, release_foreign
+        from draft_trainer.releases.release import kind_of
 
         if self.registry is not None and self.gate:
             raise RefusedError(
                 "--gate", "--registry", "a running trainer with held-out states", "leave one out"
             )
-        checkpoint = read_foreign(DRAFTERS["eagle3"], self.folder, self.policy)
+        with self.source() as releases:
+            kind = kind_of(releases.listing()[0][0])
+        checkpoint = read_foreign(DRAFTERS[kind], self.folder, self.policy)
         origin = str(self.folder.resolve())
         if self.registry is not None:
             registry = RegistryFolder(self.registry).registry

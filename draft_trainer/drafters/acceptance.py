@@ -108,7 +108,7 @@ def expected_acceptance(
     ignored = {name for sample in samples for name in _ignored(sample.sampling)}
     with torch.inference_mode():
         # ``batches`` sorts by length, the same way for every head: pairs stay pairs.
-        device = head.lm_head.weight.device
+        device = head.device
         for batch in batches(samples, policy_heads, max_batch_tokens, device):
             groups.extend(batch.groups)
             known = valid_targets(batch, k)
@@ -148,7 +148,10 @@ def step_acceptance(
     for step, output in enumerate(head.unroll(batch, known.shape[0], first_anchor)):
         chosen = known[step]
         q = (
-            (head.logits(output[chosen[:, first_anchor:]]) / temperature[chosen][:, None])
+            (
+                head.logits(output[chosen[:, first_anchor:]], batch.policy)
+                / temperature[chosen][:, None]
+            )
             .double()
             .softmax(-1)
         )

@@ -17,9 +17,11 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE, t2d_of, target_ids
 from draft_trainer.drafters.batch import Batch
+from draft_trainer.drafters.policy import PolicyHead
 from slipstream.errors import RefusedError, StatusCode
 
 
@@ -28,10 +30,11 @@ class DraftShape(ABC):
     """A draft's configuration, as far as the trainer reads it.
 
     Attributes:
-        aux_layer_ids: auxiliary hidden states it takes, "after L decoder layers", ascending.
+        aux_layer_ids: auxiliary hidden states it takes, "after L decoder layers", ascending; empty
+            where the final state is all that it needs.
         target_hidden_size: width H of the policy, and of one auxiliary or final state.
         vocab_size: of the policy.
-        draft_vocab_size: rows of the draft's lm_head.
+        draft_vocab_size: tokens that the draft can propose.
     """
 
     aux_layer_ids: tuple[int, ...]
@@ -65,7 +68,8 @@ class Draft(nn.Module, ABC):
     Attributes:
         kind: the ``Drafter.name`` of its mechanism.
         config: its shape.
-        lm_head: from ``normed`` outputs to draft-vocabulary logits.
+        lm_head: from ``normed`` outputs to draft-vocabulary logits; None: the policy's, which
+            follows its version and is not trained.
 
     Args:
         draft_vocab_ids: int [draft_vocab], the target id of every draft id; None for the full
@@ -74,7 +78,7 @@ class Draft(nn.Module, ABC):
 
     kind: ClassVar[str]
     config: DraftShape
-    lm_head: nn.Linear
+    lm_head: nn.Linear | None
     draft_vocab_ids: Tensor | None
 
     def __init__(self, draft_vocab_ids: Tensor | None) -> None:
@@ -106,13 +110,30 @@ class Draft(nn.Module, ABC):
     def forward(
         self, batch: Batch, steps: int, first_anchor: int = 0
     ) -> tuple[list[Tensor], Tensor]:
-        """What the loss takes: the ``normed`` outputs of ``unroll``, and ``lm_head``'s weight."""
-        outputs = self.unroll(batch, steps, first_anchor)
-        return [self.normed(output) for output in outputs], self.lm_head.weight
+        """What the loss takes: the ``normed`` outputs of ``unroll``, and the lm_head's weight."""
+        outputs = [self.normed(output) for output in self.unroll(batch, steps, first_anchor)]
+        return outputs, self.lm_head_rows(batch.policy).to(outputs[0].dtype)
 
-    def logits(self, output: Tensor) -> Tensor:
-        """Draft-vocabulary logits [..., draft_vocab] of an output of ``unroll``."""
-        return self.lm_head(self.normed(output))
+    def logits(self, output: Tensor, policy: PolicyHead | None = None) -> Tensor:
+        """Draft-vocabulary logits [..., draft_vocab] of an output of ``unroll``.
+
+        Args:
+            output: [..., H].
+            policy: of the version whose lm_head the draft shares; needed where it has none.
+        """
+        return F.linear(self.normed(output), self.lm_head_rows(policy).to(output.dtype))
+
+    def lm_head_rows(self, policy: PolicyHead | None) -> Tensor:
+        """[draft_vocab, H]: the lm_head's weight, the draft's own or this policy version's."""
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        assert policy is not None, "a draft without an lm_head, and no policy version"
+        return policy.lm_head_rows
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.parameters()).device
 
     def target_ids(self) -> Tensor:
         """int64 [draft_vocab]: the target id of every draft id.
@@ -127,7 +148,7 @@ class Draft(nn.Module, ABC):
             raise RefusedError(
                 "draft_vocab_ids", "nothing", f"{config.draft_vocab_size} ids", "use Drafter.read"
             )
-        return torch.arange(config.vocab_size, device=self.lm_head.weight.device)
+        return torch.arange(config.vocab_size, device=self.device)
 
     def draft_ids_of(self, token_ids: Tensor) -> Tensor:
         """Draft ids of target ids (int64, any shape), -1 outside the draft vocabulary."""

@@ -121,7 +121,8 @@ class _SoftTargetLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if learns else None
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        grad_lm_head = torch.zeros_like(lm_head, dtype=wide) if learns else None
+        # A draft that shares the policy's lm_head does not train it.
+        grad_lm_head = torch.zeros_like(lm_head, dtype=wide) if ctx.needs_input_grad[1] else None
         for rows in _chunks(count, (steps + 1) * len(lm_head) * hidden.element_size()):
             states = hidden[:, rows].flatten(0, 1)
             # The logits, replaced block by block by their gradient.
@@ -132,14 +133,15 @@ class _SoftTargetLoss(torch.autograd.Function):
             )
             sums += (scores * valid[:, rows, None]).sum(1)
             loss += (scores[..., 0] * row_weights[:, rows]).sum()
-            if grad_hidden is None or grad_lm_head is None:
+            if grad_hidden is None:
                 continue
             gradient = logits.flatten(0, 1)
             # The factor of a row is applied to its H states and not to its V logits.
             factor = (row_weights[:, rows] / teacher.temperature[rows]).reshape(-1, 1).to(wide)
             flowing = product(gradient, lm_head).to(wide).mul_(factor)
             grad_hidden[:, rows] = flowing.to(hidden.dtype).unflatten(0, (steps, -1))
-            grad_lm_head += product(gradient.T, (states * factor).to(states.dtype))
+            if grad_lm_head is not None:
+                grad_lm_head += product(gradient.T, (states * factor).to(states.dtype))
         ctx.save_for_backward(grad_hidden, grad_lm_head)
         ctx.mark_non_differentiable(sums)
         return loss.to(wide), sums
@@ -149,9 +151,13 @@ class _SoftTargetLoss(torch.autograd.Function):
         grad_hidden, grad_lm_head = ctx.saved_tensors
         if not grad_loss.is_cuda and grad_loss == 1.0:
             # The backward pass begins at the loss: saves a pass over the largest gradient.
-            return grad_hidden, grad_lm_head.to(grad_hidden.dtype), *[None] * 4
-        for_lm_head = (grad_lm_head * grad_loss).to(grad_hidden.dtype)
-        return grad_hidden * grad_loss.to(grad_hidden.dtype), for_lm_head, *[None] * 4
+            for_lm_head = grad_lm_head
+        else:
+            for_lm_head = None if grad_lm_head is None else grad_lm_head * grad_loss
+            grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
+        if for_lm_head is not None:
+            for_lm_head = for_lm_head.to(grad_hidden.dtype)
+        return grad_hidden, for_lm_head, *[None] * 4
 
 
 def _score_blocks(

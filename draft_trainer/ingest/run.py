@@ -333,7 +333,11 @@ class Runs:
 
 def check_fit(policy: PolicySizes, draft: DraftShape) -> None:
     """Raise RefusedError unless a policy of these sizes can be captured for this draft."""
-    width, vocab, deepest = draft.target_hidden_size, draft.vocab_size, max(draft.aux_layer_ids)
+    width, vocab, deepest = (
+        draft.target_hidden_size,
+        draft.vocab_size,
+        max(draft.aux_layer_ids, default=0),
+    )
     for name, fits, expected in (
         ("hidden_size", policy.hidden_size == width, f"{width}, the draft's target_hidden_size"),
         ("vocab_size", policy.vocab_size == vocab, f"{vocab}, the draft's"),

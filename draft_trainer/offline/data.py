@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from draft_trainer.config import Section, TrainingConfig, read_toml, validated
+from draft_trainer.config import DraftKind, Section, TrainingConfig, read_toml, validated
 from draft_trainer.recordings.recording import Recording
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample, is_held_out
@@ -18,7 +18,7 @@ from slipstream.sample import Sample, is_held_out
 class FitSection(Section):
     """[fit]: the mechanism, how long, and what the result is evaluated on."""
 
-    kind: Literal["eagle3"] = "eagle3"
+    kind: DraftKind = "eagle3"
     epochs: Annotated[int, Field(ge=1)] = 3
     evaluations: Annotated[int, Field(ge=1)] = 10
     held_out_fraction: Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)] = 0.05

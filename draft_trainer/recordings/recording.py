@@ -67,7 +67,7 @@ class RecordingFacts(_Strict):
     hidden_size: _Size
     vocab_size: _Size
     num_hidden_layers: _Size
-    aux_layer_ids: Annotated[tuple[_Count, ...], Field(min_length=1)]
+    aux_layer_ids: tuple[_Count, ...]
     layer_convention: Literal["after_layers"] = "after_layers"
     logit_scale: float = 1.0
     logit_soft_cap: float = 0.0
@@ -197,7 +197,9 @@ class Recording:
         if self._layers == recorded:
             return sample
         parts = sample.aux.split(self.facts.hidden_size, dim=1)
-        chosen = torch.cat([parts[recorded.index(layer)] for layer in self._layers], dim=1)
+        chosen = torch.cat(
+            [sample.aux[:, :0], *(parts[recorded.index(layer)] for layer in self._layers)], dim=1
+        )
         return sample.repacked(aux=chosen, aux_layers=self._layers)
 
     def lengths(self) -> list[int]:

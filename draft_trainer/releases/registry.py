@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,6 +34,7 @@ from draft_trainer.releases.release import (
     check_names,
     damaged,
     folder_name,
+    kind_of,
     read_manifest,
     read_tensors,
     same_content,
@@ -52,8 +54,7 @@ _LEFTOVER = re.compile(r"\.(staging|removed|release)-.*")
 class Registry:
     """The releases under one directory. Thread-safe; one process writes, any number read."""
 
-    def __init__(self, root: Path, drafter: Drafter = DRAFTERS["eagle3"]) -> None:
-        self.drafter = drafter
+    def __init__(self, root: Path, drafter: Drafter | None = None) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self.root = root.resolve(strict=True)
         # Taken in this order: _writers, the state's own lock, _lock. The last two only for moments:
@@ -62,6 +63,30 @@ class Registry:
         self._lock = threading.Lock()
         self._state: State | None = None
         self._busy: Counter[int] = Counter()
+        self._drafter = drafter
+
+    @cached_property
+    def drafter(self) -> Drafter:
+        """The mechanism of its releases, or what it was opened for while it has none.
+
+        Raises:
+            RefusedError: the releases are another mechanism's, an unknown one's, or damaged.
+        """
+        versions = self.versions()
+        if not versions:
+            return self._drafter or DRAFTERS["eagle3"]
+        kind = kind_of(self.get(versions[0]))
+        if kind not in DRAFTERS or (self._drafter or DRAFTERS[kind]).name != kind:
+            raise RefusedError(
+                "draft.kind",
+                self._drafter.name if self._drafter else kind,
+                f"{kind}, as the releases in {self.root} are"
+                if self._drafter
+                else f"one of {[*DRAFTERS]}",
+                "set draft.kind to it, or point draft.registry at a new directory",
+                StatusCode.FAILED_PRECONDITION,
+            )
+        return DRAFTERS[kind]
 
     def hold(self) -> State:
         """Open state.db, so that no other process writes until ``close``; without it every write
@@ -121,6 +146,7 @@ class Registry:
         with self.writing():
             versions = self.versions()
             manifest.draft_version = max(versions, default=-1) + 1
+            manifest.draft_kind = self.drafter.name
             like = self.path(versions[0]) if versions else None
             with self._new(manifest) as staging:
                 self.drafter.save(staging, head, dtype, like=like)
@@ -151,7 +177,9 @@ class Registry:
         with self.writing():
             if not self.versions():
                 manifest = release_pb2.ReleaseManifest(
-                    source=release_pb2.RELEASE_SOURCE_INITIAL, origin=str(directory)
+                    source=release_pb2.RELEASE_SOURCE_INITIAL,
+                    origin=str(directory),
+                    draft_kind=self.drafter.name,
                 )
                 with self._new(manifest) as staging:
                     write(staging)

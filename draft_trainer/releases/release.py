@@ -32,6 +32,11 @@ def folder_name(version: int) -> str:
     return f"release-{version:06d}"
 
 
+def kind_of(manifest: release_pb2.ReleaseManifest) -> str:
+    """The ``Drafter.name`` of a release; releases of before it was written down are EAGLE-3's."""
+    return manifest.draft_kind or "eagle3"
+
+
 def version_of(name: str) -> int | None:
     """The inverse; None for any other name, another spelling of the same number included."""
     match = _NAME.fullmatch(name)

@@ -141,6 +141,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
             rollout_servers=self.publisher.fleet.refresh(),
             schema_version=SCHEMA_VERSION,
             checksums=KINDS,
+            draft_kind=self.registry.drafter.name,
         )
 
     async def StreamStates(

@@ -125,9 +125,7 @@ class Learner:
         counts, tokens = tally[:, :steps].sum(0), int(tally[:, steps].sum())
         self._optimizer.clear_gradients()
         # The loss, then METRICS of every TTT step.
-        totals = torch.zeros(
-            1 + steps * len(METRICS), dtype=torch.float64, device=self.head.lm_head.weight.device
-        )
+        totals = torch.zeros(1 + steps * len(METRICS), dtype=torch.float64, device=self.head.device)
         for batch, valid in parts:
             totals += self._backward(batch, valid, counts.clamp(min=1))
         totals = self._ranks.sum(totals.cpu())
@@ -264,7 +262,7 @@ class Learner:
         steps = self.config.ttt_steps
         parts: list[tuple[Batch, Tensor]] = []
         refusal = None
-        device = self.head.lm_head.weight.device
+        device = self.head.device
         try:
             size = self.config.forward_tokens
             for batch in batches(samples, policy_heads, size, device, window_steps=steps):

@@ -54,7 +54,8 @@ class Recorder:
     Args:
         model: the policy, on any device, in evaluation mode.
         out: folder of the recording.
-        aux_layer_ids: layers to record ("after L layers"); vLLM's default for EAGLE-3 if None.
+        aux_layer_ids: layers to record ("after L layers"); vLLM's default for EAGLE-3 if None;
+            none of them where the draft takes the final states alone.
         temperature: of the rollouts.
         states_dtype: what the states are cast to; None keeps the policy's own.
         max_tokens: longer sequences become windows that overlap.
@@ -74,7 +75,8 @@ class Recorder:
     ) -> None:
         self._model = model
         self._modules = find_modules(model, ModulePaths())
-        layers = aux_layer_ids or default_aux_layers(len(self._modules.layers))
+        depth = len(self._modules.layers)
+        layers = default_aux_layers(depth) if aux_layer_ids is None else aux_layer_ids
         vocabulary = torch.arange(self._modules.vocab_size)
         self._session = Session("", layers, vocabulary, max_tokens, None, ())
         self._temperature = temperature

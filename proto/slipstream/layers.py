@@ -42,7 +42,9 @@ def encode_layers(ids: Sequence[int]) -> tensor_pb2.AuxLayers:
 def decode_layers(message: tensor_pb2.AuxLayers, field: str) -> tuple[int, ...]:
     """Layer numbers of a message, as "after L layers".
 
-    Raises RefusedError: no convention, no layer, or not strictly ascending.
+    Empty for a draft that takes the final state alone.
+
+    Raises RefusedError: no convention, a negative layer, or not strictly ascending.
     """
     shifts = {
         tensor_pb2.LAYER_ID_CONVENTION_AFTER_LAYERS: 0,
@@ -56,8 +58,8 @@ def decode_layers(message: tensor_pb2.AuxLayers, field: str) -> tuple[int, ...]:
             "say which layers the ids mean",
         )
     ids = tuple(int(layer) + shifts[message.convention] for layer in message.ids)
-    if not ids or ids[0] < 0 or any(a >= b for a, b in pairwise(ids)):
+    if any(layer < 0 for layer in ids) or any(a >= b for a, b in pairwise(ids)):
         raise RefusedError(
-            f"{field}.ids", list(message.ids), "at least one, strictly ascending", "fix the list"
+            f"{field}.ids", list(message.ids), "none below 0, strictly ascending", "fix the list"
         )
     return ids

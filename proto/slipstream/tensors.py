@@ -262,10 +262,10 @@ def quantize(states: torch.Tensor, hidden_size: int) -> tuple[torch.Tensor, torc
     scales = torch.empty((layers, tokens), dtype=torch.float32, device=states.device)
     # In blocks: all rows at once in float32 are four times the result.
     for first in range(0, tokens, _BLOCK_ROWS):
-        rows = states[first : first + _BLOCK_ROWS].float().view(-1, layers, hidden_size)
+        rows = states[first : first + _BLOCK_ROWS].float().unflatten(1, (layers, hidden_size))
         scale = rows.abs().amax(dim=2) / LARGEST
         scale = torch.where(scale == 0, 1.0, scale)
-        scaled = (rows / scale[:, :, None]).view(-1, width)
+        scaled = (rows / scale[:, :, None]).flatten(1)
         values[first : first + _BLOCK_ROWS] = scaled.to(torch.float8_e4m3fn)
         scales[:, first : first + _BLOCK_ROWS] = scale.T
     return values, scales
@@ -284,10 +284,12 @@ def dequantize_into(
     layers, tokens = scales.shape
     for first in range(0, tokens, _BLOCK_ROWS):
         rows = (
-            values[first : first + _BLOCK_ROWS].float().view(-1, layers, values.shape[1] // layers)
+            values[first : first + _BLOCK_ROWS]
+            .float()
+            .unflatten(1, (layers, values.shape[1] // max(layers, 1)))
         )
         rows *= scales[:, first : first + _BLOCK_ROWS].T[:, :, None]
-        destination[first : first + _BLOCK_ROWS] = rows.view(-1, values.shape[1])
+        destination[first : first + _BLOCK_ROWS] = rows.flatten(1)
     return destination
 
 

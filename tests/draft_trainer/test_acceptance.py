@@ -219,7 +219,7 @@ def test_a_perfect_head_accepts_everything() -> None:
     samples = policy.samples(8)
     exact = collate_all(samples, policy)
     calls = iter(exact)
-    model.logits = lambda output: next(calls)  # type: ignore[method-assign]
+    model.logits = lambda output, policy: next(calls)  # type: ignore[method-assign]
     estimate = expected_acceptance(model, samples, heads, K, "probabilistic")
     # K + 1 tokens per verification: a visit at every fourth anchor, all accepted up to the end.
     anchors = [s.tokens - 5 for s in samples]

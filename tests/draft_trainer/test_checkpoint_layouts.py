@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
-from draft_trainer.drafters.eagle3.rope import Rope
+from draft_trainer.drafters.rope import Rope
 from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2

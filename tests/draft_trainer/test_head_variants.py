@@ -22,7 +22,7 @@ from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
-from draft_trainer.drafters.eagle3.rope import Rope
+from draft_trainer.drafters.rope import Rope
 from slipstream.errors import RefusedError
 from tests.draft_trainer.dense_head import dense_step
 

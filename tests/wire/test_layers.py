@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from slipstream.errors import RefusedError
 from slipstream.layers import decode_layers, default_aux_layers, encode_layers
+from slipstream.sample import FLOAT8, Sample, decode_float8, header_of, layout_of
 from slipstream.v1 import tensor_pb2
 
 
@@ -36,3 +38,29 @@ def test_no_convention_is_refused(convention: int) -> None:
     message.convention = convention  # type: ignore[assignment]
     with pytest.raises(RefusedError, match=r"aux\.convention"):
         decode_layers(message, "aux")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8])
+def test_no_layer_at_all_is_a_draft_that_takes_the_final_state(dtype: torch.dtype) -> None:
+    assert decode_layers(encode_layers(()), "aux") == ()
+    final = torch.linspace(-1, 1, 5 * 64).view(5, 64)
+    sample = Sample.pack(
+        *("one", 0, 1.0, ()),
+        token_ids=torch.arange(5),
+        positions=torch.arange(5),
+        loss_mask=torch.ones(5, dtype=torch.bool),
+        aux=torch.zeros(5, 0),
+        final_hidden=final,
+        sampled_logprobs=torch.zeros(5),
+        sampled_logits=torch.zeros(5),
+        dtype=dtype,
+    )
+    assert sample.aux.shape == (5, 0)
+    assert sample.scales.shape[0] == (dtype == FLOAT8)
+    kept = sample
+    if dtype == FLOAT8:
+        layout = layout_of(5, 0, 64, torch.bfloat16)
+        header = header_of("one", 0, 1.0, (), layout)
+        kept = Sample(header, torch.zeros(layout.nbytes, dtype=torch.uint8))
+        decode_float8(sample, kept)
+    torch.testing.assert_close(kept.final_hidden.float(), final, atol=0.04, rtol=0.07)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from draft_trainer.drafters.draft import DraftShape
-from draft_trainer.drafters.eagle3.rope import Rope
+from draft_trainer.drafters.rope import Rope
 from slipstream.errors import RefusedError
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

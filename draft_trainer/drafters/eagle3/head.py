@@ -120,6 +120,7 @@ class Eagle3Head(Draft):
     """
 
     kind = "eagle3"
+    lm_head: nn.Linear
 
     def __init__(self, config: HeadConfig, draft_vocab_ids: Tensor | None = None) -> None:
         super().__init__(draft_vocab_ids)

@@ -10,7 +10,7 @@ from torch import Tensor
 from draft_trainer.checkpoints.draft import check_draft_vocabulary
 from draft_trainer.checkpoints.policy import PolicyCheckpoint, size_of
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
-from draft_trainer.drafters.eagle3.rope import Rope
+from draft_trainer.drafters.rope import Rope
 from slipstream.errors import RefusedError
 from slipstream.layers import default_aux_layers
 
