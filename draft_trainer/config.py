@@ -132,7 +132,7 @@ def credentials_of(config: TrainerConfig) -> ClientCredentials:
     return shown
 
 
-DraftKind = Literal["eagle3"]
+DraftKind = Literal["eagle3", "mtp"]
 """``Drafter.name`` of every mechanism."""
 
 

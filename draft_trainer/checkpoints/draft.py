@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream.errors import RefusedError
@@ -21,6 +21,7 @@ from slipstream.errors import RefusedError
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -56,8 +57,8 @@ def pickles(directory: Path) -> list[str]:
     return sorted(file.name for file in directory.iterdir() if file.suffix.lower() in _PICKLED)
 
 
-def load_tensors(directory: Path) -> dict[str, Tensor]:
-    """Every tensor by the name that it has on disk.
+def load_tensors(directory: Path, prefix: str = "") -> dict[str, Tensor]:
+    """Every tensor whose name on disk begins with ``prefix``, by that name.
 
     Raises:
         RefusedError: a file is missing, unreadable or pickled, or two hold the same name.
@@ -65,7 +66,9 @@ def load_tensors(directory: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in weight_files(directory):
         try:
-            held = load_file(path)
+            with safe_open(path, "pt") as file:
+                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+                held = {name: file.get_tensor(name) for name in names}
         except (OSError, SafetensorError, struct.error) as error:
             raise _refused(path, error, "a safetensors file") from error
         twice = sorted(tensors.keys() & held)
@@ -73,6 +76,27 @@ def load_tensors(directory: Path) -> dict[str, Tensor]:
             raise _refused(path, f"{twice[0]} again", "each tensor in one file")
         tensors |= held
     return tensors
+
+
+def check_tensors(
+    tensors: Mapping[str, Tensor], wanted: Mapping[str, torch.Size], where: str, next_step: str
+) -> None:
+    """Raise RefusedError unless these are the wanted ones: names, shapes, finite floats."""
+    if tensors.keys() != wanted.keys():
+        missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted)
+        raise RefusedError(where, f"missing {missing}, unknown {extra}", sorted(wanted), next_step)
+    for name, tensor in tensors.items():
+        found: object
+        expected: object
+        if tensor.shape != wanted[name]:
+            found, expected = list(tensor.shape), list(wanted[name])
+        elif tensor.dtype not in _FLOATS:
+            found, expected = tensor.dtype, f"one of {[*map(str, _FLOATS)]}"
+        elif wrong := int((~torch.isfinite(tensor)).sum()):
+            found, expected = f"{wrong} values not finite", "finite numbers"
+        else:
+            continue
+        raise RefusedError(f"{where}: {name}", found, expected, next_step)
 
 
 def tensor_names(directory: Path) -> set[str]:

@@ -12,19 +12,22 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 from draft_trainer.cli.trainer import File, Folder, at_least
+from draft_trainer.config import DraftKind
 from slipstream.errors import RefusedError
 
 DEFAULT_DRAFT_VOCAB = 32_000
 
 Needed = Annotated[Path, arg(metavar="DIR")]
+Kind = Annotated[DraftKind | None, arg(help_behavior_hint="(optional)")]
 Count = Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Init:
-    """Make a draft for a policy from scratch.
+    """Make a draft for a policy from scratch, or take out the one that it has.
 
-    Makes an untrained EAGLE-3 draft that vLLM loads: sizes, lm_head and final norm from the policy,
+    With --draft-kind mtp: the policy's own MTP head, and nothing else of it. Otherwise it makes an
+    untrained EAGLE-3 draft that vLLM loads: sizes, lm_head and final norm from the policy,
     the draft vocabulary from the tokens that were recorded most often. Train it with draft-trainer
     fit, or with draft-trainer serve.
     """
@@ -45,6 +48,8 @@ class Init:
     """Width of the draft's MLP; by default the policy's."""
     seed: Annotated[int, arg(metavar="N")] = 0
     """Of the random weights."""
+    draft_kind: Kind = None
+    """The draft's mechanism (eagle3)."""
 
     def run(self) -> int:
         """Writes the draft and prints what was made."""
@@ -52,7 +57,7 @@ class Init:
         from rich.console import Console
 
         from draft_trainer.checkpoints.policy import read_policy, size_of
-        from draft_trainer.drafters.eagle3.checkpoint import Eagle3
+        from draft_trainer.drafters import DRAFTERS
         from draft_trainer.drafters.eagle3.initial import choose_draft_vocabulary, init_draft
         from draft_trainer.files import check_free, folder_written_whole
         from draft_trainer.offline.report import open_recording
@@ -61,6 +66,12 @@ class Init:
         at_least("--intermediate-size", self.intermediate_size, 1)
         layers = None if self.aux_layers is None else _layers(self.aux_layers)
         check_free(self.out, "--out")
+        if self.draft_kind == "mtp":
+            checkpoint = DRAFTERS["mtp"].read(self.policy)
+            with folder_written_whole(self.out) as temporary:
+                checkpoint.write(temporary)
+            print(f"{self.out}: {len(checkpoint.tensors)} tensors of the policy's MTP head")
+            return 0
         policy = read_policy(self.policy)
         vocab = size_of(policy.config, "vocab_size")
         ids, chosen = torch.arange(vocab), ""
@@ -90,7 +101,7 @@ class Init:
         )
         config = head.config
         with folder_written_whole(self.out) as temporary:
-            Eagle3().save(temporary, head)
+            DRAFTERS[head.kind].save(temporary, head)
         print(
             f"{self.out}: {sum(p.numel() for p in head.parameters()):,} parameters; auxiliary "
             f"states after layers {', '.join(map(str, config.aux_layer_ids))}; draft vocabulary "
@@ -111,6 +122,7 @@ def _layers(text: str) -> tuple[int, ...]:
 _TRAINING = ("learning_rate", "batch_tokens", "ttt_steps", "compute_dtype")
 _PLACE = ("device", "threads", "seed")
 _KEYS = {
+    "draft_kind": "fit.kind",
     "epochs": "fit.epochs",
     "draft_length": "fit.num_speculative_tokens",
     **{name: f"training.{name}" for name in (*_TRAINING, *_PLACE)},
@@ -141,6 +153,8 @@ class Fit:
     """TOML with the sections fit and training; the options below override it."""
     resume: bool = False
     """Go on with the unfinished fit in --out; begin one if there is none."""
+    draft_kind: Kind = None
+    """The draft's mechanism (eagle3)."""
     epochs: Count = None
     """Passes over the data (3)."""
     draft_length: Count = None

@@ -1,8 +1,8 @@
 """What every draft mechanism offers to the rest of the trainer.
 
-Store, learner, gate, registry and server use only what is declared here; EAGLE-3 is the one
-implementation so far. A mechanism is a ``DraftShape`` (its configuration), a ``Draft`` (the module
-that is trained) and a ``Drafter``, which reads and writes their checkpoints.
+Store, learner, gate, registry and server use only what is declared here. A mechanism is a
+``DraftShape`` (its configuration), a ``Draft`` (the module that is trained) and a ``Drafter``,
+which reads and writes their checkpoints.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from draft_trainer.checkpoints.draft import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     check_maps,
+    check_tensors,
     d2t_of,
     load_tensors,
     tensor_names,
@@ -31,7 +32,9 @@ from slipstream.errors import RefusedError
 _LAYOUTS = (SPECULATORS, MODELOPT, PLAIN)
 _EMBEDDINGS = "embed_tokens.weight"
 _WRONG_TYPES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_ADVICE = (
+    "give an EAGLE-3 draft checkpoint in the layout of vLLM, SpecForge, speculators or ModelOpt"
+)
 
 
 class Eagle3(Drafter):
@@ -67,7 +70,9 @@ class Eagle3(Drafter):
             else:
                 config = replace(config, own_embeddings=True)
                 served = {**served, OWN_EMBEDDINGS: True}
-        _check_tensors(tensors, config, where)
+        with torch.device("meta"):
+            wanted = {name: p.shape for name, p in Eagle3Head(config).state_dict().items()}
+        check_tensors(tensors, wanted, where, _ADVICE)
         check_maps(d2t, t2d, config.draft_vocab_size, config.vocab_size, where)
         if config.full_vocabulary:
             # vLLM has no parameter to put the maps in, even those that change nothing.
@@ -197,22 +202,6 @@ def _refuse_policy(directory: Path, document: Document) -> None:
         raise RefusedError(str(directory), found, "an EAGLE-3 draft", next_step)
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], config: HeadConfig, where: str) -> None:
-    with torch.device("meta"):
-        wanted = {name: p.shape for name, p in Eagle3Head(config).state_dict().items()}
-    if tensors.keys() != wanted.keys():
-        missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted)
-        raise _refused(where, f"missing {missing}, unknown {extra}", sorted(wanted))
-    for name, tensor in tensors.items():
-        if tensor.shape != wanted[name]:
-            raise _refused(f"{where}: {name}", list(tensor.shape), list(wanted[name]))
-        if tensor.dtype not in _FLOATS:
-            raise _refused(f"{where}: {name}", tensor.dtype, f"one of {[*map(str, _FLOATS)]}")
-        wrong = int((~torch.isfinite(tensor)).sum())
-        if wrong:
-            raise _refused(f"{where}: {name}", f"{wrong} values not finite", "finite numbers")
-
-
 def _layer_prefix(names: Iterable[str]) -> str:
     """What the decoder layer's tensors begin with on disk; ``PLAIN.layer`` in the head."""
     plain = any(name.startswith(PLAIN.layer) for name in names)
@@ -244,7 +233,6 @@ def _refused(
     field: object,
     found: object,
     expected: object,
-    next_step: str = "give an EAGLE-3 draft checkpoint in the layout of vLLM, SpecForge, "
-    "speculators or ModelOpt",
+    next_step: str = _ADVICE,
 ) -> RefusedError:
     return RefusedError(str(field), found, expected, next_step)

@@ -1,0 +1,216 @@
+"""Shape of a policy's MTP head, from the policy's own ``config.json``.
+
+vLLM has no configuration for a head alone: it reads the policy's, so a release carries that one.
+Two families are represented, in the names and with the function of vLLM 0.32's
+``qwen3_next_mtp.py``, ``qwen3_5_mtp.py`` and ``mimo_mtp.py``: one module, whose block is dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from draft_trainer.checkpoints.policy import size_of
+from draft_trainer.drafters.draft import DraftShape
+from draft_trainer.drafters.rope import Rope
+from slipstream.errors import RefusedError
+
+
+@dataclass(frozen=True)
+class Family:
+    """What MTP heads differ in.
+
+    Attributes:
+        modules: names of the checkpoint's config.json that say how many modules there are.
+        prefix: what every tensor's name begins with in the checkpoint.
+        names: what follows there for the head's parts, by their names in ``MtpHead``.
+        zero_centred: a norm multiplies with 1 + its weight.
+        qk_norm: an RMSNorm for each query and key head.
+        qkv_bias: q, k and v have a bias.
+        embedding_first: the fused vector begins with the embedding, not with the hidden state.
+        blind_start: the embedding at position 0 counts as zeros.
+    """
+
+    modules: tuple[str, ...]
+    prefix: str
+    names: Mapping[str, str]
+    zero_centred: bool
+    qk_norm: bool
+    qkv_bias: bool
+    embedding_first: bool
+    blind_start: bool
+
+    def stored(self, name: str) -> str:
+        """The name in the checkpoint of a parameter of ``MtpHead``."""
+        part = next(part for part in self.names if name.startswith(part))
+        return self.prefix + self.names[part] + name.removeprefix(part)
+
+
+_QWEN = Family(
+    ("num_nextn_predict_layers", "mtp_num_hidden_layers"),
+    "mtp.",
+    {
+        "fc.": "fc.",
+        "embed_norm.": "pre_fc_norm_embedding.",
+        "hidden_norm.": "pre_fc_norm_hidden.",
+        "layer.": "layers.0.",
+        "norm.": "norm.",
+    },
+    zero_centred=True,
+    qk_norm=True,
+    qkv_bias=False,
+    embedding_first=True,
+    blind_start=False,
+)
+FAMILIES = {
+    "qwen3_next": _QWEN,
+    "qwen3_5": _QWEN,
+    "mimo": Family(
+        ("num_nextn_predict_layers",),
+        "model.mtp_layers.",
+        {
+            "fc.": "0.input_proj.",
+            "embed_norm.": "0.token_layernorm.",
+            "hidden_norm.": "0.hidden_layernorm.",
+            "layer.": "0.",
+            "norm.": "0.final_layernorm.",
+        },
+        zero_centred=False,
+        qk_norm=False,
+        qkv_bias=True,
+        embedding_first=False,
+        blind_start=True,
+    ),
+}
+"""By ``MtpConfig.family``."""
+
+_MODEL_TYPES = {
+    "qwen3_next": "qwen3_next",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+    "mimo": "mimo",
+}
+_FIXED_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "layer_scale": (False, None),
+    "qkv_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "mtp_use_dedicated_embeddings": (False, None),
+    "dual_chunk_attention_config": (None,),
+}
+# Multimodal rotary sections: a text's tokens have the same position in each of them.
+_MROPE = ("mrope_section", "mrope_interleaved")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig(DraftShape):
+    """Everything that determines the head's function besides its weights; also see ``DraftShape``.
+
+    Attributes:
+        family: one of ``FAMILIES``.
+        intermediate_size: width of its MLP.
+        num_attention_heads: query heads.
+        num_key_value_heads: key and value heads; divides the query heads.
+        head_dim: size of one head.
+        output_gate: the attention's output is multiplied with a sigmoid; q_proj makes both.
+        rms_norm_eps: epsilon of every RMSNorm.
+        rope: the rotary embedding.
+        document: the policy's config.json.
+    """
+
+    family: str
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    output_gate: bool
+    rms_norm_eps: float
+    rope: Rope
+    document: Mapping[str, Any]
+
+    @property
+    def bounds(self) -> frozenset[str]:
+        """What the rest of the policy's config.json says does not concern the head."""
+        return frozenset(("document",))
+
+    def to_dict(self, dtype_name: str = "bfloat16") -> dict[str, Any]:
+        """The policy's config.json; vLLM gives the head the element type of the policy."""
+        return dict(self.document)
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> MtpConfig:
+        """Read the policy's ``config.json`` as vLLM reads it for the head.
+
+        Raises:
+            RefusedError: a field is missing, or the policy's head is one that is not represented:
+                with latent attention, with experts, with several modules.
+        """
+        text: Mapping[str, Any] = document.get("text_config") or document
+        family = FAMILIES[name := _family(document, text)]
+        for field, allowed in _FIXED_VALUES.items():
+            if text.get(field) not in allowed:
+                _refuse(field, text.get(field), allowed[0])
+        for field in family.modules:
+            if text.get(field, 1) != 1:
+                _refuse(field, text[field], "1: vLLM's V1 runner runs the first module alone")
+        if document.get("quantization_config") is not None:
+            _refuse("quantization_config", "one", "none: give the policy as it was trained")
+        hidden, heads = size_of(text, "hidden_size"), size_of(text, "num_attention_heads")
+        eps = text.get("rms_norm_eps")
+        if not isinstance(eps, float):
+            _refuse("rms_norm_eps", eps, "a number")
+        return cls(
+            aux_layer_ids=(),
+            target_hidden_size=hidden,
+            vocab_size=size_of(text, "vocab_size"),
+            draft_vocab_size=size_of(text, "vocab_size"),
+            family=name,
+            intermediate_size=size_of(text, "intermediate_size"),
+            num_attention_heads=heads,
+            num_key_value_heads=size_of(text, "num_key_value_heads"),
+            # transformers' default for Qwen3-Next and 3.5 is not hidden / heads.
+            head_dim=size_of(text, "head_dim") if family.qk_norm else hidden // heads,
+            output_gate=family.qk_norm and text.get("attn_output_gate", True) is True,
+            rms_norm_eps=eps,
+            rope=_rope(text, family),
+            document=dict(document),
+        )
+
+
+def _family(document: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    """The head's family, or why it is not represented."""
+    kind, architectures = text.get("model_type"), document.get("architectures")
+    if isinstance(architectures, list) and "MiMoForCausalLM" in architectures:
+        kind = "mimo"
+    if text.get("kv_lora_rank") is not None:
+        _refuse("kv_lora_rank", text["kv_lora_rank"], "none: latent attention is not represented")
+    experts = next((n for n in ("num_experts", "n_routed_experts") if text.get(n)), None)
+    dense = 0 in (text.get("mlp_only_layers") or ()) or text.get("decoder_sparse_step", 1) != 1
+    if experts is not None and not (kind == "qwen3_next" and dense):
+        _refuse(experts, text[experts], "0, or a dense MTP block: experts are not represented")
+    if kind not in _MODEL_TYPES:
+        _refuse("model_type", kind, f"one of {[*_MODEL_TYPES]}")
+    return _MODEL_TYPES[kind]
+
+
+def _rope(text: Mapping[str, Any], family: Family) -> Rope:
+    fields = dict(text)
+    for field in ("rope_parameters", "rope_scaling"):
+        if isinstance(text.get(field), dict):
+            fields[field] = {n: v for n, v in text[field].items() if n not in _MROPE}
+    rope = Rope.from_dict(fields)
+    named = {**fields, **(fields.get("rope_parameters") or {})}
+    if family.zero_centred and named.get("partial_rotary_factor") is None:
+        # transformers' default for these is a quarter, and not the whole.
+        _refuse("partial_rotary_factor", "nothing", "a number")
+    return rope
+
+
+def _refuse(name: str, found: object, expected: object) -> NoReturn:
+    raise RefusedError(
+        f"the policy's config.json {name}",
+        found,
+        expected,
+        'adapt an EAGLE-3 draft for this policy instead (draft.kind = "eagle3")',
+    )

@@ -1,0 +1,115 @@
+"""Makes the example's MTP head, and the policy that it belongs to.
+
+A Qwen3 policy is a Qwen3-Next policy whose layers all have full attention and a dense MLP: its
+norms are centred on 0, and its attention's gate is a constant one half, made up for in o_proj. The
+conversion therefore changes no output. ``policy_with_mtp`` makes it of the example's policy where a
+run needs it; the head, which starts from random weights, is trained here on recorded final states.
+
+Run ``python -m examples.arithmetic_grpo.make_mtp --out DIR`` from the repository root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE
+from draft_trainer.drafters import DRAFTERS, Draft
+from examples.arithmetic_grpo import task
+from examples.arithmetic_grpo.make_draft import DRAFT_LENGTH, record, run
+
+HERE = Path(__file__).parent
+
+
+def policy_with_mtp(policy: Path, out: Path) -> Path:
+    """Write a Qwen3 checkpoint as a Qwen3-Next one into a new folder; answers the folder."""
+    config = json.loads((policy / CONFIG_FILE).read_text())
+    shutil.copytree(policy, out)
+    (out / CONFIG_FILE).write_text(json.dumps(_config(config), indent=2) + "\n")
+    tensors = load_file(policy / WEIGHTS_FILE)
+    for name, tensor in tensors.items():
+        if name.endswith("norm.weight"):
+            tensors[name] = (tensor.float() - 1.0).to(tensor.dtype)
+        elif name.endswith("q_proj.weight"):
+            queries = tensor.unflatten(0, (config["num_attention_heads"], 1, -1))
+            gated = torch.cat([queries, torch.zeros_like(queries)], dim=1)
+            tensors[name] = gated.flatten(0, 2).contiguous()
+        elif name.endswith("o_proj.weight"):
+            # The sigmoid of a gate of 0 is one half; twice of it is exact in every type.
+            tensors[name] = 2 * tensor
+    save_file(tensors, out / WEIGHTS_FILE, metadata={"format": "pt"})
+    return out
+
+
+def _config(policy: dict[str, Any]) -> dict[str, Any]:
+    left = ("max_window_layers", "sliding_window", "use_sliding_window", "architectures")
+    rope = policy["rope_parameters"] | {"partial_rotary_factor": 1.0}
+    return {
+        "architectures": ["Qwen3NextForCausalLM"],
+        **{name: value for name, value in policy.items() if name not in left},
+        "model_type": "qwen3_next",
+        "num_experts": 0,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 1.0,
+        "rope_parameters": rope,
+    }
+
+
+def new_head(policy: Path, seed: int) -> Draft:
+    """An untrained head: random matrices, and a fused state that begins as the policy's final one.
+
+    Args:
+        policy: with the config.json of a policy that has an MTP head.
+        seed: of the weights.
+    """
+    head = DRAFTERS["mtp"].build(json.loads((policy / CONFIG_FILE).read_text()))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+        fused: Tensor = head.get_parameter("fc.weight")
+        size = len(fused)
+        fused.mul_(0.5)
+        fused[:, size:] += torch.eye(size)
+    return head
+
+
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(
+        description="Make the example's MTP head from scratch (CPU).",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--policy", type=Path, default=HERE / "policy", help="Qwen3 checkpoint")
+    parser.add_argument("--out", type=Path, required=True, help="the head; must not exist")
+    parser.add_argument("--rollouts", type=int, default=4096, help="to train on")
+    parser.add_argument("--epochs", type=int, default=3, help="passes over them")
+    parser.add_argument("--seed", type=int, default=0, help="of rollouts, weights and order")
+    parser.add_argument("--threads", type=int, default=1, help="torch CPU threads")
+    options = parser.parse_args()
+
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        states, initial = Path(folder) / "states", Path(folder) / "initial"
+        record(task, options.policy, states, options.rollouts, options.seed, ())
+        initial.mkdir()
+        converted = policy_with_mtp(options.policy, Path(folder) / "policy")
+        DRAFTERS["mtp"].save(initial, new_head(converted, options.seed), torch.float32)
+        # bfloat16 is twice as fast on current CPUs; master weights are float32.
+        how = ("--learning-rate", 2e-3, "--batch-tokens", 512, "--compute-dtype", "bfloat16")
+        length = ("--epochs", options.epochs, "--draft-length", DRAFT_LENGTH)
+        made = ("--draft-kind", "mtp", "--states", states, "--seed", options.seed)
+        run("fit", "--draft", initial, *length, *how, *made, "--out", options.out)
+
+
+if __name__ == "__main__":
+    main()
