@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rollout_server import vllm_versions
 from rollout_server.draft_length import launch_schedule
 from rollout_server.plugins import API, Settings
 from rollout_server.preflight import check_draft_fits, check_paths, check_port_free
@@ -42,15 +43,15 @@ def serve(arguments: Sequence[str]) -> int:
     check_paths()
     choose_plugins()
     import uvloop
-    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.logger import configure_logging_from_args
+    from vllm.version import __version__ as vllm_version
 
-    cli_env_setup()
+    vllm_versions.check_version(vllm_version, untested=vllm_versions.OPTION in arguments)
+    vllm_versions.check_hooks(vllm_version)
+    vllm_versions.load("cli_env_setup")()
     args = build_parser().parse_args(list(arguments))
     API.settings = settings_of(args)
-    configure_logging_from_args(args)
-    validate_parsed_serve_args(args)
+    vllm_versions.configure_logging(args)
+    vllm_versions.load("validate_parsed_serve_args")(args)
     uvloop.run(_serve(args))
     return 0
 
@@ -76,7 +77,6 @@ def choose_plugins() -> None:
 
 def build_parser() -> Any:
     """vLLM's own parser, with Slipstream's options in front."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser(
@@ -142,8 +142,14 @@ def build_parser() -> Any:
         help="Turn drafting off for at most a second, once for each number of requests in flight, "
         "to measure whether speculation pays.",
     )
+    group.add_argument(
+        vllm_versions.OPTION,
+        action="store_true",
+        help="Serve with a vLLM whose version is not known to work "
+        f"({vllm_versions.KNOWN[0]} to {vllm_versions.KNOWN[-1]} are), if it has what is needed.",
+    )
     add_access_options(group)
-    return make_arg_parser(parser)
+    return vllm_versions.load("make_arg_parser")(parser)
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

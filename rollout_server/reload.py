@@ -135,7 +135,7 @@ def load(
 
     The caller has set vLLM's current configuration.
     """
-    from vllm.model_executor.model_loader.reload import (
+    from vllm.model_executor.model_loader.reload.layerwise import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
     )

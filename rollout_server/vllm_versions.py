@@ -1,0 +1,362 @@
+"""Which vLLM this is: versions, imports whose place differs by version, and what the plug-ins need.
+
+The launcher checks all of it before anything is loaded: a version outside of ``KNOWN`` and a name
+that the plug-ins patch and that is not there are refusals, where they would be an AttributeError in
+a worker half a minute later. Names are looked up in vLLM's source (``ast``), so that nothing is
+imported for it, attributes that exist in instances only are seen, and the same check runs over
+wheels of other versions (``docs/make_vllm_versions.py``, which keeps the table in
+docs/operations.md).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import RefusedError
+
+TESTED = ("0.32",)
+"""Versions that served and swapped drafts in the tests, on a CPU (Model Runner V1)."""
+
+KNOWN = ("0.29", "0.30", "0.31", "0.32", "0.33")
+"""Versions whose source has every name below with these parameters."""
+
+OPTION = "--untested-vllm"
+
+_CLI = ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args")
+PLACES = {
+    "make_arg_parser": _CLI,
+    "validate_parsed_serve_args": _CLI,
+    "cli_env_setup": (
+        "vllm.entrypoints.common.startup",
+        "vllm.entrypoints.serve.utils.api_utils",
+    ),
+}
+"""Functions that moved, and where they are, newest first."""
+
+ReadSource = Callable[[str], str | None]
+"""The source of a module ("vllm.config.vllm"); None where there is no such module."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A name of vLLM's that is patched or called.
+
+    Attributes:
+        module: where it is imported from.
+        name: a function, a class, or an attribute of one ("Worker.sleep"), inherited ones and
+            those of instances included.
+        parameters: of a function, in order; None where they do not matter. Further ones must be
+            optional, unless the last is "...".
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] | None = None
+
+
+def _hooks(module: str, owner: str, *names: str) -> tuple[Hook, ...]:
+    return tuple(Hook(module, f"{owner}.{name}") for name in names)
+
+
+_WORKER = "vllm.v1.worker.gpu_worker"
+_CORE = "vllm.v1.engine.core"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
+_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
+_RELOAD = "vllm.model_executor.model_loader.reload"
+
+HOOKS: tuple[Hook, ...] = (
+    Hook("vllm.entrypoints.launchers.api_server.entry", "setup_server", ("args", "reuse_port")),
+    Hook(
+        "vllm.entrypoints.launchers.api_server.entry",
+        "run_server_worker",
+        ("listen_address", "sock", "args"),
+    ),
+    Hook("vllm.utils.argparse_utils", "FlexibleArgumentParser"),
+    Hook("vllm.utils.system_utils", "decorate_logs"),
+    Hook("vllm.v1.engine.exceptions", "EngineDeadError"),
+    Hook("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async", ("self", "method")),
+    Hook("vllm.v1.metrics.loggers", "StatLoggerBase.record"),
+    *_hooks(
+        "vllm.v1.spec_decode.metrics",
+        "SpecDecodingStats",
+        *("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"),
+    ),
+    # The engine core: engine_core.py.
+    *_hooks(
+        _CORE,
+        "EngineCore",
+        *("scheduler", "batch_queue", "request_block_hasher", "check_for_draft_tokens"),
+    ),
+    Hook(_CORE, "EngineCore.collective_rpc", ("self", "method", "timeout", "args")),
+    Hook(_SCHEDULER, "Scheduler.make_spec_decoding_stats"),
+    Hook(_SCHEDULER, "Scheduler.schedule"),
+    Hook(_SCHEDULER, "Scheduler.update_from_output", ("self", "scheduler_output", "...")),
+    *_hooks(
+        _SCHEDULER,
+        "Scheduler",
+        *("dynamic_sd_lookup", "num_spec_tokens", "max_num_running_reqs", "running"),
+        "has_requests",
+    ),
+    *_hooks(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        *("num_spec_tokens_to_schedule", "scheduled_spec_decode_tokens", "num_scheduled_tokens"),
+        *("total_num_scheduled_tokens", "scheduled_new_reqs"),
+    ),
+    *_hooks("vllm.v1.request", "Request", "cache_salt", "spec_token_ids"),
+    # Workers: worker.py.
+    *_hooks(_WORKER, "Worker", "get_model", "get_draft_model", "model_runner"),
+    Hook(_WORKER, "Worker.sleep", ("self", "level")),
+    Hook(_WORKER, "Worker.wake_up", ("self", "tags")),
+    Hook(_RUNNER_V1, "GPUModelRunner.execute_model", ("self", "scheduler_output")),
+    Hook(
+        _RUNNER_V1,
+        "GPUModelRunner.propose_draft_token_ids",
+        ("self", "scheduler_output", "sampled_token_ids", "..."),
+    ),
+    *_hooks(
+        _RUNNER_V1,
+        "GPUModelRunner",
+        *("drafter", "use_async_scheduling", "speculative_config", "discard_request_mask"),
+        *("_draft_probs", "_draft_prob_req_ids", "valid_sampled_token_count_event"),
+        *("_copy_valid_sampled_token_count", "reset_lora_state"),
+    ),
+    *_hooks(_RUNNER_V2, "GPUModelRunner", "speculator", "get_draft_model", "reset_lora_state"),
+    Hook(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "DraftModelSpeculator.propose",
+        ("self", "input_batch", "..."),
+    ),
+    *_hooks(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "DraftModelSpeculator",
+        *("num_speculative_steps", "model"),
+    ),
+    # Loading: swap.py, reload.py.
+    Hook(f"{_RELOAD}.layerwise", "initialize_layerwise_reload", ("model",)),
+    Hook(f"{_RELOAD}.layerwise", "finalize_layerwise_reload"),
+    Hook(f"{_RELOAD}.layerwise", "finalize_layerwise_processing", ("model", "model_config")),
+    Hook(f"{_RELOAD}.layerwise", "get_layerwise_info", ("layer",)),
+    Hook(f"{_RELOAD}.layerwise", "_place_kernel_tensors", ("layer", "info")),
+    Hook(f"{_RELOAD}.layerwise", "LOADING_LAYERS"),
+    Hook(f"{_RELOAD}.meta", "to_meta_tensor", ("tensor",)),
+    Hook(f"{_RELOAD}.sanitize", "layer_ref_sentinel"),
+    *_hooks(
+        f"{_RELOAD}.types",
+        "LayerReloadingInfo",
+        *("restore_metadata", "restore_device", "kernel_tensors", "can_load", "reset"),
+    ),
+    Hook(
+        "vllm.model_executor.layers.quantization.base_config",
+        "QuantizeMethodBase.process_weights_after_loading",
+        ("self", "layer"),
+    ),
+    # The guards: vllm_patches.py.
+    Hook(
+        "vllm.v1.spec_decode.llm_base_proposer",
+        "SpecDecodeBaseProposer._maybe_share_lm_head",
+        ("self", "target_language_model"),
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.spec_decode.eagle.utils",
+        "_should_share",
+        ("eagle", "flag", "draft", "target"),
+    ),
+    Hook(
+        "vllm.v1.sample.rejection_sampler",
+        "expand_batch_to_tokens",
+        ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
+    ),
+)
+
+DRAFT_LENGTHS_V2 = Hook(_RUNNER_V2, "ExecuteModelState.num_spec_tokens_to_schedule")
+"""Model Runner V2 drafts as many tokens as the scheduler plans; without it, always the most."""
+
+logger = logging.getLogger(__name__)
+
+
+def check_version(version: str, untested: bool) -> None:
+    """Refuse a vLLM outside of ``KNOWN``, warn about one outside of ``TESTED``.
+
+    Raises RefusedError: unless ``untested``.
+    """
+    release = ".".join(version.split(".")[:2])
+    if release not in KNOWN:
+        if not untested:
+            raise RefusedError(
+                "vLLM",
+                version,
+                f"{KNOWN[0]} to {KNOWN[-1]} (tested: {', '.join(TESTED)})",
+                f"install one of these, or try this one with {OPTION}",
+            )
+        logger.warning("vLLM %s is outside of %s to %s", version, KNOWN[0], KNOWN[-1])
+    elif release not in TESTED:
+        tested = ", ".join(TESTED)
+        logger.warning("vLLM %s has what is needed and was not run; tested: %s", version, tested)
+
+
+def check_hooks(version: str, read: ReadSource | None = None) -> None:
+    """Refuse a vLLM that lacks a name which the plug-ins need.
+
+    Raises RefusedError: naming every one.
+    """
+    lacking = missing(Sources(read or installed_source))
+    if lacking:
+        raise RefusedError(
+            f"vLLM {version}",
+            "; ".join(lacking),
+            "every name that Slipstream patches or calls",
+            f"use a vLLM release that Slipstream was tested with ({', '.join(TESTED)})",
+        )
+
+
+def load(name: str) -> Any:
+    """A function of ``PLACES``, imported from where this vLLM has it.
+
+    Raises RefusedError: it is at none of them.
+    """
+    for module in PLACES[name]:
+        if installed_source(module) is not None:
+            return getattr(importlib.import_module(module), name)
+    expected = f"in {' or '.join(PLACES[name])}"
+    raise RefusedError(f"vLLM's {name}", "absent", expected, f"use vLLM {', '.join(TESTED)}")
+
+
+def configure_logging(args: Any) -> None:
+    """As vLLM's own server does; before 0.31 it had no options for that."""
+    configure = getattr(importlib.import_module("vllm.logger"), "configure_logging_from_args", None)
+    if configure is not None:
+        configure(args)
+
+
+def installed_source(module: str) -> str | None:
+    """Of the vLLM in this environment, without importing it."""
+    package = importlib.util.find_spec("vllm")
+    for root in (package and package.submodule_search_locations) or ():
+        path = Path(root).joinpath(*module.split(".")[1:])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file.read_text(encoding="utf-8")
+    return None
+
+
+class Sources:
+    """Names in the source of one vLLM."""
+
+    def __init__(self, read: ReadSource) -> None:
+        self._read = read
+        self.module = lru_cache(maxsize=None)(self._parse)
+
+    def _parse(self, name: str) -> ast.Module | None:
+        text = self._read(name)
+        return None if text is None else ast.parse(text)
+
+    def find(self, module: str, name: str) -> ast.AST | None:
+        """What ``name`` is bound by, through imports and base classes; None: there is no such."""
+        tree = self.module(module)
+        if tree is None:
+            return None
+        owner, _, attribute = name.partition(".")
+        found, defined_in = self._at_top(tree, module, owner)
+        if found is None or not attribute:
+            return found
+        return self._attribute(found, defined_in, attribute)
+
+    def lacks(self, hook: Hook) -> str:
+        """Why a hook cannot be used; empty if it can."""
+        found = self.find(hook.module, hook.name)
+        where = f"{hook.module}.{hook.name}"
+        if found is None:
+            return f"{where} is absent"
+        if hook.parameters is None:
+            return ""
+        if not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
+            return f"{where} is not a function"
+        others = hook.parameters[-1:] == ("...",)
+        expected, have = hook.parameters[: -1 if others else None], found.args
+        names = [a.arg for a in (*have.posonlyargs, *have.args, *have.kwonlyargs)]
+        required = [a.arg for a in have.args[: len(have.args) - len(have.defaults)]]
+        required += [
+            a.arg for a, d in zip(have.kwonlyargs, have.kw_defaults, strict=True) if d is None
+        ]
+        fits = others or not set(required) - set(expected)
+        if tuple(names[: len(expected)]) != expected or not fits:
+            return f"{where} takes {tuple(names)}, not {expected}"
+        return ""
+
+    def _at_top(self, tree: ast.Module, module: str, name: str) -> tuple[ast.AST | None, str]:
+        """The binding of a module's name, and the module that defines it."""
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    parent = ".".join(module.split(".")[: -node.level]) + "." if node.level else ""
+                    origin = f"{parent}{node.module}"
+                    source = self.module(origin)
+                    found = self._at_top(source, origin, alias.name) if source else (None, "")
+                    if found[0] is not None:
+                        return found
+        for node in _bound(tree.body):
+            if name in _names(node):
+                return node, module
+        return None, module
+
+    def _attribute(self, owner: ast.AST, module: str, name: str) -> ast.AST | None:
+        if not isinstance(owner, ast.ClassDef):
+            return None
+        for node in _bound(owner.body):
+            if name in _names(node):
+                return node
+        for node in ast.walk(owner):
+            # What methods set: self.name = ..., self.name: type = ...
+            if isinstance(node, ast.Attribute) and node.attr == name:
+                of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
+                if of_self and isinstance(node.ctx, ast.Store):
+                    return node
+        for base in owner.bases:
+            named = base.value if isinstance(base, ast.Subscript) else base
+            if isinstance(named, ast.Name):
+                tree = self.module(module)
+                found, defined_in = self._at_top(tree, module, named.id) if tree else (None, "")
+                inherited = found and self._attribute(found, defined_in, name)
+                if inherited:
+                    return inherited
+        return None
+
+
+def missing(sources: Sources) -> list[str]:
+    """What the plug-ins need and this source lacks."""
+    lacking = [sources.lacks(hook) for hook in HOOKS]
+    for name, places in PLACES.items():
+        if all(sources.find(place, name) is None for place in places):
+            lacking.append(f"{name} is in none of {', '.join(places)}")
+    return [text for text in lacking if text]
+
+
+def _bound(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a body, those under if, try and with included."""
+    for node in body:
+        yield node
+        for inner in ("body", "orelse", "finalbody"):
+            if isinstance(node, ast.If | ast.Try | ast.With):
+                yield from _bound(getattr(node, inner, []))
+
+
+def _names(node: ast.stmt) -> set[str]:
+    """What a statement binds."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
