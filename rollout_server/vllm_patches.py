@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollout_server.vllm_versions import TESTED
 from slipstream.errors import RefusedError
 
 EMBEDDING = "embed_tokens"
@@ -153,6 +154,6 @@ def repair_sampler(module: ModuleType) -> None:
             "vllm.v1.sample.rejection_sampler.expand_batch_to_tokens",
             found,
             expected,
-            "use a vLLM release that Slipstream was tested with (0.32)",
+            f"use a vLLM release that Slipstream was tested with ({', '.join(TESTED)})",
         )
     module.expand_batch_to_tokens = expand_batch_to_tokens  # type: ignore[attr-defined]

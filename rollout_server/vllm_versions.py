@@ -22,7 +22,7 @@ from typing import Any
 
 from slipstream.errors import RefusedError
 
-TESTED = ("0.32",)
+TESTED = ("0.31", "0.32")
 """Versions that served and swapped drafts in the tests, on a CPU (Model Runner V1)."""
 
 KNOWN = ("0.29", "0.30", "0.31", "0.32", "0.33")
