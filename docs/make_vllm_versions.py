@@ -27,8 +27,7 @@ from rollout_server.vllm_versions import (
 
 PAGE = Path(__file__).with_name("operations.md")
 _BEGIN, _END = "<!-- make_vllm_versions: begin -->\n", "<!-- make_vllm_versions: end -->\n"
-_CPU_FAILS = "started on a CPU, where vLLM's own draft kernels fail"
-_NOT_RUN = {"0.29": _CPU_FAILS, "0.30": _CPU_FAILS, "0.33": "no"}
+_NOT_RUN = {"0.30": "started on a CPU, where vLLM's own draft kernels fail", "0.33": "no"}
 _WHEEL = re.compile(r"(vllm(?:_cpu)?)-(\d+\.\d+)(\.\d+)-.*\.whl")
 
 

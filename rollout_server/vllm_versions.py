@@ -22,7 +22,7 @@ from typing import Any
 
 from slipstream.errors import RefusedError
 
-TESTED = ("0.31", "0.32")
+TESTED = ("0.29", "0.31", "0.32")
 """Versions that served and swapped drafts in the tests, on a CPU (Model Runner V1)."""
 
 KNOWN = ("0.29", "0.30", "0.31", "0.32", "0.33")
@@ -317,12 +317,12 @@ class Sources:
         for node in _bound(owner.body):
             if name in _names(node):
                 return node
-        for node in ast.walk(owner):
+        for inner in ast.walk(owner):
             # What methods set: self.name = ..., self.name: type = ...
-            if isinstance(node, ast.Attribute) and node.attr == name:
-                of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
-                if of_self and isinstance(node.ctx, ast.Store):
-                    return node
+            if isinstance(inner, ast.Attribute) and inner.attr == name:
+                of_self = isinstance(inner.value, ast.Name) and inner.value.id == "self"
+                if of_self and isinstance(inner.ctx, ast.Store):
+                    return inner
         for base in owner.bases:
             named = base.value if isinstance(base, ast.Subscript) else base
             if isinstance(named, ast.Name):
