@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -148,7 +149,8 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             find_modules, model, config.modules, config.logit_scale, config.logit_soft_cap
         )
         self._matrices = PolicyMatrices(self._modules) if self._modules is not None else None
-        self._selector = selector or UniformRandom(config.seed)
+        self._selector = selector or UniformRandom()
+        self._draw = random.Random(config.seed).random
         self._outbox = Outbox(config.outbox_bytes, self._counters)
         self._copier, self._device = Copier(torch.device("cpu")), "cpu"
         trainer, credentials = config.trainer, config.trainer_credentials
@@ -252,7 +254,9 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
                 ``min_p``, ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``,
                 ``logit_bias``. Log-probs are those before it.
             forwards: how many passes the window will have, if known; the choice among
-                sequences and the copies are then made after each pass, not at the window's end.
+                sequences and the copies are then made after each pass, not at the window's end,
+                and less is held on the device. Without it the window holds
+                ``config.device_bytes`` of states at most.
 
         Returns:
             ``Capture``; or, while capture is off, a ``NullCapture``.
@@ -427,7 +431,9 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             weights=self._weights,
             temperature=temperature,
             budget_bytes=config.bytes_per_step,
+            device_bytes=config.device_bytes,
             forwards=forwards,
+            draw=self._draw,
             states_dtype=getattr(torch, name) if name else None,
             selector=self._selector,
             next_id=self._next_id,

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +27,7 @@ from policy_bridge.extraction import (
 from policy_bridge.hooks import ForwardTap
 from policy_bridge.model import PolicyModules, stamp_of
 from policy_bridge.outbox import PRIORITIES
-from policy_bridge.selection import Selector, bytes_per_token, choose
+from policy_bridge.selection import Candidate, Selector, bytes_per_token, choose
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
@@ -31,6 +35,7 @@ from slipstream.sample import Sample, header_of, layout_of
 from slipstream.tensors import dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 
+T = TypeVar("T")
 MOST_BIASED = 256
 """Tokens in a ``logit_bias``."""
 # Least and most, and whether the least itself is a value.
@@ -114,8 +119,10 @@ class Capture:
     """A context manager around the policy's own log-prob (or training) forward.
 
     Hooks are on the model only inside it. After each forward call ``ship`` says what its rows were;
-    at the end the byte budget picks sequences from all passes. With ``forwards`` known, each pass
-    gets its share of what is left and its device memory is let go at once.
+    at the end the byte budget picks sequences from all passes. Passes that together hold more than
+    half of ``device_bytes`` are thinned out before: of them only copies of what the budget would
+    pick so far are kept, until the next passes or the end. With ``forwards`` known, each pass gets
+    its share of what is left and its device memory is let go at once.
 
     A call that cannot be served ends the window's capture: the hooks come off, nothing more of it
     is shipped, and the error goes to ``refuse``.
@@ -129,7 +136,10 @@ class Capture:
         temperature: of the rollouts.
         sampling: what else they were sampled with.
         budget_bytes: what is left of the window's.
+        device_bytes: bound on the states that are held beside the policy's own, those that the
+            copier has not done with included.
         forwards: how many passes will be shipped, if known.
+        draw: gives each candidate its lot.
         states_dtype: what the states are sent in; None keeps theirs.
         selector: chooses.
         next_id: a fresh sample id.
@@ -149,7 +159,9 @@ class Capture:
     weights_stamp: int
     temperature: float
     budget_bytes: int
+    device_bytes: int = sys.maxsize
     forwards: int | None = None
+    draw: Callable[[], float] = random.random
     states_dtype: torch.dtype | None = None
     selector: Selector
     next_id: Callable[[], str]
@@ -164,12 +176,16 @@ class Capture:
     _records: list[Record] = field(default_factory=list, init=False)
     _recorded: int = field(default=0, init=False)
     _refused: bool = field(default=False, init=False)
+    # What is left of passes that were thinned out; touched where choosing is done, in its order.
+    _kept: dict[Candidate, Record] = field(default_factory=dict, init=False)
+    _kept_bytes: int = field(default=0, init=False)
+    _thinned: bool = field(default=False, init=False)
+    _over: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        # Weights that are spread over ranks, or that the policy may move on from before the side
-        # stream gets to them, cannot be read later. The pass's logits hold what is needed.
-        on_device = self.modules.head_weight.device.type != "cpu"
-        self._at_once = bool(self.modules.shards) or on_device
+        # Weights that are spread over ranks cannot be read later. The pass's logits hold what is
+        # needed.
+        self._at_once = bool(self.modules.shards)
 
     def __enter__(self) -> Capture:
         self._tap = ForwardTap(self.modules, self.session.aux_layers, returned=self.probe)
@@ -181,7 +197,9 @@ class Capture:
         self._tap.__exit__()
         try:
             if kind is None and not self._refused:
-                self._submit(passes_left=1)
+                self._submit(partial(self._choose, passes_left=1))
+            else:
+                self._let_go()
         finally:
             self._records = []
 
@@ -259,32 +277,58 @@ class Capture:
                 return
             record = Record(
                 states=states,
-                token_ids=_own(input_ids),
-                loss_mask=_own(loss_mask).bool(),
-                attention_mask=None if attention_mask is None else _own(attention_mask),
-                position_ids=None if position_ids is None else _own(position_ids),
-                logprobs=_aligned("sampled_logprobs", sampled_logprobs, shape),
-                logits=_aligned("sampled_logits", sampled_logits, shape),
-                acceptance=acceptance,
-                prompt_lengths=prompt_lengths,
-                rollout_versions=rollout_versions,
-            )
-            if self.probe:
-                self.probe = not probed(record, self.modules, self.temperature)
-            self._records.append(
-                without_logits(record, self.modules, self.temperature, whole=self._at_once)
+                token_ids=self._own(input_ids),
+                loss_mask=self._own(loss_mask).bool(),
+                attention_mask=self._own(attention_mask),
+                position_ids=self._own(position_ids),
+                logprobs=self._own(_aligned("sampled_logprobs", sampled_logprobs, shape)),
+                logits=self._own(_aligned("sampled_logits", sampled_logits, shape)),
+                acceptance=self._own(acceptance),
+                prompt_lengths=self._own(prompt_lengths),
+                rollout_versions=self._own(rollout_versions),
+                number=self._recorded,
             )
             self._recorded += 1
-            if self.forwards is not None:
-                self._submit(max(1, self.forwards - self._recorded + 1))
+            if self.probe:
+                self.probe = not probed(record, self.modules, self.temperature)
+            record = without_logits(record, self.modules, self.temperature, whole=self._at_once)
+            self._hold(record if self.copier.deferred else record.on_host())
         except RefusedError as error:
             self._tap.__exit__()
-            self._records = []
+            self._let_go()
             self._refuse(error)
         except torch.OutOfMemoryError:
             # The loop needs the device's memory more than the draft needs this window.
             self._records = []
             self.counters.shed("device_memory", len(input_ids), 0)
+
+    def _own(self, values: T) -> T:
+        """What is read after ``ship`` returns, and the loop may use again: detached, copied."""
+        if isinstance(values, torch.Tensor):
+            own = values.detach()
+            return cast(T, own.clone() if self.copier.deferred else own)
+        return values
+
+    def _hold(self, record: Record) -> None:
+        """Take a pass into the window, which stays within ``device_bytes``."""
+        behind = self.copier.nbytes
+        held = record.nbytes + sum(other.nbytes for other in self._records)
+        if behind and behind + self._kept_bytes + held > self.device_bytes:
+            self.counters.shed("device_full", len(record.token_ids), 0)
+            return
+        self._records.append(record)
+        if self.forwards is not None:
+            left = max(1, self.forwards - self._recorded + 1)
+            self._submit(partial(self._choose, passes_left=left))
+        elif held > self.device_bytes // 2:
+            self._thinned = True
+            self._submit(self._thin_out)
+
+    def _let_go(self) -> None:
+        """Drop what is held, also what the choosing side is about to keep."""
+        self._over = True
+        self._records = []
+        self._kept.clear()
 
     def _refuse(self, error: RefusedError) -> None:
         # Also called from the side: then the hooks come off with the next call of the window.
@@ -294,17 +338,18 @@ class Capture:
         self.counters.add(captures_refused=1)
         self.refuse(error)
 
-    def _submit(self, passes_left: int) -> None:
-        """Choose from the held records, hand the chosen over, let the rest go."""
+    def _submit(self, pick: Callable[[list[Record]], list[Chosen] | None]) -> None:
+        """Let ``pick`` choose from the held records, hand the chosen over, let the rest go."""
         records, self._records = self._records, []
-        if not records:
+        if not records and not self._thinned:
             return
         rows = sum(len(record.token_ids) for record in records)
+        nbytes = sum(record.nbytes for record in records)
 
         def choose() -> list[Chosen] | None:
             try:
                 with torch.no_grad():
-                    return self._choose(records, passes_left)
+                    return pick(records)
             except RefusedError as error:
                 self._refuse(error)
             except torch.OutOfMemoryError:
@@ -322,40 +367,69 @@ class Capture:
             else:
                 self.done()
 
-        if not self.copier.submit(choose, copy):
+        if not self.copier.submit(choose, copy, nbytes):
             self.counters.shed("copies_behind", rows, 0)
+
+    def _candidates(self, records: list[Record]) -> dict[Candidate, Record]:
+        """What could be sent of these passes, and what is kept of the ones before."""
+        found = dict(self._kept)
+        for record in records:
+            record = record.on_host() if self.copier.deferred else record
+            states = record.states
+            dtype = state_dtype(self.states_dtype, states.final)
+            token_bytes = bytes_per_token(len(states.aux), states.final.shape[-1], dtype)
+            most = self.session.max_sample_tokens(token_bytes)
+            found |= dict.fromkeys(candidates_of(record, token_bytes, most, self.draw), record)
+            self.counters.add(captured_tokens=sum(span.end - span.start for span in record.spans))
+        return found
+
+    def _thin_out(self, records: list[Record]) -> None:
+        """Keep what would be sent of the passes so far if there were no others, as copies."""
+        found, kept, left = self._candidates(records), {}, self.device_bytes // 2
+        for candidate in choose(self.selector, list(found), self.budget_bytes):
+            record = found[candidate]
+            left -= candidate.tokens * record.token_bytes
+            if left < 0:
+                break
+            kept[candidate] = record if candidate in self._kept else record.part(candidate)
+        self.copier.settle()
+        _check_unwritten(records)
+        self.counters.add(not_chosen_samples=len(found) - len(kept))
+        self._kept = kept
+        self._kept_bytes = sum(record.nbytes for record in kept.values())
+        if self._over:
+            self._kept.clear()
 
     def _choose(self, records: list[Record], passes_left: int) -> list[Chosen]:
         """What goes out, its numbers on the host, most wanted first."""
-        records = [record.on_host() for record in records]
-        candidates, dtypes = [], []
-        for index, record in enumerate(records):
-            states = record.states
-            dtypes.append(state_dtype(self.states_dtype, states.final))
-            token_bytes = bytes_per_token(len(states.aux), states.final.shape[-1], dtypes[-1])
-            most = self.session.max_sample_tokens(token_bytes)
-            candidates += candidates_of(index, record, token_bytes, most)
+        found = self._candidates(records)
+        self._kept, self._kept_bytes = {}, 0
         # Choices are made one after the other: what the last one left is known here.
-        wanted = choose(self.selector, candidates, self.budget_bytes // passes_left)
+        wanted = choose(self.selector, list(found), self.budget_bytes // passes_left)
         self.budget_bytes -= sum(candidate.nbytes for candidate in wanted)
         self.counters.add(
-            captured_tokens=sum(s.end - s.start for record in records for s in record.spans),
             chosen_samples=len(wanted),
             chosen_tokens=sum(candidate.tokens for candidate in wanted),
-            not_chosen_samples=len(candidates) - len(wanted),
+            not_chosen_samples=len(found) - len(wanted),
         )
         chosen = []
         for rank, candidate in enumerate(wanted):
-            record = records[candidate.forward]
+            record = found[candidate]
             sampled = sampled_of(record, candidate, self.modules, self.temperature)
             if sampled is None:
                 self.counters.shed("non_finite", 1, candidate.nbytes)
                 continue
             width, layers = record.states.final.shape[-1], len(record.states.aux)
-            layout = layout_of(candidate.tokens, layers, width, dtypes[candidate.forward])
+            dtype = state_dtype(self.states_dtype, record.states.final)
+            layout = layout_of(candidate.tokens, layers, width, dtype)
             priority = PRIORITIES - 1 - rank * PRIORITIES // len(wanted)
             chosen.append(Chosen(record, candidate, layout, sampled, priority))
-        _check_unwritten(chosen)
+        computed = [one for one in chosen if not one.record.complete]
+        if computed and stamp_of(self.weights) != self.weights_stamp:
+            # They may be of other weights than made the pass.
+            self.counters.shed("policy_moved", len(computed), 0)
+            chosen = [one for one in chosen if one.record.complete]
+        _check_unwritten([one.record for one in chosen])
         return chosen
 
     def _copy_and_offer(self, chosen: list[Chosen]) -> None:
@@ -374,7 +448,7 @@ class Capture:
                     at += one.layout.nbytes
                 self.copier.settle()
                 # Again, with the copies done: the loop has gone on meanwhile.
-                _check_unwritten(group)
+                _check_unwritten([one.record for one in group])
                 for sample, priority in filled:
                     self.offer(sample, priority)
 
@@ -392,11 +466,6 @@ class Capture:
             yield group
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Detached; on a device a copy: it is read later there, and the loop may use its own again."""
-    return tensor.detach() if tensor.device.type == "cpu" else tensor.detach().clone()
-
-
-def _check_unwritten(chosen: Sequence[Chosen]) -> None:
-    for record in {id(one.record): one.record for one in chosen}.values():
+def _check_unwritten(records: Sequence[Record]) -> None:
+    for record in {id(record): record for record in records}.values():
         record.states.check_unwritten()

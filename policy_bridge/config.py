@@ -47,6 +47,9 @@ class BridgeConfig:
         rollout_credentials: for the rollout servers, also those that the trainer names; they need
             the role operate.
         bytes_per_step: most bytes that one ``capture`` may send; 0 turns capture off.
+        device_bytes: bound on the states that windows hold where the policy is, beside the pass
+            that it is making: passes beyond it are thinned out to what ``bytes_per_step`` would
+            choose of them, or shed as ``device_full`` while the copies are behind.
         outbox_bytes: bound on states that wait in host memory, unacknowledged ones included.
         states_dtype: cast hidden states to this before they are sent; empty keeps the policy's.
             "float8_e4m3" adds a scale for each row; the trainer decodes to bfloat16.
@@ -59,7 +62,7 @@ class BridgeConfig:
             long as one can, and count the others in ``stats().servers_left_out``; they serve an
             older policy when they come back, until the next sync. Off, one is an error.
         policy_dtype: cast pushed policy weights to this; empty keeps the policy's.
-        seed: of the default selector.
+        seed: of the lots by which sequences are chosen.
         logit_scale: the factor by which the policy multiplies its lm_head's output; None: as its
             configuration says. The first window compares the policy's own logits with it.
         logit_soft_cap: the soft cap on its logits, 0 for none; None: as its configuration says.
@@ -89,6 +92,7 @@ class BridgeConfig:
     trainer_credentials: ClientCredentials = NONE
     rollout_credentials: ClientCredentials = NONE
     bytes_per_step: int = 64 << 20
+    device_bytes: int = 2 << 30
     outbox_bytes: int = 256 << 20
     states_dtype: str = ""
     transport: str = "auto"
@@ -130,7 +134,12 @@ class BridgeConfig:
             if not isinstance(getattr(self, name), bool):
                 found = repr(getattr(self, name))
                 raise RefusedError(name, found, "True or False", "fix the value")
-        for name, least in (("bytes_per_step", 0), ("outbox_bytes", 1), ("seed", 0)):
+        for name, least in (
+            ("bytes_per_step", 0),
+            ("device_bytes", 1),
+            ("outbox_bytes", 1),
+            ("seed", 0),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise RefusedError(name, repr(value), f"a whole number >= {least}", "fix the value")

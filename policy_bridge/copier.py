@@ -25,7 +25,7 @@ from slipstream.errors import RefusedError
 Job = Callable[[], None]
 T = TypeVar("T")
 JOBS = 2
-"""How many wait at most: each holds the states of a whole window."""
+"""How many wait at most."""
 
 STAGING_BYTES = 16 << 20
 
@@ -76,25 +76,35 @@ class Copier:
 
     Attributes:
         staging: memory for the blocks.
+        deferred: whether the choice is made after ``submit`` returns, on a stream of its own.
         died: whether the thread ended of an unexpected error: nothing is copied any more.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         cuda = device is not None and device.type == "cuda"
-        self._inline = device is None
+        self._inline, self.deferred = device is None, cuda
         self._stream = torch.cuda.Stream(device) if cuda else None
         self.staging = Staging(pinned=cuda)
         self.died = False
         self._changed = threading.Condition()
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[tuple[Job, int]] = deque()
         self._running = self._closed = False
+        self._bytes = 0
         self._error: RefusedError | None = None
         self._thread: threading.Thread | None = None
 
-    def submit(self, choose: Callable[[], T | None], copy: Callable[[T], None]) -> bool:
+    @property
+    def nbytes(self) -> int:
+        """Device memory that jobs hold which have not ended."""
+        with self._changed:
+            return self._bytes
+
+    def submit(
+        self, choose: Callable[[], T | None], copy: Callable[[T], None], nbytes: int = 0
+    ) -> bool:
         """Call ``copy`` with what ``choose`` returned, unless that is None; each now or soon.
 
-        On a device call it on the stream that makes the tensors that are read.
+        On a device call it on the stream that makes the tensors that are read, ``nbytes`` in all.
 
         Returns:
             False if too much waits (on a device): then neither was called, nor will be.
@@ -116,7 +126,7 @@ class Copier:
                     finally:
                         stream.synchronize()
 
-            return self.put(on_stream)
+            return self.put(on_stream, nbytes)
         chosen = choose()
         if chosen is None:
             return True
@@ -130,8 +140,10 @@ class Copier:
             copy(chosen)
         return True
 
-    def put(self, job: Job) -> bool:
+    def put(self, job: Job, nbytes: int = 0) -> bool:
         """Run ``job`` soon; False if too many wait or the thread has ended: it will not be run.
+
+        It holds ``nbytes`` of device memory until it has run.
 
         Raises:
             RefusedError: what a job before this one raised.
@@ -147,7 +159,8 @@ class Copier:
                     target=self._run, name="slipstream-copies", daemon=True
                 )
                 self._thread.start()
-            self._jobs.append(job)
+            self._jobs.append((job, nbytes))
+            self._bytes += nbytes
             self._changed.notify_all()
             return True
 
@@ -171,15 +184,16 @@ class Copier:
 
     def _run(self) -> None:
         try:
-            while (job := self._next()) is not None:
+            while (taken := self._next()) is not None:
+                job, nbytes = taken
                 try:
                     job()
                 except RefusedError as error:
                     with self._changed:
                         self._error = error
                 # Its states go before it is idle, and before the next one is waited for.
-                del job
-                self._ended()
+                del taken, job
+                self._ended(nbytes)
         finally:
             with self._changed:
                 self.died = not self._closed
@@ -187,13 +201,14 @@ class Copier:
                 self._jobs.clear()
             self._ended()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> tuple[Job, int] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
             self._running = bool(self._jobs)
             return self._jobs.popleft() if self._jobs else None
 
-    def _ended(self) -> None:
+    def _ended(self, nbytes: int = 0) -> None:
         with self._changed:
             self._running = False
+            self._bytes -= nbytes
             self._changed.notify_all()

@@ -49,6 +49,8 @@ class Record:
         token_ids, loss_mask, attention_mask, position_ids, logprobs, logits: [B, S], see
             ``Capture.ship``.
         acceptance, prompt_lengths, rollout_versions: one number a sequence, see ``Capture.ship``.
+        number: of the pass in its window, from 0 up.
+        at: row and column of the pass that the first element of these tensors is.
         spans: the sequences, once the record is on the host.
         origins: of each by row and start: its prompt, and the policy version that sampled it.
     """
@@ -63,6 +65,8 @@ class Record:
     acceptance: torch.Tensor | Sequence[float] | None
     prompt_lengths: torch.Tensor | Sequence[int] | None = None
     rollout_versions: torch.Tensor | Sequence[int] | int | None = None
+    number: int = 0
+    at: tuple[int, int] = (0, 0)
     spans: Sequence[Span] = ()
     origins: Mapping[tuple[int, int], tuple[bytes, int | None]] = field(default_factory=dict)
 
@@ -87,6 +91,46 @@ class Record:
             logits=floats(self.logits),
         )
         return replace(record, origins=_origins(record))
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token's states where they are."""
+        return sum(s.shape[-1] * s.element_size() for s in (*self.states.aux, self.states.final))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the states, padding included."""
+        return self.states.final.shape[:2].numel() * self.token_bytes
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing of a sample has to be computed from the policy's weights."""
+        return self.logprobs is not None and self.logits is not None
+
+    def place(self, candidate: Candidate) -> tuple[int, slice]:
+        """Row and columns of a candidate in these tensors."""
+        row, column = self.at
+        return candidate.row - row, slice(candidate.start - column, candidate.end - column)
+
+    def part(self, candidate: Candidate) -> Record:
+        """A copy of what one candidate is made of, so that the pass can be let go of."""
+        row, columns = self.place(candidate)
+
+        def cut(values: torch.Tensor) -> torch.Tensor:
+            return values[row : row + 1, columns].clone()
+
+        aux, final = tuple(map(cut, self.states.aux)), cut(self.states.final)
+        return replace(
+            self,
+            states=replace(self.states, aux=aux, final=final, versions=(0,) * (len(aux) + 1)),
+            token_ids=cut(self.token_ids),
+            loss_mask=cut(self.loss_mask),
+            logprobs=None if self.logprobs is None else cut(self.logprobs),
+            logits=None if self.logits is None else cut(self.logits),
+            attention_mask=None,
+            position_ids=None,
+            at=(candidate.row, candidate.start),
+        )
 
 
 @dataclass(frozen=True)
@@ -147,9 +191,9 @@ def state_dtype(wanted: torch.dtype | None, state: torch.Tensor) -> torch.dtype:
 
 
 def candidates_of(
-    index: int, record: Record, token_bytes: int, max_sample_tokens: int
+    record: Record, token_bytes: int, max_sample_tokens: int, draw: Callable[[], float]
 ) -> list[Candidate]:
-    """Every sequence (or window of it) of the pass ``index`` that could be sent.
+    """Every sequence (or window of it) of a pass that could be sent; ``draw`` gives it its lot.
 
     Raises RefusedError: an acceptance that does not fit the pass.
     """
@@ -158,13 +202,14 @@ def candidates_of(
         candidate
         for span, acceptance in zip(record.spans, scores, strict=True)
         for candidate in windows(
-            forward=index,
+            forward=record.number,
             row=span.row,
             start=span.start,
             loss_mask=record.loss_mask[span.row, span.start : span.end].numpy(),
             token_bytes=token_bytes,
             max_tokens=max_sample_tokens,
             acceptance=acceptance,
+            draw=draw,
         )
     ]
 
@@ -177,7 +222,7 @@ def sampled_of(
     What is not read is 0: those of the first token, and where they are not finite those outside
     the loss mask.
     """
-    pair = _sampled(record, modules, temperature, chosen.row, slice(chosen.start, chosen.end))
+    pair = _sampled(record, modules, temperature, *record.place(chosen))
     found = torch.stack([values.to("cpu", torch.float32) for values in pair]).numpy()
     found[:, 0] = 0.0
     mask = _mask_of(record, chosen)
@@ -188,15 +233,15 @@ def sampled_of(
 def fill(sample: Sample, chosen: Chosen) -> None:
     """Write a chosen candidate into a sample's block; complete when the current stream is."""
     record, candidate = chosen.record, chosen.candidate
-    row, columns = candidate.row, slice(candidate.start, candidate.end)
+    row, columns = record.place(candidate)
     sample.token_ids.copy_(record.token_ids[row, columns])
     sample.positions.numpy()[:] = np.arange(candidate.offset, candidate.offset + candidate.tokens)
     sample.segment_ids.zero_()
     sample.loss_mask.numpy()[:] = _mask_of(record, candidate)
     sample.sampled_logprobs.numpy()[:], sample.sampled_logits.numpy()[:] = chosen.sampled
     sample.clear_padding()
-    aux = [layer[row].narrow(0, candidate.start, candidate.tokens) for layer in record.states.aux]
-    final = record.states.final[row].narrow(0, candidate.start, candidate.tokens)
+    aux = [layer[row, columns] for layer in record.states.aux]
+    final = record.states.final[row, columns]
     if sample.layout.dtype != FLOAT8:
         gather_into(sample.aux, aux)
         gather_into(sample.final_hidden, [final])
@@ -378,7 +423,7 @@ def picked_logprobs(
 
 def _mask_of(record: Record, chosen: Candidate) -> NDArray[np.bool_]:
     """The loss mask without the context that a window repeats, and without the first token."""
-    mask = record.loss_mask[chosen.row, chosen.start : chosen.end].numpy().copy()
+    mask = record.loss_mask[record.place(chosen)].numpy().copy()
     mask[: max(1, chosen.fresh - chosen.start)] = False
     return mask
 

@@ -170,7 +170,11 @@ class ForwardTap:
 
     def _keep_returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         if self._last is not None:
-            returned = ReturnedLogits.of(output, self._last.final.shape[:2])
+            try:
+                returned = ReturnedLogits.of(output, self._last.final.shape[:2])
+            except torch.OutOfMemoryError:
+                # Raised here it would end the policy's pass; the next one is compared instead.
+                return
             self._last = replace(self._last, returned=returned)
 
     def _end(

@@ -6,8 +6,7 @@ Also reads what a caller says of a batch of B rows and S columns: padded, packed
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +44,8 @@ class Candidate:
         targets: tokens of the loss mask that are ``fresh``.
         nbytes: what shipping it costs.
         acceptance: the draft's on this sequence, as the caller gave it; None if it did not.
+        lot: uniform in [0, 1), drawn once: the random order of a window's candidates, the same
+            in every call.
     """
 
     forward: int
@@ -56,6 +57,7 @@ class Candidate:
     targets: int
     nbytes: int
     acceptance: float | None = None
+    lot: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -69,7 +71,10 @@ class Selector(Protocol):
     def __call__(self, candidates: Sequence[Candidate], budget_bytes: int) -> Sequence[int]:
         """Indices into ``candidates``, each once, whose bytes sum to the budget at most.
 
-        Most wanted first: when the outbox must shed, the last of them go first.
+        Most wanted first: when the outbox must shed, the last of them go first. In a window whose
+        passes outgrow ``device_bytes`` it is called several times: with what it chose of the passes
+        before among the candidates. A choice by a fixed order of the candidates is then the same
+        as one over all passes at once.
         """
         ...
 
@@ -89,16 +94,12 @@ def fill(order: Iterable[int], candidates: Sequence[Candidate], budget_bytes: in
 
 
 class UniformRandom:
-    """Takes candidates in random order for as long as they fit; the same seed, the same choice."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self._random = random.Random(seed)
+    """Takes candidates in the order of their lots for as long as they fit."""
 
     def __call__(self, candidates: Sequence[Candidate], budget_bytes: int) -> list[int]:
         """See ``Selector``."""
-        order = list(range(len(candidates)))
-        self._random.shuffle(order)
-        return fill(order, candidates, budget_bytes)
+        lots = [one.lot for one in candidates]
+        return fill(sorted(range(len(lots)), key=lots.__getitem__), candidates, budget_bytes)
 
 
 class NewestFirst:
@@ -118,22 +119,17 @@ class MostRejected:
     acceptance length.
     """
 
-    def __init__(self, seed: int = 0) -> None:
-        self._random = random.Random(seed)
-
     def __call__(self, candidates: Sequence[Candidate], budget_bytes: int) -> list[int]:
         """See ``Selector``. Raises RefusedError where no acceptance was given."""
 
-        def accepted(index: int) -> float:
+        def order(index: int) -> tuple[float, float]:
             value = candidates[index].acceptance
             if value is None:
                 step = "pass acceptance to capture.ship, or choose another selector"
                 raise RefusedError("acceptance", "none", "a number for every sequence", step)
-            return value
+            return value, candidates[index].lot
 
-        order = list(range(len(candidates)))
-        self._random.shuffle(order)
-        return fill(sorted(order, key=accepted), candidates, budget_bytes)
+        return fill(sorted(range(len(candidates)), key=order), candidates, budget_bytes)
 
 
 def choose(
@@ -173,11 +169,13 @@ def windows(
     token_bytes: int,
     max_tokens: int,
     acceptance: float | None = None,
+    draw: Callable[[], float] = lambda: 0.0,
 ) -> list[Candidate]:
     """One sequence from column ``start`` on, as candidates of at most ``max_tokens`` tokens.
 
     One that does not fit is cut into windows; each repeats the tail of the one before as context
-    that is not trained on again. Those with nothing to train on are left out.
+    that is not trained on again. Those with nothing to train on are left out. ``draw`` gives each
+    its lot.
     """
     length = len(loss_mask)
     context = min(CONTEXT_TOKENS, max_tokens // 4)
@@ -199,6 +197,7 @@ def windows(
                     targets=targets,
                     nbytes=(end - begin) * token_bytes,
                     acceptance=acceptance,
+                    lot=draw(),
                 )
             )
         fresh = end

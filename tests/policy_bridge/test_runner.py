@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from slipstream.sample import FLOAT8, TENSORS
 
 from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
+from .windows import Streams
 
 
 @pytest.fixture
@@ -129,30 +128,6 @@ def test_on_a_host_the_choice_is_made_at_once_and_copied_beside() -> None:
     go_on.set()
     runner.close()
     assert [what for what, _ in threads].count("copy") == JOBS + 2
-
-
-class Streams:
-    """torch.cuda's streams and events, which only note what they are asked for, and where."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.noted: list[tuple[str, bool]] = []
-        self._caller = threading.get_ident()
-        policy = SimpleNamespace(name="policy")
-        side = SimpleNamespace(
-            device="cuda:0",
-            wait_event=lambda event: self.note(f"wait for {event.name}"),
-            synchronize=lambda: self.note("synchronize"),
-        )
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: policy)
-        monkeypatch.setattr(torch.cuda, "Event", self._event)
-
-    def note(self, what: str) -> None:
-        self.noted.append((what, threading.get_ident() == self._caller))
-
-    def _event(self) -> SimpleNamespace:
-        return SimpleNamespace(name="event", record=lambda on: self.note(f"record on {on.name}"))
 
 
 def test_on_a_device_nothing_waits_but_the_side(monkeypatch: pytest.MonkeyPatch) -> None:

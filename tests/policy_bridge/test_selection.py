@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,16 +28,19 @@ from .test_models import qwen3
 from .windows import Windows
 
 
-def candidates(sizes: Sequence[int]) -> list[Candidate]:
-    return [Candidate(0, row, 0, n, 0, 0, n, n * 10) for row, n in enumerate(sizes)]
+def candidates(sizes: Sequence[int], seed: int = 0) -> list[Candidate]:
+    draw = random.Random(seed).random
+    return [Candidate(0, row, 0, n, 0, 0, n, n * 10, lot=draw()) for row, n in enumerate(sizes)]
 
 
-def test_uniform_random_fills_the_budget_and_repeats_with_its_seed() -> None:
+def test_uniform_random_fills_the_budget_in_the_order_of_lots() -> None:
     pool = candidates([5] * 20)
-    first = choose(UniformRandom(3), pool, 500)
+    first = choose(UniformRandom(), pool, 500)
     assert len(first) == 10 and sum(c.nbytes for c in first) == 500
-    assert first == choose(UniformRandom(3), pool, 500)
-    assert first != choose(UniformRandom(4), pool, 500)
+    assert first == choose(UniformRandom(), pool[::-1], 500)
+    assert [c.row for c in first] != [
+        c.row for c in choose(UniformRandom(), candidates([5] * 20, 1), 500)
+    ]
 
 
 def test_uniform_random_is_uniform() -> None:
@@ -44,9 +49,9 @@ def test_uniform_random_is_uniform() -> None:
     Over 2000 draws a count has standard deviation 22; 6 of those in any of 20
     counts happen by chance less than once in ten million times.
     """
-    pool, selector, counts = candidates([5] * 20), UniformRandom(0), [0] * 20
-    for _ in range(2000):
-        for index in selector(pool, 500):
+    counts = [0] * 20
+    for seed in range(2000):
+        for index in UniformRandom()(candidates([5] * 20, seed), 500):
             counts[index] += 1
     assert sum(counts) == 20_000
     assert all(abs(count - 1000) < 6 * 22.4 for count in counts)
@@ -63,12 +68,15 @@ def test_the_newest_are_the_last_that_were_run() -> None:
 
 def test_the_most_rejected_come_first_and_equals_by_chance() -> None:
     accepted = (2.5, 1.0, 3.0, 1.5, 1.0)
-    pool = [Candidate(0, row, 0, 5, 0, 0, 5, 50, score) for row, score in enumerate(accepted)]
-    assert {tuple(MostRejected(seed)(pool, 1000)) for seed in range(16)} == {
-        (1, 4, 3, 0, 2),
-        (4, 1, 3, 0, 2),
-    }
-    assert sorted(MostRejected()(pool, 100)) == [1, 4]
+    orders = set()
+    for seed in range(16):
+        pool = [
+            replace(one, acceptance=score)
+            for one, score in zip(candidates([5] * 5, seed), accepted, strict=True)
+        ]
+        orders.add(tuple(MostRejected()(pool, 1000)))
+        assert sorted(MostRejected()(pool, 100)) == [1, 4]
+    assert orders == {(1, 4, 3, 0, 2), (4, 1, 3, 0, 2)}
     with pytest.raises(RefusedError, match="acceptance"):
         MostRejected()(candidates([5]), 100)
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from policy_bridge.capture import Capture
 from policy_bridge.config import ModulePaths
+from policy_bridge.copier import Copier, Staging
 from policy_bridge.model import PolicyModules, find_modules, stamp_of
 from policy_bridge.selection import Selector, UniformRandom
 from policy_bridge.session import Session
@@ -116,3 +121,33 @@ def assert_same_bits(plain: list[torch.Tensor], bridged: list[torch.Tensor]) -> 
 def hooks_on(model: nn.Module) -> int:
     """Forward hooks, before and after."""
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+class Streams:
+    """torch.cuda's streams and events, which only note what they are asked for, and where."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.noted: list[tuple[str, bool]] = []
+        self._caller = threading.get_ident()
+        policy = SimpleNamespace(name="policy")
+        side = SimpleNamespace(
+            device="cuda:0",
+            wait_event=lambda event: self.note(f"wait for {event.name}"),
+            synchronize=lambda: self.note("synchronize"),
+        )
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: policy)
+        monkeypatch.setattr(torch.cuda, "Event", self._event)
+
+    def copier(self) -> Copier:
+        """One that chooses and copies in a thread of its own; its staging memory is not pinned."""
+        made = Copier(torch.device("cuda"))
+        made.staging = Staging()
+        return made
+
+    def note(self, what: str) -> None:
+        self.noted.append((what, threading.get_ident() == self._caller))
+
+    def _event(self) -> SimpleNamespace:
+        return SimpleNamespace(name="event", record=lambda on: self.note(f"record on {on.name}"))

@@ -1,0 +1,293 @@
+"""Device memory is bounded, running out of it costs samples, and nothing is read too late.
+
+Streams are emulated: a ``Copier`` for CUDA does its work in a thread, on tensors of the CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from policy_bridge import extraction, hooks
+from policy_bridge.capture import Capture
+from policy_bridge.copier import Copier
+from policy_bridge.selection import bytes_per_token
+from slipstream.errors import RefusedError
+
+from .conftest import batch
+from .doubles import DEADLINE
+from .test_models import qwen3
+from .windows import LAYERS, Batch, Streams, Windows
+
+HIDDEN = 16
+TOKEN = bytes_per_token(len(LAYERS), HIDDEN, torch.float32)
+ROW = 10
+STATES = ROW * (len(LAYERS) + 1) * HIDDEN * 4
+"""Bytes of a row's states where they are."""
+
+
+@pytest.fixture(params=["host", "device"])
+def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
+    made = Copier() if request.param == "host" else Streams(monkeypatch).copier()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
+    """Of a device."""
+    made = Streams(monkeypatch).copier()
+    yield made
+    made.close()
+
+
+def hold(side: Copier) -> threading.Event:
+    """Nothing is chosen or copied before this is set."""
+    go_on = threading.Event()
+    assert side.put(lambda: None if go_on.wait(DEADLINE) else pytest.fail("not let go"))
+    return go_on
+
+
+def run(capture: Capture, model: torch.nn.Module, data: Batch, rows: int = 3) -> None:
+    """Ship a batch in micro-batches."""
+    for start in range(0, len(data["input_ids"]), rows):
+        micro = {key: value[start : start + rows] for key, value in data.items()}
+        with torch.no_grad():
+            model(micro["input_ids"], attention_mask=micro["attention_mask"])
+        capture.ship(**micro)
+
+
+def tokens_of(windows: Windows) -> set[tuple[int, ...]]:
+    return {tuple(sample.token_ids.tolist()) for sample in windows.samples}
+
+
+@pytest.mark.parametrize("most", [3, 4, 100])
+def test_thinned_passes_give_the_choice_that_whole_ones_give(copier: Copier, most: int) -> None:
+    model, data = qwen3().eval(), batch((ROW,) * 12)
+    found = []
+    for device_bytes in (1 << 30, 2 * most * STATES):
+        windows = Windows(model, budget_bytes=4 * ROW * TOKEN)
+        draw = random.Random(7).random
+        with windows.open(copier=copier, device_bytes=device_bytes, draw=draw) as capture:
+            run(capture, model, data)
+            assert copier.wait_idle(DEADLINE)
+        assert copier.wait_idle(DEADLINE)
+        found.append({tuple(s.token_ids.tolist()): s for s in windows.samples})
+        stats = windows.counters.snapshot()
+        assert stats.captured_tokens == 12 * ROW
+        chosen = 4 if device_bytes == 1 << 30 else min(most, 4)
+        assert (stats.chosen_samples, stats.not_chosen_samples) == (chosen, 12 - chosen)
+    whole, thinned = found
+    assert len(whole) == 4 and set(thinned) <= set(whole)
+    assert len(thinned) == min(most, 4)
+    for tokens, sample in thinned.items():
+        assert torch.equal(sample.block, whole[tokens].block)
+        own = whole[tokens].header
+        own.sample_id = sample.header.sample_id
+        assert sample.header == own
+
+
+def test_a_window_of_many_passes_holds_no_more_than_its_bound(copier: Copier) -> None:
+    model, data = qwen3().eval(), batch((ROW,) * 24)
+    windows, alive = Windows(model, budget_bytes=2 * ROW * TOKEN), []
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def keep(_: object, args: tuple[torch.Tensor, ...]) -> None:
+        kept.append(weakref.ref(args[0].untyped_storage()))
+
+    hook = model.lm_head.register_forward_pre_hook(keep)
+    with windows.open(copier=copier, device_bytes=2 * 6 * STATES) as capture:
+        for start in range(0, 24, 3):
+            run(capture, model, {key: value[start : start + 3] for key, value in data.items()})
+            assert copier.wait_idle(DEADLINE)
+            gc.collect()
+            alive.append(sum(ref() is not None for ref in kept))
+            assert capture._kept_bytes + sum(r.nbytes for r in capture._records) <= 12 * STATES
+    hook.remove()
+    assert copier.wait_idle(DEADLINE)
+    # Without a bound all of them: 1, 2, 3, ... 8 passes.
+    assert max(alive) <= 2
+    assert len(windows.samples) == 2
+    assert capture._kept == {}
+
+
+def test_what_is_thinned_out_goes_with_a_window_that_fails(copier: Copier) -> None:
+    model, data = qwen3().eval(), batch((ROW,) * 6)
+    windows = Windows(model)
+    with pytest.raises(KeyError), windows.open(copier=copier, device_bytes=2 * STATES) as capture:
+        run(capture, model, data, rows=1)
+        raise KeyError("the loop's own")
+    assert copier.wait_idle(DEADLINE)
+    assert windows.samples == [] and capture._kept == {} and capture._records == []
+
+
+def test_passes_are_shed_while_the_copies_are_behind(side: Copier) -> None:
+    model, data = qwen3().eval(), batch((ROW,) * 4)
+    windows = Windows(model)
+    go_on = hold(side)
+    with windows.open(copier=side, device_bytes=4 * STATES, forwards=4) as capture:
+        run(capture, model, data, rows=2)
+        assert windows.counters.snapshot().shed == {}
+        run(capture, model, data, rows=2)
+        assert windows.counters.snapshot().shed == {"device_full": 4}
+    go_on.set()
+    assert side.wait_idle(DEADLINE)
+    assert side.nbytes == 0
+    assert len(windows.samples) >= 2
+
+
+def test_without_memory_for_the_copies_the_window_goes_on(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data = qwen3().eval(), batch((ROW,) * 4)
+    windows = Windows(model)
+    with windows.open(copier=copier, device_bytes=2 * STATES) as capture:
+        with monkeypatch.context() as full:
+            full.setattr(extraction.Record, "part", _out_of_memory)
+            run(capture, model, data, rows=2)
+            assert copier.wait_idle(DEADLINE)
+        assert windows.counters.snapshot().shed == {"device_memory": 4}
+        run(capture, model, data, rows=2)
+        assert copier.wait_idle(DEADLINE)
+    assert copier.wait_idle(DEADLINE)
+    assert len(windows.samples) == 1
+
+
+def _out_of_memory(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("seeded by a test")
+
+
+def test_a_hook_without_memory_does_not_end_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = qwen3().eval(), batch((9, 7))
+    windows = Windows(model)
+    with windows.open() as capture:
+        with monkeypatch.context() as full:
+            full.setattr(hooks.ReturnedLogits, "of", _out_of_memory)
+            run(capture, model, data)
+        # Compared with the next pass instead.
+        assert capture.probe
+        run(capture, model, data)
+        assert not capture.probe
+    assert len(windows.samples) == 4
+
+
+def test_what_the_loop_uses_again_is_copied_on_a_device(side: Copier) -> None:
+    model, data = qwen3().eval(), batch((9, 7))
+    given: dict[str, torch.Tensor] = {
+        **data,
+        "position_ids": torch.arange(9).repeat(2, 1),
+        "sampled_logprobs": -torch.rand(2, 9),
+        "sampled_logits": torch.rand(2, 9),
+        "prompt_lengths": torch.tensor([2, 2]),
+        "rollout_versions": torch.tensor([5, 6]),
+        "acceptance": torch.tensor([1.0, 2.0]),
+    }
+    found = []
+    for overwritten in (False, True):
+        windows, own = Windows(model), {key: value.clone() for key, value in given.items()}
+        go_on = hold(side)
+        with torch.no_grad(), windows.open(copier=side, probe=False) as capture:
+            model(own["input_ids"], attention_mask=own["attention_mask"])
+            capture.ship(**own)
+            for tensor in own.values() if overwritten else ():
+                tensor.zero_()
+        go_on.set()
+        assert side.wait_idle(DEADLINE)
+        found.append({tuple(s.token_ids.tolist()): s for s in windows.samples})
+    whole, late = found
+    assert whole.keys() == late.keys() and len(whole) == 2
+    for tokens, sample in whole.items():
+        assert torch.equal(sample.block, late[tokens].block)
+        assert sample.header.prompt == late[tokens].header.prompt
+        assert sample.header.rollout_policy_version == late[tokens].header.rollout_policy_version
+
+
+def test_what_the_loop_uses_again_within_a_window_is_copied_on_a_host() -> None:
+    model, data = qwen3().eval(), batch((9, 7))
+    windows, own = Windows(model), {key: value.clone() for key, value in data.items()}
+    with torch.no_grad(), windows.open() as capture:
+        model(own["input_ids"], attention_mask=own["attention_mask"])
+        capture.ship(**own)
+        for tensor in own.values():
+            tensor.zero_()
+    assert len(windows.samples) == 2
+    for row in range(2):
+        windows.of_row(data, row)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_log_probs_are_computed_for_the_chosen_alone_and_of_unmoved_weights(
+    side: Copier, monkeypatch: pytest.MonkeyPatch, moved: bool
+) -> None:
+    model, data = qwen3().eval(), batch((9,) * 8)
+    windows = Windows(model, budget_bytes=2 * 9 * TOKEN)
+    rows: list[int] = []
+    with torch.no_grad():
+        logits = model(data["input_ids"]).logits[:, :-1].float()
+    expected = logits.log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+    go_on = hold(side)
+    with torch.no_grad(), windows.open(copier=side, probe=False) as capture:
+        model(data["input_ids"])
+        monkeypatch.setattr(extraction, "whole_logits", _counting(rows))
+        capture.ship(data["input_ids"], loss_mask=data["loss_mask"])
+        assert rows == []
+    if moved:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2.0)
+    go_on.set()
+    assert side.wait_idle(DEADLINE)
+    assert sum(rows) == 2 * 8
+    if moved:
+        assert windows.samples == []
+        assert windows.counters.snapshot().shed == {"policy_moved": 2}
+        return
+    for sample in windows.samples:
+        row = data["input_ids"].tolist().index(sample.token_ids.tolist())
+        torch.testing.assert_close(sample.sampled_logprobs[1:], expected[row])
+    assert len(windows.samples) == 2
+
+
+def _counting(rows: list[int]) -> object:
+    whole = extraction.whole_logits
+
+    def made(*arguments: object) -> object:
+        logits_of = whole(*arguments)  # type: ignore[arg-type]
+
+        def call(final: torch.Tensor) -> torch.Tensor:
+            rows.append(len(final))
+            return logits_of(final)
+
+        return call
+
+    return made
+
+
+def test_a_loss_that_was_stepped_on_inside_the_window_ships_nothing_wrong() -> None:
+    """On a host log Z is computed at the window's end: after the step it would be another's."""
+    model, data = qwen3().eval(), batch((9, 7))
+    windows = Windows(model)
+    with windows.open() as capture:
+        run(capture, model, data)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2.0)
+    assert windows.samples == []
+    assert windows.counters.snapshot().shed == {"policy_moved": 2}
+
+
+def test_a_refusal_in_a_later_pass_lets_go_of_the_earlier_ones(copier: Copier) -> None:
+    model, data = qwen3().eval(), batch((ROW,) * 4)
+    windows = Windows(model)
+    with windows.open(copier=copier, device_bytes=2 * STATES) as capture:
+        run(capture, model, data, rows=2)
+        assert copier.wait_idle(DEADLINE)
+        with pytest.raises(RefusedError, match="input_ids"):
+            with torch.no_grad():
+                model(data["input_ids"])
+            capture.ship(data["input_ids"][:1], loss_mask=data["loss_mask"])
+        assert capture._kept == {} and capture._records == []
