@@ -402,8 +402,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             return
         # Once only: what fails here the next sync reports.
         self._waiting = None
-        whole = isinstance(source, Mapping) or not (self._modules and self._modules.shards)
-        if not whole or stamp_of(self._weights) != self._stamp:
+        if stamp_of(self._weights) != self._stamp:
             return
         window = self._sync_window(version, session, lead=True)
         try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+
+import torch
 
 from slipstream.client import split_address
 from slipstream.errors import RefusedError
@@ -34,6 +36,14 @@ class ModulePaths:
     final_norm: str = ""
 
 
+def _by_device(host: int, device: int) -> int:
+    """A default that depends on whether this process has a CUDA device, where its policy will be.
+
+    Not on where the policy is: frameworks move it there after the bridge was built.
+    """
+    return field(default_factory=lambda: device if torch.cuda.is_available() else host)  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class BridgeConfig:
     """Settings of a ``PolicyBridge``. Bytes are bytes, times are seconds.
@@ -46,11 +56,13 @@ class BridgeConfig:
         trainer_credentials: for the trainer; they need the role feed.
         rollout_credentials: for the rollout servers, also those that the trainer names; they need
             the role operate.
-        bytes_per_step: most bytes that one ``capture`` may send; 0 turns capture off.
+        bytes_per_step: most bytes that one ``capture`` may send; 0 turns capture off. 64 MiB; 1 GiB
+            where there is a CUDA device (32,768 tokens of a policy of 8 billion parameters).
         device_bytes: bound on the states that windows hold where the policy is, beside the pass
             that it is making: passes beyond it are thinned out to what ``bytes_per_step`` would
             choose of them, or shed as ``device_full`` while the copies are behind.
         outbox_bytes: bound on states that wait in host memory, unacknowledged ones included.
+            256 MiB; 2 GiB where there is a CUDA device.
         states_dtype: cast hidden states to this before they are sent; empty keeps the policy's.
             "float8_e4m3" adds a scale for each row; the trainer decodes to bfloat16.
         transport: "shared_memory" or "grpc" for the states, or "auto": shared memory where both
@@ -91,9 +103,9 @@ class BridgeConfig:
     rollout_servers: tuple[str, ...] = ()
     trainer_credentials: ClientCredentials = NONE
     rollout_credentials: ClientCredentials = NONE
-    bytes_per_step: int = 64 << 20
+    bytes_per_step: int = _by_device(64 << 20, 1 << 30)
     device_bytes: int = 2 << 30
-    outbox_bytes: int = 256 << 20
+    outbox_bytes: int = _by_device(256 << 20, 2 << 30)
     states_dtype: str = ""
     transport: str = "auto"
     shared_memory: str = "/dev/shm"
@@ -187,7 +199,7 @@ class BridgeConfig:
 
 def _credentials(name: str, given: Mapping[str, object]) -> ClientCredentials:
     _check_keys(f"{name}.", given, ClientCredentials)
-    kinds = {field.name: field.type for field in fields(ClientCredentials)}
+    kinds = {each.name: each.type for each in fields(ClientCredentials)}
     values: dict[str, object] = {}
     for key, value in given.items():
         wanted = bool if kinds[key] == "bool" else str
@@ -199,7 +211,7 @@ def _credentials(name: str, given: Mapping[str, object]) -> ClientCredentials:
 
 
 def _check_keys(prefix: str, values: Mapping[str, object], section: type) -> None:
-    allowed = sorted(field.name for field in fields(section))
+    allowed = sorted(each.name for each in fields(section))
     for key in values:
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, n=1)

@@ -22,7 +22,7 @@ PREFIX = "slipstream_bridge_"
 SHED_REASONS = (
     *("closed", "copies_behind", "draft_changed", "no_credit"),
     *("non_finite", "outbox_full", "policy_moved", "policy_not_announced"),
-    *("device_memory", "policy_refused", "shared_memory_lost", "shipper_died"),
+    *("device_full", "device_memory", "policy_refused", "shared_memory_lost", "shipper_died"),
     *("superseded", "too_large"),
 )
 _NO_SYNC = "No series before the first sync."

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from policy_bridge.config import BridgeConfig
-from policy_bridge.model import full_tensor, plain_name, unwrapped
+from policy_bridge.model import full_tensor, is_sharded, plain_name, unwrapped
 from policy_bridge.session import Session
 from policy_bridge.stats import SyncResult
 from slipstream.client import open_channel, stage
@@ -242,8 +242,8 @@ class SyncWindow:
                 to ``policy_dtype``; tensors tied to one before them are left out.
 
         Raises:
-            RefusedError: there is no rollout server, the policy was pushed already, or
-                another process leads.
+            RefusedError: there is no rollout server, the policy was pushed already, another
+                process leads, or the weights are spread over ranks.
             PolicySyncError: a server did not take it; the window then aborts.
         """
         source = self.model if source is None else source
@@ -251,6 +251,7 @@ class SyncWindow:
             raise RefusedError("push_policy", "lead=False", "the process that leads", "push there")
         if self._stage_id or self.waiting is not None:
             raise RefusedError("push_policy", "a second call", "one per window", "push once")
+        _check_whole(source)
         if not self.servers:
             if self.fleet_known:
                 found, step = (
@@ -362,6 +363,20 @@ def _unreachable(error: Exception) -> bool:
     if isinstance(error, grpc.Call):
         return refused_from(error) is None and error.code() in _SILENT
     return isinstance(error, ConnectionError)
+
+
+def _check_whole(source: nn.Module | Tensors) -> None:
+    """Raise RefusedError for weights that only all ranks together can gather."""
+    tensors = source.parameters() if isinstance(source, nn.Module) else source.values()
+    for tensor in tensors:
+        # One process pushes: gathering there would wait for the others for ever.
+        if is_sharded(tensor) and tensor.device_mesh.size() > 1:  # type: ignore[attr-defined]
+            found = f"weights that are sharded over {tensor.device_mesh.size()} ranks"  # type: ignore[attr-defined]
+            step = (
+                "gather them on every rank before the window, as get_model_state_dict does with "
+                "full_state_dict=True, and pass that"
+            )
+            raise RefusedError("push_policy", found, "whole tensors", step)
 
 
 def policy_tensors(source: nn.Module | Tensors, dtype_name: str) -> dict[str, torch.Tensor]:

@@ -74,7 +74,8 @@ def test_the_ring_is_memory_of_both_containers() -> None:
     assert options["type"] == "tmpfs"
     values = dict(part.split("=") for part in options["o"].split(","))
     # The file of one bridge, and what it holds in the one before while it moves there.
-    assert size(values["size"]) >= file_bytes(BridgeConfig.outbox_bytes) + BridgeConfig.outbox_bytes
+    outbox = BridgeConfig("trainer:1", "run").outbox_bytes
+    assert size(values["size"]) >= file_bytes(outbox) + outbox
     assert values["uid"] == "10001" and values["mode"] == "0700"
     for name in ("policy", "draft-trainer"):
         assert f"ring:{config.shared_memory}" in SERVICES[name]["volumes"]

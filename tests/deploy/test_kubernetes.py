@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from draft_trainer.cli.main import parse
 from examples.torch_loop.options import build_parser
@@ -67,14 +68,19 @@ def test_the_trainer_publishes_to_the_servers_that_there_are(manifests: list[Man
     assert lengths == [str(trainer_config(manifests).publish.num_speculative_tokens)]
 
 
-def test_the_ring_is_memory_of_both_containers(manifests: list[Manifest]) -> None:
+def test_the_ring_is_memory_of_both_containers(
+    manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = trainer_config(manifests).server
     pod = dict(pods(manifests))["policy"]
     (volume,) = [v for v in pod["volumes"] if v["name"] == "ring"]
     assert volume["emptyDir"]["medium"] == "Memory"
     room = size(volume["emptyDir"]["sizeLimit"])
-    # The file of one bridge, and what it holds in the one before while it moves there.
-    assert room >= file_bytes(BridgeConfig.outbox_bytes) + BridgeConfig.outbox_bytes
+    # The file of each GPU's bridge, and what it holds in the one before while it moves there.
+    gpus = container(manifests, "policy")["resources"]["limits"].get("nvidia.com/gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus is not None)
+    outbox = BridgeConfig("trainer:1", "run").outbox_bytes
+    assert room >= int(gpus or 1) * (file_bytes(outbox) + outbox)
     for name in ("policy", "draft-trainer"):
         mounted = {m["name"]: m["mountPath"] for m in container(manifests, name)["volumeMounts"]}
         assert mounted["ring"] == server.shared_memory

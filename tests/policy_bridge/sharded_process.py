@@ -6,14 +6,17 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from policy_bridge import BridgeConfig
 from policy_bridge.model import stamp_of
 from policy_bridge.session import PolicyMatrices
-from policy_bridge.sync import policy_tensors
+from policy_bridge.sync import SyncWindow, policy_tensors
+from slipstream.errors import RefusedError
 from tests.policy_bridge.conftest import batch
 from tests.policy_bridge.test_models import qwen3
 from tests.policy_bridge.windows import Windows, assert_same_bits, gradients, session_of
@@ -63,6 +66,17 @@ def check_rank(rank: int, world: int, folder: Path) -> None:
     stamp = stamp_of(modules.weights())
     torch.optim.AdamW(model.parameters(), 0.1).step()
     assert stamp_of(modules.weights()) != stamp
+
+    # The lead alone must not begin to gather: it would wait for ever.
+    if rank == 0:
+        config, servers = BridgeConfig("trainer:1", "run"), ["server:1"]
+        window = SyncWindow(
+            1, model, config, trainer=None, session=None, servers=servers, fleet_known=True,
+            fleet=None, lead=True,
+        )  # fmt: skip
+        for source in (None, model.state_dict()):
+            with pytest.raises(RefusedError, match=f"sharded over {world} ranks"):
+                window.push_policy(source)
 
     pushed = policy_tensors(model, "")
     assert {name: tuple(t.shape) for name, t in pushed.items()} == {

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from policy_bridge import BridgeConfig, DisabledBridge, ModulePaths, PolicyBridge
 from policy_bridge.model import find_modules
@@ -34,6 +35,16 @@ print(json.dumps([sorted(packages - sys.stdlib_module_names), sorted(banned & se
     assert banned == []
 
 
+@pytest.mark.parametrize(("cuda", "step", "outbox"), [(False, 64, 256), (True, 1024, 2048)])
+def test_bounds_follow_the_device(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, step: int, outbox: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    config = BridgeConfig("trainer:1", "run")
+    assert (config.bytes_per_step, config.outbox_bytes) == (step << 20, outbox << 20)
+    assert BridgeConfig("trainer:1", "run", bytes_per_step=5).bytes_per_step == 5
+
+
 def test_unknown_names_are_attribute_errors() -> None:
     import policy_bridge
 
@@ -54,6 +65,7 @@ def test_unknown_names_are_attribute_errors() -> None:
         ("rollout_servers", ("a",)),
         ("bytes_per_step", -1),
         ("bytes_per_step", 1.5),
+        ("device_bytes", 0),
         ("outbox_bytes", 0),
         ("states_dtype", "int8"),
         ("policy_dtype", "fp8"),
