@@ -204,7 +204,8 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         Args:
             version: higher than every version whose sync ended well.
             lead: False in all but one of the processes that train one policy together: that
-                one stages the draft and brings the policy to the servers.
+                one stages the draft, brings the policy to the servers and announces it to the
+                trainer; samples of the others wait for that, ``announce_seconds`` at most.
 
         Raises:
             RefusedError: a window inside another, a closed bridge, or (strict) a version that
@@ -217,10 +218,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         if version < 0:
             raise RefusedError("version", version, "a whole number >= 0", "count from 0 up")
         session = self._guard.session_for(version)
-        snapshot = None
-        if self._matrices is not None:
-            wanted = session if self._config.bytes_per_step else None
-            snapshot = self._or_off(self._matrices.snapshot, wanted, version)
+        snapshot = self._snapshot(session if self._config.bytes_per_step else None, version, lead)
         waited, self._waiting = self._waiting is not None, None
         window = self._sync_window(version, session, lead)
         self._window_open = True
@@ -361,6 +359,18 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         except RefusedError as error:
             self._guard.refuse(Cause.MODEL, error)
             return None
+
+    def _snapshot(self, session: Session | None, version: int, lead: bool) -> PolicySnapshot | None:
+        """What the trainer is told of a version; None where nothing of it will be captured."""
+        if self._matrices is None:
+            return None
+        try:
+            # Of a sharded policy a collective call: every process makes it.
+            snapshot = self._or_off(self._matrices.snapshot, session if lead else None, version)
+        except torch.OutOfMemoryError:
+            self._counters.error(f"no device memory to copy the matrices of version {version}")
+            return None
+        return snapshot if lead or session is None else PolicySnapshot(version, {})
 
     def _synced(
         self, result: SyncResult, snapshot: PolicySnapshot | None, session: Session | None

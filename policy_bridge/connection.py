@@ -357,6 +357,10 @@ class Connection:
             field = "session_id" if refusal is None else refusal.field
             if refusal is None or field.endswith("session_id") or field.startswith("server."):
                 raise
+            seconds = self._config.announce_seconds
+            if field == "lead" and self._announcer.awaits_lead(version, seconds):
+                self._stop.wait(_TICK)
+                return True
             self._note(refusal)
             self._announcer.give_up(version)
             self._outbox.shed("policy_refused", version)

@@ -159,5 +159,8 @@ class CaptureGuard:
             return f"the draft trainer at {self._config.trainer} was not reached"
         if self.session is None or not self.session.same_shape(wanted):
             # Which rows to copy is known from the trainer: this version's were not copied.
-            return f"the draft trainer came after version {self.version} was synced"
+            return (
+                f"version {self.version} was synced before the draft trainer came, or without "
+                "memory to copy its matrices"
+            )
         return ""

@@ -19,6 +19,7 @@ from itertools import pairwise
 import grpc
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from policy_bridge.model import PolicyModules, full_tensor, is_sharded
 from slipstream.client import MAX_MESSAGE_BYTES
@@ -132,6 +133,7 @@ def _blocks(contents: Mapping[str, memoryview]) -> Iterator[tuple[str, int, memo
 _METHOD = pb.DESCRIPTOR.services_by_name["DraftTrainer"].methods_by_name["AnnouncePolicy"]
 _DROPPED = 256
 _KEPT = 2
+_GATHERED_BYTES = 64 << 20
 
 
 @dataclass(eq=False)
@@ -141,13 +143,16 @@ class PolicySnapshot:
     Attributes:
         policy_version: its number.
         tensors: ``lm_head.weight`` [draft_vocab, H], ``embed_tokens.weight`` [vocab, H] and, where
-            the policy has one, ``lm_head.bias`` [draft_vocab].
+            the policy has one, ``lm_head.bias`` [draft_vocab]. Empty: another process of the policy
+            announces them.
         specs: of these, with their hashes, once it was announced.
+        taken: when it was taken, monotonic seconds.
     """
 
     policy_version: int
     tensors: dict[str, torch.Tensor]
     specs: list[tensor_pb2.TensorSpec] = field(default_factory=list)
+    taken: float = field(default_factory=time.monotonic)
 
 
 class Announcer:
@@ -165,6 +170,8 @@ class Announcer:
         self._known: int | None = None
         self._announcing: int | None = None
         self._held_hashes: set[bytes] = set()
+        # Of tensors that did not change from one snapshot to the next.
+        self._hashes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         # Samples of these may still be on their way from the policy's device.
         self._dropped: deque[int] = deque(maxlen=_DROPPED)
 
@@ -216,7 +223,7 @@ class Announcer:
                 raise RefusedError("policy_version", version, "a version that is due", "call due()")
             self._announcing = version
         try:
-            specs = snapshot.specs = snapshot.specs or _specs_of(snapshot.tensors)
+            specs = snapshot.specs = snapshot.specs or _specs_of(snapshot.tensors, self._hashes)
             header = pb.AnnouncePolicyHeader(
                 session_id=session.session_id, policy_version=version, tensors=specs
             )
@@ -251,6 +258,13 @@ class Announcer:
 
         self._call(requests(), timeout=timeout)
 
+    def awaits_lead(self, version: int, seconds: float) -> bool:
+        """Whether another process may still announce a version, taken this long ago at most."""
+        with self._lock:
+            snapshot = self._snapshots.get(version)
+            waits = snapshot is not None and not snapshot.tensors
+            return waits and time.monotonic() - snapshot.taken < seconds  # type: ignore[union-attr]
+
     def give_up(self, version: int) -> None:
         """Drop a version that the trainer will not take."""
         with self._lock:
@@ -260,27 +274,53 @@ class Announcer:
         return self._known is not None and version <= self._known
 
 
-def _specs_of(tensors: Mapping[str, torch.Tensor]) -> list[tensor_pb2.TensorSpec]:
-    digests = {name: hashlib.sha256() for name in tensors}
-    for name, _, block in _blocks({name: bytes_of(tensor) for name, tensor in tensors.items()}):
+def _specs_of(
+    tensors: Mapping[str, torch.Tensor], known: WeakTensorKeyDictionary
+) -> list[tensor_pb2.TensorSpec]:
+    """Of every tensor; ``known`` has the hashes of those that were hashed before."""
+    new = {name: tensor for name, tensor in tensors.items() if tensor not in known}
+    digests = {name: hashlib.sha256() for name in new}
+    for name, _, block in _blocks({name: bytes_of(tensor) for name, tensor in new.items()}):
         digests[name].update(block)
+    for name, tensor in new.items():
+        known[tensor] = digests[name].digest()
     return [
         tensor_pb2.TensorSpec(
             name=name,
             dtype=dtype_to_wire(tensor.dtype),
             shape=list(tensor.shape),
-            sha256=digests[name].digest(),
+            sha256=known[tensor],
         )
         for name, tensor in tensors.items()
     ]
 
 
+@dataclass(frozen=True)
+class _Copied:
+    """A copy of a parameter's rows: ``rows`` [n, ...] on the CPU of what was ``written`` times."""
+
+    parameter: weakref.ref[torch.Tensor]
+    written: int
+    rows: torch.Tensor
+
+    def is_of(self, parameter: torch.Tensor) -> bool:
+        """Whether it is still what ``parameter`` has."""
+        return self.parameter() is parameter and self.written == parameter._version
+
+
 class PolicyMatrices:
-    """Takes snapshots of one policy. Their memory is used again once the announcer let go of it."""
+    """Takes snapshots of one policy. Their memory is used again once the announcer let go of it.
+
+    A parameter that is frozen (as with adapters) is copied once for as long as nothing is written
+    to it; one that is trained every time, because some optimizers write past its version counter.
+    """
 
     def __init__(self, modules: PolicyModules) -> None:
         self._modules = modules
-        self._slots: list[tuple[weakref.ref[PolicySnapshot], dict[str, torch.Tensor]]] = []
+        # Memory, and the alias of it that is in use or was.
+        self._slots: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
+        self._frozen: dict[str, _Copied] = {}
+        self._ids: torch.Tensor | None = None
 
     def snapshot(self, session: Session | None, policy_version: int) -> PolicySnapshot | None:
         """lm_head's rows (and bias) of the draft vocabulary and the embeddings, on the CPU.
@@ -304,30 +344,18 @@ class PolicyMatrices:
             raise RefusedError("model", found, "sharded before it", step)
         if session is None:
             return None
-        ids = session.draft_vocab_ids.to(head.device)
-        named = {"lm_head.weight": head.detach(), "embed_tokens.weight": embed.detach()}
+        ids = session.draft_vocab_ids
+        if self._ids is None or not torch.equal(ids, self._ids):
+            self._ids = ids
+            self._frozen.clear()
+            self._slots.clear()
+        tensors = {
+            "lm_head.weight": self._copied("lm_head.weight", head, ids),
+            "embed_tokens.weight": self._copied("embed_tokens.weight", embed, None),
+        }
         if bias is not None:
-            named["lm_head.bias"] = bias.detach()
-        table = "embed_tokens.weight"
-        tensors = self._memory(
-            {
-                name: (
-                    torch.Size((len(value) if name == table else len(ids), *value.shape[1:])),
-                    value.dtype,
-                )
-                for name, value in named.items()
-            }
-        )
-        for name, value in named.items():
-            if name == table:
-                tensors[name].copy_(value)
-            elif value.device.type == "cpu":
-                torch.index_select(value, 0, ids, out=tensors[name])
-            else:
-                tensors[name].copy_(value.index_select(0, ids))
-        snapshot = PolicySnapshot(policy_version, tensors)
-        self._slots.append((weakref.ref(snapshot), tensors))
-        return snapshot
+            tensors["lm_head.bias"] = self._copied("lm_head.bias", bias, ids)
+        return PolicySnapshot(policy_version, tensors)
 
     def _wanted_by_any(self, wanted: bool) -> bool:
         sharded = next(shard for shard in self._modules.shards if is_sharded(shard))
@@ -337,13 +365,38 @@ class PolicyMatrices:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
         return bool(flag.item())
 
-    def _memory(
-        self, like: Mapping[str, tuple[torch.Size, torch.dtype]]
-    ) -> dict[str, torch.Tensor]:
-        """CPU memory of these sizes, of a snapshot that is gone if there is one."""
-        for number, (snapshot, tensors) in enumerate(self._slots):
-            if snapshot() is None:
+    def _copied(self, name: str, parameter: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+        """Rows ``ids`` of a parameter (None: all of them) in host memory."""
+        frozen = isinstance(parameter, torch.nn.Parameter) and not parameter.requires_grad
+        before = self._frozen.get(name) if frozen else None
+        if before is not None and before.is_of(parameter):
+            return before.rows
+        value = parameter.detach()
+        count = len(value) if ids is None else len(ids)
+        pinned = value.device.type == "cuda"
+        rows = self._memory(torch.Size((count, *value.shape[1:])), value.dtype, pinned)
+        if ids is None:
+            rows.copy_(value)
+        elif not pinned:
+            torch.index_select(value, 0, ids, out=rows)
+        else:
+            # In parts: the device may have no memory for a second copy of all of them.
+            most = max(1, _GATHERED_BYTES // max(1, value[0].nbytes))
+            for into, part in zip(rows.split(most), ids.split(most), strict=True):
+                into.copy_(value.index_select(0, part.to(value.device)))
+        if frozen:
+            self._frozen[name] = _Copied(weakref.ref(parameter), parameter._version, rows)
+        return rows
+
+    def _memory(self, shape: torch.Size, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
+        """Host memory, of a tensor that is gone if there is one of its kind."""
+        wanted = (shape, dtype, pinned)
+        for number, (alias, memory) in enumerate(self._slots):
+            if alias() is None and (memory.shape, memory.dtype, memory.is_pinned()) == wanted:
                 del self._slots[number]
-                if like == {name: (held.shape, held.dtype) for name, held in tensors.items()}:
-                    return tensors
-        return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in like.items()}
+                break
+        else:
+            memory = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+        rows = memory.view_as(memory)
+        self._slots.append((weakref.ref(rows), memory))
+        return rows

@@ -131,6 +131,18 @@ class Run:
             raise RefusedError(
                 "policy_version", version, f"at most {_MOST_VERSION}", "count up from 0"
             )
+        if not header.tensors:
+            # Of a process that does not lead: another one announces.
+            if version in self.heads.versions:
+                return
+            self.heads.check_newer(version)
+            raise RefusedError(
+                "lead",
+                f"policy version {version}, which no process has announced",
+                "one that the process which leads has announced",
+                "ask again later",
+                StatusCode.FAILED_PRECONDITION,
+            )
         specs = checked_specs(header.tensors, draft, self.sizes.lm_head_bias)
         digests = tuple(spec.sha256 for spec in specs.values())
         if self._is_known(version, digests):

@@ -124,6 +124,13 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
         if self.refuse_announcements:
             abort_with(self.refuse_announcements.pop(), context)
         header = next(requests).header
+        if not header.tensors:
+            with self.changed:
+                self.events.append(("refused", header.policy_version))
+                self.changed.notify_all()
+                if header.policy_version in self.tensors:
+                    return pb.AnnouncePolicyResponse(policy_version=header.policy_version)
+            abort_with(RefusedError("lead", "not known", "an announced version", "wait"), context)
         held = {
             spec.sha256: tensors[spec.name]
             for tensors in self.tensors.values()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from policy_bridge import session as announce
 from policy_bridge.session import BLOCK_BYTES
 from slipstream.tensors import bytes_of, frame_chunk, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 
-from .conftest import Connect
-from .doubles import FakeTrainer
+from .conftest import Connect, batch, ship
+from .doubles import DEADLINE, FakeTrainer
 
 
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 70_000])
@@ -28,7 +30,7 @@ def test_a_framed_chunk_is_what_protobuf_reads(size: int, offset: int) -> None:
 def test_matrices_of_many_blocks_are_hashed_whole() -> None:
     rows = BLOCK_BYTES // 1024 + 3
     tensors = {"x": torch.randn(rows, 512).bfloat16(), "y": torch.randn(3, 4), "z": torch.empty(0)}
-    specs = announce._specs_of(tensors)
+    specs = announce._specs_of(tensors, WeakTensorKeyDictionary())
     assert specs == [spec_of(name, tensor) for name, tensor in tensors.items()]
     assert specs[0].sha256 == hashlib.sha256(bytes_of(tensors["x"])).digest()
 
@@ -40,7 +42,8 @@ def test_there_is_a_pause_after_each_block_and_a_bound_on_all(
     slept: list[float] = []
     monkeypatch.setattr(announce, "BLOCK_BYTES", 64)
     monkeypatch.setattr(announce.time, "sleep", slept.append)
-    announce._specs_of({"x": torch.zeros(64 * (blocks - 1) + 1, dtype=torch.bool)})
+    tensors = {"x": torch.zeros(64 * (blocks - 1) + 1, dtype=torch.bool)}
+    announce._specs_of(tensors, WeakTensorKeyDictionary())
     assert slept == pytest.approx([pause] * blocks)
 
 
@@ -57,3 +60,97 @@ def test_a_version_of_many_blocks_arrives(
         trainer.wait_for(lambda: 1 in trainer.tensors)
         assert torch.equal(trainer.tensors[1]["embed_tokens.weight"], embed)
         assert bridge.stats().last_error == ""
+
+
+def test_frozen_matrices_are_copied_and_hashed_once(
+    trainer: FakeTrainer,
+    connect: Connect,
+    model: torch.nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hashed: list[str] = []
+    blocks = announce._blocks
+
+    def noting(contents: Mapping[str, memoryview]) -> Iterator[tuple[str, int, memoryview]]:
+        hashed.extend(contents)
+        return blocks(contents)
+
+    monkeypatch.setattr(announce, "_blocks", noting)
+    embed, head = model.get_input_embeddings().weight, model.lm_head.weight
+    embed.requires_grad_(False)
+    with trainer.serve() as server:
+        bridge = connect(server.address, version=1)
+        trainer.wait_for(lambda: 1 in trainer.tensors)
+        assert sorted(set(hashed)) == ["embed_tokens.weight", "lm_head.weight"]
+        hashed.clear()
+        # Trained matrices every time: some optimizers write past their version counter.
+        head.data.mul_(2.0)
+        with bridge.sync(2):
+            pass
+        trainer.wait_for(lambda: 2 in trainer.tensors)
+        assert set(hashed) == {"lm_head.weight"}
+        assert torch.equal(trainer.tensors[2]["lm_head.weight"], head[trainer.vocab_ids])
+        assert torch.equal(trainer.tensors[2]["embed_tokens.weight"], embed)
+        hashed.clear()
+        # Merging adapters writes into frozen weights.
+        with torch.no_grad():
+            embed.mul_(3.0)
+        with bridge.sync(3):
+            pass
+        trainer.wait_for(lambda: 3 in trainer.tensors)
+        assert "embed_tokens.weight" in hashed
+        assert torch.equal(trainer.tensors[3]["embed_tokens.weight"], embed)
+
+
+def test_only_the_lead_announces(
+    trainer: FakeTrainer, connect: Connect, model: torch.nn.Module
+) -> None:
+    data = batch((9, 7))
+    with trainer.serve() as server:
+        lead, other = (connect(server.address, seed=seed) for seed in range(2))
+        with other.sync(1, lead=False):
+            pass
+        ship(other, model, data)
+        trainer.wait_for(lambda: ("refused", 1) in trainer.events)
+        assert trainer.samples == {} and trainer.tensors == {}
+        with lead.sync(1):
+            pass
+        assert other.flush(DEADLINE)
+        assert len(trainer.samples) == 2
+        assert trainer.chunks_sent[1] == {"embed_tokens.weight", "lm_head.weight"}
+        assert other.stats().last_error == ""
+
+
+def test_samples_of_a_lead_that_never_announces_are_shed(
+    trainer: FakeTrainer, connect: Connect, model: torch.nn.Module
+) -> None:
+    with trainer.serve() as server:
+        other = connect(server.address, announce_seconds=0.5)
+        with other.sync(1, lead=False):
+            pass
+        ship(other, model, batch((9, 7)))
+        assert other.flush(DEADLINE)
+        assert other.stats().shed == {"policy_refused": 2}
+        assert "lead" in other.stats().last_error
+
+
+def test_a_sync_without_device_memory_costs_a_version(
+    trainer: FakeTrainer, connect: Connect, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("seeded by a test")
+
+    with trainer.serve() as server:
+        bridge = connect(server.address, strict=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(announce.PolicyMatrices, "snapshot", full)
+            with bridge.sync(1):
+                pass
+        ship(bridge, model, batch((9, 7)))
+        stats = bridge.stats()
+        assert stats.captures_skipped == 1 and "memory" in stats.capture_off_reason
+        with bridge.sync(2):
+            pass
+        ship(bridge, model, batch((9, 7)))
+        assert bridge.flush(DEADLINE)
+        assert bridge.stats().accepted == 2

@@ -280,11 +280,7 @@ def test_what_waits_for_a_hung_trainer_is_copied_into_memory_that_was_there(
         for version in range(2, 12):
             with bridge.sync(version):
                 pass
-            used |= {
-                tensor.data_ptr()
-                for _, tensors in bridge._matrices._slots
-                for tensor in tensors.values()
-            }
+            used |= {memory.data_ptr() for _, memory in bridge._matrices._slots}
         # Two matrices of the version that is being announced, of the newest, and of the next one.
         assert len(used) <= 6
         trainer.release.set()

@@ -16,7 +16,7 @@ from slipstream.sample import FLOAT8, TENSORS
 
 from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
-from .windows import Streams
+from .windows import Streams, hold
 
 
 @pytest.fixture
@@ -24,19 +24,6 @@ def side() -> Iterator[Copier]:
     side = Copier(torch.device("cpu"))
     yield side
     side.close()
-
-
-def hold(side: Copier) -> threading.Event:
-    """Keep the thread busy until the event is set."""
-    begun, go_on = threading.Event(), threading.Event()
-
-    def job() -> None:
-        begun.set()
-        assert go_on.wait(DEADLINE)
-
-    assert side.put(job)
-    assert begun.wait(DEADLINE)
-    return go_on
 
 
 def test_jobs_run_in_order_in_a_thread_of_their_own(side: Copier) -> None:

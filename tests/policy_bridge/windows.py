@@ -24,6 +24,8 @@ from policy_bridge.session import Session
 from policy_bridge.stats import Counters
 from slipstream.sample import Sample
 
+from .doubles import DEADLINE
+
 LAYERS = (1, 2)
 Batch = dict[str, torch.Tensor]
 
@@ -151,3 +153,16 @@ class Streams:
 
     def _event(self) -> SimpleNamespace:
         return SimpleNamespace(name="event", record=lambda on: self.note(f"record on {on.name}"))
+
+
+def hold(side: Copier) -> threading.Event:
+    """Keep the thread busy until the event is set."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def job() -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE)
+
+    assert side.put(job)
+    assert begun.wait(DEADLINE)
+    return go_on
