@@ -87,6 +87,7 @@ class DisabledBridge(AbstractContextManager["DisabledBridge"]):
         temperature: float = 1.0,
         forwards: int | None = None,
         sampling: Mapping[str, object] | None = None,
+        training: bool = False,
     ) -> NullCapture:
         """A window that captures nothing."""
         self._counters.add(captures_skipped=1)
@@ -243,6 +244,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         temperature: float = 1.0,
         forwards: int | None = None,
         sampling: Mapping[str, object] | None = None,
+        training: bool = False,
     ) -> Capture | NullCapture:
         """A window around forward passes whose states are sent to the trainer.
 
@@ -255,6 +257,10 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
                 sequences and the copies are then made after each pass, not at the window's end,
                 and less is held on the device. Without it the window holds
                 ``config.device_bytes`` of states at most.
+            training: the window is around the passes that the loop trains on, gradient
+                accumulation and backward included: those without gradients are passed over. For
+                loops that have no log-prob pass; states are of the version before the next
+                optimizer step.
 
         Returns:
             ``Capture``; or, while capture is off, a ``NullCapture``.
@@ -279,7 +285,8 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         self._guard.check_trainer()
         if self._copier.died:
             self._guard.refuse(Cause.BRIDGE, thread_ended("that copies states"))
-        window = None if self._guard.off_reason() else self._window(temperature, forwards)
+        off = bool(self._guard.off_reason())
+        window = None if off else self._window(temperature, forwards, training)
         if window is None:
             self._counters.add(captures_skipped=1)
             return NullCapture()
@@ -425,7 +432,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         self._counters.add(late_pushes=1)
         self._last_sync = window.result
 
-    def _window(self, temperature: float, forwards: int | None) -> Capture | None:
+    def _window(self, temperature: float, forwards: int | None, training: bool) -> Capture | None:
         config, modules, outbox = self._config, self._modules, self._outbox
         session, version = self._guard.session, self._guard.version
         if modules is None or session is None or version is None:
@@ -449,6 +456,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             offer=lambda sample, rank: outbox.put(sample, rank),
             takes=lambda size, rank: outbox.takes(size, version, rank),
             copier=self._copier,
+            training=training,
             probe=not self._probed,
             refuse=self._refuse,
             done=self._window_done,

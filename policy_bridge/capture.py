@@ -124,6 +124,11 @@ class Capture:
     pick so far are kept, until the next passes or the end. With ``forwards`` known, each pass gets
     its share of what is left and its device memory is let go at once.
 
+    With ``training`` the passes are those that the loss is computed of: ones without gradients
+    (evaluation, a reference with the adapters off) are passed over, what checkpointing runs again
+    inside backward is no pass, and ``ship`` may follow the backward. Leave the window before the
+    optimizer's step: passes after it are of no version, and are shed as ``policy_moved``.
+
     A call that cannot be served ends the window's capture: the hooks come off, nothing more of it
     is shipped, and the error goes to ``refuse``.
 
@@ -135,6 +140,7 @@ class Capture:
         weights_stamp: ``stamp_of`` these then.
         temperature: of the rollouts.
         sampling: what else they were sampled with.
+        training: the passes are those that the loop trains on.
         budget_bytes: what is left of the window's.
         device_bytes: bound on the states that are held beside the policy's own, those that the
             copier has not done with included.
@@ -167,6 +173,7 @@ class Capture:
     next_id: Callable[[], str]
     offer: Callable[[Sample, int], bool]
     sampling: pb.SamplingParameters = field(default_factory=pb.SamplingParameters)
+    training: bool = False
     probe: bool = False
     takes: Callable[[int, int], bool] = lambda nbytes, priority: True
     copier: Copier = field(default_factory=Copier)
@@ -183,12 +190,14 @@ class Capture:
     _over: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        # Weights that are spread over ranks cannot be read later. The pass's logits hold what is
-        # needed.
-        self._at_once = bool(self.modules.shards)
+        # Weights that are spread over ranks cannot be read later, and those that are stepped on
+        # next not by a side stream. The pass's logits hold what is needed.
+        stepped_on = self.training and self.copier.deferred
+        self._at_once = bool(self.modules.shards) or stepped_on
 
     def __enter__(self) -> Capture:
-        self._tap = ForwardTap(self.modules, self.session.aux_layers, returned=self.probe)
+        layers = self.session.aux_layers
+        self._tap = ForwardTap(self.modules, layers, self.probe, self.training)
         self._tap.__enter__()
         self.counters.add(captures=1)
         return self
@@ -228,8 +237,10 @@ class Capture:
             position_ids: whole numbers [B, S] of packed rows: a sequence begins at each 0.
                 None: one sequence a row.
             sampled_logprobs: float [B, S], log p(x_t | x_<t) at the window's temperature,
-                or [B, S-1] without the first column. Read where the loss mask is true.
-                None: computed, for the chosen rows where the weights are at hand.
+                or [B, S-1] without the first column. Read where the loss mask is true. Those of the
+                pass itself; the rollouts' only where they are of this version, and the trainer
+                refuses samples whose teacher is not a distribution for them. None: computed, for
+                the chosen rows where the weights are at hand.
             sampled_logits: float, same shapes, logits before temperature. None: computed.
             acceptance: how well the draft did on each sequence, row by row; read by
                 ``MostRejected``. None: not known.
@@ -251,6 +262,8 @@ class Capture:
             if states is None:
                 found = "no complete forward pass since the last ship"
                 step = "call the model first; set modules.final_norm if the loss is fused"
+                if self.training:
+                    step += "; a pass under no_grad is none in a window with training=True"
                 raise RefusedError("capture.ship", found, "a forward pass through lm_head", step)
             shape = tuple(states.final.shape[:2])
             for name, tensor in (

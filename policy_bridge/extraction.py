@@ -412,12 +412,13 @@ def picked_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, form: LogitForm, temperature: float
 ) -> torch.Tensor:
     """The log-probabilities [B, S] of the tokens at ``temperature``; as ``picked_logits``."""
-    columns = max(1, _BLOCK_BYTES // (4 * logits.shape[0] * logits.shape[2]))
-    blocks = [
-        (form.apply(logits[:, start : start + columns]).float() / temperature).logsumexp(-1)
-        for start in range(0, logits.shape[1], columns)
-    ]
-    log_z = F.pad(torch.cat(blocks, 1)[:, :-1], (1, 0))
+    columns = max(1, _BLOCK_BYTES // (4 * logits.shape[2]))
+    log_z = logits.new_zeros(logits.shape[:2], dtype=torch.float32)
+    for row, into in zip(logits, log_z, strict=True):
+        for start in range(0, len(row) - 1, columns):
+            end = min(start + columns, len(row) - 1)
+            scaled = form.apply(row[start:end]).float() / temperature
+            into[start + 1 : end + 1] = scaled.logsumexp(-1)
     return picked_logits(logits, token_ids, form) / temperature - log_z
 
 

@@ -105,19 +105,26 @@ def version_of(tensor: torch.Tensor) -> int:
 class ForwardTap:
     """Hooks on one policy, in place from ``__enter__`` to ``__exit__``.
 
-    For the states after each of ``layers``; ``returned``: for some of the model's own logits too.
+    For the states after each of ``layers``; ``returned``: for some of the model's own logits too;
+    ``training``: of passes alone that build a graph for backward.
     """
 
     def __init__(
-        self, modules: PolicyModules, layers: Sequence[int], returned: bool = False
+        self,
+        modules: PolicyModules,
+        layers: Sequence[int],
+        returned: bool = False,
+        training: bool = False,
     ) -> None:
         self._modules = modules
         self._returned = returned
+        self._training = training
         self._layers = tuple(layers)
         # Ends the hooks last first: two on one compiled module put back what each of them found.
         self._hooks = ExitStack()
         self._open: dict[int, tuple[torch.Tensor, int]] | None = None
         self._last: ForwardStates | None = None
+        self._just_ended = False
 
     def __enter__(self) -> ForwardTap:
         modules = self._modules
@@ -142,7 +149,8 @@ class ForwardTap:
         return states
 
     def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
-        self._open = {}
+        self._open = None if self._training and not torch.is_grad_enabled() else {}
+        self._just_ended = False
 
     def _keeper_of(self, layer: int) -> Look:
         def keep(args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
@@ -169,7 +177,7 @@ class ForwardTap:
         self._end(output, dtype, None)
 
     def _keep_returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        if self._last is not None:
+        if self._last is not None and self._just_ended:
             try:
                 returned = ReturnedLogits.of(output, self._last.final.shape[:2])
             except torch.OutOfMemoryError:
@@ -189,6 +197,7 @@ class ForwardTap:
         self._last = ForwardStates(
             states[:-1], states[-1], logits, logits_dtype, versions, logits_version
         )
+        self._just_ended = True
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:

@@ -105,7 +105,7 @@ class Policy:
     def step(self, bridge: PolicyBridge | object, capture: bool = False) -> None:
         """One step; the gradients stay until the next one."""
         self._optimizer.zero_grad(set_to_none=False)
-        window = (bridge if capture else DisabledBridge()).capture(forwards=1)  # type: ignore[attr-defined]
+        window = (bridge if capture else DisabledBridge()).capture(forwards=1, training=True)  # type: ignore[attr-defined]
         with window as taken:
             logits = self.model(input_ids=self._ids, use_cache=False).logits
             log_p = logits[:, :-1].log_softmax(-1)

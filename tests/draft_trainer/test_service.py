@@ -19,6 +19,7 @@ from slipstream.errors import RefusedError
 from slipstream.tensors import decode
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import (
+    DEADLINE,
     LAYERS,
     SPEC,
     Stream,
@@ -132,6 +133,24 @@ def test_announce_refusals_leave_no_trace(tmp_path: Path) -> None:
         assert not client.status().HasField("policy_version")
         client.announce(1)
         assert client.status().policy_version == 1
+
+
+def test_a_process_that_does_not_lead_waits_for_the_one_that_does(tmp_path: Path) -> None:
+    with running(make_config(tmp_path), train=False) as (_, client):
+        client.open()
+
+        def ask(version: int) -> pb.AnnouncePolicyResponse:
+            header = pb.AnnouncePolicyHeader(session_id=client.session_id, policy_version=version)
+            requests = [pb.AnnouncePolicyRequest(header=header)]
+            return client.stub.AnnouncePolicy(iter(requests), timeout=DEADLINE)
+
+        error = refusal(lambda: ask(2))
+        assert (error.field, error.code) == ("lead", grpc.StatusCode.FAILED_PRECONDITION)
+        client.announce(2)
+        assert ask(2).policy_version == 2
+        assert client.status().policy_version == 2
+        # Nobody announces it any more.
+        assert refusal(lambda: ask(1)).field == "policy_version"
 
 
 def test_known_content_is_named_and_not_sent(tmp_path: Path) -> None:

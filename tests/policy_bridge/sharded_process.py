@@ -42,6 +42,12 @@ def check_rank(rank: int, world: int, folder: Path) -> None:
     bridged = [g.full_tensor() for g in gradients(model, data, windows)]
     assert_same_bits(plain, bridged)
     assert len(windows.samples) == 3
+    training = Windows(model, training=True)
+    bridged = [g.full_tensor() for g in gradients(model, data, training)]
+    assert_same_bits(plain, bridged)
+    for row in range(3):
+        sample, own = training.of_row(data, row), windows.of_row(data, row)
+        assert torch.equal(sample.block, own.block)
 
     # The numbers come from the pass's own logits: no rank may gather lm_head on its own.
     sample = windows.of_row(data, 2)

@@ -44,6 +44,7 @@ class Windows:
     paths: ModulePaths = field(default_factory=ModulePaths)
     selector: Selector = field(default_factory=UniformRandom)
     budget_bytes: int = sys.maxsize
+    training: bool = False
     samples: list[Sample] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
 
@@ -72,6 +73,7 @@ class Windows:
             "offer": self._take,
             "counters": self.counters,
             "probe": True,
+            "training": self.training,
         }
         return Capture(**{**values, **changes})
 

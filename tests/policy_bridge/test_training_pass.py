@@ -1,0 +1,184 @@
+"""The training forward as the place of capture: gradients, versions, and what is no pass of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from policy_bridge import PolicyBridge
+from policy_bridge.copier import Copier
+from slipstream.errors import RefusedError
+
+from .conftest import Connect, batch, make_model
+from .doubles import DEADLINE, FakeTrainer
+from .test_models import PLAIN, checkpointed, compiled_layers_in_place, plain, qwen3
+from .windows import Batch, Streams, Windows, assert_same_bits, hold, hooks_on, logits_of
+
+
+@pytest.fixture
+def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
+    """Of a device."""
+    made = Streams(monkeypatch).copier()
+    yield made
+    made.close()
+
+
+def only_ids(model: nn.Module, micro: Batch) -> torch.Tensor:
+    return model(micro["input_ids"])
+
+
+def packed(data: Batch) -> Batch:
+    """The rows of a batch one after the other in one row."""
+    kept = data["attention_mask"].bool()
+    lengths = kept.sum(1).tolist()
+    return {
+        "input_ids": data["input_ids"][kept][None],
+        "loss_mask": data["loss_mask"][kept][None],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+    }
+
+
+def loss_of(logits: torch.Tensor, micro: Batch) -> torch.Tensor:
+    log_p = logits[:, :-1].log_softmax(-1)
+    chosen = log_p.gather(-1, micro["input_ids"][:, 1:, None]).squeeze(-1)
+    return (chosen * micro["loss_mask"][:, 1:]).sum()
+
+
+def accumulate(
+    model: nn.Module,
+    data: Batch,
+    windows: Windows | None,
+    forward: Callable[[nn.Module, Batch], torch.Tensor] = logits_of,
+) -> list[torch.Tensor]:
+    """Gradients of two micro-batches, each followed by a look at the policy without gradients.
+
+    Every pass is shipped after its backward, and no log-probs are given.
+    """
+    model.train()
+    model.zero_grad(set_to_none=True)
+    capture = windows.open() if windows is not None else PolicyBridge.disabled().capture()
+    with capture:
+        for rows in (slice(0, 2), slice(2, 3)):
+            micro = {key: value[rows] for key, value in data.items()}
+            loss_of(forward(model, micro), micro).backward()
+            with torch.no_grad():
+                forward(model, {key: value.flip(0) for key, value in micro.items()})
+            capture.ship(**micro)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("make", [qwen3, checkpointed(False), checkpointed(True)])
+def test_gradients_are_bit_identical_and_states_those_of_a_log_prob_pass(
+    make: Callable[[], PreTrainedModel],
+) -> None:
+    model, data = make(), batch((9, 5, 12))
+    expected = accumulate(model, data, None)
+    before = hooks_on(model)
+    windows, log_probs = Windows(model, training=True), Windows(model)
+    assert_same_bits(expected, accumulate(model, data, windows))
+    assert hooks_on(model) == before
+    with log_probs.open() as capture, torch.no_grad():
+        for rows in (slice(0, 2), slice(2, 3)):
+            micro = {key: value[rows] for key, value in data.items()}
+            logits_of(model, micro)
+            capture.ship(**micro)
+    assert len(windows.samples) == 3 == len(log_probs.samples)
+    for row in range(3):
+        assert torch.equal(windows.of_row(data, row).block, log_probs.of_row(data, row).block)
+
+
+@pytest.mark.parametrize("make", [plain, compiled_layers_in_place])
+def test_compiled_layers_are_captured_in_training(make: Callable[[], nn.Module]) -> None:
+    model, data = make(), batch((9, 5, 12))
+    expected = accumulate(model, data, None, only_ids)
+    windows = Windows(model, paths=PLAIN, training=True)
+    assert_same_bits(expected, accumulate(model, data, windows, only_ids))
+    assert len(windows.samples) == 3
+
+
+def test_packed_rows_are_captured_in_training() -> None:
+    model, data = qwen3(), batch((9, 5, 12))
+    row = packed(data)
+
+    def step(windows: Windows | None) -> list[torch.Tensor]:
+        model.train()
+        model.zero_grad(set_to_none=True)
+        capture = windows.open() if windows is not None else PolicyBridge.disabled().capture()
+        with capture:
+            inputs = {key: row[key] for key in ("input_ids", "position_ids")}
+            loss_of(model(**inputs, use_cache=False).logits, row).backward()
+            capture.ship(**row)
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    windows = Windows(model, training=True)
+    assert_same_bits(step(None), step(windows))
+    assert [len(sample.token_ids) for sample in windows.samples].count(9) == 1
+    for number in range(3):
+        windows.of_row(data, number)
+
+
+def test_a_pass_without_gradients_is_none_of_a_training_window() -> None:
+    model, data = qwen3(), batch((9, 7))
+    windows = Windows(model, training=True)
+    with torch.no_grad(), windows.open() as capture:
+        logits_of(model, data)
+        with pytest.raises(RefusedError, match="no_grad"):
+            capture.ship(**data)
+
+
+def test_states_are_of_the_version_before_the_step(trainer: FakeTrainer, connect: Connect) -> None:
+    """Two optimizer steps in one version: what is of the first is sent, what is of none is shed."""
+    model, data = make_model(), batch((9, 5, 12, 7))
+    with torch.no_grad():
+        logits = [model(data["input_ids"][n : n + 1]).logits[0, :-1] for n in range(4)]
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, version=1)
+        for first in (0, 2):
+            with bridge.capture(training=True) as capture:
+                for row in range(first, first + 2):
+                    micro = {key: value[row : row + 1] for key, value in data.items()}
+                    loss_of(logits_of(model, micro), micro).backward()
+                    capture.ship(**micro)
+            optimizer.step()
+        assert bridge.flush(DEADLINE)
+        assert bridge.stats().shed == {"policy_moved": 2}
+        assert len(trainer.samples) == 2
+        for sample in trainer.samples.values():
+            length = len(sample.token_ids)
+            row = (9, 5).index(length)
+            own = logits[row][: length - 1].log_softmax(-1)
+            own = own.gather(-1, sample.token_ids[1:, None].long()).squeeze(-1)
+            found = trainer.tensor(sample, "sampled_logprobs")[1:]
+            kept = sample.loss_mask[1:]
+            torch.testing.assert_close(found[kept], own[kept], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [1, 3, 1000])
+def test_on_a_device_log_probs_are_of_the_pass_when_the_step_follows_at_once(
+    side: Copier, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    from policy_bridge import extraction
+
+    model, data = qwen3(), batch((9, 7))
+    monkeypatch.setattr(extraction, "_BLOCK_BYTES", columns * 4 * model.config.vocab_size)
+    windows = Windows(model, training=True)
+    go_on = hold(side)
+    with windows.open(copier=side) as capture:
+        logits = logits_of(model, data)
+        loss_of(logits, data).backward()
+        capture.ship(**data)
+    torch.optim.AdamW(model.parameters(), 0.1).step()
+    go_on.set()
+    assert side.wait_idle(DEADLINE)
+    assert len(windows.samples) == 2
+    for row, length in enumerate((9, 7)):
+        sample = windows.of_row(data, row)
+        own = logits[row, : length - 1].detach().log_softmax(-1)
+        own = own.gather(-1, data["input_ids"][row, 1:length, None]).squeeze(-1)
+        kept = sample.loss_mask[1:]
+        torch.testing.assert_close(sample.sampled_logprobs[1:][kept], own[kept])
