@@ -62,6 +62,19 @@ def _refuse_compiled(path: list[nn.Module]) -> None:
             raise RefusedError("model", found, "compiled layer by layer, or not compiled", step)
 
 
+def _refuse_cuda_graphs(modules: Sequence[nn.Module]) -> None:
+    # Their outputs are in memory that the next replay overwrites, long before they are copied.
+    for module in modules:
+        compiled = module._compiled_call_impl or module
+        get_config = getattr(compiled, "get_compiler_config", None)
+        config = get_config() if get_config is not None else None
+        if config and config.get("triton.cudagraphs"):
+            found = f"{type(module).__name__} compiled with CUDA graphs"
+            expected = "a mode without them"
+            step = 'compile with mode="max-autotune-no-cudagraphs", or with no mode'
+            raise RefusedError("model", found, expected, step)
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor, of which ranks hold parts (FSDP2, tensor parallelism)."""
     return hasattr(tensor, "full_tensor")
@@ -208,6 +221,7 @@ def find_modules(
     parents = layers_path.split(".")[:-1]
     around = [owner.get_submodule(".".join(parents[:depth])) for depth in range(len(parents) + 1)]
     _refuse_compiled([*inside[: inside.index(owner)], *around])
+    _refuse_cuda_graphs([*layers, lm_head])
     norm = _submodule(inside, paths.final_norm, "modules.final_norm") if paths.final_norm else None
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
     return PolicyModules(

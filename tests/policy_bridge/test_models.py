@@ -147,6 +147,21 @@ def test_a_policy_compiled_as_a_whole_is_refused_by_name(make: Callable[[], nn.M
         find_modules(make(), ModulePaths())
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_layers_that_replay_cuda_graphs_are_refused_by_name(mode: str, in_place: bool) -> None:
+    model = qwen3()
+    if in_place:
+        model.model.layers[1].compile(mode=mode)
+    else:
+        model.model.layers[1] = torch.compile(model.model.layers[1], mode=mode)
+    with pytest.raises(RefusedError, match=r"compiled with CUDA graphs.*no-cudagraphs"):
+        find_modules(model, ModulePaths())
+    model.model.layers[1] = qwen3().model.layers[1]
+    model.model.layers[1].compile(mode="max-autotune-no-cudagraphs")
+    find_modules(model, ModulePaths())
+
+
 class Block(nn.Module):
     """A decoder layer that knows nothing of Hugging Face and takes its input by name."""
 
