@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from inspect import getsource, signature
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 pytest.importorskip("trl")
+
+from trl import GRPOConfig, GRPOTrainer
 
 from examples.arithmetic_grpo.processes import Services
 from examples.arithmetic_grpo.tokenizer import token_ids
@@ -42,6 +46,21 @@ SMALL: dict[str, Any] = {
     "temperature": TEMPERATURE,
 }
 SAMPLED_WITH = {"top_p": 0.9, "min_p": 0.02, "generation_kwargs": {"presence_penalty": 0.5}}
+
+
+def test_what_the_adapter_hooks_into_is_in_this_trl() -> None:
+    """Names and arguments alone: a TRL that moves one of them fails here first, by name."""
+    assert "rollout_func" in signature(GRPOTrainer.__init__).parameters
+    generate = getsource(GRPOTrainer._generate)
+    assert "self.rollout_func(prompts, self)" in generate
+    log_probs = getsource(GRPOTrainer._get_per_token_logps_and_entropies)
+    assert "labels=labels, fused_lm_head=True" in log_probs and "outputs.log_probs" in log_probs
+    settings = {field.name for field in fields(GRPOConfig)}
+    assert settings >= {
+        *("per_device_train_batch_size", "temperature", "top_p", "top_k", "min_p"),
+        *("repetition_penalty", "max_completion_length", "generation_kwargs"),
+        *("chat_template_kwargs", "steps_per_generation", "beta"),
+    }
 
 
 def load_policy(policy_dir: Path) -> PreTrainedModel:
