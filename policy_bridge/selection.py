@@ -30,7 +30,7 @@ class Span:
     end: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
     """A sequence, or one window of it, that could be shipped.
 

@@ -99,7 +99,7 @@ def train(
         advantages = group_advantages(torch.tensor(rewards), SAMPLES)
         batch = pad_batch(prompts, completions, advantages, PAD_ID)
         ids, attention, mask = batch.input_ids, batch.attention_mask, batch.completion_mask
-        with bridge.capture(temperature=1.0) as capture:
+        with bridge.capture(temperature=1.0, training=True) as capture:
             log_probs = log_prob_forward(model, ids, attention)
             capture.ship(
                 ids,

@@ -1,4 +1,4 @@
-"""Every Python snippet of README and the integrations: it imports what it uses, from where it is."""
+"""Every Python snippet of README and the integrations imports what it uses, from where it is."""
 
 from __future__ import annotations
 
