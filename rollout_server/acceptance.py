@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
+from typing import Any
 
 from slipstream.v1 import rollout_server_pb2 as pb
 
@@ -26,21 +27,21 @@ KEPT_DRAFTS = 2000.0
 """Drafts over which older acceptance fades to 1/e."""
 
 
-def _add(
-    counters: pb.AcceptanceCounters,
-    drafts: int,
-    draft_tokens: int,
-    accepted: int,
-    per_position: Sequence[int],
-) -> None:
-    """Add one engine step."""
-    counters.drafts += drafts
-    counters.draft_tokens += draft_tokens
-    counters.accepted_tokens += accepted
-    missing = len(per_position) - len(counters.accepted_per_position)
-    counters.accepted_per_position.extend([0] * missing)
-    for position, count in enumerate(per_position):
-        counters.accepted_per_position[position] += count
+def tried(drafts: int, draft_tokens: int, accepted: Sequence[int]) -> list[int]:
+    """Of one engine step, how many drafts had a token at each position.
+
+    All are of one length but those of requests that end, and what was accepted was tried.
+    """
+    return [
+        max(count, min(drafts, max(0, draft_tokens - place * drafts)))
+        for place, count in enumerate(accepted)
+    ]
+
+
+def _add(sums: MutableSequence[Any], counts: Sequence[int]) -> None:
+    sums.extend([0] * (len(counts) - len(sums)))
+    for place, count in enumerate(counts):
+        sums[place] += count
 
 
 class RecentAcceptance:
@@ -50,16 +51,13 @@ class RecentAcceptance:
         self._tried: list[float] = []
         self._accepted: list[float] = []
 
-    def add(self, drafts: int, draft_tokens: int, per_position: Sequence[int]) -> None:
-        """Count one engine step, whose drafts are of one length but for a request's last ones."""
+    def add(self, drafts: int, tried: Sequence[int], accepted: Sequence[int]) -> None:
+        """Count one engine step, by position."""
         keep = math.exp(-drafts / KEPT_DRAFTS)
-        more = [0.0] * (len(per_position) - len(self._tried))
-        self._tried = [n * keep for n in self._tried + more]
-        self._accepted = [n * keep for n in self._accepted + more]
-        for place, count in enumerate(per_position):
-            tried = min(drafts, max(0, draft_tokens - place * drafts))
-            self._tried[place] += tried
-            self._accepted[place] += min(count, tried)
+        self._tried = [n * keep for n in self._tried]
+        self._accepted = [n * keep for n in self._accepted]
+        _add(self._tried, tried)
+        _add(self._accepted, accepted)
 
     def rates(self) -> tuple[float, ...] | None:
         """Share of drafts accepted at each position that was tried often enough; None where the
@@ -120,9 +118,14 @@ class AcceptanceTracker:
         self._seen += drafts
         if self._version is None:
             return
-        self.recent.add(drafts, draft_tokens, per_position)
+        tries = tried(drafts, draft_tokens, per_position)
+        self.recent.add(drafts, tries, per_position)
         for counters in (self._of(self._version), self.all):
-            _add(counters, drafts, draft_tokens, accepted, per_position)
+            counters.drafts += drafts
+            counters.draft_tokens += draft_tokens
+            counters.accepted_tokens += accepted
+            _add(counters.tried_per_position, tries)
+            _add(counters.accepted_per_position, per_position)
         self.wake()
 
     def generated(self, tokens: int) -> None:

@@ -23,10 +23,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import accumulate, pairwise, takewhile
+from operator import add
 
 from draft_trainer.config import CanaryConfig
 from draft_trainer.releases.fleet import Fleet
-from draft_trainer.releases.promotions import Figures, Promotion, Trial
+from draft_trainer.releases.promotions import Batch, Figures, Promotion, Trial
 from slipstream.v1 import rollout_server_pb2 as pb
 
 TUNED_FOR = 100.0
@@ -37,30 +40,11 @@ MIN_BLOCKS = 8
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Verification steps of one draft version between two reports: their number, the tokens
-    accepted in all of them, and the sum over steps of the square of what was accepted."""
-
-    drafts: int
-    accepted: int
-    squares: int
-
-
-def batch_of(drafts: int, accepted_per_position: Iterable[int]) -> Batch:
-    """From counters per position: a step with a accepted tokens counts at positions 0 .. a-1, and
-    a^2 is the sum of the first a odd numbers."""
-    per_position = list(accepted_per_position)
-    return Batch(
-        drafts,
-        sum(per_position),
-        sum((2 * place + 1) * count for place, count in enumerate(per_position)),
-    )
-
-
-@dataclass(frozen=True)
 class Interval:
-    """Accepted tokens per verification step: the mean and its bounds."""
+    """Accepted tokens per verification step of a draft of ``positions`` tokens: the mean and its
+    bounds."""
 
+    positions: int
     drafts: int
     mean: float
     low: float
@@ -73,54 +57,89 @@ class Interval:
 
 
 class Arm:
-    """One draft version's side of a comparison."""
+    """One draft version's side of a comparison.
 
-    def __init__(self, most: int, design_effect: float) -> None:
-        self._most = most
+    A server that adapts the draft length proposes fewer tokens in some steps than in others. The
+    mean is therefore of drafts as long as the comparison asks for: each position is a share of the
+    steps that tried it, and counts with the inverse of how often that was.
+    """
+
+    def __init__(self, design_effect: float) -> None:
         self._floor = design_effect
-        self.drafts = self._accepted = self._squares = 0
-        self._blocks: list[tuple[int, int]] = []
+        self._sum = Batch((), ())
+        self._blocks: list[Batch] = []
         self._block_drafts = 1
+
+    @property
+    def drafts(self) -> int:
+        """Verification steps."""
+        return self._sum.drafts
 
     def add(self, batch: Batch) -> None:
         """Add what came since the last report."""
         if not batch.drafts:
             return
-        self.drafts += batch.drafts
-        self._accepted += batch.accepted
-        self._squares += batch.squares
-        if self._blocks and self._blocks[-1][0] < self._block_drafts:
-            drafts, accepted = self._blocks.pop()
-            self._blocks.append((drafts + batch.drafts, accepted + batch.accepted))
+        self._sum += batch
+        if self._blocks and self._blocks[-1].drafts < self._block_drafts:
+            self._blocks[-1] += batch
         else:
-            self._blocks.append((batch.drafts, batch.accepted))
+            self._blocks.append(batch)
         if len(self._blocks) > MAX_BLOCKS:
-            pairs = zip(self._blocks[::2], self._blocks[1::2], strict=False)
-            merged = [(a[0] + b[0], a[1] + b[1]) for a, b in pairs]
+            merged = [a + b for a, b in zip(self._blocks[::2], self._blocks[1::2], strict=False)]
             self._blocks = merged + self._blocks[2 * len(merged) :]
-            self._block_drafts = min(drafts for drafts, _ in merged)
+            self._block_drafts = min(block.drafts for block in merged)
 
-    def interval(self, alpha: float) -> Interval:
-        """Bounds of the mean that fail once in 1 / ``alpha`` trials. Needs at least one step."""
-        mean = self._accepted / self.drafts
+    def positions(self, least: int) -> int:
+        """How many, from the first one, were tried at least ``least`` times."""
+        return sum(1 for _ in takewhile(lambda tried: tried >= least, self._sum.tried))
+
+    def interval(self, alpha: float, positions: int) -> Interval:
+        """Bounds of the mean that fail once in 1 / ``alpha`` trials.
+
+        Args:
+            alpha: error rate.
+            positions: of a draft, at least one; each was tried.
+        """
+        tried, accepted = self._sum.tried[:positions], self._sum.accepted[:positions]
+        shares = [one / steps for one, steps in zip(accepted, tried, strict=True)]
+        weights = [self.drafts / steps for steps in tried]
+        mean = sum(shares)
+        # A step with a accepted tokens counts at positions 0 .. a-1.
+        values = list(accumulate(weights))
+        ended = [one - after for one, after in pairwise((*accepted, 0))]
+        total = sum(count * value for count, value in zip(ended, values, strict=True))
+        squares = sum(count * value**2 for count, value in zip(ended, values, strict=True))
         # Two steps more, one with no and one with all tokens accepted: no certainty from few.
-        variance = (self._squares + self._most**2) / (self.drafts + 2)
-        variance -= ((self._accepted + self._most) / (self.drafts + 2)) ** 2
-        n = self.drafts / max(self._floor, self._measured_effect(mean, variance))
+        variance = (squares + values[-1] ** 2) / (self.drafts + 2)
+        variance -= ((total + values[-1]) / (self.drafts + 2)) ** 2
+        effect = self._measured_effect(shares, weights) / variance
+        n = self.drafts / max(self._floor, effect)
         log_alpha = -2.0 * math.log(alpha)
         rho2 = (log_alpha + math.log(log_alpha + 1.0)) / TUNED_FOR
         t = n * rho2 + 1.0
         radius = math.sqrt(variance * 2.0 * t / (n * n * rho2) * math.log(math.sqrt(t) / alpha))
         return Interval(
-            self.drafts, mean, max(0.0, mean - radius), min(float(self._most), mean + radius)
+            positions,
+            self.drafts,
+            mean,
+            max(0.0, mean - radius),
+            min(float(positions), mean + radius),
         )
 
-    def _measured_effect(self, mean: float, variance: float) -> float:
-        """Variance between blocks over that of independent steps; 1 while unknown."""
+    def _measured_effect(self, shares: Sequence[float], weights: Sequence[float]) -> float:
+        """Variance of a step that would explain the one between blocks; 0 while unknown."""
         if len(self._blocks) < MIN_BLOCKS:
-            return 1.0
-        spread = sum(drafts * (accepted / drafts - mean) ** 2 for drafts, accepted in self._blocks)
-        return spread / (len(self._blocks) - 1) / variance
+            return 0.0
+        spread = 0.0
+        for block in self._blocks:
+            beyond = sum(
+                weight * (accepted - share * tried)
+                for weight, share, accepted, tried in zip(
+                    weights, shares, block.accepted, block.tried, strict=False
+                )
+            )
+            spread += beyond**2 / block.drafts
+        return spread / (len(self._blocks) - 1)
 
 
 def decide(candidate: Interval, incumbent: Interval, max_loss: float) -> bool | None:
@@ -226,7 +245,7 @@ class AcceptanceWatch:
         return not any(thread.is_alive() for thread, _ in threads.values())
 
     def _watch(self, address: str, over: threading.Event) -> None:
-        before: dict[int, list[int]] | None = None
+        before: dict[int, Batch] | None = None
         while not over.is_set():
             for report in self._fleet.client(address).watch(INTERVAL_MS, STREAM_SECONDS):
                 before = self._note(address, report, before)
@@ -235,25 +254,21 @@ class AcceptanceWatch:
             over.wait(RETRY_SECONDS)
 
     def _note(
-        self, address: str, report: pb.AcceptanceReport, before: dict[int, list[int]] | None
-    ) -> dict[int, list[int]]:
-        now = {c.draft_version: [c.drafts, *c.accepted_per_position] for c in report.counters}
+        self, address: str, report: pb.AcceptanceReport, before: dict[int, Batch] | None
+    ) -> dict[int, Batch]:
+        now = {
+            c.draft_version: Batch(tuple(c.tried_per_position), tuple(c.accepted_per_position))
+            for c in report.counters
+        }
         if before is None:
             # The age of these counts is unknown: they only say where to begin.
             return now
         with self._changed:
             for version, counts in now.items():
-                last = before.get(version, [])
-                grown = [
-                    count - (last[place] if place < len(last) else 0)
-                    for place, count in enumerate(counts)
-                ]
-                if grown[0] < 0:
-                    grown = counts
-                if grown[0] > 0 and address in self._seen:
-                    self._on_growth(address, report.state, version, grown[0], grown[1:])
-                    seen = Seen(time.monotonic(), version, batch_of(grown[0], grown[1:]))
-                    self._seen[address].append(seen)
+                grown = counts.since(before.get(version, Batch((), ())))
+                if grown.drafts > 0 and address in self._seen:
+                    self._on_growth(address, report.state, version, grown.drafts, grown.accepted)
+                    self._seen[address].append(Seen(time.monotonic(), version, grown))
             self._revision += 1
             self._changed.notify_all()
         return now
@@ -321,9 +336,11 @@ class Canary:
         far = time.monotonic() - HISTORY_SECONDS
         batches = self.watch.since(version, addresses, max(self._began, far))
         if far < self._began and version == self._before[0]:
-            batches = [*(Batch(*one) for one in self._before[1]), *batches]
+            batches = [*self._before[1], *batches]
         figures = _figures(batches)
-        return figures if sum(f[0] for f in figures) >= self.config.min_drafts else None
+        return (
+            figures if sum(figure.drafts for figure in figures) >= self.config.min_drafts else None
+        )
 
     def result(self, now: Promotion, addresses: Iterable[str]) -> TrialResult | None:
         """The result of the trial under way, once there is one.
@@ -340,10 +357,10 @@ class Canary:
             return None
         mine = self.watch.since(trial.version, trial.servers or addresses, self._began)
         live = bool(trial.others) and now.live == trial.incumbent
-        theirs = [Batch(*figures) for figures in now.figures]
+        theirs = list(now.figures)
         if live:
             theirs = self.watch.since(trial.incumbent, trial.others, self._began)
-        candidate, incumbent = self._interval(mine), self._interval(theirs)
+        candidate, incumbent = self._intervals(mine, theirs)
         fine = None
         if candidate is None or incumbent is None:
             text = "too few verification steps in time to tell"
@@ -352,6 +369,8 @@ class Canary:
         else:
             text = f"{_text(trial.version, candidate)}; {_text(trial.incumbent, incumbent)}"
             text += "" if live else ", before it"
+            if candidate.positions < self.most():
+                text += f"; of the first {candidate.positions} of {self.most()} draft tokens"
             fine = decide(candidate, incumbent, self.config.max_loss)
         if fine is not None:
             event = "canary_promoted" if fine else "canary_rolled_back"
@@ -369,24 +388,27 @@ class Canary:
             return TrialResult(trial, "canary_undecided", text)
         return None
 
-    def _interval(self, batches: Sequence[Batch]) -> Interval | None:
-        arm = Arm(self.most(), self.config.design_effect)
-        for batch in batches:
-            arm.add(batch)
-        if arm.drafts < self.config.min_drafts:
-            return None
+    def _intervals(self, *sides: Sequence[Batch]) -> list[Interval | None]:
+        """Of drafts as long as both sides tried them; None of a side that has too few steps."""
+        arms = []
+        for batches in sides:
+            arms.append(Arm(self.config.design_effect))
+            for batch in batches:
+                arms[-1].add(batch)
+        known = [arm.positions(self.config.min_drafts) for arm in arms]
+        positions = min((self.most(), *filter(None, known)))
         # Half of the error rate for each of the two intervals.
-        return arm.interval(self.config.alpha / 2)
+        return [
+            arm.interval(self.config.alpha / 2, positions) if enough else None
+            for arm, enough in zip(arms, known, strict=True)
+        ]
 
 
 def _figures(batches: Sequence[Batch]) -> Figures:
     """At most ``FIGURES_KEPT`` with the same sums: neighbours are added up."""
     stride = -(-len(batches) // FIGURES_KEPT) or 1
     groups = [batches[start : start + stride] for start in range(0, len(batches), stride)]
-    return tuple(
-        (sum(b.drafts for b in g), sum(b.accepted for b in g), sum(b.squares for b in g))
-        for g in groups
-    )
+    return tuple(reduce(add, group) for group in groups)
 
 
 def _text(version: int, found: Interval) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,8 +24,42 @@ from slipstream.errors import RefusedError, StatusCode
 GOOD_KEPT = 4
 """Releases a roll back can land on; retention spares all of them."""
 
-Figures = tuple[tuple[int, int, int], ...]
-"""Live acceptance: verification steps, accepted tokens, sum of their squares, by report."""
+
+@dataclass(frozen=True)
+class Batch:
+    """Verification steps of one draft version between two reports.
+
+    Args:
+        tried: steps whose draft had a token at each position; all of them had a first one.
+        accepted: of these tokens.
+    """
+
+    tried: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+    def __add__(self, other: Batch) -> Batch:
+        return Batch(_sums(self.tried, other.tried), _sums(self.accepted, other.accepted))
+
+    @property
+    def drafts(self) -> int:
+        """Verification steps."""
+        return self.tried[0] if self.tried else 0
+
+    def since(self, before: Batch) -> Batch:
+        """What a server counted since ``before``; all of it where the server began anew."""
+        if self.drafts < before.drafts:
+            return self
+        return self + Batch(
+            *(tuple(-n for n in counts) for counts in (before.tried, before.accepted))
+        )
+
+
+def _sums(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
+
+
+Figures = tuple[Batch, ...]
+"""Live acceptance, oldest first."""
 
 
 @dataclass(frozen=True)

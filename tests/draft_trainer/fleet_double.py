@@ -90,14 +90,16 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
         """As if the live draft had proposed and been verified so often."""
         with self._moved:
             version = self.state.draft_version
+            none = [0] * len(accepted_per_position)
             fresh = pb.AcceptanceCounters(
-                draft_version=version, accepted_per_position=[0] * len(accepted_per_position)
+                draft_version=version, tried_per_position=none, accepted_per_position=none
             )
             counters = self._counters.setdefault(version, fresh)
             counters.drafts += drafts
             counters.draft_tokens += drafts * len(accepted_per_position)
             counters.accepted_tokens += sum(accepted_per_position)
             for place, count in enumerate(accepted_per_position):
+                counters.tried_per_position[place] += drafts
                 counters.accepted_per_position[place] += count
             self._moved.notify_all()
 

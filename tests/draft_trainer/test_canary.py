@@ -232,7 +232,7 @@ def test_figures_of_the_incumbent_survive_the_trainer(make_rig: Callable[..., Ri
     rig.watching(0)
     rig.draft(0, GOOD, 400)
     assert not rig.publisher.measure()
-    steps = [sum(drafts for drafts, *_ in f) for f in (known, rig.promotions.now.figures)]
+    steps = [sum(batch.drafts for batch in f) for f in (known, rig.promotions.now.figures)]
     assert steps[0] >= 4000 and steps[1] >= steps[0] + 400, "a few new ones replace nothing"
     rig.publisher.promote(2, pin=False)
     rig.draft(2, RUINED, 1000)

@@ -123,14 +123,14 @@ def test_what_was_drafted_before_a_trial_does_not_count(make_rig: Callable[..., 
 def test_each_side_of_a_trial_gets_half_of_the_error_rate() -> None:
     """On as many steps as would do with all of it, there is no verdict yet."""
     config = CanaryConfig()
-    good, worse = Batch(100, 150, 330), Batch(100, 100, 200)
+    good, worse = Batch((100,) * 3, (80, 50, 20)), Batch((100,) * 3, (60, 30, 10))
 
     def verdict(batches: int, alpha: float) -> bool | None:
-        arms = [Arm(3, config.design_effect) for _ in range(2)]
+        arms = [Arm(config.design_effect) for _ in range(2)]
         for _ in range(batches):
             for arm, batch in zip(arms, (worse, good), strict=True):
                 arm.add(batch)
-        return decide(arms[0].interval(alpha), arms[1].interval(alpha), config.max_loss)
+        return decide(*(arm.interval(alpha, 3) for arm in arms), config.max_loss)
 
     count = next(n for n in range(3, 1000) if verdict(n, config.alpha) is False)
     assert verdict(count, config.alpha / 2) is None
@@ -141,7 +141,7 @@ def test_each_side_of_a_trial_gets_half_of_the_error_rate() -> None:
 
     canary = Canary(config, lambda: 3, Watch())  # type: ignore[arg-type]
     trial = Trial(1, 0, began_at=1e12)
-    one = ((good.drafts, good.accepted, good.squares),)
+    one = (good,)
     assert canary.result(Promotion(1, 1, (0,), trial=trial, figures=one * count), ()) is None
     count *= 2
     found = canary.result(Promotion(1, 1, (0,), trial=trial, figures=one * count), ())

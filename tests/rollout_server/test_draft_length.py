@@ -7,7 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollout_server.acceptance import KEPT_DRAFTS, LEAST_DRAFTS, AcceptanceTracker, RecentAcceptance
+from rollout_server.acceptance import (
+    KEPT_DRAFTS,
+    LEAST_DRAFTS,
+    AcceptanceTracker,
+    RecentAcceptance,
+    tried,
+)
 from rollout_server.draft_length import (
     MARGIN,
     REFRESH_SECONDS,
@@ -120,10 +126,13 @@ def test_lengths_and_the_schedule_that_names_each_once() -> None:
 
 
 def test_acceptance_of_each_position_counts_only_where_it_was_tried() -> None:
+    assert tried(40, 40, [20, 0, 0]) == [40, 0, 0]
+    assert tried(60, 170, [30, 24, 12]) == [60, 60, 50]
+    assert tried(10, 28, [9, 9, 9]) == [10, 10, 9], "what was accepted was tried"
     recent = RecentAcceptance()
-    recent.add(40, 40, [20, 0, 0])
+    recent.add(40, [40, 0, 0], [20, 0, 0])
     assert recent.rates() is None
-    recent.add(60, 180, [30, 24, 12])
+    recent.add(60, [60, 60, 60], [30, 24, 12])
     rates = recent.rates()
     assert rates is not None
     # Each step fades what came before it by a factor that both counts share.
