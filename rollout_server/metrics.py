@@ -7,7 +7,7 @@ Prometheus asks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,6 @@ from rollout_server.store import ContentStore
 from slipstream.errors import Refusals
 from slipstream.metrics import Fact, FactCollector, Value, unit_of
 from slipstream.security import REASONS
-from slipstream.v1 import rollout_server_pb2 as pb
 
 PREFIX = "slipstream_rollout_"
 OPENMETRICS = "application/openmetrics-text"
@@ -107,9 +106,13 @@ def _in_all(field: str) -> Callable[[Observed], Value]:
     return lambda o: getattr(o.tracker.all, field)
 
 
-def _positions(observed: Observed, counters: pb.AcceptanceCounters) -> list[int]:
-    accepted = list(counters.accepted_per_position)
-    return accepted + [0] * (observed.draft_length - len(accepted))
+def _positions(observed: Observed, counts: Iterable[int]) -> list[int]:
+    found = list(counts)
+    return found + [0] * (observed.draft_length - len(found))
+
+
+def _by_position(observed: Observed, counts: Iterable[int]) -> dict[str, int]:
+    return {str(place): count for place, count in enumerate(_positions(observed, counts))}
 
 
 def _planned(lengths: LengthChooser | None) -> dict[str, int]:
@@ -167,14 +170,20 @@ FACTS: tuple[Fact[Observed], ...] = (
         lambda o: {
             (str(version), str(place)): count
             for version, counters in o.tracker.exposed().items()
-            for place, count in enumerate(_positions(o, counters))
+            for place, count in enumerate(_positions(o, counters.accepted_per_position))
         },
         {"draft_version": (), "position": ()},
     ),
     _counter(
         "all_accepted_per_position",
         f"`accepted_per_position` {_ALL}",
-        lambda o: {str(place): n for place, n in enumerate(_positions(o, o.tracker.all))},
+        lambda o: _by_position(o, o.tracker.all.accepted_per_position),
+        {"position": ()},
+    ),
+    _counter(
+        "all_tried_per_position",
+        "Drafts that had a token at each draft position, 0-based, of all versions.",
+        lambda o: _by_position(o, o.tracker.all.tried_per_position),
         {"position": ()},
     ),
     Fact(

@@ -100,6 +100,7 @@ def test_acceptance_by_version_and_in_all(server: Server) -> None:
     ]
     assert totals == [6, 18, 7, 13]
     assert of(samples, R + "all_accepted_per_position_total") == {("0",): 5, ("1",): 1, ("2",): 1}
+    assert of(samples, R + "all_tried_per_position_total") == {("0",): 6, ("1",): 6, ("2",): 6}
 
 
 def test_ten_thousand_releases_leave_a_bounded_number_of_series(server: Server) -> None:
