@@ -230,7 +230,7 @@ class TrainingConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
     grad_clip: Positive = 1.0
-    weight_averaging: Fraction = 0.0
+    weight_averaging: Fraction = 0.9
     target: Literal["kl", "tv", "lk"] = "kl"
     ttt_steps: Annotated[int, Field(ge=1, le=16)] = 5
     step_weight_decay: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.8

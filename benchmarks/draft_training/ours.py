@@ -55,7 +55,10 @@ class Ours:
         ).to(case.device)
         self.head.load_state_dict(tensors.weights)
         self.config = TrainingConfig(
-            learning_rate=LEARNING_RATE, grad_clip=GRAD_CLIP, ttt_steps=case.ttt_steps
+            learning_rate=LEARNING_RATE,
+            grad_clip=GRAD_CLIP,
+            ttt_steps=case.ttt_steps,
+            weight_averaging=0.0,  # as the peers
         )
         self.optimizer = DraftOptimizer(self.head, self.config)
         self.weights = step_weights(case.ttt_steps, self.config.step_weight_decay)

@@ -52,7 +52,10 @@ def raw_config(tmp_path: Path, **sections: dict[str, Any]) -> dict[str, Any]:
             "held_out_fraction": 0.25,
             "max_policy_lag": 2,
         },
-        "training": {"ttt_steps": 3, "learning_rate": 0.01, "warmup_steps": 2, "linger_s": 0.05},
+        "training": {
+            **{"ttt_steps": 3, "learning_rate": 0.01, "warmup_steps": 2, "linger_s": 0.05},
+            "weight_averaging": 0.0,
+        },
         "gate": {"min_anchors": 20},
         "publish": {"num_speculative_tokens": 3, "state_timeout_s": 2.0},
     }

@@ -12,7 +12,7 @@ from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
 from tests.draft_trainer.synthetic import Policy, head
 
-CONFIG = TrainingConfig(learning_rate=3e-3, warmup_steps=5, ttt_steps=3)
+CONFIG = TrainingConfig(learning_rate=3e-3, warmup_steps=5, weight_averaging=0.0, ttt_steps=3)
 
 
 def _trained(policy: Policy, start: Eagle3Head, steps: int) -> Learner:
