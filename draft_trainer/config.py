@@ -50,7 +50,7 @@ HELD_OUT_MOST, HELD_OUT_LEAST = 0.25, 0.1
 ENOUGH_PROMPTS = 8
 """Held-out prompts with which an interval over prompts is no longer wide for their number alone."""
 BATCH_TOKENS = (256, 4096)
-LEAST_STEPS = 8
+LEAST_STEPS = 64
 """Least and most tokens of an optimizer step, and how many of them a policy version should make,
 where ``training.batch_tokens`` is not set."""
 

@@ -1,0 +1,269 @@
+"""``python -m benchmarks.learning``: what a random head has learned after so many tokens.
+
+Two policies (the examples'), three seeds, one pass over the policy's own rollouts. Acceptance
+length is the replay's on held-out rollouts, of the weights rounded as they are released. CPU
+seconds are the training step's own, on one thread, without the measurement. Both trainers get the
+same sequences in the same order, start from the same weights, and compute in bfloat16.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from benchmarks.draft_training.case import Case
+from benchmarks.draft_training.contestants import default_directory, python_of
+from benchmarks.harness import Target, finish, options, say, spread_text, table, write
+from benchmarks.workers import WorkerProcess
+from draft_trainer.checkpoints.policy import read_policy
+from draft_trainer.config import BATCH_TOKENS, TrainingConfig
+from draft_trainer.drafters import Draft
+from draft_trainer.drafters.acceptance import expected_acceptance
+from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters.eagle3.initial import choose_draft_vocabulary, init_draft
+from draft_trainer.kernels.library import use_kernels
+from draft_trainer.recordings.recording import Recording
+from draft_trainer.training.learner import Learner
+from examples.arithmetic_grpo import task as arithmetic
+from examples.arithmetic_grpo.record import Recorder, solutions
+from examples.sorting_grpo import task as sorting
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+POLICIES: dict[str, tuple[Path, Any, int]] = {
+    "arithmetic": (EXAMPLES / "arithmetic_grpo" / "policy", arithmetic, 96),
+    "sorting": (EXAMPLES / "sorting_grpo" / "policy", sorting, 64),
+}
+"""Checkpoint, task, draft vocabulary."""
+
+MARKS = (40_000, 70_000, 100_000)
+"""Tokens after which acceptance is measured."""
+
+TTT_STEPS = DRAFT_LENGTH = 3
+ROLLOUTS_AT_ONCE = 512
+HELD_OUT = 160
+LEARNING_RATE = TrainingConfig().learning_rate
+
+OURS, OURS_LARGE = "slipstream", "slipstream, 1,024 tokens a step"
+PEERS = {"speculators, 1 sequence a step": 1, "speculators, 256 tokens a step": 256}
+"""Least tokens of a step."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A trainer after so many tokens."""
+
+    tokens: int
+    seconds: float
+    acceptance_length: float
+
+
+@dataclass
+class Data:
+    """A policy's rollouts, recorded."""
+
+    name: str
+    train: Path
+    held: Path
+
+    def __post_init__(self) -> None:
+        self.policy, _, size = POLICIES[self.name]
+        self.recording = Recording(self.train)
+        held = Recording(self.held)
+        counts = self.recording.completion_token_counts()
+        self.ids = choose_draft_vocabulary(counts, size, self.recording.lm_head_ids())
+        self.heads = self.recording.policy_heads(self.ids)
+        self._held_heads = held.policy_heads(self.ids)
+        self._held = [held[number] for number in range(len(held))]
+
+    def start(self, seed: int) -> Eagle3Head:
+        """A random head."""
+        return init_draft(read_policy(self.policy), self.ids, seed=seed)
+
+    def acceptance(self, head: Draft) -> float:
+        """Acceptance length on held-out rollouts."""
+        return expected_acceptance(
+            head, self._held, self._held_heads, DRAFT_LENGTH, "probabilistic"
+        ).acceptance_length
+
+
+def record(name: str, folder: Path) -> Data:
+    """Enough of the policy's rollouts for the last mark, and held-out ones; kept if there."""
+    policy, task, _ = POLICIES[name]
+    data = folder / f"{name}-train", folder / f"{name}-held"
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+    for seed, (out, tokens) in enumerate(zip(data, (int(MARKS[-1] * 1.1), 0), strict=True)):
+        if out.exists():
+            continue
+        say(f"recording rollouts of the {name} policy")
+        with Recorder(model, out) as recorder:
+            recorded = count = 0
+            while recorded < tokens or not count:
+                size = ROLLOUTS_AT_ONCE if tokens else HELD_OUT
+                for part in solutions(model, size, seed * 1_000_003 + count, task):
+                    recorder.add(part)
+                    recorded += sum(len(prompt) + len(answer) for prompt, answer in part)
+                    count += 1
+    return Data(name, *data)
+
+
+def ours(data: Data, seed: int, order: Sequence[int], batch_tokens: int) -> list[Mark]:
+    """The trainer's own steps, with its defaults."""
+    config = TrainingConfig(ttt_steps=TTT_STEPS, compute_dtype="bfloat16")
+    learner = Learner(data.start(seed), config)
+    used, seconds, number = 0, 0.0, 0
+    found: list[Mark] = []
+    while len(found) < len(MARKS):
+        chosen, tokens = [], 0
+        while tokens < batch_tokens:
+            chosen.append(data.recording[order[number]])
+            tokens += chosen[-1].tokens
+            number += 1
+        began = time.process_time()
+        learner.step(chosen, data.heads)
+        seconds += time.process_time() - began
+        used += tokens
+        if used >= MARKS[len(found)]:
+            found.append(Mark(used, seconds, data.acceptance(learner.snapshot())))
+    return found
+
+
+def peer(
+    data: Data, seed: int, order: Sequence[int], batch_tokens: int, folder: Path, python: Path
+) -> list[Mark]:
+    """speculators' steps, from the same weights."""
+    head = data.start(seed)
+    shape = head.config
+    start = folder / f"{data.name}-{seed}.safetensors"
+    weights = {name: value.detach() for name, value in head.named_parameters()}
+    save_file(weights | {"draft_vocab_ids": data.ids.long()}, start)
+    case = Case(
+        data.name,
+        shape.hidden_size,
+        shape.intermediate_size,
+        shape.num_attention_heads,
+        shape.num_key_value_heads,
+        shape.head_dim,
+        shape.vocab_size,
+        shape.draft_vocab_size,
+        rows=0,
+        tokens=2048,
+        ttt_steps=TTT_STEPS,
+        dtype="bfloat16",
+    )
+    trainer = {
+        **{"policy": str(data.policy), "recording": str(data.train), "start": str(start)},
+        **{"case": case.to_dict(), "rope_theta": shape.rope.theta, "eps": shape.rms_norm_eps},
+        "learning_rate": LEARNING_RATE,
+    }
+    module, log = "benchmarks.learning.speculators_process", folder / "speculators.log"
+    with WorkerProcess("speculators", module, [], log, python) as process:
+        answer = process.ask(
+            "run",
+            trainer=trainer,
+            order=list(order),
+            batch_tokens=batch_tokens,
+            marks=MARKS,
+            out=str(folder / f"{data.name}-{seed}-{batch_tokens}"),
+        )
+    found = []
+    for mark in answer["marks"]:
+        trained = data.start(seed)
+        trained.load_state_dict(load_file(mark["weights"]), strict=False)
+        # As a release is rounded.
+        rounded = trained.to(torch.bfloat16).float()
+        found.append(Mark(mark["tokens"], mark["seconds"], data.acceptance(rounded)))
+    return found
+
+
+def at_seconds(marks: Sequence[Mark], seconds: float) -> float:
+    """Acceptance length after so many CPU seconds, on straight lines from 1 at the start."""
+    before = Mark(0, 0.0, 1.0)
+    for mark in marks:
+        if mark.seconds >= seconds:
+            share = (seconds - before.seconds) / (mark.seconds - before.seconds)
+            gain = mark.acceptance_length - before.acceptance_length
+            return before.acceptance_length + share * gain
+        before = mark
+    return before.acceptance_length
+
+
+def targets_of(found: Mapping[str, Sequence[Sequence[Mark]]], name: str) -> list[Target]:
+    """Gains over one that accepts nothing, against the best peer of each seed."""
+    targets = []
+    peers = [arm for arm in PEERS if arm in found]
+    for place, tokens in enumerate(MARKS if peers else ()):
+        by_tokens, by_seconds = [], []
+        for seed, marks in enumerate(found[OURS]):
+            mine = marks[place]
+            of_peers = [found[arm][seed] for arm in peers]
+            best = max(run[place].acceptance_length for run in of_peers)
+            soonest = max(at_seconds(run, mine.seconds) for run in of_peers)
+            by_tokens.append(mine.acceptance_length / best)
+            by_seconds.append(mine.acceptance_length / soonest)
+        label = f"{name}, {tokens:,} tokens: acceptance length over the best peer's"
+        targets.append(Target.at_least(f"{label}, least seed", min(by_tokens), 1.0))
+        label += " after as many CPU seconds"
+        targets.append(Target.at_least(f"{label}, least seed", min(by_seconds), 1.0))
+    return targets
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry; the exit status is 0 only if every target is met."""
+    parser = options("learning", __doc__.partition("\n\n")[2])
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--data", type=Path, help="folder of the recordings, kept for another run")
+    parser.add_argument("--alone", action="store_true", help="without speculators")
+    chosen = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    use_kernels("auto")
+    python = None if chosen.alone else python_of("speculators", default_directory())
+    figures: dict[str, Any] = {}
+    targets: list[Target] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = chosen.data or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in chosen.policies:
+            data = record(name, folder)
+            found: dict[str, list[list[Mark]]] = {}
+            for seed in chosen.seeds:
+                order = random.Random(seed).sample(range(len(data.recording)), len(data.recording))
+                say(f"{name}, seed {seed}")
+                for arm, size in ((OURS, BATCH_TOKENS[0]), (OURS_LARGE, 1024)):
+                    found.setdefault(arm, []).append(ours(data, seed, order, size))
+                for arm, size in PEERS.items() if python else ():
+                    found.setdefault(arm, []).append(
+                        peer(data, seed, order, size, folder, python)  # type: ignore[arg-type]
+                    )
+            rows = [
+                [arm]
+                + [
+                    spread_text([run[place].acceptance_length for run in runs])
+                    for place in range(3)
+                ]
+                + [f"{statistics.median(run[-1].seconds for run in runs):.1f}"]
+                for arm, runs in found.items()
+            ]
+            columns = ["", *(f"{tokens:,} tokens" for tokens in MARKS), "CPU s"]
+            print(table(f"\n{name}: acceptance length at k = {DRAFT_LENGTH}", columns, rows))
+            figures[name] = {
+                arm: [[asdict(mark) for mark in run] for run in runs] for arm, runs in found.items()
+            }
+            targets += targets_of(found, name)
+            write(chosen.json, figures, targets)
+    return finish(chosen.json, figures, targets)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
