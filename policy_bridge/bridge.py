@@ -21,7 +21,7 @@ from policy_bridge.copier import Copier
 from policy_bridge.guard import CaptureGuard, Cause, thread_ended
 from policy_bridge.model import find_modules, stamp_of
 from policy_bridge.outbox import Outbox
-from policy_bridge.selection import Selector, UniformRandom
+from policy_bridge.selection import Selector, UniformRandom, bytes_per_token
 from policy_bridge.session import PolicyMatrices, PolicySnapshot, Session
 from policy_bridge.stats import BridgeStats, Counters, SyncResult, flat, flat_status
 from policy_bridge.sync import PolicySyncError, RolloutFleet, SyncWindow, TrainerProbe
@@ -439,6 +439,12 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             return None
         self._set_device(modules.head_weight.device)
         name = "float8_e4m3fn" if config.states_dtype == FLOAT8 else config.states_dtype
+        states_dtype = getattr(torch, name) if name else None
+        budget = config.bytes_per_step
+        if self._connection is not None and (tokens := self._connection.wanted_tokens):
+            dtype = states_dtype or modules.head_weight.dtype
+            token = bytes_per_token(len(session.aux_layers), modules.hidden_size, dtype)
+            budget = min(budget, tokens * token)
         return Capture(
             modules=modules,
             session=session,
@@ -446,11 +452,11 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             weights_stamp=self._stamp,
             weights=self._weights,
             temperature=temperature,
-            budget_bytes=config.bytes_per_step,
+            budget_bytes=budget,
             device_bytes=config.device_bytes,
             forwards=forwards,
             draw=self._draw,
-            states_dtype=getattr(torch, name) if name else None,
+            states_dtype=states_dtype,
             selector=self._selector,
             next_id=self._next_id,
             offer=lambda sample, rank: outbox.put(sample, rank),

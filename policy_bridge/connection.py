@@ -11,7 +11,6 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -61,6 +60,7 @@ class Connection:
         session: the last run that was opened, whether the trainer is up now or not.
         connected: whether a run is open now.
         died: whether the thread ended of an unexpected error; it does not come back.
+        wanted_tokens: of a policy version, as the trainer said last; 0: no bound.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Connection:
         self._changed = threading.Condition()
         self.session: Session | None = None
         self.connected = self.died = False
+        self.wanted_tokens = 0
         self._shared: BlockFile | None = None
         self._lost = 0
         self._attempted = False
@@ -368,9 +369,10 @@ class Connection:
             self._counters.add(announced=1)
         return True
 
-    def _on_acks(self, acks: Sequence[pb.Ack]) -> None:
+    def _on_acks(self, batch: pb.AckBatch) -> None:
+        self.wanted_tokens = batch.wanted_tokens
         settled, unread = [], []
-        for ack in acks:
+        for ack in batch.acks:
             if ack.status == pb.ACK_STATUS_ACCEPTED:
                 self._counters.add(accepted=1)
             elif ack.status == pb.ACK_STATUS_DUPLICATE:
@@ -393,6 +395,8 @@ class Connection:
     def _set_connected(self, value: bool) -> None:
         with self._changed:
             self.connected = value
+            if not value:
+                self.wanted_tokens = 0
             self._attempted = True
             self._changed.notify_all()
 

@@ -37,7 +37,7 @@ class StateStream:
         channel: grpc.Channel,
         header: pb.StreamHeader,
         on_open: Callable[[str], None],
-        on_acks: Callable[[Sequence[pb.Ack]], None],
+        on_acks: Callable[[pb.AckBatch], None],
     ) -> None:
         self._on_open = on_open
         self._on_acks = on_acks
@@ -106,7 +106,7 @@ class StateStream:
                 acks = response.acks.acks
                 # Before the credit wakes the sender: what is settled frees its credit too.
                 if acks:
-                    self._on_acks(acks)
+                    self._on_acks(response.acks)
                 if not self.answered:
                     self._on_open(response.credit.inline_because)
                 with self._changed:

@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -117,15 +116,15 @@ class _Witness:
             self._record(sample)
         return self._put(sample, priority)
 
-    def on_acks(self, acks: Sequence[pb.Ack]) -> None:
+    def on_acks(self, batch: pb.AckBatch) -> None:
         self._answered.write(
-            *(f"{ack.sample_id} {ack.status} {ack.refusal.field or '-'}" for ack in acks)
+            *(f"{ack.sample_id} {ack.status} {ack.refusal.field or '-'}" for ack in batch.acks)
         )
-        self._on_acks(acks)
-        if self._twice and acks:
+        self._on_acks(batch)
+        if self._twice:
             self._twice = False
-            self._answered.write(*(f"{ack.sample_id} again -" for ack in acks))
-            self._on_acks(acks)
+            self._answered.write(*(f"{ack.sample_id} again -" for ack in batch.acks))
+            self._on_acks(batch)
 
     def _deliver_twice(self, number: int, frame: FrameType | None) -> None:
         self._twice = True

@@ -89,6 +89,7 @@ class Ingest:
         arrived: set whenever there may be something new to train on.
         directory: where clients' files of shared memory are; None: every block comes inline.
         on_accepted: told of every sample that was accepted, for a recording.
+        wanted_tokens: of a policy version, which clients are told with every answer; 0: no bound.
 
     Attributes:
         streams: open streams by transport; of the server's event loop.
@@ -103,8 +104,10 @@ class Ingest:
         arrived: threading.Event,
         directory: Path | None = None,
         on_accepted: Callable[[Run, Sample], None] | None = None,
+        wanted_tokens: Callable[[], int] = lambda: 0,
     ) -> None:
         self.expected = expected
+        self.wanted_tokens = wanted_tokens
         self._store = store
         self.counters = counters
         self._teacher = teacher

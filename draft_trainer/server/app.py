@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draft_trainer.config import TrainerConfig, access_of, credentials_of
+from draft_trainer.config import HELD_OUT_LEAST, TrainerConfig, access_of, credentials_of
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import Draft, DraftShape
 from draft_trainer.ingest.checks import Expected
@@ -146,6 +148,7 @@ class TrainerServer:
         ingest = Ingest(
             *(expected, self._store, self._counters, TeacherCheck(ids), arrived, memory),
             on_accepted=self._recorder.offer if self._recorder else None,
+            wanted_tokens=partial(_wanted_tokens, config, economy),
         )
         self._status = Status(
             self._counters,
@@ -354,6 +357,15 @@ def _max_tokens(config: TrainerConfig, head: Draft) -> int:
     if head.config.max_row_tokens is not None:
         longest = min(longest, head.config.max_row_tokens - config.training.ttt_steps + 1)
     return max(3, longest)
+
+
+def _wanted_tokens(config: TrainerConfig, economy: Economy) -> int:
+    """Of each policy version; while training is paused, what measures the served draft."""
+    if economy.last is None or economy.last.train:
+        return 0
+    held_out = config.replay.held_out_fraction or HELD_OUT_LEAST
+    # About half of the tokens of a rollout are the prompt's, where nothing is drafted.
+    return math.ceil(2 * config.gate.needed_anchors(0) / held_out)
 
 
 def _ended(future: Future[None], timeout: float) -> bool:

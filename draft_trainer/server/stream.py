@@ -201,4 +201,6 @@ class StateStream:
         for each in batch:
             for _ in each.samples:
                 counters.acknowledgement_seconds.observe(now - each.at)
-        return pb.StreamStatesResponse(acks=pb.AckBatch(acks=acks, credit_bytes=size))
+        wanted = self.ingest.wanted_tokens()
+        answer = pb.AckBatch(acks=acks, credit_bytes=size, wanted_tokens=wanted)
+        return pb.StreamStatesResponse(acks=answer)

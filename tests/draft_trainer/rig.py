@@ -198,6 +198,7 @@ class Stream:
         self.put(request)
         answer = self._next("acks").acks
         self.credit += answer.credit_bytes
+        self.wanted_tokens = answer.wanted_tokens
         (ack,) = answer.acks
         return ack
 

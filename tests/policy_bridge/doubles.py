@@ -64,6 +64,7 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
     max_tokens: int = 512
     credit: int = 64 << 20
     ack: bool = True
+    wanted_tokens: int = 0
     refuse: Callable[[Sample], RefusedError | None] = lambda _: None
     refuse_run: RefusedError | None = None
     refuse_announcements: list[RefusedError] = field(default_factory=list)
@@ -172,7 +173,9 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
                 acks += self._take(received(header, request.payload))
             left += size
             if acks:
-                yield pb.StreamStatesResponse(acks=pb.AckBatch(acks=acks, credit_bytes=size))
+                yield pb.StreamStatesResponse(
+                    acks=pb.AckBatch(acks=acks, credit_bytes=size, wanted_tokens=self.wanted_tokens)
+                )
 
     def _take(self, sample: Sample) -> list[pb.Ack]:
         with self.changed:

@@ -152,6 +152,20 @@ def test_the_budget_bounds_what_is_shipped(trainer: FakeTrainer, connect: Connec
         assert states == 30 * 4 * HIDDEN * 4
 
 
+def test_a_trainer_that_does_not_train_is_sent_what_it_has_a_use_for(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((10,) * 12)
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, version=1)
+        for wanted, more in ((45, 12), (0, 4), (0, 12)):
+            before = len(trainer.samples)
+            trainer.wanted_tokens = wanted
+            ship(bridge, model, data)
+            assert bridge.flush(DEADLINE)
+            assert len(trainer.samples) - before == more, "each answer holds from then on"
+
+
 @pytest.mark.parametrize("forwards", [None, 4])
 def test_the_budget_holds_over_micro_batches(
     trainer: FakeTrainer, connect: Connect, forwards: int | None
