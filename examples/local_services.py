@@ -63,7 +63,7 @@ class RolloutServer:
         log: its output goes there.
         options: more of its command line.
         policy: that it serves, under the name "policy".
-        draft: that it starts with, draft version 0.
+        draft: that it starts with, draft version 0; None: the options say how it drafts.
         control: port of the control plane; a free one if None.
         core: that all of its processes run on; None leaves them to the kernel. vLLM's own choice
             would be the same core for the workers of several servers.
@@ -81,7 +81,7 @@ class RolloutServer:
         log: Path,
         *options: str,
         policy: Path = ARITHMETIC / "policy",
-        draft: Path = ARITHMETIC / "draft",
+        draft: Path | None = ARITHMETIC / "draft",
         control: int | None = None,
         core: int | None = None,
         env: Mapping[str, str] | None = None,
@@ -92,7 +92,8 @@ class RolloutServer:
         command = [
             *(() if core is None else ("taskset", "-c", str(core))),
             *(script("rollout-server"), "serve", str(policy)),
-            *("--draft", str(draft), "--draft-length", str(DRAFT_LENGTH)),
+            *(() if draft is None else ("--draft", str(draft))),
+            *("--draft-length", str(DRAFT_LENGTH)),
             *("--host", "127.0.0.1", "--port", str(port), "--control-port", control_port),
             *("--served-model-name", "policy", "--generation-config", "vllm"),
             # Eager mode starts faster, and needs no C++ compiler.

@@ -6,6 +6,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -27,6 +28,7 @@ from rollout_server.draft_length import LengthChooser, LengthControl, calibrate
 from rollout_server.engine import Description, Engine, VllmEngine
 from rollout_server.metrics import CommitCounts, Observed, RolloutCollector, negotiate
 from rollout_server.plugins import API, Settings, is_active
+from rollout_server.served import SERVED, Served
 from rollout_server.service import ControlServer, RolloutService, refuse_shared
 from rollout_server.step_costs import CostWatch, StepCosts
 from rollout_server.store import ContentStore, WeightSource, make_directory
@@ -144,33 +146,35 @@ async def control_plane(
 
     Raises RefusedError: draft and verifier share memory, or a checkpoint cannot be used.
     """
+    served = SERVED[settings.draft_kind]
     description = await engine.describe()
-    refuse_shared(description.shared)
-    draft = _stage_first_draft(settings, store)
+    refuse_shared(description, served)
+    draft = Weights(DRAFT, 0, WeightSource())
+    if settings.draft_dir is not None:
+        draft = _stage_first_draft(settings.draft_dir, store)
     tracker.start(draft.version or 0)
     policy = Weights(POLICY, None, WeightSource(directory=str(settings.model_dir)))
     shown.num_speculative_tokens = settings.draft_length
     shown.draft_sample_method = settings.draft_sample_method
+    shown.draft_kind = served.name
     control = RolloutControl(engine, store, tracker, committed, draft, policy, shown)
     expected = {
-        DRAFT: _expected_draft(draft, description),
-        POLICY: Expected(POLICY, policy_layout, description.served_dtype),
+        DRAFT: _expected_draft(draft, description, served),
+        POLICY: _expected_policy(policy_layout, description, served),
     }
-    return control, RolloutService(control, expected)
+    return control, RolloutService(control, expected, served)
 
 
-def _stage_first_draft(settings: Settings, store: ContentStore) -> Weights:
+def _stage_first_draft(draft_dir: Path, store: ContentStore) -> Weights:
     """The draft the server was started with, as if it had been staged: going back to it later needs
     neither the network nor its directory.
 
     Raises:
         RefusedError: it does not fit into the store, or has values that are not finite.
     """
-    manifest = read_manifest(settings.draft_dir)
+    manifest = read_manifest(draft_dir)
     tensors = {
-        name: tensor
-        for path in weight_files(settings.draft_dir)
-        for name, tensor in load_file(path).items()
+        name: tensor for path in weight_files(draft_dir) for name, tensor in load_file(path).items()
     }
     version, against = 0, None
     if manifest is not None:
@@ -189,17 +193,24 @@ def _stage_first_draft(settings: Settings, store: ContentStore) -> Weights:
     return weights
 
 
-def _expected_draft(draft: Weights, description: Description) -> Expected:
+def _expected_policy(layout: Layout, description: Description, served: Served) -> Expected:
+    """All of the checkpoint but the draft's tensors in it, which a training loop does not have."""
+    policy = {name: tensor for name, tensor in layout.items() if not served.has(name)}
+    forbidden = dict.fromkeys(layout.keys() - policy, "stage it as a draft: it is one here")
+    return Expected(POLICY, policy, description.served_dtype, forbidden=forbidden)
+
+
+def _expected_draft(draft: Weights, description: Description, served: Served) -> Expected:
     tensors = draft.source.tensors
     layout = {tensor.name: TensorLayout(tensor.key.dtype, tensor.shape) for tensor in tensors}
-    embedding = f"{EMBEDDING}.weight"
     forbidden = {}
-    if description.shares_embedding:
-        layout.pop(embedding, None)
-        forbidden[embedding] = (
-            "stage the draft without it: it is the policy's own embedding here and "
-            "follows policy pushes"
-        )
+    for module in served.follows_policy:
+        if module != EMBEDDING or description.shares_embedding:
+            layout.pop(f"{module}.weight", None)
+            forbidden[f"{module}.weight"] = (
+                f"stage the draft without it: it is the policy's own {module} here and "
+                "follows policy pushes"
+            )
     # Only d2t is loaded; t2d is its inverse, for trainers.
     optional = {name: layout.pop(name) for name in ("t2d",) if name in layout}
     fixed = {t.name: bytes.fromhex(t.key.sha256) for t in tensors if t.name in VOCABULARY_MAPS}

@@ -165,6 +165,14 @@ class Expected:
 
         Raises RefusedError: naming the first tensor at fault.
         """
+        if not self.layout:
+            raise RefusedError(
+                "kind",
+                f"a {self.kind}",
+                "a policy alone: this server drafts without weights",
+                "start it with --draft",
+                StatusCode.FAILED_PRECONDITION,
+            )
         seen: set[str] = set()
         for spec in specs:
             if spec.name in seen:

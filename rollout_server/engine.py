@@ -29,11 +29,12 @@ _STEP_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Description:
-    """What the workers say about the models in memory."""
+    """What the workers say about the models in memory; see ``worker.slipstream_describe``."""
 
     shares_embedding: bool
     shared: tuple[str, ...]
     served_dtype: str
+    derived: tuple[str, ...] = ()
 
 
 class UntrustedEngineError(Exception):
@@ -92,6 +93,7 @@ class VllmEngine:
             any(worker["shares_embedding"] for worker in workers),
             tuple(sorted({name for worker in workers for name in worker["shared"]})),
             workers[0]["dtype"],
+            tuple(sorted({name for worker in workers for name in worker["derived"]})),
         )
 
     async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:

@@ -20,7 +20,8 @@ from typing import Any
 from rollout_server import vllm_versions
 from rollout_server.draft_length import launch_schedule
 from rollout_server.plugins import API, Settings
-from rollout_server.preflight import check_draft_fits, check_paths, check_port_free
+from rollout_server.preflight import check_paths, check_port_free
+from rollout_server.served import SERVED, WithoutWeights, served_by
 from slipstream.errors import RefusedError
 from slipstream.security import Access, Role, open_access
 
@@ -83,7 +84,7 @@ def build_parser() -> Any:
         prog="rollout-server serve",
         usage="rollout-server serve MODEL --draft DIR [options]",
         description="Serve MODEL (a checkpoint directory) with vLLM and a live-swappable "
-        "EAGLE-3 draft. Every option of vLLM's server is taken as well; "
+        "draft. Every option of vLLM's server is taken as well; "
         "--help=all shows them, --help=slipstream these.",
     )
     group = parser.add_argument_group("slipstream", "The draft and the control plane.")
@@ -91,10 +92,15 @@ def build_parser() -> Any:
         "--draft",
         dest="draft_dir",
         type=Path,
-        required=True,
         metavar="DIR",
-        help="EAGLE-3 checkpoint: config.json and model.safetensors; manifest.json, if there is "
-        "one, gives its version.",
+        help="Checkpoint of the draft: config.json and model.safetensors; manifest.json, if there "
+        "is one, gives its version.",
+    )
+    group.add_argument(
+        "--draft-kind",
+        choices=[*SERVED],
+        help="How tokens are drafted; by default what --draft is. ngram (from the sequence's own "
+        "tokens) and none take no --draft: they are baselines, whose policy is pushed as ever.",
     )
     group.add_argument(
         "--draft-sample-method",
@@ -161,7 +167,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if args.model_tag is None:
         raise RefusedError("MODEL", "nothing", "a checkpoint directory", "name it after serve")
     access = access_of(args)
-    check_draft_fits(Path(args.model_tag), args.draft_dir)
+    served = served_by(args.draft_kind, args.draft_dir)
+    args.draft_kind = served.name
+    if args.draft_dir is not None:
+        served.check(Path(args.model_tag), args.draft_dir)
+    if isinstance(served, WithoutWeights) and args.speculation != "fixed":
+        # vLLM counts the steps that had a draft: acceptance would be that of a part of them.
+        expected = f"fixed, with --draft-kind {served.name}"
+        raise RefusedError("--speculation", args.speculation, expected, "leave it out")
     args.host = args.host or _LOOPBACK
     check_port_free("--port", args.host, args.port)
     check_port_free("--control-port", args.control_host, args.control_port)
@@ -170,12 +183,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise RefusedError("--control-port", args.control_port, expected, "choose another port")
     args.model = args.model_tag
     args.api_server_count = None
-    args.speculative_config = {
-        "method": "eagle3",
-        "model": str(args.draft_dir),
-        "num_speculative_tokens": args.draft_length,
-        "draft_sample_method": args.draft_sample_method,
-    }
+    args.speculative_config = served.speculative_config(
+        args.draft_dir, args.draft_length, args.draft_sample_method
+    )
     if args.speculation == "auto":
         args.speculative_config["num_speculative_tokens_per_batch_size"] = launch_schedule(
             args.draft_length
@@ -188,7 +198,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def _check_supported(args: argparse.Namespace) -> None:
     """Refuse values of ours that are too small, and options of vLLM that do not work with us."""
-    ours = "use --draft, --draft-length and --draft-sample-method"
+    ours = "use --draft, --draft-kind, --draft-length and --draft-sample-method"
     for option, most, why in (
         ("--speculative-config", None, ours),
         ("--spec-method", None, ours),

@@ -28,8 +28,9 @@ class Settings:
     """The launcher's options, checked."""
 
     model_dir: Path
-    draft_dir: Path
+    draft_dir: Path | None
     access: Access
+    draft_kind: str = "eagle3"
     control_host: str = "127.0.0.1"
     control_port: int = 50061
     draft_length: int = 3

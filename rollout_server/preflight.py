@@ -1,7 +1,6 @@
-"""Checks that need no engine: does the draft fit the model, are paths and ports usable.
+"""Checks that need no engine: are paths and ports usable (``served`` checks the draft).
 
-vLLM finds most of these too, half a minute later and as a stack trace. An out-of-range layer or a
-wrong vocabulary map it does not find at all.
+vLLM finds most of these too, half a minute later and as a stack trace.
 """
 
 from __future__ import annotations
@@ -11,20 +10,8 @@ import os
 import socket
 import sysconfig
 import tempfile
-from collections.abc import Mapping
-from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import safe_open
-
-from rollout_server.checkpoint import Layout, read_config, read_layout, weight_files
 from slipstream.errors import RefusedError
-from slipstream.layers import default_aux_layers
-
-_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-_OTHER_DRAFT = "give the draft that was trained for this model"
 
 
 def check_paths() -> None:
@@ -59,119 +46,6 @@ def check_paths() -> None:
             "a path without a space",
             f"set {variable}",
         )
-
-
-def check_draft_fits(model_dir: Path, draft_dir: Path) -> None:
-    """Refuse a draft that cannot propose for this model.
-
-    Raises:
-        RefusedError: a directory or file is missing, or hidden size, auxiliary
-            layers, vocabulary or vocabulary maps do not fit.
-    """
-    model = read_config(model_dir, "MODEL")
-    read_layout(model_dir, "MODEL")
-    config = read_config(draft_dir, "--draft")
-    layout = read_layout(draft_dir, "--draft")
-    # A speculators checkpoint nests the sizes.
-    sizes: Mapping[str, Any] = config.get("transformer_layer_config") or config
-    path = f"{draft_dir / 'config.json'}"
-    hidden = int(model["hidden_size"])
-    found = int(config.get("target_hidden_size") or sizes.get("hidden_size", 0))
-    if found != hidden:
-        expected = f"{hidden} (hidden_size of {model_dir})"
-        raise RefusedError(f"{path}: hidden_size", found, expected, _OTHER_DRAFT)
-    layers = _aux_layers(config, int(model["num_hidden_layers"]), path)
-    fc, width = layout.get("fc.weight"), len(layers) * hidden
-    if fc is None or len(fc.shape) != 2 or fc.shape[1] != width:
-        raise RefusedError(
-            f"{draft_dir}: fc.weight",
-            "absent" if fc is None else list(fc.shape),
-            f"[draft hidden size, {width}] for auxiliary layers {list(layers)}",
-            "give an EAGLE-3 draft for this model and these layers",
-        )
-    vocab = int(model["vocab_size"])
-    if int(sizes.get("vocab_size", 0)) != vocab:
-        expected = f"{vocab} (the model's)"
-        raise RefusedError(f"{path}: vocab_size", sizes.get("vocab_size"), expected, _OTHER_DRAFT)
-    rows = int(config.get("draft_vocab_size") or vocab)
-    _check_vocabulary(rows, vocab, layout, draft_dir)
-
-
-def _aux_layers(config: Mapping[str, Any], num_layers: int, path: str) -> tuple[int, ...]:
-    nested: Mapping[str, Any] = config.get("eagle_config") or {}
-    ids = config.get(_AUX_LAYERS) or nested.get(_AUX_LAYERS)
-    if ids is None:
-        return default_aux_layers(num_layers)
-    # A policy of fewer than 8 layers has no default that the nested list could mean.
-    usual = num_layers >= 8 and tuple(ids) == default_aux_layers(num_layers)
-    if not config.get(_AUX_LAYERS) and not usual:
-        # Frameworks that write the list there count the outputs of layers from 0. vLLM reads it as
-        # "after L layers" and serves states of one layer earlier; only acceptance drops.
-        raise RefusedError(
-            f"{path}: eagle_config.{_AUX_LAYERS}",
-            list(ids),
-            f"{_AUX_LAYERS} at top level, L meaning after L layers",
-            "move it there, adding 1 to each where 0 means the output of the first layer; "
-            "`draft-trainer releases import` does it where the meaning is certain",
-        )
-    layers = tuple(int(layer) for layer in ids)
-    ascending = all(a < b for a, b in pairwise(layers))
-    if not layers or not ascending or layers[0] < 0 or layers[-1] > num_layers:
-        raise RefusedError(
-            f"{path}: {_AUX_LAYERS}",
-            list(layers),
-            f"ascending, each from 0 to {num_layers} (the model has {num_layers} layers; "
-            "L means after L layers)",
-            _OTHER_DRAFT,
-        )
-    return layers
-
-
-def _check_vocabulary(rows: int, vocab: int, layout: Layout, draft_dir: Path) -> None:
-    head = layout.get("lm_head.weight")
-    if head is None or head.shape[0] != rows:
-        raise RefusedError(
-            f"{draft_dir}: lm_head.weight",
-            "absent" if head is None else list(head.shape),
-            f"[{rows}, hidden size] (draft_vocab_size)",
-            "save the draft with its own lm_head: vLLM would share the model's, and a draft "
-            "commit would then overwrite the model",
-        )
-    if rows > vocab:
-        field = f"{draft_dir / 'config.json'}: draft_vocab_size"
-        raise RefusedError(field, rows, f"at most {vocab}", "fix the configuration")
-    maps = {}
-    for path in weight_files(draft_dir):
-        with safe_open(path, framework="pt") as file:
-            for name in {"d2t", "t2d"} & set(file.keys()):
-                maps[name] = file.get_tensor(name)
-    if rows < vocab:
-        _check_maps(maps, rows, vocab, draft_dir)
-    elif "d2t" in maps:
-        found, next_step = "present with a full vocabulary", "save the draft without d2t and t2d"
-        raise RefusedError(f"{draft_dir}: d2t", found, "absent (vLLM cannot load it)", next_step)
-
-
-def _check_maps(maps: Mapping[str, torch.Tensor], rows: int, vocab: int, draft_dir: Path) -> None:
-    d2t = maps.get("d2t")
-    if d2t is None or d2t.shape != (rows,) or d2t.is_floating_point():
-        found = "absent" if d2t is None else f"{d2t.dtype} {list(d2t.shape)}"
-        expected = f"int64 [{rows}]: target id minus draft id"
-        raise RefusedError(f"{draft_dir}: d2t", found, expected, "save the draft with this map")
-    ids = torch.arange(rows) + d2t.long()
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab or bool((ids.diff() <= 0).any()):
-        found = f"target ids from {int(ids.min())} to {int(ids.max())}"
-        expected = f"strictly ascending ids from 0 to {vocab - 1}"
-        raise RefusedError(
-            f"{draft_dir}: d2t", found, expected, "d2t holds offsets: write it again"
-        )
-    t2d = maps.get("t2d")
-    if t2d is not None and (
-        t2d.shape != (vocab,) or not torch.equal(t2d.bool().nonzero().flatten(), ids)
-    ):
-        found = f"{int(t2d.bool().sum())} ids that are not those of d2t"
-        expected = f"bool [{vocab}], true at the {rows} ids of d2t"
-        raise RefusedError(f"{draft_dir}: t2d", found, expected, "write both maps from one list")
 
 
 def check_port_free(option: str, host: str, port: int) -> None:

@@ -23,7 +23,9 @@ import grpc
 from rollout_server.acceptance import AcceptanceGuard
 from rollout_server.checkpoint import Expected, check_finite
 from rollout_server.control import ACCEPTANCE, DRAFT, POLICY, RolloutControl, Weights
+from rollout_server.engine import Description
 from rollout_server.reload import Result
+from rollout_server.served import Served
 from rollout_server.store import ContentStore, Key, Reservation
 from slipstream.errors import RefusedError, clean
 from slipstream.guard import CHUNK_MESSAGE_BYTES, Guard, Limit
@@ -183,14 +185,30 @@ def _verify_and_write(
     store.write(key, tensor)
 
 
-def refuse_shared(shared: Sequence[str]) -> None:
-    """Refuse to stage while draft and verifier share memory (see ``vllm_patches``)."""
+def refuse_shared(found: Description, served: Served) -> None:
+    """Refuse to stage where a swap would write into the verifier, or leave half of the draft.
+
+    Raises:
+        RefusedError: draft and verifier share memory that a stage replaces (see ``vllm_patches``),
+            or vLLM keeps tensors of the draft that a swap does not know how to replace.
+    """
+    follows = set(served.follows_policy)
+    shared = [name for name in found.shared if not follows & set(name.split("."))]
     if shared:
         raise RefusedError(
             "draft parameters in the verifier's memory",
             ", ".join(shared),
-            "none but embed_tokens",
+            f"none but {' and '.join(served.follows_policy)}",
             "restart the server with a draft whose checkpoint has its own lm_head",
+            grpc.StatusCode.FAILED_PRECONDITION,
+        )
+    if found.derived:
+        raise RefusedError(
+            "draft tensors beside the parameters",
+            ", ".join(found.derived),
+            "none: vLLM derives them from the checkpoint when it loads it, and would go on with "
+            "those of the draft before",
+            "serve a draft of a kind that can be swapped, or restart the server to change this one",
             grpc.StatusCode.FAILED_PRECONDITION,
         )
 
@@ -198,8 +216,11 @@ def refuse_shared(shared: Sequence[str]) -> None:
 class RolloutService(pb_grpc.RolloutServerServicer):
     """Translates between messages and ``RolloutControl``; ``Guard`` makes refusals statuses."""
 
-    def __init__(self, control: RolloutControl, expected: Mapping[str, Expected]) -> None:
+    def __init__(
+        self, control: RolloutControl, expected: Mapping[str, Expected], served: Served
+    ) -> None:
         self._control = control
+        self._served = served
         self._expected = expected
         self.workers = Workers(_WORKERS, "stage")
 
@@ -218,7 +239,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         self._expected[kind].check(header.tensors)
         upload = Upload(header.tensors, weights, store, self.workers)
         if not held:
-            refuse_shared((await self._control.engine.describe()).shared)
+            refuse_shared(await self._control.engine.describe(), self._served)
         end = start + CHUNK_SECONDS + upload.needed_bytes / STAGE_BYTES_PER_SECOND
         with upload.opened():
             yield pb.StageResponse(needed=pb.StageNeeded(names=upload.needed))

@@ -44,6 +44,7 @@ _OVERWRITTEN = "the draft that was live was not the one that had been committed"
 _MOST_COPIES = 2
 _HEADROOM = 1.25  # of a device's free memory: engines allocate while they run
 _CALLED = "_already_called_process_weights_after_loading"
+_NOT_DERIVED = frozenset(("kv_cache",))
 _SMALL = 1 << 16
 """Bytes up to which contents are copied rather than memory exchanged."""
 
@@ -328,6 +329,33 @@ def _same_form(live: torch.Tensor, standby: torch.Tensor, name: str) -> Pair:
     if live.stride() != standby.stride():
         raise NotSwappableError(f"{name}: strides {standby.stride()}, live {live.stride()}")
     return live, standby
+
+
+def derived_tensors(policy: nn.Module, draft: nn.Module) -> list[str]:
+    """Tensors of floats that the draft's modules keep beside parameters and buffers.
+
+    A loader that makes them of the weights, such as vLLM's DFlash with its fused projections, is
+    not run by a swap: the draft would go on with those of the weights before, or the engine die.
+
+    Returns:
+        Names in the draft, sorted. Left out are the verifier's modules, and KV caches.
+    """
+    theirs = {id(module) for module in policy.modules()}
+    return sorted(
+        f"{path}.{name}".lstrip(".")
+        for path, module in draft.named_modules()
+        if id(module) not in theirs
+        for name, value in module.__dict__.items()
+        if name not in _NOT_DERIVED and any(map(_is_weight, _held(value)))
+    )
+
+
+def _held(value: object) -> Iterable[object]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 0
 
 
 @torch.no_grad()

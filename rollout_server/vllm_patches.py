@@ -47,6 +47,15 @@ def install() -> None:
     keep_own_lm_head_v2(utils)
     if current_platform.is_cpu():
         repair_sampler(rejection_sampler)
+    allow_dense_qwen3_next()
+
+
+def allow_dense_qwen3_next() -> None:
+    """Have vLLM load ``served.dense_qwen3_next``'s classes for Qwen3-Next models."""
+    from vllm.model_executor.models import ModelRegistry
+
+    for name in ("Qwen3NextForCausalLM", "Qwen3NextMTP"):
+        ModelRegistry.register_model(name, f"rollout_server.served.dense_qwen3_next:{name}")
 
 
 def keep_own_lm_head(proposer_class: type) -> None:

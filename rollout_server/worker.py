@@ -16,7 +16,7 @@ import torch
 
 from rollout_server.reload import Change, LiveModel, apply_all
 from rollout_server.store import WeightSource
-from rollout_server.swap import READY, SAME, ReadBack, Standby
+from rollout_server.swap import READY, SAME, ReadBack, Standby, derived_tensors
 from rollout_server.vllm_patches import shared_parameters, shares_embedding
 
 _HOOKS = "slipstream_hooks"
@@ -100,12 +100,13 @@ def slipstream_describe(self: Any) -> dict[str, Any]:
 
     Returns:
         {"shares_embedding": bool, "shared": names of draft parameters in the verifier's memory,
-        "dtype": of the served policy}.
+        "dtype": of the served policy, "derived": ``swap.derived_tensors``}.
     """
     draft, policy = self.get_draft_model(), self.get_model()
     return {
         "shares_embedding": draft is not None and shares_embedding(policy, draft),
         "shared": [] if draft is None else shared_parameters(policy, draft),
+        "derived": [] if draft is None else derived_tensors(policy, draft),
         "dtype": str(self.model_config.dtype).removeprefix("torch."),
     }
 

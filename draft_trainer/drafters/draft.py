@@ -53,6 +53,11 @@ class DraftShape(ABC):
         return None
 
     @property
+    def plain_logits(self) -> bool:
+        """Whether its logits are the policy's lm_head's product: no bias, no scale, no cap."""
+        return False
+
+    @property
     def bounds(self) -> frozenset[str]:
         """Fields that bound the input and do not change the function."""
         return frozenset()

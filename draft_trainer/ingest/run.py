@@ -358,3 +358,8 @@ def check_fit(policy: PolicySizes, draft: DraftShape) -> None:
         if not fits:
             advice = "start the trainer with a draft made for this policy"
             raise RefusedError(f"policy.{name}", getattr(policy, name), expected, advice)
+    plain = {"logit_scale": 1.0, "logit_soft_cap": 0.0, "lm_head_bias": False}
+    for name, value in plain.items() if draft.plain_logits else ():
+        if getattr(policy, name) != value:
+            advice = 'adapt an EAGLE-3 draft for this policy (draft.kind = "eagle3")'
+            raise RefusedError(f"policy.{name}", getattr(policy, name), value, advice)

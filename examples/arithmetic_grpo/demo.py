@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.arithmetic_grpo.live_table import LiveTable
 from examples.arithmetic_grpo.loop import GrpoLoop, LoopSettings
+from examples.arithmetic_grpo.make_mtp import policy_with_mtp
 from examples.arithmetic_grpo.processes import Service, ServiceError, Services, free_port
 from examples.arithmetic_grpo.records import ADAPTED, FROZEN, MIXED, OFF, RunRecord
 from examples.arithmetic_grpo.report import write_report
@@ -77,6 +78,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, seed: int, directory: Path, began: float) -> RunRecord:
+    if options.draft_kind == "mtp":
+        policy = policy_with_mtp(options.policy, directory / "policy")
+        options = argparse.Namespace(**{**vars(options), "policy": policy})
     server = RolloutServer(
         directory / "rollout-server.log", policy=options.policy, draft=options.draft
     )
@@ -204,6 +208,7 @@ port = {ports["trainer"]}
 metrics_port = {ports["metrics"]}
 
 [draft]
+kind = "{options.draft_kind}"
 initial = "{options.draft.resolve()}"
 registry = "{(directory / "releases").resolve()}"
 
@@ -246,7 +251,7 @@ share = 0
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m examples.arithmetic_grpo.demo",
-        description="GRPO on real vLLM with a frozen and an adapted EAGLE-3 draft, side by side.",
+        description="GRPO on real vLLM with a frozen and an adapted draft, side by side.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     # 36: the draft needs some steps to catch up after the policy's fastest change.
@@ -283,10 +288,17 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="Prometheus beside it, if it is installed, and the addresses to look at",
     )
     parser.add_argument("--policy", type=Path, default=HERE / "policy", help="checkpoint to train")
-    parser.add_argument("--draft", type=Path, default=HERE / "draft", help="release 0")
+    parser.add_argument(
+        "--draft-kind",
+        choices=["eagle3", "mtp"],
+        default="eagle3",
+        help="the draft's mechanism; mtp writes the policy as a model with an MTP head first",
+    )
+    parser.add_argument("--draft", type=Path, help="release 0 (default: the example's)")
     parser.add_argument("--json", type=Path, help="also write the figures here, without the steps")
     parser.add_argument("--out", type=Path, help="run directory (default: runs/<date-time>)")
     options = parser.parse_args(argv)
+    options.draft = options.draft or HERE / ("mtp" if options.draft_kind == "mtp" else "draft")
     for name in ("policy", "draft"):
         if not (getattr(options, name) / "config.json").exists():
             parser.error(f"--{name}: {getattr(options, name)} holds no config.json")

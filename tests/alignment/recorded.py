@@ -27,6 +27,7 @@ def record(
         sampled = logits.gather(1, ids[1:, None])[:, 0]
         zero = torch.zeros(1)
         count = len(ids)
+        aux = [output.hidden_states[layer][0] for layer in aux_layers]
         samples.append(
             Sample.pack(
                 sample_id=f"r{index}",
@@ -37,7 +38,7 @@ def record(
                 positions=torch.arange(count),
                 segment_ids=torch.zeros(count, dtype=torch.int64),
                 loss_mask=torch.arange(count) >= len(prompt),
-                aux=torch.cat([output.hidden_states[layer][0] for layer in aux_layers], dim=1),
+                aux=torch.cat([logits[:0].new_zeros(count, 0), *aux], dim=1),
                 # The last entry of hidden_states is after the final norm: lm_head's input.
                 final_hidden=output.hidden_states[-1][0],
                 sampled_logprobs=torch.cat([zero, sampled - logits.logsumexp(1)]),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen3NextConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
@@ -16,10 +19,20 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRotaryEmbedding,
 )
 
+from draft_trainer.config import DraftKind, TrainingConfig
+from draft_trainer.drafters import DRAFTERS
+from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.batch import Batch, collate
 from draft_trainer.drafters.loss import ttt_objective, valid_targets
+from draft_trainer.drafters.mtp.checkpoint import Mtp
 from draft_trainer.drafters.mtp.config import FAMILIES, MtpConfig
 from draft_trainer.drafters.mtp.head import MtpHead
+from draft_trainer.drafters.policy import PolicyHeads
+from draft_trainer.ingest.run import PolicySizes, check_fit
+from draft_trainer.releases.registry import Registry
+from draft_trainer.training.learner import Learner
+from slipstream.errors import RefusedError
+from slipstream.v1 import release_pb2
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy
 
 STEPS = 3
@@ -162,3 +175,124 @@ def test_the_loss_is_the_divergence_over_the_whole_vocabulary_and_leaves_lm_head
     for name, parameter in head.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, atol=1e-5, rtol=1e-3)
     assert lm_head.grad is None
+
+
+def checkpoint(folder: Path, document: dict[str, Any], **others: Tensor) -> MtpHead:
+    """A policy's folder: its config.json, and the head's tensors among others."""
+    head = mtp_head(document)
+    family = FAMILIES[head.config.family]
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(document))
+    tensors = {family.stored(name): t.detach() for name, t in head.named_parameters()}
+    save_file(tensors | others, folder / "model.safetensors")
+    return head
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_policys_own_head_becomes_release_0_and_goes_on(name: str, tmp_path: Path) -> None:
+    policy, document = tmp_path / "policy", DOCUMENTS[name]
+    head = checkpoint(policy, document, **{"lm_head.weight": torch.ones(VOCAB, HIDDEN)})
+    registry = Registry(tmp_path / "releases", DRAFTERS["mtp"])
+    assert registry.import_initial(policy, policy).draft_kind == "mtp"
+    kept = load_file(registry.path(0) / "model.safetensors")
+    assert kept.keys() == {FAMILIES[name].stored(n) for n in head.state_dict()}
+    assert json.loads((registry.path(0) / "config.json").read_text()) == document
+    again = registry.drafter.read(registry.path(0), policy)
+    assert again.as_stored
+    moved = again.draft()
+    with torch.no_grad():
+        moved.get_parameter("fc.weight").add_(1.0)
+    released = registry.create(moved, release_pb2.ReleaseManifest(), torch.float32)
+    assert released.draft_kind == "mtp"
+    # Who opens the folder alone knows what is in it.
+    read = Registry(tmp_path / "releases").drafter.read(registry.path(1)).draft()
+    for (ours, theirs), before in zip(
+        zip(moved.parameters(), read.parameters(), strict=True), head.parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+        assert torch.equal(theirs, before) is (theirs is not read.get_parameter("fc.weight"))
+    with pytest.raises(RefusedError, match=r"draft.kind: found eagle3, expected mtp"):
+        Registry(tmp_path / "releases", DRAFTERS["eagle3"]).import_initial(policy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_experts": 8}, "num_experts"),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 8}, "n_routed_experts"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "kv_lora_rank"),
+        ({"model_type": "glm4"}, "model_type"),
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers"),
+        ({"mtp_num_hidden_layers": 3}, "mtp_num_hidden_layers"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"layer_scale": True}, "layer_scale"),
+        ({"head_dim": None}, "head_dim"),
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+        ({"partial_rotary_factor": None, "rope_parameters": {"rope_theta": 1e4}}, "partial_rotary"),
+    ],
+)
+def test_a_head_that_is_not_represented(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(RefusedError, match=f"config.json {field}"):
+        MtpConfig.from_dict(QWEN | changes)
+
+
+def test_experts_elsewhere_in_the_policy_are_no_matter() -> None:
+    dense = {"num_experts": 8, "mlp_only_layers": [0]}
+    assert MtpConfig.from_dict(QWEN | dense).intermediate_size == 24
+    nested = {"model_type": "qwen3_5", "text_config": QWEN | {"model_type": "qwen3_5_text"}}
+    config = MtpConfig.from_dict(nested)
+    assert (config.family, config.vocab_size) == ("qwen3_5", VOCAB)
+    assert config.to_dict() == nested
+
+
+def test_foreign_and_incomplete_heads(tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    checkpoint(policy, QWEN)
+    mtp, stored = Mtp(), load_file(policy / "model.safetensors")
+    mtp.read(policy, policy)
+    other = tmp_path / "other"
+    checkpoint(other, QWEN | {"num_hidden_layers": 3})
+    with pytest.raises(RefusedError, match="num_hidden_layers: found 3, expected 2"):
+        mtp.read(other, policy)
+    for tensors, found in (
+        ({}, "none of them"),
+        ({n: t for n, t in stored.items() if n != "mtp.fc.weight"}, "mtp.fc.weight"),
+        (stored | {"mtp.layers.1.mlp.up_proj.weight": torch.zeros(1)}, "layers.1"),
+        (stored | {"mtp.norm.weight": torch.full((HIDDEN,), float("nan"))}, "not finite"),
+        (stored | {"mtp.norm.weight": torch.zeros(3)}, r"found \[3\]"),
+    ):
+        save_file(tensors | {"x": torch.zeros(1)}, policy / "model.safetensors")
+        with pytest.raises(RefusedError, match=found):
+            mtp.read(policy)
+    with pytest.raises(RefusedError, match="layout"):
+        mtp.save(tmp_path, mtp_head(QWEN), layout="speculators")
+
+
+def test_a_policy_whose_logits_vllm_does_not_make_is_refused() -> None:
+    shape, sizes = MtpConfig.from_dict(QWEN), (HIDDEN, VOCAB, 2)
+    check_fit(PolicySizes(*sizes), shape)
+    for changes in ({"logit_scale": 0.5}, {"logit_soft_cap": 30.0}, {"lm_head_bias": True}):
+        with pytest.raises(RefusedError, match=f"policy.{next(iter(changes))}"):
+            check_fit(PolicySizes(*sizes, **changes), shape)
+
+
+def test_training_raises_acceptance_on_final_states_alone() -> None:
+    """The whole way of a step, with samples that have no auxiliary states."""
+    policy = Policy()
+    heads: PolicyHeads = policy.heads(rows=torch.arange(VOCAB))
+    samples = [
+        sample.repacked(aux=torch.zeros(sample.tokens, 0), aux_layers=())
+        for sample in policy.samples(24)
+    ]
+    config = TrainingConfig(ttt_steps=STEPS, learning_rate=3e-3, warmup_steps=0)
+    learner = Learner(mtp_head(QWEN), config)
+    before = expected_acceptance(learner.head, samples, heads, STEPS, "probabilistic")
+    for _ in range(60):
+        learner.step(samples, heads)
+    after = expected_acceptance(learner.snapshot(), samples, heads, STEPS, "probabilistic")
+    assert after.acceptance_length > before.acceptance_length + 0.5
+    assert len(after.accepted_per_position) == STEPS
+
+
+def test_every_kind_can_be_configured() -> None:
+    assert set(get_args(DraftKind)) == DRAFTERS.keys()

@@ -17,7 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout_server.preflight import check_draft_fits, check_paths, check_port_free
+from rollout_server.preflight import check_paths, check_port_free
+from rollout_server.served.eagle3 import check_draft_fits
 from slipstream.errors import RefusedError
 from tests.rollout_server.checkpoints import load, write_draft
 

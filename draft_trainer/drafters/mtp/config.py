@@ -130,6 +130,11 @@ class MtpConfig(DraftShape):
     document: Mapping[str, Any]
 
     @property
+    def plain_logits(self) -> bool:
+        """As vLLM's MTP heads, whatever the policy does."""
+        return True
+
+    @property
     def bounds(self) -> frozenset[str]:
         """What the rest of the policy's config.json says does not concern the head."""
         return frozenset(("document",))

@@ -19,9 +19,6 @@ from draft_trainer.drafters.batch import Batch, ahead
 from draft_trainer.drafters.draft import Draft
 from draft_trainer.drafters.mtp.config import FAMILIES, MtpConfig
 from draft_trainer.drafters.ops import linear, rms_norm, rotate_heads, swiglu
-from draft_trainer.drafters.policy import PolicyHead
-from slipstream.errors import RefusedError
-from slipstream.logits import LogitForm
 
 
 class Norm(nn.Module):
@@ -113,17 +110,6 @@ class MtpHead(Draft):
         # Not a buffer: ``head.to(bfloat16)`` must not round the rotary angles.
         self._inv_freq = config.rope.inverse_frequencies(config.head_dim)
         self._attention_scale = config.rope.attention_scale()
-
-    def lm_head_rows(self, policy: PolicyHead | None) -> Tensor:
-        """See ``Draft.lm_head_rows``; refuses a policy whose logits vLLM's head does not make."""
-        if policy is not None and (policy.lm_head_bias is not None or policy.form != LogitForm()):
-            raise RefusedError(
-                "policy.logit_scale",
-                "logits with a scale, a soft cap or a bias",
-                "logits that are lm_head's product alone, as vLLM's MTP heads make them",
-                'adapt an EAGLE-3 draft for this policy (draft.kind = "eagle3")',
-            )
-        return super().lm_head_rows(policy)
 
     def normed(self, output: Tensor) -> Tensor:
         """The output itself: ``unroll`` norms it, because the next step takes it normed."""

@@ -1,0 +1,1 @@
+"""Every draft mechanism beside no speculation, on one policy."""

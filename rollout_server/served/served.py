@@ -1,0 +1,77 @@
+"""What every draft mechanism offers to the rest of the rollout server."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+from slipstream.errors import RefusedError
+
+
+class Served(ABC):
+    """One mechanism as vLLM serves it.
+
+    Attributes:
+        name: ``--draft-kind``; vLLM's ``method`` as a rule.
+        follows_policy: modules of the draft that are the verifier's own: they follow policy pushes,
+            so no stage of a draft may bring their weights.
+        names: what the draft's tensors in a policy's checkpoint begin with; empty where a policy's
+            checkpoint has none.
+    """
+
+    name: ClassVar[str]
+    follows_policy: ClassVar[tuple[str, ...]] = ()
+    names: ClassVar[tuple[str, ...]] = ()
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of a policy's checkpoint is the draft's."""
+        return name.startswith(self.names)
+
+    @abstractmethod
+    def check(self, model_dir: Path, draft_dir: Path) -> None:
+        """Refuse a draft that cannot propose for this model.
+
+        Raises:
+            RefusedError: a directory or file is missing, or sizes or tensors do not fit.
+        """
+
+    def speculative_config(
+        self, draft_dir: Path | None, draft_length: int, sample_method: str
+    ) -> dict[str, Any] | None:
+        """vLLM's ``speculative_config``; None: no speculation."""
+        return {
+            "method": self.name,
+            "model": str(draft_dir),
+            "num_speculative_tokens": draft_length,
+            "draft_sample_method": sample_method,
+        }
+
+
+class WithoutWeights(Served):
+    """Drafts by vLLM's own rules, or not at all: nothing is trained, staged or swapped."""
+
+    def __init__(self, name: str, settings: dict[str, Any] | None) -> None:
+        self.name = name  # type: ignore[misc]
+        self._settings = settings
+
+    def check(self, model_dir: Path, draft_dir: Path) -> None:
+        """There is no draft that could fit."""
+        raise RefusedError(
+            "--draft",
+            str(draft_dir),
+            f"none with --draft-kind {self.name}",
+            "leave one of them out",
+        )
+
+    def speculative_config(
+        self, draft_dir: Path | None, draft_length: int, sample_method: str
+    ) -> dict[str, Any] | None:
+        """See ``Served.speculative_config``."""
+        if self._settings is None:
+            return None
+        return {
+            "method": self.name,
+            "num_speculative_tokens": draft_length,
+            **self._settings,
+        }

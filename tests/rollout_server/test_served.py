@@ -1,0 +1,171 @@
+"""Draft mechanisms on the server's side: what is refused, and what follows the policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from rollout_server.app import _expected_draft, _expected_policy
+from rollout_server.checkpoint import read_layout
+from rollout_server.control import DRAFT, Weights
+from rollout_server.engine import Description
+from rollout_server.served import SERVED, WithoutWeights, served_by
+from rollout_server.service import refuse_shared
+from rollout_server.store import ContentStore, WeightSource
+from rollout_server.swap import derived_tensors
+from slipstream.errors import RefusedError
+from slipstream.tensors import spec_of
+
+MODEL = {"model_type": "qwen3_next", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 16}
+HEAD = {"mtp.fc.weight": torch.zeros(8, 16), "mtp.norm.weight": torch.zeros(8)}
+POLICY = {"model.embed_tokens.weight": torch.zeros(16, 8), "lm_head.weight": torch.zeros(16, 8)}
+
+
+def write(directory: Path, tensors: dict[str, torch.Tensor] = HEAD, **changes: object) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(MODEL | changes))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_the_kind_is_what_the_draft_is(tmp_path: Path, draft_dir: Path) -> None:
+    assert served_by(None, draft_dir).name == "eagle3"
+    head = write(tmp_path / "head")
+    assert served_by(None, head).name == "mtp"
+    (head / "manifest.json").write_text('{"draft_kind": "eagle3"}')
+    assert served_by(None, head).name == "eagle3"
+    (head / "manifest.json").write_text('{"draft_kind": "dflash"}')
+    with pytest.raises(RefusedError, match="dflash"):
+        served_by(None, head)
+    for kind in ("ngram", "none"):
+        assert isinstance(served_by(kind, None), WithoutWeights)
+    for kind in (None, "mtp"):
+        with pytest.raises(RefusedError, match="--draft"):
+            served_by(kind, None)
+
+
+def test_what_vllm_is_told() -> None:
+    def config(kind: str) -> dict[str, object] | None:
+        return SERVED[kind].speculative_config(Path("d"), 3, "probabilistic")
+
+    assert config("mtp") == {
+        "method": "mtp",
+        "model": "d",
+        "num_speculative_tokens": 3,
+        "draft_sample_method": "probabilistic",
+    }
+    ngram = config("ngram")
+    assert ngram is not None
+    assert "model" not in ngram
+    assert (ngram["prompt_lookup_min"], ngram["prompt_lookup_max"]) == (2, 4)
+    assert config("none") is None
+
+
+def test_an_mtp_head_that_does_not_fit(tmp_path: Path) -> None:
+    model, head = write(tmp_path / "model", POLICY | HEAD), write(tmp_path / "head")
+    mtp = SERVED["mtp"]
+    mtp.check(model, head)
+    with pytest.raises(RefusedError, match="hidden_size: found 4"):
+        mtp.check(model, write(tmp_path / "narrow", hidden_size=4))
+    with pytest.raises(RefusedError, match=r"model.embed_tokens.weight"):
+        mtp.check(model, model)
+    with pytest.raises(RefusedError, match="--draft-kind ngram"):
+        SERVED["ngram"].check(model, head)
+
+
+def test_stages_of_an_mtp_head_and_of_its_policy(tmp_path: Path) -> None:
+    model = write(tmp_path / "model", POLICY | HEAD)
+    store = ContentStore(tmp_path, 1 << 20)
+    specs = [spec_of(name, tensor) for name, tensor in HEAD.items()]
+    draft = Weights.of(DRAFT, 0, specs, store)
+    seen = Description(True, ("lm_head.weight",), "float32")
+    expected = _expected_draft(draft, seen, SERVED["mtp"])
+    expected.check(specs)
+    for name, tensor in POLICY.items():
+        with pytest.raises(RefusedError):
+            expected.check([*specs, spec_of(name.removeprefix("model."), tensor)])
+    # A training loop has no head: its policy is the rest of the checkpoint.
+    policy = _expected_policy(read_layout(model, "MODEL"), seen, SERVED["mtp"])
+    whole = [spec_of(name, tensor) for name, tensor in POLICY.items()]
+    policy.check(whole)
+    with pytest.raises(RefusedError, match=r"mtp.fc.weight"):
+        policy.check([*whole, specs[0]])
+
+
+def test_nothing_is_staged_where_there_is_no_draft() -> None:
+    expected = _expected_draft(
+        Weights(DRAFT, 0, WeightSource()), Description(False, (), "float32"), SERVED["ngram"]
+    )
+    for specs in ([], [spec_of("fc.weight", torch.zeros(2))]):
+        with pytest.raises(RefusedError, match="without weights"):
+            expected.check(specs)
+
+
+def test_shared_memory_is_fine_where_no_stage_writes() -> None:
+    shared = Description(True, ("lm_head.weight",), "float32")
+    refuse_shared(shared, SERVED["mtp"])
+    with pytest.raises(RefusedError, match="lm_head"):
+        refuse_shared(shared, SERVED["eagle3"])
+
+
+class Fused(nn.Module):
+    """As vLLM's DFlash: copies of its projections, made when the checkpoint was loaded."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.shared = policy
+        self.layer.kv_cache = torch.zeros(2, 4)
+        self.steps = torch.arange(3)
+
+    def build(self) -> None:
+        self.layer._fused_kv_weight = torch.cat([self.layer.weight.data, self.layer.weight.data])
+        self._norms = [self.layer.bias.data]
+
+
+def test_tensors_that_vllm_derives_are_found_and_refused() -> None:
+    policy = nn.Linear(4, 4)
+    policy._packed = torch.zeros(4)
+    draft = Fused(policy)
+    assert derived_tensors(policy, draft) == []
+    draft.build()
+    found = derived_tensors(policy, draft)
+    assert found == ["_norms", "layer._fused_kv_weight"]
+    with pytest.raises(RefusedError, match="_fused_kv_weight"):
+        refuse_shared(Description(True, (), "float32", tuple(found)), SERVED["mtp"])
+
+
+def test_a_qwen3_next_model_without_experts_is_taken() -> None:
+    """The first half fails on a vLLM that takes it: then the workaround can go."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.qwen3_next import QwenNextMixtureOfExperts
+
+    from rollout_server.served import dense_qwen3_next
+    from rollout_server.vllm_patches import allow_dense_qwen3_next
+
+    class Dense(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Module()
+            self.model.layers = nn.ModuleList([nn.Module()])
+            self.model.layers[0].mlp = nn.Linear(2, 2)
+
+    class Theirs(Dense, QwenNextMixtureOfExperts):
+        pass
+
+    class Ours(dense_qwen3_next._DenseAllowed, Theirs):
+        pass
+
+    with pytest.raises(RuntimeError, match="No Qwen3Next layer"):
+        Theirs().set_moe_parameters()
+    ours = Ours()
+    ours.set_moe_parameters()
+    assert ours.num_moe_layers == 0
+    allow_dense_qwen3_next()
+    for name in ("Qwen3NextForCausalLM", "Qwen3NextMTP"):
+        assert ModelRegistry.models[name].load_model_cls() is getattr(dense_qwen3_next, name)
