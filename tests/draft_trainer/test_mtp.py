@@ -89,7 +89,7 @@ class Reference(nn.Module):
     def __init__(self, head: MtpHead) -> None:
         super().__init__()
         self.family, state = FAMILIES[head.config.family], head.state_dict()
-        self.qwen = self.family.zero_centred
+        self.qwen = self.family.qwen
         names = {n: v for n, v in head.config.document.items() if n != "architectures"}
         kind = Qwen3NextConfig if self.qwen else Qwen2Config
         names.pop("model_type")
@@ -238,7 +238,7 @@ def test_a_head_that_is_not_represented(changes: dict[str, Any], field: str) -> 
 
 def test_experts_elsewhere_in_the_policy_are_no_matter() -> None:
     dense = {"num_experts": 8, "mlp_only_layers": [0]}
-    assert MtpConfig.from_dict(QWEN | dense).intermediate_size == 24
+    assert MtpConfig.from_dict(QWEN | dense).block.intermediate_size == 24
     nested = {"model_type": "qwen3_5", "text_config": QWEN | {"model_type": "qwen3_5_text"}}
     config = MtpConfig.from_dict(nested)
     assert (config.family, config.vocab_size) == ("qwen3_5", VOCAB)

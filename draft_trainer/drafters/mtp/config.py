@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from draft_trainer.checkpoints.policy import size_of
+from draft_trainer.drafters.block import BlockShape
 from draft_trainer.drafters.draft import DraftShape
 from draft_trainer.drafters.rope import Rope
 from slipstream.errors import RefusedError
@@ -25,9 +26,7 @@ class Family:
         modules: names of the checkpoint's config.json that say how many modules there are.
         prefix: what every tensor's name begins with in the checkpoint.
         names: what follows there for the head's parts, by their names in ``MtpHead``.
-        zero_centred: a norm multiplies with 1 + its weight.
-        qk_norm: an RMSNorm for each query and key head.
-        qkv_bias: q, k and v have a bias.
+        qwen: the block is Qwen3-Next's, whose norms are centred on 0, not Qwen2's.
         embedding_first: the fused vector begins with the embedding, not with the hidden state.
         blind_start: the embedding at position 0 counts as zeros.
     """
@@ -35,9 +34,7 @@ class Family:
     modules: tuple[str, ...]
     prefix: str
     names: Mapping[str, str]
-    zero_centred: bool
-    qk_norm: bool
-    qkv_bias: bool
+    qwen: bool
     embedding_first: bool
     blind_start: bool
 
@@ -57,9 +54,7 @@ _QWEN = Family(
         "layer.": "layers.0.",
         "norm.": "norm.",
     },
-    zero_centred=True,
-    qk_norm=True,
-    qkv_bias=False,
+    qwen=True,
     embedding_first=True,
     blind_start=False,
 )
@@ -76,9 +71,7 @@ FAMILIES = {
             "layer.": "0.",
             "norm.": "0.final_layernorm.",
         },
-        zero_centred=False,
-        qk_norm=False,
-        qkv_bias=True,
+        qwen=False,
         embedding_first=False,
         blind_start=True,
     ),
@@ -109,24 +102,12 @@ class MtpConfig(DraftShape):
 
     Attributes:
         family: one of ``FAMILIES``.
-        intermediate_size: width of its MLP.
-        num_attention_heads: query heads.
-        num_key_value_heads: key and value heads; divides the query heads.
-        head_dim: size of one head.
-        output_gate: the attention's output is multiplied with a sigmoid; q_proj makes both.
-        rms_norm_eps: epsilon of every RMSNorm.
-        rope: the rotary embedding.
+        block: its decoder layer; its norms are of the same kind.
         document: the policy's config.json.
     """
 
     family: str
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    output_gate: bool
-    rms_norm_eps: float
-    rope: Rope
+    block: BlockShape
     document: Mapping[str, Any]
 
     @property
@@ -171,14 +152,20 @@ class MtpConfig(DraftShape):
             vocab_size=size_of(text, "vocab_size"),
             draft_vocab_size=size_of(text, "vocab_size"),
             family=name,
-            intermediate_size=size_of(text, "intermediate_size"),
-            num_attention_heads=heads,
-            num_key_value_heads=size_of(text, "num_key_value_heads"),
-            # transformers' default for Qwen3-Next and 3.5 is not hidden / heads.
-            head_dim=size_of(text, "head_dim") if family.qk_norm else hidden // heads,
-            output_gate=family.qk_norm and text.get("attn_output_gate", True) is True,
-            rms_norm_eps=eps,
-            rope=_rope(text, family),
+            block=BlockShape(
+                hidden_size=hidden,
+                intermediate_size=size_of(text, "intermediate_size"),
+                num_attention_heads=heads,
+                num_key_value_heads=size_of(text, "num_key_value_heads"),
+                # transformers' default for Qwen3-Next and 3.5 is not hidden / heads.
+                head_dim=size_of(text, "head_dim") if family.qwen else hidden // heads,
+                rms_norm_eps=eps,
+                rope=_rope(text, family),
+                qk_norm=family.qwen,
+                qkv_bias=not family.qwen,
+                output_gate=family.qwen and text.get("attn_output_gate", True) is True,
+                zero_centred=family.qwen,
+            ),
             document=dict(document),
         )
 
@@ -206,7 +193,7 @@ def _rope(text: Mapping[str, Any], family: Family) -> Rope:
             fields[field] = {n: v for n, v in text[field].items() if n not in _MROPE}
     rope = Rope.from_dict(fields)
     named = {**fields, **(fields.get("rope_parameters") or {})}
-    if family.zero_centred and named.get("partial_rotary_factor") is None:
+    if family.qwen and named.get("partial_rotary_factor") is None:
         # transformers' default for these is a quarter, and not the whole.
         _refuse("partial_rotary_factor", "nothing", "a number")
     return rope

@@ -1,0 +1,153 @@
+"""A decoder layer as Llama, Qwen2, Qwen3 and Qwen3-Next have it: attention, then a SwiGLU.
+
+The parameter names are those of Hugging Face's checkpoints. How its queries meet keys is up to the
+mechanism: ``project`` gives queries, keys and values, ``finish`` takes what was attended to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from draft_trainer.drafters.ops import linear, rms_norm, rotate_heads, swiglu
+from draft_trainer.drafters.rope import Rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """Sizes and switches of a layer.
+
+    Attributes:
+        hidden_size: H.
+        intermediate_size: width of the MLP.
+        num_attention_heads: query heads.
+        num_key_value_heads: key and value heads; divides the query heads.
+        head_dim: D, size of one head.
+        rms_norm_eps: epsilon of every RMSNorm.
+        rope: the rotary embedding.
+        qk_norm: an RMSNorm for each query and key head.
+        qkv_bias: q, k and v have a bias.
+        output_gate: the attention's output is multiplied with a sigmoid; q_proj's rows are a head's
+            query, then its gate.
+        zero_centred: a norm multiplies with 1 + its weight.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Rope
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_gate: bool = False
+    zero_centred: bool = False
+
+    def norm(self, size: int | None = None) -> Norm:
+        """A norm of this kind over ``size`` values (H)."""
+        return Norm(size or self.hidden_size, self.rms_norm_eps, 1.0 if self.zero_centred else 0.0)
+
+
+class Norm(nn.Module):
+    """x / rms(x) * (weight + ``offset``); with an offset of 1 the weight is centred on 0."""
+
+    def __init__(self, size: int, eps: float, offset: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
+        self.eps, self.offset = eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] to [..., size], in the type of ``x``."""
+        weight = self.weight + self.offset if self.offset else self.weight
+        return rms_norm(x, weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Projections of the attention."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        size, bias = shape.hidden_size, shape.qkv_bias
+        queries = shape.num_attention_heads * shape.head_dim
+        keys = shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(size, queries * (1 + shape.output_gate), bias=bias)
+        self.k_proj = nn.Linear(size, keys, bias=bias)
+        self.v_proj = nn.Linear(size, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, size, bias=False)
+        self.q_norm = shape.norm(shape.head_dim) if shape.qk_norm else None
+        self.k_norm = shape.norm(shape.head_dim) if shape.qk_norm else None
+
+
+class MLP(nn.Module):
+    """Projections of the SwiGLU."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+
+class Block(nn.Module):
+    """The layer."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.input_layernorm = shape.norm()
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = shape.norm()
+        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
+        # Not a buffer: ``to(bfloat16)`` must not round the rotary angles.
+        self._inv_freq = shape.rope.inverse_frequencies(shape.head_dim)
+        self._attention_scale = shape.rope.attention_scale()
+
+    def project(
+        self, hidden: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values of a residual stream, ready to attend.
+
+        Args:
+            hidden: [B, T, H], before ``input_layernorm``.
+            positions: int64 [B, T].
+
+        Returns:
+            q [B, T, heads, D], k and v [B, T, kv_heads, D], and the gate before its sigmoid,
+            [B, T, heads, D], None without one.
+        """
+        attention, heads = self.self_attn, self.shape.num_attention_heads
+        normed = self.input_layernorm(hidden)
+        q, k, v = (
+            linear(normed, part.weight, part.bias)
+            for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in (q, k, v))
+        gate = None
+        if self.shape.output_gate:
+            q, gate = q.unflatten(2, (heads, 2)).unbind(3)
+        if attention.q_norm is not None and attention.k_norm is not None:
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        angles = positions.to(wide)[..., None, None] * self._inv_freq.to(positions.device, wide)
+        cos, sin = angles.cos() * self._attention_scale, angles.sin() * self._attention_scale
+        rotated = rotate_heads(torch.cat([q, k], dim=2), heads + k.shape[2], cos, sin)
+        q, k = rotated.split([heads, k.shape[2]], dim=2)
+        return q, k, v, gate
+
+    def finish(self, hidden: Tensor, attended: Tensor, gate: Tensor | None) -> Tensor:
+        """The residual stream after the layer, [B, T, H].
+
+        Args:
+            hidden: [B, T, H], before the layer.
+            attended: [B, T, heads, D], the attention's output.
+            gate: from ``project``.
+        """
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        hidden = hidden + linear(attended.flatten(2), self.self_attn.o_proj.weight)
+        gate_up = torch.cat([self.mlp.gate_proj.weight, self.mlp.up_proj.weight])
+        gated = swiglu(linear(self.post_attention_layernorm(hidden), gate_up))
+        return hidden + linear(gated, self.mlp.down_proj.weight)
