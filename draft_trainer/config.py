@@ -132,7 +132,7 @@ def credentials_of(config: TrainerConfig) -> ClientCredentials:
     return shown
 
 
-DraftKind = Literal["eagle3", "mtp"]
+DraftKind = Literal["eagle3", "mtp", "draft_model"]
 """``Drafter.name`` of every mechanism."""
 
 

@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +24,18 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+def read_document(directory: Path, next_step: str) -> dict[str, Any]:
+    """A checkpoint's config.json. Raises RefusedError: it is none."""
+    path = directory / CONFIG_FILE
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RefusedError(str(path), str(error), "a JSON object", next_step) from error
+    if not isinstance(document, dict):
+        raise RefusedError(str(path), type(document).__name__, "a JSON object", next_step)
+    return document
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -26,6 +26,7 @@ _ITERATIONS = 5
 # singular value from the smallest that matter to between 0.7 and 1.2.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _ADAMW_RMS = 0.2
+_OF_TOKENS = {"lm_head", "embed_tokens"}
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -135,7 +136,8 @@ class DraftOptimizer:
     """Updates a draft's float32 weights. All of its state is in named tensors, from the start.
 
     "adamw" updates every parameter with AdamW. "muon" updates the matrices between hidden states
-    with Muon; lm_head, whose rows are tokens and not directions, and vectors stay with AdamW.
+    with Muon; lm_head and embeddings, whose rows are tokens and not directions, and vectors stay
+    with AdamW.
 
     Args:
         draft: whose weights it moves; float32.
@@ -154,7 +156,7 @@ class DraftOptimizer:
         hidden = {
             name: p
             for name, p in self._parameters.items()
-            if config.optimizer == "muon" and p.ndim == 2 and not name.startswith("lm_head.")
+            if config.optimizer == "muon" and p.ndim == 2 and not _OF_TOKENS & {*name.split(".")}
         }
         self._muon = Muon(hidden, config.weight_decay, getattr(torch, config.compute_dtype))
         self._adam_parameters = {n: p for n, p in self._parameters.items() if n not in hidden}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollout_server.checkpoint import read_config, read_layout, read_manifest
+from rollout_server.served.draft_model import DraftModel
 from rollout_server.served.eagle3 import Eagle3
 from rollout_server.served.mtp import Mtp
 from rollout_server.served.served import Served, WithoutWeights
@@ -15,6 +16,7 @@ SERVED: dict[str, Served] = {
     for served in (
         Eagle3(),
         Mtp(),
+        DraftModel(),
         WithoutWeights("ngram", {"prompt_lookup_min": 2, "prompt_lookup_max": 4}),
         WithoutWeights("none", None),
     )

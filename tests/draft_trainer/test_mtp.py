@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3NextConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding as Qwen2Rotary
 from transformers.models.qwen3_next.modeling_qwen3_next import (
@@ -29,8 +30,13 @@ from draft_trainer.drafters.mtp.config import FAMILIES, MtpConfig
 from draft_trainer.drafters.mtp.head import MtpHead
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.ingest.run import PolicySizes, check_fit
+from draft_trainer.offline.data import fit_config
+from draft_trainer.offline.fit import Fit
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner
+from draft_trainer.training.ranks import Ranks
+from examples.arithmetic_grpo.make_mtp import new_head, policy_with_mtp
+from examples.arithmetic_grpo.record import Recorder, solutions
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy
@@ -296,3 +302,25 @@ def test_training_raises_acceptance_on_final_states_alone() -> None:
 
 def test_every_kind_can_be_configured() -> None:
     assert set(get_args(DraftKind)) == DRAFTERS.keys()
+
+
+def test_a_recording_of_final_states_alone_is_fitted(policy_dir: Path, tmp_path: Path) -> None:
+    """From the bridge's own hooks to a folder that vLLM loads."""
+    model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
+    with Recorder(model, tmp_path / "states", aux_layer_ids=()) as recorder:
+        for rollouts in solutions(model, 96, seed=1):
+            recorder.add(rollouts)
+    policy = policy_with_mtp(policy_dir, tmp_path / "policy")
+    (tmp_path / "head").mkdir()
+    Mtp().save(tmp_path / "head", new_head(policy, seed=0), torch.float32)
+    options = {"fit.kind": "mtp", "fit.epochs": 1, "fit.held_out_fraction": 0.2}
+    options |= {"training.warmup_steps": 0, "training.batch_tokens": 512}
+    config = fit_config(None, options)
+    out = tmp_path / "out"
+    fit = Fit(tmp_path / "states", tmp_path / "head", out, policy, config, Ranks())
+    assert fit.run(threading.Event(), resume=False)
+    fitted = Mtp().read(out, policy)
+    assert fitted.as_stored
+    assert not torch.equal(
+        fitted.tensors["fc.weight"], Mtp().read(tmp_path / "head").tensors["fc.weight"]
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from draft_trainer.checkpoints.draft import (
     check_tensors,
     d2t_of,
     load_tensors,
+    read_document,
     tensor_names,
     weight_files,
 )
@@ -169,13 +169,7 @@ def _read_config(
     directory: Path, policy: Path | None
 ) -> tuple[HeadConfig, Layout, Document, Document]:
     """The configuration, the layout, and config.json as stored and as vLLM must read it."""
-    path = directory / CONFIG_FILE
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise _refused(path, str(error), "a JSON object") from error
-    if not isinstance(document, dict):
-        raise _refused(path, type(document).__name__, "a JSON object")
+    path, document = directory / CONFIG_FILE, read_document(directory, _ADVICE)
     _refuse_policy(directory, document)
     layout = next((layout for layout in _LAYOUTS if layout.matches(document)), None)
     if layout is None:

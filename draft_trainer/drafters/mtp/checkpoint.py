@@ -6,7 +6,6 @@ directories that vLLM loads with ``"method": "mtp"``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 
 from draft_trainer.checkpoints.draft import (
-    CONFIG_FILE,
     WEIGHTS_FILE,
     check_tensors,
     load_tensors,
+    read_document,
     tensor_names,
     weight_files,
 )
@@ -42,7 +41,7 @@ class Mtp(Drafter):
     def read(self, directory: Path, policy: Path | None = None) -> Checkpoint:
         """See ``Drafter.read``; whatever else the checkpoint has, the policy's weights, is left."""
         weight_files(directory)  # a pickle is the better reason than what else is missing
-        document = _document(directory)
+        document = read_document(directory, _ADVICE)
         config = MtpConfig.from_dict(document)
         if policy is not None:
             theirs, ours = read_policy_config(policy), document.get("text_config") or document
@@ -88,23 +87,12 @@ class Mtp(Drafter):
         assert isinstance(config, MtpConfig), "a draft of another mechanism"
         if layout != "plain":
             raise _refused("layout", layout, "plain, the only one of MTP heads")
-        document = dict(config.document) if like is None else _document(like)
+        document = dict(config.document) if like is None else read_document(like, _ADVICE)
         tensors = {name: t.detach().to("cpu", dtype) for name, t in draft.state_dict().items()}
         names = {name: FAMILIES[config.family].stored(name) for name in tensors}
         Checkpoint(
             *(MtpHead, config, tensors, None, document, names), with_t2d=False, as_stored=True
         ).write(directory)
-
-
-def _document(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG_FILE
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise _refused(path, str(error), "a JSON object") from error
-    if not isinstance(document, dict):
-        raise _refused(path, type(document).__name__, "a JSON object")
-    return document
 
 
 _ADVICE = (

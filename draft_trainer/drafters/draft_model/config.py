@@ -1,0 +1,100 @@
+"""Shape of a draft model, from and to the ``config.json`` of a causal language model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from draft_trainer.checkpoints.policy import size_of
+from draft_trainer.drafters.block import BlockShape
+from draft_trainer.drafters.draft import DraftShape
+from draft_trainer.drafters.rope import Rope
+from slipstream.errors import RefusedError
+
+POLICY_WIDTH = "target_hidden_size"
+"""Our field: the policy's hidden size, which nothing else in a draft model says."""
+
+# By model_type: whether q and k are normed, and whether q, k and v have a bias.
+_LAYERS = {"llama": (False, False), "qwen2": (False, True), "qwen3": (True, False)}
+_FIXED_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "quantization_config": (None,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmConfig(DraftShape):
+    """Everything that determines the model's function besides its weights; see ``DraftShape``.
+
+    Attributes:
+        block: every one of its decoder layers.
+        num_hidden_layers: how many.
+        tied: the embeddings are its lm_head as well.
+        document: its config.json.
+    """
+
+    block: BlockShape
+    num_hidden_layers: int
+    tied: bool
+    document: Mapping[str, Any]
+
+    @property
+    def bounds(self) -> frozenset[str]:
+        """What the rest of its config.json says does not change the function."""
+        return frozenset(("document",))
+
+    def to_dict(self, dtype_name: str = "bfloat16") -> dict[str, Any]:
+        """Its config.json; vLLM gives the draft the element type of the policy."""
+        return dict(self.document)
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> LmConfig:
+        """Read a ``config.json`` that has ``POLICY_WIDTH``.
+
+        Raises:
+            RefusedError: a field is missing, or asks for a function that is not represented.
+        """
+        kind = document.get("model_type")
+        if kind not in _LAYERS:
+            _refuse("model_type", kind, f"one of {[*_LAYERS]}")
+        for name, allowed in _FIXED_VALUES.items():
+            if document.get(name) not in allowed:
+                _refuse(name, document.get(name), allowed[0])
+        eps = document.get("rms_norm_eps")
+        if not isinstance(eps, float):
+            _refuse("rms_norm_eps", eps, "a number")
+        hidden, heads = size_of(document, "hidden_size"), size_of(document, "num_attention_heads")
+        qk_norm, qkv_bias = _LAYERS[kind]
+        return cls(
+            aux_layer_ids=(),
+            target_hidden_size=size_of(document, POLICY_WIDTH),
+            vocab_size=size_of(document, "vocab_size"),
+            draft_vocab_size=size_of(document, "vocab_size"),
+            block=BlockShape(
+                hidden_size=hidden,
+                intermediate_size=size_of(document, "intermediate_size"),
+                num_attention_heads=heads,
+                num_key_value_heads=size_of(document, "num_key_value_heads"),
+                head_dim=document.get("head_dim") or hidden // heads,
+                rms_norm_eps=eps,
+                rope=Rope.from_dict(document),
+                qk_norm=qk_norm,
+                qkv_bias=qkv_bias,
+            ),
+            num_hidden_layers=size_of(document, "num_hidden_layers"),
+            tied=document.get("tie_word_embeddings", False) is True,
+            document=dict(document),
+        )
+
+
+def _refuse(name: str, found: object, expected: object) -> NoReturn:
+    raise RefusedError(
+        f"the draft's config.json {name}",
+        found,
+        expected,
+        "give a small Llama, Qwen2 or Qwen3 model with the policy's vocabulary",
+    )

@@ -1,0 +1,152 @@
+"""MTP heads and draft models on real vLLM: the replay predicts acceptance, and swaps lose nothing.
+
+The MTP head's policy is the example's, written as the Qwen3-Next model that it is; the draft model
+is the first layers of the example's policy. Tolerance and rollouts are those of ``test_replay``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from draft_trainer.drafters import DRAFTERS
+from draft_trainer.drafters.acceptance import expected_acceptance
+from examples.arithmetic_grpo.make_mtp import policy_with_mtp
+from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
+from examples.local_services import ARITHMETIC, DRAFT_LENGTH
+from tests.alignment.recorded import policy_heads, record
+from tests.alignment.test_replay import ROLLOUTS, TOLERANCE, counters, generate
+from tests.rollout_server.checkpoints import load, perturbed
+from tests.rollout_server.live import Live, RefusedError, prompts
+
+pytestmark = pytest.mark.vllm
+SWAPS = 24
+LAYERS = 5
+"""Of the policy, in the draft model."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A server of one mechanism.
+
+    Attributes:
+        least: acceptance length of its draft, at least; and after a push of another policy.
+    """
+
+    kind: str
+    live: Live
+    policy: Path
+    draft: Path
+    least: tuple[float, float]
+
+
+def first_layers(policy: Path, out: Path) -> Path:
+    """The policy without its last layers, as a model of its own."""
+    shutil.copytree(policy, out)
+    config = json.loads((policy / "config.json").read_text())
+    config |= {"num_hidden_layers": LAYERS, "layer_types": config["layer_types"][:LAYERS]}
+    (out / "config.json").write_text(json.dumps(config))
+    kept = {
+        name: tensor
+        for name, tensor in load(policy).items()
+        if not name.startswith("model.layers.") or int(name.split(".")[2]) < LAYERS
+    }
+    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+@pytest.fixture(scope="module", params=["mtp", "draft_model"])
+def case(
+    request: pytest.FixtureRequest,
+    serve,  # type: ignore[no-untyped-def]
+    policy_dir: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Case]:
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "mtp":
+        policy = policy_with_mtp(policy_dir, folder / "policy")
+        draft, least = ARITHMETIC / "mtp", (2.0, 1.3)
+    else:
+        policy, draft, least = policy_dir, first_layers(policy_dir, folder / "draft"), (1.1, 1.1)
+    live = serve("--draft-kind", request.param, policy=policy, draft=draft)
+    yield Case(request.param, live, policy, draft, least)
+    live.stop()
+
+
+def model_of(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def test_the_conversion_changes_no_logit(policy_dir: Path, tmp_path: Path) -> None:
+    ids = torch.tensor(prompts(4))
+    converted = policy_with_mtp(policy_dir, tmp_path / "policy")
+    with torch.no_grad():
+        before, after = (model_of(folder)(ids).logits for folder in (policy_dir, converted))
+    torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
+
+
+def test_swaps_with_requests_in_flight_lose_nothing(case: Case) -> None:
+    live, state, batch = case.live, case.live.state(), prompts(64)
+    assert (state.draft_kind, state.draft_version) == (case.kind, 0)
+    live.speculate(False)
+    plain = live.generate(batch)
+    live.speculate(True)
+    draft = load(case.draft)
+    with live.generating(batch) as rounds:
+        for number in range(1, SWAPS + 1):
+            other = perturbed(draft, scale=2.0, seed=number)
+            result = live.stage("draft", f"swap-{number}", number, other if number % 2 else draft)
+            assert result.not_prepared == "", "the standby copy takes the draft"
+            live.commit(f"swap-{number}")
+    assert all(completions == plain for completions in rounds)
+    state = live.state()
+    assert (state.draft_version, state.draft_commits, state.not_ready) == (SWAPS, SWAPS, "")
+    assert live.counters()[1].drafts > 0
+    if case.kind == "mtp":
+        for name in ("lm_head.weight", "model.embed_tokens.weight"):
+            with pytest.raises(RefusedError, match=name.removeprefix("model.")):
+                live.stage("draft", "theirs", 99, draft | {name: torch.zeros(128, 192)})
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_replay_predicts_measured_acceptance(case: Case, pushed: bool) -> None:
+    """Also after a push of another policy, whose embeddings and lm_head an MTP head follows."""
+    live, model = case.live, model_of(case.policy)
+    live.swap(SWAPS + 1 + pushed, load(case.draft))
+    if pushed:
+        moved = perturbed(dict(model.state_dict()), scale=0.05, seed=3)
+        model.load_state_dict(moved)
+        live.stage("policy", "moved", 1, moved)
+        live.commit("moved")
+    tokens = [prompt_ids(problem) for problem in held_out_problems(ROLLOUTS)]
+    before = counters(live)
+    completions = generate(live, tokens)
+    measured = counters(live).since(before)
+    draft = DRAFTERS[case.kind].read(case.draft, case.policy).draft()
+    predicted = expected_acceptance(
+        draft,
+        record(model, tokens, completions, ()),
+        policy_heads(model, draft.target_ids()),
+        DRAFT_LENGTH,
+        "probabilistic",
+    )
+    assert predicted.acceptance_length == pytest.approx(measured.acceptance_length, rel=TOLERANCE)
+    for position, accepted in enumerate(measured.per_position):
+        assert predicted.accepted_per_position[position] == pytest.approx(
+            accepted / measured.drafts, abs=TOLERANCE
+        ), f"draft position {position}"
+    # A draft that proposes nothing useful would pass a comparison of ones with ones.
+    assert measured.acceptance_length is not None
+    print(
+        f"{case.kind}, pushed {pushed}: {predicted.acceptance_length:.3f} predicted, "
+        f"{measured.acceptance_length:.3f} measured, {measured.drafts} steps"
+    )
+    assert measured.acceptance_length > case.least[pushed]

@@ -1,0 +1,150 @@
+"""Draft models: transformers' own logits and gradients, their checkpoints, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from draft_trainer.config import TrainingConfig
+from draft_trainer.drafters import DRAFTERS
+from draft_trainer.drafters.acceptance import expected_acceptance
+from draft_trainer.drafters.batch import collate
+from draft_trainer.drafters.draft_model.checkpoint import DraftModel
+from draft_trainer.releases.registry import Registry
+from draft_trainer.training.learner import Learner
+from slipstream.errors import RefusedError
+from slipstream.v1 import release_pb2
+from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy
+
+STEPS, WIDTH = 3, 24
+SIZES = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def models() -> dict[str, PreTrainedModel]:
+    """One of each layer, the second with embeddings that are its lm_head as well."""
+    torch.manual_seed(0)
+    plain = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    made = {
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False)),
+        "llama": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+        "qwen2": Qwen2ForCausalLM(Qwen2Config(**plain, tie_word_embeddings=False)),
+    }
+    with torch.no_grad():
+        for model in made.values():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return {name: model.eval() for name, model in made.items()}
+
+
+def policy_folder(folder: Path, **changes: object) -> Path:
+    folder.mkdir()
+    config = {"model_type": "x", "vocab_size": VOCAB, "hidden_size": HIDDEN} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2"])
+def test_logits_and_gradients_are_transformers(name: str, tmp_path: Path) -> None:
+    model = models()[name]
+    model.save_pretrained(tmp_path / "lm")
+    policy = policy_folder(tmp_path / "policy")
+    draft = DraftModel().read(tmp_path / "lm", policy).draft()
+    assert draft.config.target_hidden_size == HIDDEN
+    batch = collate(Policy().samples(3), Policy().heads(rows=torch.arange(VOCAB)))
+    theirs = model(input_ids=batch.token_ids, position_ids=batch.positions).logits
+    ours, expected = torch.zeros(()), torch.zeros(())
+    for step, output in enumerate(draft.unroll(batch, STEPS, first_anchor=2)):
+        logits = draft.logits(output)
+        for row, length in enumerate(batch.lengths.tolist()):
+            last = length - step - 2
+            found = logits[row, : last - 2 + 1]
+            wanted = theirs[row, 3 + step : last + step + 2]
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+            ours, expected = ours + found.square().sum(), expected + wanted.square().sum()
+    ours.backward()
+    expected.backward()
+    gradients = dict(model.named_parameters())
+    for key, parameter in draft.named_parameters():
+        wanted = gradients[key].grad
+        scale = float(wanted.abs().max())
+        torch.testing.assert_close(parameter.grad, wanted, atol=1e-3 * scale, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_a_release_is_what_transformers_loads(name: str, tmp_path: Path) -> None:
+    model = models()[name]
+    model.save_pretrained(tmp_path / "lm")
+    registry = Registry(tmp_path / "releases", DRAFTERS["draft_model"])
+    registry.import_initial(tmp_path / "lm", policy_folder(tmp_path / "policy"))
+    # A release says the policy's width itself.
+    draft = registry.drafter.read(registry.path(0)).draft()
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.mul_(1.5)
+    registry.create(draft, release_pb2.ReleaseManifest(), torch.float32)
+    stored = load_file(registry.path(1) / "model.safetensors")
+    assert ("lm_head.weight" in stored) is (name == "qwen3")
+    again = type(model).from_pretrained(registry.path(1))
+    for key, parameter in again.named_parameters():
+        assert torch.equal(parameter, 1.5 * dict(model.named_parameters())[key])
+
+
+def test_models_that_are_not_this_policys_or_not_represented(tmp_path: Path) -> None:
+    lm, drafter = tmp_path / "lm", DraftModel()
+    models()["qwen3"].save_pretrained(lm)
+    with pytest.raises(RefusedError, match=r"set draft\.policy"):
+        drafter.read(lm)
+    with pytest.raises(RefusedError, match="vocab_size: found 24, expected 99"):
+        drafter.read(lm, policy_folder(tmp_path / "other", vocab_size=99))
+    policy = policy_folder(tmp_path / "policy")
+    config = json.loads((lm / "config.json").read_text())
+    for changes, field in (
+        ({"model_type": "gpt2"}, "model_type"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"quantization_config": {}}, "quantization_config"),
+        ({"num_hidden_layers": 3}, "missing"),
+        ({"num_hidden_layers": 1}, "unknown"),
+    ):
+        (lm / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(RefusedError, match=field):
+            drafter.read(lm, policy)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_raises_acceptance(optimizer: str, tmp_path: Path) -> None:
+    models()["llama"].save_pretrained(tmp_path / "lm")
+    draft = DraftModel().read(tmp_path / "lm", policy_folder(tmp_path / "policy")).draft()
+    policy = Policy()
+    heads, samples = policy.heads(rows=torch.arange(VOCAB)), policy.samples(24)
+    config = TrainingConfig(
+        ttt_steps=STEPS, learning_rate=1e-2, warmup_steps=0, optimizer=optimizer
+    )
+    learner = Learner(draft, config)
+    before = expected_acceptance(learner.head, samples, heads, STEPS, "probabilistic")
+    for _ in range(60):
+        learner.step(samples, heads)
+    after = expected_acceptance(learner.snapshot(), samples, heads, STEPS, "probabilistic")
+    assert after.acceptance_length > before.acceptance_length + 0.5
