@@ -78,6 +78,13 @@ def test_an_mtp_head_that_does_not_fit(tmp_path: Path) -> None:
         SERVED["ngram"].check(model, head)
 
 
+def test_a_draft_model_of_another_vocabulary(tmp_path: Path) -> None:
+    model, draft = write(tmp_path / "model", POLICY), write(tmp_path / "draft", POLICY)
+    SERVED["draft_model"].check(model, draft)
+    with pytest.raises(RefusedError, match="vocab_size: found 17"):
+        SERVED["draft_model"].check(model, write(draft, POLICY, vocab_size=17))
+
+
 def test_stages_of_an_mtp_head_and_of_its_policy(tmp_path: Path) -> None:
     model = write(tmp_path / "model", POLICY | HEAD)
     store = ContentStore(tmp_path, 1 << 20)

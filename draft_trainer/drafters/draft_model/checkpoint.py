@@ -13,6 +13,7 @@ from draft_trainer.checkpoints.draft import (
     check_tensors,
     load_tensors,
     read_document,
+    tensor_names,
 )
 from draft_trainer.checkpoints.policy import read_policy_config, size_of
 from draft_trainer.drafters.draft import Checkpoint, Draft, Drafter
@@ -63,7 +64,9 @@ class DraftModel(Drafter):
             document=document,
             names={name: name for name in wanted},
             with_t2d=False,
-            as_stored=document == found and (directory / WEIGHTS_FILE).is_file(),
+            as_stored=document == found
+            and tensor_names(directory) == wanted.keys()
+            and (directory / WEIGHTS_FILE).is_file(),
         )
 
     def save(
