@@ -48,7 +48,7 @@ class Init:
     """Width of the draft's MLP; by default the policy's."""
     seed: Annotated[int, arg(metavar="N")] = 0
     """Of the random weights."""
-    draft_kind: Kind = None
+    draft_kind: Annotated[Literal["eagle3", "mtp"], arg(help_behavior_hint="(optional)")] = "eagle3"
     """The draft's mechanism (eagle3)."""
 
     def run(self) -> int:

@@ -20,6 +20,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRotaryEmbedding,
 )
 
+from draft_trainer.cli.main import main as draft_trainer
 from draft_trainer.config import DraftKind, TrainingConfig
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.acceptance import expected_acceptance
@@ -181,6 +182,13 @@ def test_the_loss_is_the_divergence_over_the_whole_vocabulary_and_leaves_lm_head
     for name, parameter in head.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, atol=1e-5, rtol=1e-3)
     assert lm_head.grad is None
+
+
+def test_the_command_takes_out_the_policys_head(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "policy", QWEN, **{"lm_head.weight": torch.ones(VOCAB, HIDDEN)})
+    options = ("--policy", str(tmp_path / "policy"), "--out", str(tmp_path / "head"))
+    assert draft_trainer(["init", "--draft-kind", "mtp", *options]) == 0
+    assert Mtp().read(tmp_path / "head", tmp_path / "policy").as_stored
 
 
 def checkpoint(folder: Path, document: dict[str, Any], **others: Tensor) -> MtpHead:
