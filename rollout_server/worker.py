@@ -150,7 +150,7 @@ def slipstream_set_speculation(self: Any, enabled: bool) -> float:
     start = time.perf_counter()
     # Model Runner V2 has no drafter: there the scheduler's half suffices, and the draft's first
     # forward pass goes on.
-    if hasattr(self.model_runner, "drafter"):
+    if hasattr(self.model_runner, "drafter") and self.get_draft_model() is not None:
         hooks = WorkerHooks.of(self)
         # Not before it is needed: a server that always speculates runs unhooked.
         hooks.drafting = hooks.drafting or DraftingSwitch(self.model_runner)
