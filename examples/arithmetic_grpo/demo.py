@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.arithmetic_grpo.live_table import LiveTable
 from examples.arithmetic_grpo.loop import GrpoLoop, LoopSettings
-from examples.arithmetic_grpo.make_mtp import policy_with_mtp
+from examples.arithmetic_grpo.make_mtp import first_layers, policy_with_mtp
 from examples.arithmetic_grpo.processes import Service, ServiceError, Services, free_port
 from examples.arithmetic_grpo.records import ADAPTED, FROZEN, MIXED, OFF, RunRecord
 from examples.arithmetic_grpo.report import write_report
@@ -81,8 +81,12 @@ def _run(options: argparse.Namespace, seed: int, directory: Path, began: float) 
     if options.draft_kind == "mtp":
         policy = policy_with_mtp(options.policy, directory / "policy")
         options = argparse.Namespace(**{**vars(options), "policy": policy})
+    elif options.draft_kind == "draft_model" and options.draft is None:
+        draft = first_layers(options.policy, directory / "draft")
+        options = argparse.Namespace(**{**vars(options), "draft": draft})
+    kind = ("--draft-kind", options.draft_kind)
     server = RolloutServer(
-        directory / "rollout-server.log", policy=options.policy, draft=options.draft
+        directory / "rollout-server.log", *kind, policy=options.policy, draft=options.draft
     )
     ports = {name: free_port() for name in ("trainer", "metrics", "bridge")}
     ports["http"] = int(server.http.rpartition(":")[2])
@@ -210,6 +214,7 @@ metrics_port = {ports["metrics"]}
 [draft]
 kind = "{options.draft_kind}"
 initial = "{options.draft.resolve()}"
+policy = "{options.policy.resolve()}"
 registry = "{(directory / "releases").resolve()}"
 
 [replay]
@@ -290,17 +295,20 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--policy", type=Path, default=HERE / "policy", help="checkpoint to train")
     parser.add_argument(
         "--draft-kind",
-        choices=["eagle3", "mtp"],
+        choices=["eagle3", "mtp", "draft_model"],
         default="eagle3",
-        help="the draft's mechanism; mtp writes the policy as a model with an MTP head first",
+        help="the draft's mechanism; mtp writes the policy as a model with an MTP head first, "
+        "draft_model begins with the policy's first layers",
     )
     parser.add_argument("--draft", type=Path, help="release 0 (default: the example's)")
     parser.add_argument("--json", type=Path, help="also write the figures here, without the steps")
     parser.add_argument("--out", type=Path, help="run directory (default: runs/<date-time>)")
     options = parser.parse_args(argv)
-    options.draft = options.draft or HERE / ("mtp" if options.draft_kind == "mtp" else "draft")
+    given = {"eagle3": HERE / "draft", "mtp": HERE / "mtp"}
+    options.draft = options.draft or given.get(options.draft_kind)
     for name in ("policy", "draft"):
-        if not (getattr(options, name) / "config.json").exists():
+        folder = getattr(options, name)
+        if folder is not None and not (folder / "config.json").exists():
             parser.error(f"--{name}: {getattr(options, name)} holds no config.json")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return options

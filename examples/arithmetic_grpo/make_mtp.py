@@ -49,6 +49,21 @@ def policy_with_mtp(policy: Path, out: Path) -> Path:
     return out
 
 
+def first_layers(policy: Path, out: Path, layers: int = 5) -> Path:
+    """Write a Qwen3 checkpoint without its last layers, a draft model; answers the new folder."""
+    config = json.loads((policy / CONFIG_FILE).read_text())
+    shutil.copytree(policy, out)
+    config |= {"num_hidden_layers": layers, "layer_types": config["layer_types"][:layers]}
+    (out / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    kept = {
+        name: tensor
+        for name, tensor in load_file(policy / WEIGHTS_FILE).items()
+        if not name.startswith("model.layers.") or int(name.split(".")[2]) < layers
+    }
+    save_file(kept, out / WEIGHTS_FILE, metadata={"format": "pt"})
+    return out
+
+
 def _config(policy: dict[str, Any]) -> dict[str, Any]:
     left = ("max_window_layers", "sliding_window", "use_sliding_window", "architectures")
     rope = policy["rope_parameters"] | {"partial_rotary_factor": 1.0}

@@ -6,20 +6,17 @@ is the first layers of the example's policy. Tolerance and rollouts are those of
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.acceptance import expected_acceptance
-from examples.arithmetic_grpo.make_mtp import policy_with_mtp
+from examples.arithmetic_grpo.make_mtp import first_layers, policy_with_mtp
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.local_services import ARITHMETIC, DRAFT_LENGTH
 from tests.alignment.recorded import policy_heads, record
@@ -29,8 +26,6 @@ from tests.rollout_server.live import Live, RefusedError, prompts
 
 pytestmark = pytest.mark.vllm
 SWAPS = 24
-LAYERS = 5
-"""Of the policy, in the draft model."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +41,6 @@ class Case:
     policy: Path
     draft: Path
     least: tuple[float, float]
-
-
-def first_layers(policy: Path, out: Path) -> Path:
-    """The policy without its last layers, as a model of its own."""
-    shutil.copytree(policy, out)
-    config = json.loads((policy / "config.json").read_text())
-    config |= {"num_hidden_layers": LAYERS, "layer_types": config["layer_types"][:LAYERS]}
-    (out / "config.json").write_text(json.dumps(config))
-    kept = {
-        name: tensor
-        for name, tensor in load(policy).items()
-        if not name.startswith("model.layers.") or int(name.split(".")[2]) < LAYERS
-    }
-    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
-    return out
 
 
 @pytest.fixture(scope="module", params=["mtp", "draft_model"])
