@@ -12,13 +12,12 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 from draft_trainer.cli.trainer import File, Folder, at_least
-from draft_trainer.config import DraftKind
 from slipstream.errors import RefusedError
 
 DEFAULT_DRAFT_VOCAB = 32_000
 
 Needed = Annotated[Path, arg(metavar="DIR")]
-Kind = Annotated[DraftKind | None, arg(help_behavior_hint="(optional)")]
+Kind = Annotated[str | None, arg(metavar="KIND", help_behavior_hint="(optional)")]
 Count = Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")]
 
 
@@ -154,7 +153,7 @@ class Fit:
     resume: bool = False
     """Go on with the unfinished fit in --out; begin one if there is none."""
     draft_kind: Kind = None
-    """The draft's mechanism (eagle3)."""
+    """The draft's mechanism: eagle3, mtp or draft_model (eagle3)."""
     epochs: Count = None
     """Passes over the data (3)."""
     draft_length: Count = None
