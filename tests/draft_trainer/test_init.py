@@ -240,7 +240,7 @@ def test_help_is_complete_and_does_not_load_torch(command: str) -> None:
     assert done.returncode == 0, done.stderr
     options = {
         "init": "policy states out draft-vocab aux-layers intermediate-size seed draft-kind",
-        "fit": "states draft out config resume draft-kind epochs draft-length learning-rate batch-tokens "
-        "ttt-steps compute-dtype device threads seed",
+        "fit": "states draft out config resume draft-kind epochs draft-length learning-rate "
+        "batch-tokens ttt-steps compute-dtype device threads seed",
     }[command]
     assert all(f"--{name}" in done.stdout for name in options.split())
