@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--policy", type=Path, default=HERE / "policy", help="Qwen3 checkpoint")
     parser.add_argument("--out", type=Path, required=True, help="the head; must not exist")
     parser.add_argument("--rollouts", type=int, default=4096, help="to train on")
-    parser.add_argument("--epochs", type=int, default=3, help="passes over them")
+    parser.add_argument("--epochs", type=int, default=4, help="passes over them")
     parser.add_argument("--seed", type=int, default=0, help="of rollouts, weights and order")
     parser.add_argument("--threads", type=int, default=1, help="torch CPU threads")
     options = parser.parse_args()
