@@ -32,7 +32,7 @@ ROLLOUTS = 1024
 TOLERANCE = 0.02
 
 
-def generate(server: Live, prompts: list[list[int]]) -> list[list[int]]:
+def generate(server: Live, prompts: list[list[int]], **more: object) -> list[list[int]]:
     def one(prompt: list[int]) -> list[int]:
         answer = httpx.post(
             f"{server.http}/v1/completions",
@@ -42,6 +42,7 @@ def generate(server: Live, prompts: list[list[int]]) -> list[list[int]]:
                 "max_tokens": MAX_COMPLETION_TOKENS,
                 "temperature": 1.0,
                 "return_token_ids": True,
+                **more,
             },
             timeout=300,
         )

@@ -2,7 +2,8 @@
 
 Step s of the anchor i is what the model says after x_{i+1+s}: with the recorded tokens fed, all
 steps of all anchors are one forward pass over the sequence. While drafts are accepted they are the
-recorded tokens, so this is what vLLM's proposer computes, too.
+recorded tokens, so this is what vLLM's proposer computes, too. vLLM's counters are higher by what
+is accepted behind the end of a completion, where a model much like the policy still agrees with it.
 """
 
 from __future__ import annotations
