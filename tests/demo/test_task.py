@@ -21,7 +21,7 @@ from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
 from examples.local_services import ARITHMETIC, ROOT
 from examples.sorting_grpo import task as sorting
 from examples.task import Style, Task, reward
-from rollout_server.preflight import check_draft_fits
+from rollout_server.served.eagle3 import check_draft_fits
 
 FOLDERS = {arithmetic: ARITHMETIC, sorting: ROOT / "examples" / "sorting_grpo"}
 PROBLEMS = 300
