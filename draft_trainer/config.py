@@ -10,7 +10,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -208,12 +208,13 @@ class TrainingConfig(Section):
             log of the acceptance rate (see ``drafters.loss``).
         ttt_steps: depth K of the training-time test; at least the served draft length.
         step_weight_decay: step s weighs this to the power s.
-        compute_dtype: of matrix products. Weights, gradients and moments are float32 either way.
+        compute_dtype: of matrix products; bfloat16 where ``device`` is "cuda". Weights, gradients
+            and moments are float32 either way.
         cpu_kernels: whether the C kernels run: "auto" where they compile.
         batch_tokens: tokens of one optimizer step; None: what a policy version brings makes
             ``LEAST_STEPS`` steps, of ``BATCH_TOKENS`` tokens.
         forward_tokens: tokens, padding included, of one forward pass; a step accumulates
-            gradients over as many passes as its samples need.
+            gradients over as many passes as its samples need. 8192 where ``device`` is "cuda".
         linger_s: how long to wait for more samples before a step that is not full.
         steps_per_candidate: optimizer steps between two gate decisions.
         candidate_seconds: a gate decision comes after so many, too, where there was a step.
@@ -248,6 +249,13 @@ class TrainingConfig(Section):
     state_every_steps: Annotated[int, Field(ge=0)] = 20
     seed: Annotated[int, Field(ge=0)] = 0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_device(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("device") == "cuda":
+            return {"compute_dtype": "bfloat16", "forward_tokens": 8192, **given}
+        return given
+
     @model_validator(mode="after")
     def _type_of_the_device(self) -> TrainingConfig:
         if self.device == "cuda" and self.compute_dtype != "bfloat16":
@@ -255,7 +263,7 @@ class TrainingConfig(Section):
                 "training.compute_dtype",
                 self.compute_dtype,
                 "bfloat16 with training.device = cuda, the type of flash attention there",
-                'set training.compute_dtype = "bfloat16"',
+                "leave training.compute_dtype out",
             )
         return self
 

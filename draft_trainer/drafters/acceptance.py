@@ -38,10 +38,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
-from draft_trainer.drafters.batch import Batch, ahead, batches
+from draft_trainer.drafters.batch import Batch, ahead, batches, moved
 from draft_trainer.drafters.draft import Draft
-from draft_trainer.drafters.loss import valid_targets
+from draft_trainer.drafters.loss import chunks, valid_targets
+from draft_trainer.drafters.ops import linear
 from draft_trainer.drafters.policy import PolicyHeads
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
@@ -106,13 +108,15 @@ def expected_acceptance(
     accepted_parts, drafts_parts = [], []
     groups: list[str] = []
     ignored = {name for sample in samples for name in _ignored(sample.sampling)}
+    device = head.device
+    # Flash attention on a GPU takes 16-bit types only, and vLLM serves drafts in one.
+    dtype = next(head.parameters()).dtype if device.type == "cpu" else torch.bfloat16
     with torch.inference_mode():
         # ``batches`` sorts by length, the same way for every head: pairs stay pairs.
-        device = head.device
         for batch in batches(samples, policy_heads, max_batch_tokens, device):
             groups.extend(batch.groups)
             known = valid_targets(batch, k)
-            rate, survival = step_acceptance(head, batch, known, method)
+            rate, survival = step_acceptance(head, batch, known, method, dtype)
             alive = visit_probabilities(survival, known, batch.loss_mask) * known[0]
             drafts_parts.append(alive.sum(1))
             for step in range(k):
@@ -120,54 +124,57 @@ def expected_acceptance(
                 accepted_parts.append((alive * rate[step]).sum(1))
                 alive = alive * survival[step]
     accepted = torch.stack([torch.cat(accepted_parts[step::k]) for step in range(k)])
-    drafts = torch.cat(drafts_parts).cpu()
-    return replace(_estimate(accepted.cpu(), drafts, groups), ignored=tuple(sorted(ignored)))
+    drafts = torch.cat(drafts_parts)
+    return replace(_estimate(accepted, drafts, groups), ignored=tuple(sorted(ignored)))
 
 
 def step_acceptance(
-    head: Draft, batch: Batch, known: Tensor, method: Method
+    head: Draft, batch: Batch, known: Tensor, method: Method, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Acceptance of every anchor's step, before and after its token is seen.
 
     Args:
         head: the draft head.
-        batch: rows.
-        known: bool [K, B, T], where to compute.
+        batch: rows, on the CPU.
+        known: bool [K, B, T], where to compute; on the CPU.
         method: how vLLM drafts.
+        dtype: in which the draft computes.
 
     Returns:
-        a and r, float64 [K, B, T], 0 where not known: the acceptance rate given the tokens up to
-        x_{i+1+s}, and given x_{i+2+s} as well.
+        a and r, float64 [K, B, T] on the CPU, 0 where not known: the acceptance rate given the
+        tokens up to x_{i+1+s}, and given x_{i+2+s} as well.
     """
-    rate = torch.zeros(known.shape, dtype=torch.float64, device=known.device)
+    rate = torch.zeros(known.shape, dtype=torch.float64)
     survival = rate.clone()
-    draft_ids = head.draft_ids_of(batch.token_ids)
-    temperature = batch.temperature[:, None].expand(batch.token_ids.shape)
+    device = head.device
     first_anchor = int(known.flatten(0, 1).any(0).int().argmax())
     cut = any(one.HasField("top_p") or one.top_k or one.min_p for one in batch.sampling)
-    for step, output in enumerate(head.unroll(batch, known.shape[0], first_anchor)):
-        chosen = known[step]
-        q = (
-            (
-                head.logits(output[chosen[:, first_anchor:]], batch.policy)
-                / temperature[chosen][:, None]
-            )
-            .double()
-            .softmax(-1)
-        )
-        row, anchor = chosen.nonzero(as_tuple=True)
-        p = batch.teacher_log_probs(row, anchor + step + 1).double().exp()
-        p, kept = truncated(p, [batch.sampling[b] for b in row.tolist()] if cut else ())
-        x = ahead(draft_ids, step + 2)[chosen]
-        if method == "greedy":
-            best = q.argmax(-1)
-            rate[step][chosen] = p.gather(1, best[:, None])[:, 0].clamp(max=1.0)
-            survival[step][chosen] = (best == x).double()
-        else:
-            p_x = ahead(batch.sampled_logprobs, step + 2)[chosen].double().exp() / kept
-            q_x = q.gather(1, x.clamp(min=0)[:, None])[:, 0] * (x >= 0)
-            rate[step][chosen] = torch.minimum(p, q).sum(-1)
-            survival[step][chosen] = (q_x / p_x).clamp(max=1.0)
+    of_rows, batch = batch.sampling, batch.to(device)
+    draft_ids = head.draft_ids_of(batch.token_ids)
+    parameters = {name: p.to(dtype) for name, p in head.named_parameters()}
+    outputs, lm_head = functional_call(head, parameters, (batch, known.shape[0], first_anchor))
+    for step, output in enumerate(outputs):
+        places = known[step].nonzero()
+        # So many tensors of a row's logits are there at one time, as bytes of each entry.
+        for rows in chunks(len(places), len(lm_head) * (64 if cut else 16), lm_head):
+            b, i = places[rows].unbind(1)
+            row, anchor = moved(b, device), moved(i, device)
+            z = linear(output[row, anchor - first_anchor], lm_head)
+            wide = torch.promote_types(z.dtype, torch.float32)
+            q = (z.to(wide) / batch.temperature[row, None]).softmax(-1)
+            p = batch.teacher_log_probs(row, anchor + step + 1).exp()
+            p, kept = truncated(p, [of_rows[number] for number in b.tolist()] if cut else ())
+            x = draft_ids[row, anchor + step + 2]
+            if method == "greedy":
+                best = q.argmax(-1)
+                accepted = p.gather(1, best[:, None])[:, 0].clamp(max=1.0)
+                survived = (best == x).double()
+            else:
+                p_x = batch.sampled_logprobs[row, anchor + step + 2].double().exp() / kept
+                q_x = q.gather(1, x.clamp(min=0)[:, None])[:, 0] * (x >= 0)
+                accepted = torch.minimum(p, q).sum(-1, dtype=torch.float64)
+                survived = (q_x / p_x).clamp(max=1.0)
+            rate[step, b, i], survival[step, b, i] = accepted.double().cpu(), survived.cpu()
     return rate, survival
 
 
@@ -175,15 +182,17 @@ def truncated(p: Tensor, sampling: Sequence[pb.SamplingParameters]) -> tuple[Ten
     """The distribution after min-p, top-k and top-p, in vLLM's order and with its rounding of ties.
 
     Args:
-        p: float64 [N, V], over the draft vocabulary; what is missing to 1 lies outside, on tokens
+        p: [N, V], over the draft vocabulary; what is missing to 1 lies outside, on tokens
             that are taken for less likely than those inside.
         sampling: of every row; none: nothing is cut.
 
     Returns:
-        The probabilities, [N, V], and the mass that was kept of ``p`` and outside, [N].
+        The probabilities, [N, V], and the mass that was kept of ``p`` and outside, float64 [N].
     """
     if not sampling:
-        return p, p.new_ones(len(p))
+        return p, p.new_ones(len(p), dtype=torch.float64)
+    # Where a sum meets its bound is decided by the last digits.
+    p = p.double()
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=p.dtype, device=p.device)[:, None]

@@ -91,20 +91,23 @@ class _FlashAttention(torch.autograd.Function):
         if context:
             # An empty key set ends the process with SIGFPE.
             parts.append(_flash(q, k0[:, :context], v0[:, :context], causal=False))
-        scores = [_dot(q, key) * q.shape[-1] ** -0.5 for key in later[::2]]
-        lse = torch.stack([*(part[1] for part in parts), *scores]).logsumexp(0)
+        score = lse = torch.stack([part[1] for part in parts])
+        if later:
+            keys, values = _stacked(later)
+            score = _dot(q[None], keys).mul_(q.shape[-1] ** -0.5)
+            lse = torch.cat([lse, score])
+        lse = lse.logsumexp(0)
         weighted = [(o, (part_lse - lse).exp()) for o, part_lse in parts]
         out = reduce(torch.add, (o * weight[..., None].to(o.dtype) for o, weight in weighted))
-        for score, value in zip(scores, later[1::2], strict=True):
-            out += _times((score - lse).exp(), value, q)
-        ctx.save_for_backward(q, k0, v0, out, lse, *scores, *later)
+        if later:
+            out += _times((score - lse).exp_(), values, q).sum(0)
+        ctx.save_for_backward(q, k0, v0, out, lse, score, *later)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        q, k0, v0, out, lse, *rest = ctx.saved_tensors
-        steps, context = len(rest) // 3, k0.shape[1] - q.shape[1]
-        scores, later = rest[:steps], rest[steps:]
+        q, k0, v0, out, lse, score, *later = ctx.saved_tensors
+        context = k0.shape[1] - q.shape[1]
         grad_q, grad_k, grad_v = _flash_backward(
             grad, q, k0[:, context:], v0[:, context:], out, lse, causal=True
         )
@@ -114,14 +117,19 @@ class _FlashAttention(torch.autograd.Function):
             )
             grad_q = grad_q + more_q
             grad_k, grad_v = torch.cat([more[0], grad_k], 1), torch.cat([more[1], grad_v], 1)
-        delta = _dot(grad, out)
-        grads = [grad_k, grad_v]
-        for score, key, value in zip(scores, later[::2], later[1::2], strict=True):
-            p = (score - lse).exp()
-            d_score = p * (_dot(grad, value) - delta) * q.shape[-1] ** -0.5
-            grad_q = grad_q + _times(d_score, key, q)
-            grads += [_folded(d_score, q, key), _folded(p, grad, value)]
-        return grad_q, *grads
+        if not later:
+            return grad_q, grad_k, grad_v
+        keys, values = _stacked(later)
+        p = (score - lse).exp_()
+        d_score = _dot(grad[None], values).sub_(_dot(grad, out)).mul_(p).mul_(q.shape[-1] ** -0.5)
+        grad_q = grad_q + _times(d_score, keys, q).sum(0)
+        grads = zip(_folded(d_score, q, keys), _folded(p, grad, values), strict=True)
+        return grad_q, grad_k, grad_v, *(tensor for pair in grads for tensor in pair)
+
+
+def _stacked(later: list[Tensor] | tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Keys and values of the later steps, each [s, B, R, kv_heads, D]: few launches for all."""
+    return torch.stack(later[::2]), torch.stack(later[1::2])
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -133,7 +141,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
         v: the same shape.
         causal: query i sees the keys up to i, not all of them.
     """
-    if q.is_cuda:
+    if not q.is_cpu:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False
         )
@@ -148,7 +156,7 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one part's q, k and v; ``out`` and ``lse`` are those of the whole soft-max."""
     lse = lse.transpose(1, 2).contiguous()
-    if q.is_cuda:
+    if not q.is_cpu:
         unused = torch.empty(2, dtype=torch.int64, device=q.device)  # state of the dropout
         grads = torch.ops.aten._flash_attention_backward(
             *(grad, q, k, v, out, lse, None, None, q.shape[1], k.shape[1]),
@@ -163,23 +171,21 @@ def _flash_backward(
 
 
 def _grouped(x: Tensor, like: Tensor) -> Tensor:
-    """[B, T, heads, D] to [B, T, kv_heads, heads / kv_heads, D]."""
-    return x.unflatten(2, (like.shape[2], -1))
+    """[..., heads, D] to [..., kv_heads, heads / kv_heads, D]."""
+    return x.unflatten(-2, (like.shape[-2], -1))
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
-    """x . y over D, in at least float32: [B, T, heads, D] and [B, T, kv_heads, D] to
-    [B, T, heads]."""
+    """x . y over D, in at least float32: [..., heads, D] and [..., kv_heads, D] to [..., heads]."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (_grouped(x, y) * y[:, :, :, None]).sum(-1, dtype=wide).flatten(2)
+    return (_grouped(x, y) * y[..., None, :]).sum(-1, dtype=wide).flatten(-2)
 
 
 def _times(weight: Tensor, y: Tensor, like: Tensor) -> Tensor:
-    """weight [B, T, heads] times y [B, T, kv_heads, D], as [B, T, heads, D]."""
-    return (_grouped(weight[..., None].to(like.dtype), y) * y[:, :, :, None]).flatten(2, 3)
+    """weight [..., heads] times y [..., kv_heads, D], as [..., heads, D]."""
+    return (_grouped(weight[..., None].to(like.dtype), y) * y[..., None, :]).flatten(-3, -2)
 
 
 def _folded(weight: Tensor, x: Tensor, like: Tensor) -> Tensor:
-    """weight [B, T, heads] times x [B, T, heads, D], summed over a key head's queries."""
-    # Added one after the other: torch's sum over so short a dimension is slow.
-    return reduce(torch.add, _grouped(weight[..., None].to(x.dtype) * x, like).unbind(3))
+    """weight [..., heads] times x [..., heads, D], summed over a key head's queries."""
+    return _grouped(weight[..., None].to(x.dtype) * x, like).sum(-2)

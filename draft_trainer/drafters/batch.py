@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ class Batch:
     The teacher is not in it: its log-probs over the draft vocabulary are the largest tensor of
     all, so they are recomputed chunk by chunk where they are used (``teacher_log_probs``).
 
+    It is put together on the CPU, where masks are looked at without waiting for a GPU, and goes to
+    the device as a whole (``to``).
+
     Attributes:
         token_ids: int64 [B, T].
         positions: int64 [B, T].
@@ -32,7 +36,8 @@ class Batch:
         aux: [B, T, A * H], in the samples' type.
         embeds: [B, T, H], the policy's embeddings of ``token_ids``, in the policy's type.
         final_hidden: [B, T, H], in the samples' type.
-        policy: how the policy makes its logits, on the batch's device; see ``policy_logits``.
+        policy: how the policy makes its logits, on the device that the batch goes to; see
+            ``policy_logits``.
         logits_dtype: in which it has them.
         log_z: float32 [B, T]; at j the log of the sum, over the WHOLE vocabulary, of
             exp(y_j / temperature), as the policy's own log-probs say.
@@ -59,6 +64,12 @@ class Batch:
     temperature: Tensor
     groups: tuple[str, ...]
     sampling: tuple[pb.SamplingParameters, ...] = ()
+
+    def to(self, device: torch.device) -> Batch:
+        """With every tensor on ``device``; the host does not wait for the copies."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        there = {n: moved(x, device) for n, x in values.items() if isinstance(x, Tensor)}
+        return Batch(**(values | there))
 
     def teacher_log_probs(self, row: Tensor, index: Tensor) -> Tensor:
         """The policy's log p(x_{j+1} = v) at the rollout's temperature.
@@ -103,7 +114,7 @@ def collate(
     Args:
         samples: at least one, all of one policy version.
         policy_heads: must hold it.
-        device: where to; the samples' own if None.
+        device: where it will go; the CPU if None.
 
     Raises:
         RefusedError: the policy version is not held, or there are several.
@@ -127,7 +138,7 @@ def batches(
         samples: at least one.
         policy_heads: must hold their policy versions.
         max_tokens: of a batch.
-        device: where to; the samples' own if None.
+        device: where they will go; the CPU if None.
         window_steps: K, to split a longer sequence into windows of ``max_tokens`` anchors. A
             window has all of the sequence before it as context, so its anchors see what they
             would see in the whole sequence, and the K + 1 tokens after it as targets: sums over
@@ -171,13 +182,14 @@ def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.devi
         raise RefusedError(
             "policy_version", policies, "one policy a batch", "collate each version separately"
         )
-    head = policy_heads.get(policies[0][0])
-    where = device or head.lm_head_rows.device
+    head = policy_heads.on(policies[0][0], device or torch.device("cpu"))
+    # A copy out of pages that are locked runs beside the host.
+    locked = device is not None and device.type == "cuda"
     first = rows[0].sample
     size = (len(rows), max(row.size for row in rows))
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(*size, *shape, dtype=dtype, device=where)
+        return torch.zeros(*size, *shape, dtype=dtype, pin_memory=locked)
 
     token_ids, positions = empty(dtype=torch.int64), empty(dtype=torch.int64)
     loss_mask, known = empty(dtype=torch.bool), empty(dtype=torch.bool)
@@ -198,25 +210,34 @@ def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.devi
         log_z[b, : n - 1] = z[1:]
         known[b, : n - 1] = True
         anchors[b, row.first - row.start : min(row.end - row.start, n)] = True
+    table = head.embed_tokens
+    embeds = empty(table.shape[1], dtype=table.dtype)
+    torch.index_select(table, 0, token_ids.flatten(), out=embeds.flatten(0, 1))
     return Batch(
         token_ids=token_ids,
         positions=positions,
-        lengths=torch.tensor([row.size for row in rows], device=where),
+        lengths=torch.tensor([row.size for row in rows]),
         loss_mask=loss_mask,
         anchors=anchors,
         aux=aux,
-        # Looked up on the table's device: the rows are small, the table is a gigabyte.
-        embeds=head.embed_tokens[token_ids.to(head.embed_tokens.device)].to(where),
+        embeds=embeds,
         final_hidden=final,
-        policy=head.to(where),
+        policy=head,
         logits_dtype=first.logits_dtype,
         log_z=log_z,
         teacher_known=known,
         sampled_logprobs=logprobs,
-        temperature=torch.tensor([row.sample.temperature for row in rows], device=where),
+        temperature=torch.tensor([row.sample.temperature for row in rows]),
         groups=tuple(row.sample.group for row in rows),
         sampling=tuple(row.sample.sampling for row in rows),
     )
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """``x`` on a device; the host does not wait for the copy."""
+    if x.is_cpu and device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 def ahead(x: Tensor, count: int) -> Tensor:

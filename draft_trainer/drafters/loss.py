@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from draft_trainer.drafters.batch import Batch, ahead
+from draft_trainer.drafters.batch import Batch, ahead, moved
 from draft_trainer.drafters.draft import Draft
 from draft_trainer.drafters.ops import product
 from draft_trainer.drafters.policy import PolicyHead, policy_logits
@@ -44,10 +44,12 @@ from draft_trainer.kernels.rows import score_rows
 Target = Literal["kl", "tv", "lk"]
 METRICS = ("loss", "top1_agreement", "acceptance", "outside_mass")
 
+# Logits of one chunk: on a CPU so few that products and scores find them in its caches, on a GPU so
+# many that launches do not count, if there is room.
 _CHUNK_BYTES = 16 << 20
+_GPU_CHUNK_BYTES = 512 << 20
 # Elements of one tensor in the innermost loop, so that the few it reads stay in a core's cache.
 _BLOCK_ELEMENTS = 1 << 17
-_LOG2E = 1.4426950408889634
 _SMALLEST_ACCEPTANCE = 1e-8
 
 
@@ -61,6 +63,7 @@ class TeacherRows:
         logits_dtype: in which it has those; see ``policy_logits``.
         log_z: float32 [N], log of the whole vocabulary's sum of exp(logit / temperature).
         temperature: float32 [N].
+        scaled: whether any temperature is not 1; asked of a tensor on a GPU, the host would wait.
     """
 
     final_hidden: Tensor
@@ -68,6 +71,7 @@ class TeacherRows:
     logits_dtype: torch.dtype
     log_z: Tensor
     temperature: Tensor
+    scaled: bool = True
 
 
 def soft_target_loss(
@@ -82,6 +86,7 @@ def soft_target_loss(
 
     Args:
         hidden: [K, N, H], input of the head's lm_head; row n of every step has row n's teacher.
+            Overwritten by its gradient, where that is wanted.
         lm_head: [V, H], in the type of ``hidden``.
         teacher: of the N rows.
         valid: bool [K, N], rows that count.
@@ -117,31 +122,38 @@ class _SoftTargetLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         steps, count, _ = hidden.shape
         learns = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        sums = torch.zeros(steps, len(METRICS), dtype=torch.float64, device=hidden.device)
-        loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if learns else None
+        scores = torch.empty(
+            *(steps, count, len(METRICS)), dtype=torch.float64, device=hidden.device
+        )
+        # In place of the states, chunk by chunk.
+        grad_hidden = hidden.detach() if learns else None
         wide = torch.promote_types(hidden.dtype, torch.float32)
         # A draft that shares the policy's lm_head does not train it.
         grad_lm_head = torch.zeros_like(lm_head, dtype=wide) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(count, (steps + 1) * len(lm_head) * hidden.element_size()):
+        inverse_t = 1.0 / teacher.temperature
+        # The factor of a row is applied to its H states and not to its V logits.
+        factors = (row_weights * inverse_t)[..., None].to(wide)
+        for rows in chunks(count, (steps + 1) * len(lm_head) * hidden.element_size(), hidden):
             states = hidden[:, rows].flatten(0, 1)
             # The logits, replaced block by block by their gradient.
             logits = product(states, lm_head.T).unflatten(0, (steps, -1))
             policy = policy_logits(teacher.final_hidden[rows], teacher.policy, teacher.logits_dtype)
-            scores = _score_blocks(
-                logits, policy, teacher.log_z[rows], 1.0 / teacher.temperature[rows], target, learns
+            scores[:, rows] = _score_blocks(
+                *(logits, policy, teacher.log_z[rows], inverse_t[rows]),
+                *(target, learns, teacher.scaled),
             )
-            sums += (scores * valid[:, rows, None]).sum(1)
-            loss += (scores[..., 0] * row_weights[:, rows]).sum()
+            del policy
             if grad_hidden is None:
                 continue
             gradient = logits.flatten(0, 1)
-            # The factor of a row is applied to its H states and not to its V logits.
-            factor = (row_weights[:, rows] / teacher.temperature[rows]).reshape(-1, 1).to(wide)
-            flowing = product(gradient, lm_head).to(wide).mul_(factor)
-            grad_hidden[:, rows] = flowing.to(hidden.dtype).unflatten(0, (steps, -1))
+            factor = factors[:, rows]
             if grad_lm_head is not None:
-                grad_lm_head += product(gradient.T, (states * factor).to(states.dtype))
+                weighted = (states.unflatten(0, (steps, -1)) * factor).to(states.dtype)
+                grad_lm_head += product(gradient.T, weighted.flatten(0, 1))
+            flowing = product(gradient, lm_head).unflatten(0, (steps, -1))
+            torch.mul(flowing, factor, out=grad_hidden[:, rows])
+        sums = (scores * valid[..., None]).sum(1)
+        loss = (scores[..., 0] * row_weights).sum()
         ctx.save_for_backward(grad_hidden, grad_lm_head)
         ctx.mark_non_differentiable(sums)
         return loss.to(wide), sums
@@ -149,7 +161,7 @@ class _SoftTargetLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_lm_head = ctx.saved_tensors
-        if not grad_loss.is_cuda and grad_loss == 1.0:
+        if grad_loss.is_cpu and grad_loss == 1.0:
             # The backward pass begins at the loss: saves a pass over the largest gradient.
             for_lm_head = grad_lm_head
         else:
@@ -161,7 +173,13 @@ class _SoftTargetLoss(torch.autograd.Function):
 
 
 def _score_blocks(
-    logits: Tensor, policy: Tensor, log_z: Tensor, inverse_t: Tensor, target: Target, learns: bool
+    logits: Tensor,
+    policy: Tensor,
+    log_z: Tensor,
+    inverse_t: Tensor,
+    target: Target,
+    learns: bool,
+    scaled: bool = True,
 ) -> Tensor:
     """The metrics of every row, and every row's gradient in place of its logits.
 
@@ -170,6 +188,9 @@ def _score_blocks(
         policy: [R, V], the policy's logits, before temperature, in their own type.
         log_z: float32 [R].
         inverse_t: float32 [R].
+        target: which loss.
+        learns: whether gradients are wanted.
+        scaled: whether any of ``inverse_t`` is not 1.
 
     Returns:
         float64 [K, R, len(METRICS)].
@@ -177,61 +198,79 @@ def _score_blocks(
     if library.runs_on(logits) and library.runs_on(policy):
         return score_rows(logits, policy, log_z, inverse_t, target, learns)
     steps, count, vocab = logits.shape
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    scores = torch.zeros(steps, count, len(METRICS), dtype=torch.float64, device=logits.device)
-    cool = bool((inverse_t != 1.0).any())
-    block = count if logits.is_cuda else max(1, _BLOCK_ELEMENTS // vocab)
-    p, z, q, scratch = (
-        torch.empty(min(block, count), vocab, dtype=wide, device=logits.device) for _ in range(4)
-    )
+    scores = torch.empty(steps, count, len(METRICS), dtype=torch.float64, device=logits.device)
+    block = max(1, _BLOCK_ELEMENTS // (steps * vocab)) if logits.is_cpu else count
     for start in range(0, count, block):
-        rows = slice(start, min(start + block, count))
-        size = rows.stop - rows.start
-        if size < len(p):
-            p, z, q, scratch = p[:size], z[:size], q[:size], scratch[:size]
-        # exp2, because torch's exp is slower on CPUs.
-        p.copy_(policy[rows]).mul_(inverse_t[rows, None] * _LOG2E)
-        p.sub_(log_z[rows, None] * _LOG2E).exp2_()
-        likeliest = p.argmax(-1, keepdim=True)
-        mass = p.sum(-1)
-        for step in range(steps):
-            z.copy_(logits[step, rows])
-            if cool:
-                z.mul_(inverse_t[rows, None])
-            torch.softmax(z, -1, out=q)
-            highest = z.amax(-1)
-            row = scores[step, rows]
-            row[:, 1] = z.gather(1, likeliest)[:, 0] == highest
-            row[:, 2] = torch.minimum(p, q, out=scratch).sum(-1)
-            row[:, 3] = 1.0 - mass
-            if target == "kl":
-                # log q = z - log sum exp(z), and the latter is what the highest entry says.
-                log_sum = highest - q.amax(-1).log()
-                row[:, 0] = mass * log_sum - torch.linalg.vecdot(p, z)
-                if learns:
-                    q.mul_(mass[:, None]).sub_(p)
-            else:
-                rate = row[:, 2].clamp(min=_SMALLEST_ACCEPTANCE)
-                row[:, 0] = 1.0 - rate if target == "tv" else -rate.log()
-                if learns:
-                    _toward_overlap(q, p, scratch)
-                    if target == "lk":
-                        q.div_(rate[:, None].to(wide))
-            if learns:
-                logits[step, rows] = q
+        rows = slice(start, start + block)
+        scores[:, rows] = _score(
+            *(logits[:, rows], policy[rows], log_z[rows, None], inverse_t[rows, None]),
+            *(target, learns, scaled),
+        )
     return scores
 
 
-def _toward_overlap(q: Tensor, p: Tensor, scratch: Tensor) -> None:
-    """Put the gradient of 1 - sum(min(p, q)) with respect to the logits in place of ``q``."""
-    below = torch.lt(q, p, out=scratch)
-    share = torch.linalg.vecdot(q, below)
-    q.mul_(share[:, None] - below)
+def _score(
+    logits: Tensor,
+    policy: Tensor,
+    log_z: Tensor,
+    inverse_t: Tensor,
+    target: Target,
+    learns: bool,
+    scaled: bool,
+) -> Tensor:
+    """``_score_blocks`` of one block, all steps at once; ``log_z`` and ``inverse_t`` are [R, 1]."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    p = (policy * inverse_t).to(wide).sub_(log_z).exp_()
+    mass, likeliest = p.sum(-1), p.argmax(-1, keepdim=True)
+    z = logits * inverse_t if scaled else logits
+    highest, where = z.max(-1)
+    # On a GPU the soft-max of 16-bit numbers widens them as it reads them.
+    q = (
+        torch.softmax(z, -1, dtype=wide)
+        if z.is_cpu
+        else torch.ops.aten._softmax(z, -1, z.dtype != wide)
+    )
+    top1 = z.gather(-1, likeliest.expand(len(z), -1, -1))[..., 0] == highest
+    scratch = torch.minimum(p, q)
+    rate = scratch.sum(-1)
+    if target == "kl":
+        # log q = z - log sum exp(z), and the latter is what the highest entry says.
+        log_sum = highest - q.gather(-1, where[..., None])[..., 0].log()
+        loss = mass * log_sum - torch.mul(p, z, out=scratch).sum(-1)
+        if learns:
+            torch.addcmul(p.neg_(), q, mass[:, None], out=logits)
+    else:
+        bounded = rate.clamp(min=_SMALLEST_ACCEPTANCE)
+        loss = 1.0 - bounded if target == "tv" else -bounded.log()
+        if learns:
+            # d (1 - sum min(p, q)): q where it is above p, less its share of what is below.
+            below = torch.lt(q, p, out=scratch)
+            share = (q * below).sum(-1, keepdim=True)
+            if target == "lk":
+                q.div_(bounded[..., None])
+            torch.mul(q, share - below, out=logits)
+    return torch.stack([loss, top1.to(wide), rate, (1.0 - mass).expand_as(rate)], -1)
 
 
-def _chunks(count: int, row_bytes: int) -> Iterator[slice]:
-    """Slices of at most ``_CHUNK_BYTES``, all but the last of one size."""
-    size = max(1, _CHUNK_BYTES // row_bytes)
+def chunks(count: int, row_bytes: int, like: Tensor) -> Iterator[slice]:
+    """Slices of ``count`` rows, all but the last of one size.
+
+    Args:
+        count: of all rows.
+        row_bytes: of a row's logits.
+        like: a tensor on their device.
+    """
+    most = _CHUNK_BYTES
+    if not like.is_cpu:
+        most = _GPU_CHUNK_BYTES
+        if like.is_cuda:
+            free, _ = torch.cuda.mem_get_info(like.device)
+            unused = torch.cuda.memory_reserved(like.device) - torch.cuda.memory_allocated(
+                like.device
+            )
+            # In float32 beside them: what is made of the logits.
+            most = min(most, (free + unused) // 8)
+    size = max(1, most // row_bytes)
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
 
@@ -291,8 +330,9 @@ def ttt_objective(
 
     Args:
         head: the draft head; its parameters are the float32 masters.
-        batch: rows; the teacher is a constant.
-        valid: bool [K, B, T], from ``valid_targets`` or any part of it.
+        batch: rows, on the CPU or on the head's device; the teacher is a constant.
+        valid: bool [K, B, T], from ``valid_targets`` or any part of it; on the CPU, so that a GPU
+            is never waited for.
         weights: K step weights, see ``step_weights``.
         denominators: [K], what each step's sum is divided by; the number of valid anchors of the
             step in this batch if None (at least 1). Given when a batch is one part of many.
@@ -310,23 +350,35 @@ def ttt_objective(
     anchors_a_row = valid.shape[2] - first_anchor
     # Of the anchor of step 0; rows without an anchor for a step take any other, and do not count.
     flat = row * anchors_a_row + index - 1 - first_anchor
+    # So many rows of each step come before the first anchor.
+    before = [int((flat < step).sum()) for step in range(steps)]
+    per_step = (torch.tensor(weights) / divisors.cpu()).float()
+    scaled = bool((batch.temperature != 1.0).any())
+
+    device = head.device
+    batch = batch.to(device)
+    used, flat, row, index, per_step = (
+        moved(x, device) for x in (at_teacher[:, row, index], flat, row, index, per_step)
+    )
     teacher = TeacherRows(
         final_hidden=batch.final_hidden[row, index],
         policy=batch.policy,
         logits_dtype=batch.logits_dtype,
         log_z=batch.log_z[row, index],
         temperature=batch.temperature[row],
+        scaled=scaled,
     )
-    per_step = (torch.tensor(weights, device=valid.device) / divisors).float()
 
     # Cast once, differentiably: unlike with autocast, however often a parameter is used.
     parameters = {name: p.to(compute_dtype) for name, p in head.named_parameters()}
     outputs, lm_head = functional_call(head, parameters, (batch, steps, first_anchor))
+    hidden = _AtTeachers.apply(flat, before, *(output.flatten(0, 1) for output in outputs))
+    del outputs
     loss, sums = soft_target_loss(
-        _AtTeachers.apply(flat, *(output.flatten(0, 1) for output in outputs)),
+        hidden,
         lm_head,
         teacher,
-        at_teacher[:, row, index],
+        used,
         per_step[:, None].expand(-1, len(row)),
         target,
     )
@@ -341,8 +393,9 @@ class _AtTeachers(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, *outputs: Tensor) -> Tensor:
+    def forward(ctx: Any, flat: Tensor, before: list[int], *outputs: Tensor) -> Tensor:
         ctx.save_for_backward(flat)
+        ctx.before = before
         ctx.rows = len(outputs[0])
         taken = outputs[0].new_empty(len(outputs), len(flat), outputs[0].shape[1])
         for step, output in enumerate(outputs):
@@ -354,10 +407,10 @@ class _AtTeachers(torch.autograd.Function):
         (flat,) = ctx.saved_tensors
         grads = []
         for step, of_step in enumerate(grad):
-            before = int((flat < step).sum())
+            before = ctx.before[step]
             rows = of_step.new_zeros(ctx.rows, of_step.shape[1])
             grads.append(rows.index_copy_(0, flat[before:] - step, of_step[before:]))
-        return None, *grads
+        return None, None, *grads
 
 
 def _behind(x: Tensor, count: int) -> Tensor:

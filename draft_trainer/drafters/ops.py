@@ -36,6 +36,10 @@ class _RMSNorm(torch.autograd.Function):
             out, scale = rows.norm_forward(x, weight, eps)
             ctx.save_for_backward(x, weight, scale)
             return out
+        if not x.is_cpu and x.dtype == weight.dtype:
+            out, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+            ctx.save_for_backward(x, weight, scale)
+            return out
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_()[..., None]
         ctx.save_for_backward(x, weight, scale)
@@ -46,6 +50,11 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         if library.runs_on(x) and x.dtype == weight.dtype:
             return *rows.norm_backward(x, weight, scale, grad, ctx.needs_input_grad[:2]), None
+        if not x.is_cpu and x.dtype == weight.dtype:
+            grads = torch.ops.aten._fused_rms_norm_backward(
+                grad, x, weight.shape, scale, weight, ctx.needs_input_grad[:2]
+            )
+            return *grads, None
         normed = x.to(scale.dtype) * scale
         wide = grad.to(scale.dtype)
         grad_weight = None
@@ -96,10 +105,11 @@ def _rotated(x: Tensor, count: int, cos: Tensor, sin: Tensor, sign: float) -> Te
     width = 2 * cos.shape[-1]
     out[:, :, count:] = x[:, :, count:]
     out[:, :, :count, width:] = x[:, :, :count, width:]
-    first, second = x[:, :, :count, :width].to(cos.dtype).chunk(2, dim=-1)
+    first, second = x[:, :, :count, :width].chunk(2, dim=-1)
     to_first, to_second = out[:, :, :count, :width].chunk(2, dim=-1)
-    to_first.copy_((first * cos).addcmul_(second, sin, value=-1.0))
-    to_second.copy_((second * cos).addcmul_(first, sin))
+    # The products are in the type of the angles, their sum is rounded as it is written.
+    torch.addcmul(first * cos, second, sin, value=-1.0, out=to_first)
+    torch.addcmul(second * cos, first, sin, out=to_second)
     return out
 
 
@@ -126,12 +136,40 @@ class _SwiGLU(torch.autograd.Function):
         (gate_up,) = ctx.saved_tensors
         if library.runs_on(gate_up):
             return rows.swiglu_backward(gate_up, grad)
-        gate, up = gate_up.chunk(2, dim=-1)
-        out = torch.empty_like(gate_up)
-        to_gate, to_up = out.chunk(2, dim=-1)
-        torch.mul(F.silu(gate), grad, out=to_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=to_gate)
-        return out
+        return _swiglu_backward(gate_up, grad)
+
+
+def _swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    out = torch.empty_like(gate_up)
+    to_gate, to_up = out.chunk(2, dim=-1)
+    torch.mul(F.silu(gate), grad, out=to_up)
+    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=to_gate)
+    return out
+
+
+def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
+    """``linear(swiglu(gate_up), weight)``, which on a GPU does not keep what it multiplies.
+
+    To compute it again costs a pass over it; to keep it, an eighth of a training step's memory.
+    """
+    if gate_up.is_cpu:
+        return linear(swiglu(gate_up), weight)
+    return _SwiGLULinear.apply(gate_up, weight)
+
+
+class _SwiGLULinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, weight)
+        return F.linear(swiglu(gate_up), weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate_up, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_weight = rows.T @ swiglu(gate_up).flatten(0, -2)
+        return _swiglu_backward(gate_up, grad @ weight), grad_weight
 
 
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +14,10 @@ from draft_trainer.drafters.ops import product
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.logits import LogitForm
 from slipstream.tensors import digest
+
+_DEVICE_BYTES = 1 << 30
+"""Of lm_head rows on a device: of several versions where they are a draft vocabulary's, of one
+where they are a large policy's whole vocabulary."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +44,6 @@ class PolicyHead:
         """What is sent and kept of it: lm_head rows, embeddings and, if there is one, the bias."""
         both = (self.lm_head_rows, self.embed_tokens)
         return both if self.lm_head_bias is None else (*both, self.lm_head_bias)
-
-    def to(self, device: torch.device) -> PolicyHead:
-        """With what makes the logits on a device; the embeddings stay where they are."""
-        if self.lm_head_rows.device == device:
-            return self
-        bias = None if self.lm_head_bias is None else self.lm_head_bias.to(device)
-        return replace(self, lm_head_rows=self.lm_head_rows.to(device), lm_head_bias=bias)
 
 
 def policy_logits(hidden: Tensor, head: PolicyHead, dtype: torch.dtype) -> Tensor:
@@ -94,6 +92,7 @@ class PolicyHeads:
         self._lock = threading.RLock()
         self._heads: dict[int, PolicyHead] = {}
         self._digests: dict[int, tuple[bytes, ...]] = {}
+        self._on_device: OrderedDict[tuple[bytes, torch.device], Tensor] = OrderedDict()
 
     def add(self, head: PolicyHead, digests: tuple[bytes, ...] | None = None) -> None:
         """Register a version.
@@ -130,6 +129,37 @@ class PolicyHeads:
         with self._lock:
             self._check(version)
             return self._heads[version]
+
+    def on(self, version: int, device: torch.device) -> PolicyHead:
+        """A version with what makes its logits on a device; the embeddings stay where they are.
+
+        A matrix is copied once and kept there while it is among the last that were asked for.
+
+        Raises:
+            RefusedError: the version is not held.
+        """
+        with self._lock:
+            head = self.get(version)
+            if head.lm_head_rows.device == device:
+                return head
+            sums = self._digests[version]
+            rows = self._copied(sums[0], head.lm_head_rows, device)
+            bias = head.lm_head_bias
+            if bias is not None:
+                bias = self._copied(sums[2], bias, device)
+            return replace(head, lm_head_rows=rows, lm_head_bias=bias)
+
+    def _copied(self, sha256: bytes, tensor: Tensor, device: torch.device) -> Tensor:
+        key = (sha256, device)
+        if key not in self._on_device:
+            self._on_device[key] = tensor.to(device)
+        self._on_device.move_to_end(key)
+        while len(self._on_device) > 1 and self._device_bytes() > _DEVICE_BYTES:
+            self._on_device.popitem(last=False)
+        return self._on_device[key]
+
+    def _device_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._on_device.values())
 
     def digests(self, version: int) -> tuple[bytes, ...]:
         """SHA-256 of every tensor of ``PolicyHead.tensors``. Raises RefusedError as ``get``."""

@@ -272,7 +272,7 @@ class Learner:
             refusal = error
         counts = torch.zeros(steps, dtype=torch.int64)
         for _, valid in parts:
-            counts += valid.flatten(1).sum(1).cpu()
+            counts += valid.flatten(1).sum(1)
         own = [
             sum(sample.tokens for sample in samples),
             max((sample.policy_version for sample in samples), default=-1),
@@ -294,7 +294,7 @@ class Learner:
             batch,
             valid,
             weights=self._weights,
-            denominators=denominators.to(valid.device),
+            denominators=denominators,
             compute_dtype=getattr(torch, self.config.compute_dtype),
             target=self.config.target,
         )

@@ -17,7 +17,7 @@ from draft_trainer.drafters.acceptance import (
     truncated,
     visit_probabilities,
 )
-from draft_trainer.drafters.batch import batches, collate
+from draft_trainer.drafters.batch import Batch, collate
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.loss import valid_targets
 from draft_trainer.training.learner import Learner
@@ -217,9 +217,7 @@ def test_a_perfect_head_accepts_everything() -> None:
     policy, model = Policy(), head(0, draft_vocab=VOCAB)
     heads = policy.heads(rows=torch.arange(VOCAB))
     samples = policy.samples(8)
-    exact = collate_all(samples, policy)
-    calls = iter(exact)
-    model.logits = lambda output, policy: next(calls)  # type: ignore[method-assign]
+    model.forward = exact_head  # type: ignore[method-assign]
     estimate = expected_acceptance(model, samples, heads, K, "probabilistic")
     # K + 1 tokens per verification: a visit at every fourth anchor, all accepted up to the end.
     anchors = [s.tokens - 5 for s in samples]
@@ -228,12 +226,16 @@ def test_a_perfect_head_accepts_everything() -> None:
     assert estimate.acceptance_length == pytest.approx(1 + sum(accepted) / len(accepted), abs=1e-4)
 
 
-def collate_all(samples: list, policy: Policy) -> list[Tensor]:
-    """The exact teacher at every step's valid anchors, in the order they are asked for."""
-    (batch,) = batches(samples, policy.heads(rows=torch.arange(VOCAB)), 8192)
-    valid = valid_targets(batch, K)
-    anchors = [step.nonzero(as_tuple=True) for step in valid]
-    return [batch.teacher_log_probs(row, i + s + 1) for s, (row, i) in enumerate(anchors)]
+def exact_head(batch: Batch, steps: int, first_anchor: int) -> tuple[list[Tensor], Tensor]:
+    """The teacher's own log-probs at every step's valid anchors, behind an lm_head of ones."""
+    rows, tokens = batch.token_ids.shape
+    outputs = []
+    for step, known in enumerate(valid_targets(batch, steps)):
+        row, anchor = known.nonzero(as_tuple=True)
+        output = torch.zeros(rows, tokens - first_anchor, VOCAB)
+        output[row, anchor - first_anchor] = batch.teacher_log_probs(row, anchor + step + 1)
+        outputs.append(output)
+    return outputs, torch.eye(VOCAB)
 
 
 def test_pseudo_values_have_the_estimate_as_mean_and_batching_changes_nothing() -> None:

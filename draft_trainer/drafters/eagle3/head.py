@@ -27,7 +27,7 @@ from draft_trainer.drafters.attention import ttt_attention
 from draft_trainer.drafters.batch import Batch, ahead
 from draft_trainer.drafters.draft import Draft
 from draft_trainer.drafters.eagle3.config import HeadConfig
-from draft_trainer.drafters.ops import linear, rms_norm, rotate_heads, swiglu
+from draft_trainer.drafters.ops import linear, rms_norm, rotate_heads, swiglu_linear
 from slipstream.errors import RefusedError
 
 
@@ -163,8 +163,10 @@ class Eagle3Head(Draft):
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, each [B, T, 1, rotary_dim / 2] in ``dtype``, of positions [B, T]."""
-        inv_freq = self._inv_freq.to(positions.device, dtype)
-        angles = positions.to(dtype)[..., None, None] * inv_freq
+        if self._inv_freq.device != positions.device:
+            # Once: a GPU's host waits for such a copy.
+            self._inv_freq = self._inv_freq.to(positions.device)
+        angles = positions.to(dtype)[..., None, None] * self._inv_freq.to(dtype)
         return angles.cos() * self._attention_scale, angles.sin() * self._attention_scale
 
     def normed(self, output: Tensor) -> Tensor:
@@ -215,7 +217,9 @@ class Eagle3Head(Draft):
             attended = ttt_attention(q, *prefix, later).flatten(2)
             residual = residual + _linear(attention.o_proj, attended)
             gated = linear(layer.post_attention_layernorm(residual), gate_up, gate_up_bias)
-            output = residual + _linear(mlp.down_proj, swiglu(gated))
+            output = residual + swiglu_linear(gated, mlp.down_proj.weight)
+            if mlp.down_proj.bias is not None:
+                output = output + mlp.down_proj.bias
             yield output
             hidden = self.feedback(output)
 
