@@ -222,7 +222,9 @@ class TrainingConfig(Section):
         nice: of the training thread.
         device: where the draft is trained.
         rank_timeout_s: deadline of every exchange between ranks.
+        gpu_memory_fraction: of the GPU's memory, which this process never exceeds.
         state_every_steps: optimizer steps between two training states; 0 for none.
+        state_seconds: least seconds between two training states. 120 where ``device`` is "cuda".
         seed: of the data order.
     """
 
@@ -246,14 +248,21 @@ class TrainingConfig(Section):
     nice: Annotated[int, Field(ge=0, le=19)] = 5
     device: Literal["cpu", "cuda"] = "cpu"
     rank_timeout_s: Seconds = 300.0
+    gpu_memory_fraction: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1.0
     state_every_steps: Annotated[int, Field(ge=0)] = 20
+    state_seconds: Annotated[float, Field(ge=0.0, le=3600.0, allow_inf_nan=False)] = 0.0
     seed: Annotated[int, Field(ge=0)] = 0
 
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_device(cls, given: Any) -> Any:
         if isinstance(given, Mapping) and given.get("device") == "cuda":
-            return {"compute_dtype": "bfloat16", "forward_tokens": 8192, **given}
+            defaults = {
+                "compute_dtype": "bfloat16",
+                "forward_tokens": 8192,
+                "state_seconds": 120.0,
+            }
+            return {**defaults, **given}
         return given
 
     @model_validator(mode="after")

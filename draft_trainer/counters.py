@@ -127,6 +127,13 @@ class Counters:
         self.training_waits = self._counter(
             "training_waits", "Times that training waited because samples.db could not be written."
         )
+        self.device_memory = self._counter(
+            "out_of_memory",
+            "Times that the training device had too little memory. It is tried again in passes of "
+            "half the tokens; then a `step` waits, and the `gate` passes nothing.",
+            "where",
+            ("step", "gate"),
+        )
         self.train_seconds = self._counter("train_seconds", "Time in training steps.")
 
         self.verdicts = self._counter(

@@ -54,7 +54,8 @@ PLOT_FILE = "training.svg"
 _WRITE_SECONDS = 600.0
 _NOT_IN_THE_RESULT = {
     *("threads", "nice", "device", "rank_timeout_s"),
-    *("linger_s", "steps_per_candidate", "state_every_steps"),
+    *("linger_s", "steps_per_candidate", "state_every_steps", "state_seconds"),
+    "gpu_memory_fraction",
 }
 
 
@@ -293,7 +294,7 @@ class Fit:
             if first:
                 figures = asdict(metrics) | {"step": now.step, "epoch": epoch}
                 figures |= {"tokens": now.tokens, "seconds": now.seconds}
-                for unlogged in ("anchors", "policy_version"):
+                for unlogged in ("anchors", "memory_retries", "policy_version"):
                     del figures[unlogged]
                 output.log.write("step", **figures)
                 if now.step in self._evaluate_at:

@@ -23,7 +23,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import NormalDist
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +48,11 @@ MIN_CLUSTERS = 4
 """Prompts from which on older policy versions are not asked."""
 
 RESAMPLES = 999
+
+PASS_TOKENS = 8192
+"""Of one forward pass; half of it where the device has too little memory."""
+
+T = TypeVar("T")
 
 
 def paired_interval(
@@ -113,6 +120,7 @@ def compare(
     policy_heads: PolicyHeads,
     k: int,
     method: Method,
+    pass_tokens: int = PASS_TOKENS,
 ) -> tuple[release_pb2.Verdict, int]:
     """Gate the best of ``candidates``, with the weights that are (or would be) served.
 
@@ -131,11 +139,12 @@ def compare(
         policy_heads: must hold their policy versions.
         k: served draft length.
         method: how vLLM drafts.
+        pass_tokens: tokens of one forward pass.
 
     Returns:
         The result, and which candidate it is of.
     """
-    theirs = _estimate(incumbent, samples, policy_heads, k, method)
+    theirs = _estimate(incumbent, samples, policy_heads, k, method, pass_tokens)
     if theirs is None:
         return unmeasured("no held-out sample has an anchor"), 0
     anchors, prompts = math.floor(theirs.drafts), len(set(theirs.groups))
@@ -153,7 +162,7 @@ def compare(
         for name, weight in candidate.named_parameters():
             if not bool(torch.isfinite(weight).all()):
                 return unmeasured(f"ruined: {name} is not finite"), 0
-        estimate = _estimate(candidate, samples, policy_heads, k, method)
+        estimate = _estimate(candidate, samples, policy_heads, k, method, pass_tokens)
         # A sequence on which a head's probabilities are not finite is left out of its estimate.
         if estimate is None or estimate.groups != theirs.groups:
             return unmeasured("ruined: its probabilities are not finite"), 0
@@ -215,11 +224,16 @@ def unmeasured(reason: str) -> release_pb2.Verdict:
 
 
 def _estimate(
-    head: Draft, samples: Sequence[Sample], heads: PolicyHeads, k: int, method: Method
+    head: Draft,
+    samples: Sequence[Sample],
+    heads: PolicyHeads,
+    k: int,
+    method: Method,
+    pass_tokens: int,
 ) -> AcceptanceEstimate | None:
     """None where no sample has an anchor with finite probabilities."""
     try:
-        return expected_acceptance(head, samples, heads, k, method)
+        return expected_acceptance(head, samples, heads, k, method, pass_tokens)
     except RefusedError as error:
         if error.field != "samples":
             raise
@@ -267,7 +281,8 @@ class Gate:
         with self._lock:
             version, incumbent = self._promoted()
             try:
-                result, best = self._compared(candidates, incumbent, run)
+                compared = self._with_room(partial(self._compared, candidates, incumbent, run))
+                result, best = compared or (unmeasured("the device has too little memory"), 0)
             except RefusedError as error:
                 if error.field != "policy_version":
                     raise
@@ -286,7 +301,8 @@ class Gate:
         with self._lock:
             _, head = self._promoted()
             try:
-                found = _estimate(head, self._held_out(run), run.heads, *self.drafting())
+                held, drafting = self._held_out(run), self.drafting()
+                found = self._with_room(partial(_estimate, head, held, run.heads, *drafting))
             except RefusedError as error:
                 if error.field != "policy_version":
                     raise
@@ -298,8 +314,25 @@ class Gate:
             else None
         )
 
+    def _with_room(self, action: Callable[[int], T]) -> T | None:
+        """What an action on passes of so many tokens gives; None where even half are too many."""
+        for tokens in (PASS_TOKENS, PASS_TOKENS // 2):
+            try:
+                return action(tokens)
+            except torch.OutOfMemoryError as error:
+                self.counters.device_memory.labels("gate").inc()
+                logger.warning("out of memory in a gate's passes of %d tokens: %s", tokens, error)
+            # Not in the handler: the exception holds what the pass held.
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return None
+
     def _compared(
-        self, candidates: Callable[[], Iterable[Draft]], incumbent: Draft, run: Run
+        self,
+        candidates: Callable[[], Iterable[Draft]],
+        incumbent: Draft,
+        run: Run,
+        pass_tokens: int,
     ) -> tuple[release_pb2.Verdict, int]:
         """On what the teacher itself sampled; where that is too little on all, which is said.
 
@@ -318,6 +351,7 @@ class Gate:
                 samples,
                 run.heads,
                 *self.drafting(),
+                pass_tokens,
             )
             if result.outcome != "not_measured" or len(samples) == len(held):
                 if others := sum(not sample.on_policy for sample in samples):

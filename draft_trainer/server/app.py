@@ -107,6 +107,7 @@ class TrainerServer:
             config.draft.registry,
             states_belong_to(registry, draft),
             config.training.state_every_steps,
+            config.training.state_seconds,
             self._store.saved,
         )
         learner = Learner(head.to(ranks.device), config.training, ranks)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,11 @@ from slipstream.sample import Sample
 _COUNTERS = ("steps", "steps_skipped", "anchors_trained", "steps_since_restart", "halvings")
 _SHARES = (1.0, 0.5, 0.25)
 _MOST_HALVINGS = 4
+_STEPS_UNTIL_GROWTH = 64
+DEVICE_MEMORY = "device_memory"
+"""Field of the refusal of a step that found too little memory on its device."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class StepMetrics:
         learning_rate: of this step.
         anchors: step-0 anchors.
         tokens: tokens of the samples.
+        memory_retries: of this rank, because its device had too little memory for a pass.
         seconds: wall time.
         policy_version: newest policy version among the samples.
     """
@@ -57,6 +64,7 @@ class StepMetrics:
     learning_rate: float
     anchors: int
     tokens: int
+    memory_retries: int
     seconds: float
     policy_version: int
 
@@ -102,6 +110,11 @@ class Learner:
         self._weights = step_weights(config.ttt_steps, config.step_weight_decay)
         self._optimizer = DraftOptimizer(head, config)
         self._ranks = ranks or Ranks()
+        self._pass_tokens = config.forward_tokens
+        self._steps_of_the_size = 0
+        self._copied: torch.cuda.Event | None = None
+        if self.head.device.type == "cuda" and config.gpu_memory_fraction < 1.0:
+            torch.cuda.set_per_process_memory_fraction(config.gpu_memory_fraction, self.head.device)
 
     def step(self, samples: Sequence[Sample], policy_heads: PolicyHeads) -> StepMetrics:
         """One optimizer step on all of ``samples``, of all ranks.
@@ -110,25 +123,35 @@ class Learner:
         that of one rank with all samples. A non-finite loss or gradient norm leaves weights and
         optimizer as they were, on every rank, and is counted in ``steps_skipped``.
 
+        Where a device has too little memory, its passes are made half as long and made again, once;
+        they grow back after a while.
+
         Args:
             samples: this rank's share; at least one on some rank.
             policy_heads: must hold their policy versions.
 
         Raises:
-            RefusedError: a policy version is not held, here or on another rank; nothing was
-                changed on any of them.
+            RefusedError: a policy version is not held, or memory is too little for half a pass
+                (``DEVICE_MEMORY``), here or on another rank; nothing was changed on any of them.
             RankLostError: another rank is gone.
         """
         started = time.perf_counter()
         steps = self.config.ttt_steps
         parts, tally = self._agree(samples, policy_heads)
         counts, tokens = tally[:, :steps].sum(0), int(tally[:, steps].sum())
-        self._optimizer.clear_gradients()
-        # The loss, then METRICS of every TTT step.
-        totals = torch.zeros(1 + steps * len(METRICS), dtype=torch.float64, device=self.head.device)
-        for batch, valid in parts:
-            totals += self._backward(batch, valid, counts.clamp(min=1))
-        totals = self._ranks.sum(totals.cpu())
+        totals, retries = self._passes(parts, counts.clamp(min=1)), 0
+        if totals is None:
+            # The same sums by smaller passes: no other rank needs to know.
+            retries, parts = 1, []
+            self._resize(max(self._pass_tokens // 2, 1))
+            totals = self._passes(self._collated(samples, policy_heads), counts.clamp(min=1))
+        failed = totals is None
+        if totals is None:
+            totals = torch.zeros(1 + steps * len(METRICS), dtype=torch.float64)
+        *_, ranks_failed = totals = self._ranks.sum(torch.cat([totals, torch.tensor([failed])]))
+        if ranks_failed:
+            self._optimizer.clear_gradients()
+            raise _too_little_memory(f"{self._pass_tokens} tokens" if failed else "another rank's")
         self._ranks.sum_gradients(self._optimizer.with_gradients())
         norm = self._optimizer.gradient_norm()
         rate = self._schedule.rate(self.steps, self.steps_since_restart) * 0.5**self.halvings
@@ -136,12 +159,16 @@ class Learner:
         skipped = not finite or int(counts[0]) == 0
         self.steps_skipped += not finite
         if not skipped:
+            self._wait_for_copy()
             self._optimizer.step(rate, norm)
+            self._steps_of_the_size += 1
+            if self._steps_of_the_size >= _STEPS_UNTIL_GROWTH:
+                self._resize(min(2 * self._pass_tokens, self.config.forward_tokens))
             self.steps += 1
             self.steps_since_restart += 1
             self.anchors_trained += int(counts[0])
         self._optimizer.clear_gradients()
-        sums = totals[1:].view(steps, len(METRICS))
+        sums = totals[1:-1].view(steps, len(METRICS))
         means = sums / torch.where(counts > 0, counts, torch.nan)[:, None]
         columns = {name: tuple(means[:, i].tolist()) for i, name in enumerate(METRICS)}
         return StepMetrics(
@@ -155,6 +182,7 @@ class Learner:
             learning_rate=rate,
             anchors=int(counts[0]),
             tokens=tokens,
+            memory_retries=retries,
             seconds=time.perf_counter() - started,
             policy_version=int(tally[:, steps + 1].max()),
         )
@@ -195,6 +223,7 @@ class Learner:
             share: of the candidate that accepts most.
             gain: its acceptance length over that of ``served``.
         """
+        self._wait_for_copy()
         if share < 1.0:
             for name, weight in self._on_the_line(served, share).items():
                 self.head.get_parameter(name).copy_(weight)
@@ -207,6 +236,7 @@ class Learner:
 
         The first candidate after it is measured at every share.
         """
+        self._wait_for_copy()
         self._optimizer.restart()
         self.steps_since_restart = 0
         self.halvings = 1
@@ -216,9 +246,18 @@ class Learner:
 
         With the position in the data it is all that the next steps depend on.
         """
-        return {
-            name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()
-        }
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What ``state_dict`` copies, where it is; the counters are copies."""
+        named = {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}
+        counters = {f"counter.{name}": torch.tensor(getattr(self, name)) for name in _COUNTERS}
+        return {n: t.detach() for n, t in (named | self._optimizer.tensors | counters).items()}
+
+    def change_after(self, copied: torch.cuda.Event) -> None:
+        """Leave ``tensors`` as they are until another stream has copied them."""
+        self._copied = copied
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """The inverse of ``state_dict``: what follows is what would have followed there.
@@ -229,7 +268,8 @@ class Learner:
             RefusedError: a tensor is missing, unknown or of another shape or type; nothing was
                 changed.
         """
-        own = self._tensors()
+        self._wait_for_copy()
+        own = self.tensors
         state = {"counter.halvings": torch.tensor(0), **state}  # states of older versions
         if not self.config.weight_averaging:
             state = {k: v for k, v in state.items() if not k.startswith("average.")}
@@ -246,13 +286,14 @@ class Learner:
                     f"learner state {name}", found, expected, "resume a state of this head"
                 )
         for name, tensor in own.items():
-            tensor.detach().copy_(state[name])
+            tensor.copy_(state[name])
         self._take_counters(state)
 
     def take_rank_0(self) -> None:
         """Have every rank take rank 0's state; called by all of them together."""
-        own = self._tensors()
-        self._ranks.broadcast({name: tensor.detach() for name, tensor in own.items()})
+        self._wait_for_copy()
+        own = self.tensors
+        self._ranks.broadcast(own)
         self._take_counters(own)
 
     def _agree(
@@ -262,14 +303,14 @@ class Learner:
         steps = self.config.ttt_steps
         parts: list[tuple[Batch, Tensor]] = []
         refusal = None
-        device = self.head.device
+        # A refusal is told to the others first: they would wait for this rank until the deadline.
         try:
-            size = self.config.forward_tokens
-            for batch in batches(samples, policy_heads, size, device, window_steps=steps):
-                parts.append((batch, valid_targets(batch, steps)))
+            parts = list(self._collated(samples, policy_heads))
         except RefusedError as error:
-            # Told to the others first: they would wait for this rank until the deadline.
             refusal = error
+        except torch.OutOfMemoryError as error:
+            logger.warning("no memory for the policy's lm_head: %s", error)
+            refusal = _too_little_memory("the policy's lm_head")
         counts = torch.zeros(steps, dtype=torch.int64)
         for _, valid in parts:
             counts += valid.flatten(1).sum(1)
@@ -287,6 +328,40 @@ class Learner:
                 "samples", f"refused by rank {refused[0]}", "none refused", "see that rank's log"
             )
         return parts, tally
+
+    def _collated(
+        self, samples: Sequence[Sample], policy_heads: PolicyHeads
+    ) -> Iterator[tuple[Batch, Tensor]]:
+        steps, size = self.config.ttt_steps, self._pass_tokens
+        for batch in batches(samples, policy_heads, size, self.head.device, window_steps=steps):
+            yield batch, valid_targets(batch, steps)
+
+    def _passes(self, parts: Iterable[tuple[Batch, Tensor]], denominators: Tensor) -> Tensor | None:
+        """The loss, then METRICS of every TTT step, summed over this rank's passes, with gradients;
+        None, and none, where the device had too little memory."""
+        self._optimizer.clear_gradients()
+        totals = torch.zeros(
+            1 + self.config.ttt_steps * len(METRICS), dtype=torch.float64, device=self.head.device
+        )
+        try:
+            for batch, valid in parts:
+                totals += self._backward(batch, valid, denominators)
+            return totals.cpu()
+        except torch.OutOfMemoryError as error:
+            logger.warning("out of memory in passes of %d tokens: %s", self._pass_tokens, error)
+        # Not in the handler: the exception holds what the pass held.
+        self._optimizer.clear_gradients()
+        if self.head.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
+
+    def _resize(self, tokens: int) -> None:
+        self._pass_tokens, self._steps_of_the_size = tokens, 0
+
+    def _wait_for_copy(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream(self.head.device).wait_event(self._copied)
+            self._copied = None
 
     def _backward(self, batch: Batch, valid: Tensor, denominators: Tensor) -> Tensor:
         outcome = ttt_objective(
@@ -310,11 +385,15 @@ class Learner:
         begin = dict(served.named_parameters())
         return {n: begin[n].to(w.device, w.dtype).lerp(w, share) for n, w in averaged.items()}
 
-    def _tensors(self) -> dict[str, Tensor]:
-        named = {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}
-        counters = {f"counter.{name}": torch.tensor(getattr(self, name)) for name in _COUNTERS}
-        return named | self._optimizer.tensors | counters
-
     def _take_counters(self, state: Mapping[str, Tensor]) -> None:
         for name in _COUNTERS:
             setattr(self, name, int(state[f"counter.{name}"]))
+
+
+def _too_little_memory(what: str) -> RefusedError:
+    return RefusedError(
+        DEVICE_MEMORY,
+        f"too little for {what}",
+        "room for half a pass",
+        "lower training.forward_tokens, or what else is on the device",
+    )

@@ -26,7 +26,7 @@ from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry, Retention
 from draft_trainer.training.economy import Economy
 from draft_trainer.training.followers import Followers
-from draft_trainer.training.learner import Learner
+from draft_trainer.training.learner import DEVICE_MEMORY, Learner
 from draft_trainer.training.state import LearnerStates, Position
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
@@ -34,6 +34,7 @@ from slipstream.v1 import release_pb2
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+_MOST_RETRY_S = 60.0
 
 T = TypeVar("T")
 
@@ -78,11 +79,17 @@ class Candidates:
             run,
             trained_against,
         )
-        candidate = learner.snapshot(served=served, share=shares[best])
+        passed = result.outcome == "passed"
+        try:
+            candidate = learner.snapshot(served=served, share=shares[best]) if passed else None
+        except torch.OutOfMemoryError as error:
+            logger.error("the release was not written: %s", error)
+            self.gate.record(result, not_written=f"too little device memory: {error}")
+            return None
         if result.HasField("gate"):
             learner.settle(served, shares[best], result.gate.difference)
-            self.economy.compared(result.gate, released=result.outcome == "passed")
-        if result.outcome != "passed":
+            self.economy.compared(result.gate, released=passed)
+        if candidate is None:
             self.gate.record(result)
             return None
         try:
@@ -147,6 +154,7 @@ class TrainingLoop:
     _first_step_at: float = field(default_factory=time.monotonic, init=False)
     _trained_against: int = field(default=0, init=False)
     _sized_at: float = field(default=-math.inf, init=False)
+    _retry_s: float = field(default=_RETRY_S, init=False)
 
     def __post_init__(self) -> None:
         self._config = self.candidates.config.training
@@ -210,12 +218,16 @@ class TrainingLoop:
                 share = self.followers.give(drawn.samples, run.heads)
                 metrics = learner.step(share, run.heads)
             except RefusedError as error:
-                if error.field != "policy_version":
-                    raise
                 # A version was forgotten between draw and step: its samples are too old to train.
+                if error.field not in ("policy_version", DEVICE_MEMORY):
+                    raise
                 logger.info("a batch was put back: %s", error)
                 self._stored(partial(run.put_back, drawn))
+                if error.field == DEVICE_MEMORY:
+                    self._wait_for_memory(error)
                 continue
+            self._retry_s = _RETRY_S
+            self.counters.device_memory.labels("step").inc(metrics.memory_retries)
             self.position = replace(self.position, draws=drawn.number)
             self.candidates.economy.trained(metrics.seconds)
             self.counters.trained(
@@ -236,6 +248,15 @@ class TrainingLoop:
             enough = self._steps_since_candidate >= config.steps_per_candidate
             if enough or seconds >= config.candidate_seconds:
                 self._consider(run)
+
+    def _wait_for_memory(self, error: RefusedError) -> None:
+        """Longer every time, so that what shares the device is left alone."""
+        self.counters.device_memory.labels("step").inc()
+        self.counters.training_error = f"training waits: {error}"
+        logger.error("training waits %.0f s: %s", self._retry_s, error)
+        self.followers.keep_alive()
+        self._stopping.wait(self._retry_s)
+        self._retry_s = min(2 * self._retry_s, _MOST_RETRY_S)
 
     def _size_batches(self, run: Run) -> None:
         """Steps of a size of which what a policy version brings makes several."""

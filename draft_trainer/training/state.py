@@ -13,11 +13,13 @@ import json
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -84,7 +86,12 @@ class StateStore:
         return self._thread is None or not self._thread.is_alive()
 
     def write(
-        self, tensors: Mapping[str, Tensor], step: int, position: Facts, timeout: float
+        self,
+        tensors: Mapping[str, Tensor],
+        step: int,
+        position: Facts,
+        timeout: float,
+        ready: Callable[[], None] = lambda: None,
     ) -> bool:
         """``save`` on a thread of its own, one state at a time; the tensors must not change then.
 
@@ -93,6 +100,7 @@ class StateStore:
         Args:
             tensors, step, position: see ``save``.
             timeout: seconds to wait while another state is being written.
+            ready: called on that thread; returns when the tensors are whole.
 
         Returns:
             False when it was not taken.
@@ -101,7 +109,10 @@ class StateStore:
             return False
         # Daemon: a disk that hangs must not keep the process from ending.
         self._thread = threading.Thread(
-            target=self._save, args=(tensors, step, position), name="state-writer", daemon=True
+            target=self._save,
+            args=(tensors, step, position, ready),
+            name="state-writer",
+            daemon=True,
         )
         self._thread.start()
         return True
@@ -171,8 +182,15 @@ class StateStore:
             raise RefusedError(str(self.folder), found, expected, advice, StatusCode.DATA_LOSS)
         return None
 
-    def _save(self, tensors: Mapping[str, Tensor], step: int, position: Facts) -> None:
+    def _save(
+        self,
+        tensors: Mapping[str, Tensor],
+        step: int,
+        position: Facts,
+        ready: Callable[[], None],
+    ) -> None:
         try:
+            ready()
             self.save(tensors, step, position)
         except OSError as error:
             # A full disk must not end training; the next state may fit.
@@ -252,6 +270,47 @@ class Position:
     draws: int | None = None
 
 
+class HostCopies:
+    """Copies of a device's tensors on the host, one set at a time.
+
+    What is on a GPU is copied by a stream of its own into locked pages, which are allocated once:
+    neither the host nor the next step waits.
+    """
+
+    def __init__(self) -> None:
+        self._pages: dict[str, Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    def take(
+        self, tensors: Mapping[str, Tensor], device: torch.device
+    ) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
+        """Begin to copy; what was taken before is overwritten.
+
+        Args:
+            tensors: by name, on ``device`` or on the CPU; must not change before the event.
+            device: whose work so far comes before the copies.
+
+        Returns:
+            The copies, whole after the event; at once if there is none.
+        """
+        if device.type == "cpu":
+            return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}, None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        locked = torch.cuda.is_available()
+        with torch.cuda.stream(self._stream):
+            for name, tensor in tensors.items():
+                if name not in self._pages:
+                    self._pages[name] = torch.empty(
+                        tensor.shape, dtype=tensor.dtype, pin_memory=locked
+                    )
+                self._pages[name].copy_(tensor, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return {name: self._pages[name] for name in tensors}, event
+
+
 class LearnerStates:
     """Saves a serving trainer's learner every few steps. For the training thread only.
 
@@ -263,6 +322,7 @@ class LearnerStates:
         belongs_to: see ``StateStore``.
         every_steps: optimizer steps between two states; 0 writes and reads none. While one is
             being written the next is put off.
+        every_seconds: least time between two states, but for those that a release needs.
         on_saved: told the last draw of every state that is on disk, on another thread.
     """
 
@@ -271,11 +331,15 @@ class LearnerStates:
         registry: Path,
         belongs_to: Facts,
         every_steps: int,
+        every_seconds: float = 0.0,
         on_saved: Callable[[int], None] = lambda draws: None,
     ) -> None:
         self._every_steps = every_steps
+        self._every_seconds = every_seconds
         self._on_saved = on_saved
         self._saved_at = -1
+        self._saved_time = time.monotonic()
+        self._copies = HostCopies()
         self._store = (
             StateStore(registry / FOLDER, belongs_to, self._written) if every_steps else None
         )
@@ -306,7 +370,8 @@ class LearnerStates:
 
     def after_step(self, learner: Learner, position: Position) -> None:
         """Save when it is time and the last one is written."""
-        due = self._store and learner.steps >= self._saved_at + self._every_steps
+        passed = time.monotonic() - self._saved_time >= self._every_seconds
+        due = self._store and passed and learner.steps >= self._saved_at + self._every_steps
         if due and self._store and self._store.free:
             self.save(learner, position)
 
@@ -314,10 +379,17 @@ class LearnerStates:
         """Save now, as after a release."""
         if self._store is None:
             return
-        if self._store.write(learner.state_dict(), learner.steps, asdict(position), _WAIT_S):
-            self._saved_at = learner.steps
-        else:
+        if not self._store.wait(_WAIT_S):
             logger.error("the training state of step %d was not written in time", learner.steps)
+            return
+        tensors, copied = self._copies.take(learner.tensors, learner.head.device)
+        facts = asdict(position)
+        if copied is None:
+            self._store.write(tensors, learner.steps, facts, _WAIT_S)
+        else:
+            learner.change_after(copied)
+            self._store.write(tensors, learner.steps, facts, _WAIT_S, copied.synchronize)
+        self._saved_at, self._saved_time = learner.steps, time.monotonic()
 
     def moved(self) -> None:
         """The weights changed without a step: the last state is not theirs any more."""

@@ -1,0 +1,122 @@
+"""A GPU that is short of memory, emulated: the error that torch raises, at a size of our choice."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from draft_trainer.config import TrainingConfig
+from draft_trainer.counters import Counters, total
+from draft_trainer.drafters.batch import Batch
+from draft_trainer.releases.gate import PASS_TOKENS, Gate
+from draft_trainer.training import learner as learner_module
+from draft_trainer.training.learner import DEVICE_MEMORY, Learner
+from slipstream.errors import RefusedError
+from tests.draft_trainer.rig import feeding, make_config, rollouts
+from tests.draft_trainer.synthetic import Policy, head
+
+CONFIG = TrainingConfig(ttt_steps=3, warmup_steps=0, forward_tokens=400)
+
+
+class Device:
+    """Has room for passes of ``most`` tokens.
+
+    Attributes:
+        most: the same.
+        refused: tokens of every pass that was too long.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most = math.inf
+        self.refused: list[int] = []
+        self._objective = learner_module.ttt_objective
+        monkeypatch.setattr(learner_module, "ttt_objective", self._pass)
+
+    def _pass(self, draft: Any, batch: Batch, *args: Any, **kwargs: Any) -> Any:
+        outcome = self._objective(draft, batch, *args, **kwargs)
+        if batch.token_ids.numel() > self.most:
+            # After the work: part of the gradients may be there already.
+            outcome.loss.backward()
+            self.refused.append(batch.token_ids.numel())
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 48.00 MiB")
+        return outcome
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+def test_a_step_is_made_again_by_half_passes(device: Device) -> None:
+    policy = Policy()
+    samples = policy.samples(40)
+    whole, halved = Learner(head(0), CONFIG), Learner(head(0), CONFIG)
+    expected = whole.step(samples, policy.heads())
+    device.most = 200
+    metrics = halved.step(samples, policy.heads())
+    assert (expected.memory_retries, metrics.memory_retries) == (0, 1)
+    assert len(device.refused) == 1 and 200 < device.refused[0] <= 400
+    assert metrics.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert metrics.anchors == expected.anchors
+    for ours, theirs in zip(halved.head.parameters(), whole.head.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    # The next step begins with what was found to fit, and passes grow back.
+    assert halved.step(samples, policy.heads()).memory_retries == 0
+    device.most = math.inf
+    for _ in range(64):
+        halved.step(samples[:2], policy.heads())
+    device.most = 200
+    assert halved.step(samples, policy.heads()).memory_retries == 1
+
+
+def test_a_step_without_room_changes_nothing(device: Device) -> None:
+    policy = Policy()
+    learner = Learner(head(0), CONFIG)
+    before = learner.state_dict()
+    device.most = 10
+    with pytest.raises(RefusedError, match=r"too little for 200 tokens") as refused:
+        learner.step(policy.samples(40), policy.heads())
+    assert refused.value.field == DEVICE_MEMORY
+    assert len(device.refused) == 2
+    assert all(torch.equal(before[name], value) for name, value in learner.state_dict().items())
+    assert all(parameter.grad is None for parameter in learner.head.parameters())
+    device.most = math.inf
+    assert not learner.step(policy.samples(40), policy.heads()).skipped
+
+
+def test_a_trainer_waits_and_trains_on_what_it_put_back(tmp_path: Path, device: Device) -> None:
+    """The trainer lives, says so, and trains every sample as often as it would have."""
+    device.most = 0
+    with feeding(make_config(tmp_path)) as (server, client):
+        client.send(*rollouts(40))
+        status = client.wait_for(lambda s: s.training_error)
+        assert "training waits" in status.training_error and DEVICE_MEMORY in status.training_error
+        assert status.train_steps == 0
+        assert total(server._counters.device_memory) >= 1
+        device.most = math.inf
+        status = client.wait_for(lambda s: s.train_steps >= 1 and s.idle)
+        assert status.training_error == "" and status.samples_pending == 0
+        trained = total(server._counters.samples_trained)
+        assert trained == 2 * (status.samples_accepted - status.samples_held_out)
+        assert not server.died.is_set()
+
+
+@pytest.mark.parametrize(("most", "outcome", "count"), [(PASS_TOKENS // 2, 1.0, 1), (1, None, 2)])
+def test_the_gate_asks_for_half_and_then_passes_nothing(
+    most: int, outcome: float | None, count: int
+) -> None:
+    counters = Counters()
+    gate = Gate(*[SimpleNamespace()] * 3, counters, lambda: (3, "greedy"))  # type: ignore[arg-type]
+
+    def measured(tokens: int) -> float:
+        if tokens > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 1.0
+
+    assert gate._with_room(measured) == outcome
+    assert counters.device_memory.labels("gate")._value.get() == count
