@@ -49,7 +49,7 @@ DEFAULT_SETTINGS: dict[str, dict[str, str]] = {
     "speculators": {"cpu": "sdpa summed", "cuda": "simple_flex_attention packed"},
     "specforge": {"cpu": "sdpa full summed", "cuda": "flex_attention full batched"},
     "modelopt": {"cpu": "sdpa plain summed", "cuda": "sdpa compiled batched"},
-    "ours": {"cpu": "1024 tokens a pass", "cuda": "4096 tokens a pass"},
+    "ours": {"cpu": "1024 tokens a pass", "cuda": "8192 tokens a pass"},
 }
 
 # Pinned, so that a figure can be repeated. The first of each is the peer. SpecForge asks for torch

@@ -69,11 +69,12 @@ class Ours:
         self.policy = PolicyHead(0, rows, tensors.embed_tokens)
         self.log_z = (tensors.final_hidden @ rows.T).float().logsumexp(-1)
         # Every anchor whose teacher lies in the row: i + 1 + s <= T - 1, as the peers have it.
-        index = torch.arange(case.tokens, device=case.device)
+        # Masks lie on the CPU, where a GPU is not waited for.
+        index = torch.arange(case.tokens)
         valid = torch.stack([index + 1 + s < case.tokens for s in range(case.ttt_steps)])
         self.valid = valid[:, None].expand(-1, case.rows, -1).contiguous()
         self.denominators = self.valid.flatten(1).sum(1)
-        rows = torch.arange(case.rows, device=case.device)
+        rows = torch.arange(case.rows)
         # As ``training.forward_tokens`` does it.
         max_batch_tokens = int(setting.partition(" ")[0])
         self.parts = rows.split(max(max_batch_tokens // case.tokens, 1))
@@ -101,21 +102,22 @@ class Ours:
     def batch(self, rows: Tensor) -> Batch:
         """Looks the embeddings up, as ``collate`` does in every step."""
         case, ids = self.case, self.token_ids[rows]
+        every = torch.ones(ids.shape, dtype=torch.bool)
         return Batch(
             token_ids=ids,
             positions=torch.arange(case.tokens, device=case.device).expand(ids.shape),
-            lengths=torch.full((len(rows),), case.tokens, device=case.device),
-            loss_mask=torch.ones_like(ids, dtype=torch.bool),
-            anchors=torch.ones_like(ids, dtype=torch.bool),
+            lengths=torch.full((len(rows),), case.tokens),
+            loss_mask=every,
+            anchors=every,
             aux=self.aux[rows],
             embeds=torch.nn.functional.embedding(ids, self.embed_tokens),
             final_hidden=self.final_hidden[rows],
             policy=self.policy,
             logits_dtype=case.torch_dtype,
             log_z=self.log_z[rows],
-            teacher_known=torch.ones_like(ids, dtype=torch.bool),
+            teacher_known=every,
             sampled_logprobs=torch.zeros(ids.shape, device=case.device),
-            temperature=torch.ones(len(rows), device=case.device),
+            temperature=torch.ones(len(rows)),
             groups=tuple(map(str, rows.tolist())),
         )
 

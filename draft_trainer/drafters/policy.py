@@ -152,7 +152,9 @@ class PolicyHeads:
     def _copied(self, sha256: bytes, tensor: Tensor, device: torch.device) -> Tensor:
         key = (sha256, device)
         if key not in self._on_device:
-            self._on_device[key] = tensor.to(device)
+            # The gate asks in inference mode, whose tensors a training step could not take.
+            with torch.inference_mode(False):
+                self._on_device[key] = tensor.to(device)
         self._on_device.move_to_end(key)
         while len(self._on_device) > 1 and self._device_bytes() > _DEVICE_BYTES:
             self._on_device.popitem(last=False)

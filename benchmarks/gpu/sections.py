@@ -1,0 +1,321 @@
+"""What is measured. A section returns figures by name; ``__main__`` has the bounds of some.
+
+A section that cannot be measured raises ``NotMeasuredError`` with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.draft_training.case import SHAPES, Case
+from benchmarks.gpu.bench import Bench, K, NotMeasuredError, draft_of, rollouts
+from benchmarks.policy_stall.policy import TINY
+from benchmarks.policy_stall.trainers import Trainer, write_draft
+from draft_trainer.config import TrainingConfig
+from draft_trainer.drafters.acceptance import expected_acceptance
+from draft_trainer.drafters.batch import batches
+from draft_trainer.drafters.loss import Objective, step_weights, ttt_objective, valid_targets
+from draft_trainer.training.learner import DEVICE_MEMORY, Learner
+from draft_trainer.training.state import HostCopies
+from policy_bridge import BridgeConfig, PolicyBridge
+from slipstream.errors import RefusedError
+
+Figures = dict[str, Any]
+_DRILLS = 3
+
+
+def ceilings(bench: Bench) -> Figures:
+    """What the machine can: products, copies, launches. Other sections are held against it."""
+    size, count = (128, 1 << 20) if bench.tiny else (8192, 1 << 30)
+    dtype = torch.bfloat16 if bench.cuda else torch.float32
+    a, b = (torch.randn(size, size, device=bench.device).to(dtype) for _ in range(2))
+    there, other = (torch.zeros(count, dtype=torch.uint8, device=bench.device) for _ in range(2))
+    host = torch.zeros(count, dtype=torch.uint8, pin_memory=bench.cuda)
+    one = torch.zeros(1, device=bench.device)
+
+    def launches() -> None:
+        for _ in range(100):
+            one.add_(1.0)
+
+    found = {
+        "product_flops": 2 * size**3 / bench.seconds(lambda: a @ b, 20),
+        "device_copy_bytes": 2 * count / bench.seconds(lambda: other.copy_(there)),
+        "to_host_bytes": count / bench.seconds(lambda: host.copy_(there, non_blocking=True)),
+        "to_device_bytes": count / bench.seconds(lambda: there.copy_(host, non_blocking=True)),
+    }
+    bench.ceilings = found
+    return {**found, "seconds_a_launch": bench.seconds(launches) / 100}
+
+
+def _pass(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Objective, torch.Tensor]:
+    """One pass forward and backward; the objective, and all gradients as one CPU vector."""
+    draft = draft_of(case, torch.device("cpu")).to(device)
+    samples, heads = rollouts(case)
+    (batch,) = batches(samples, heads, case.rows * case.tokens, device)
+    valid = valid_targets(batch, K)
+    outcome = ttt_objective(draft, batch, valid, weights=step_weights(K, 0.8), compute_dtype=dtype)
+    outcome.loss.backward()
+    grads = [p.grad.flatten().cpu().double() for p in draft.parameters() if p.grad is not None]
+    return outcome, torch.cat(grads)
+
+
+def parity(bench: Bench) -> Figures:
+    """Loss, gradients and the gate's figure against float64 and float32 on the CPU."""
+    case, cpu = bench.parity_case, torch.device("cpu")
+    exact, expected = _pass(case, cpu, torch.float64)
+    found, gradients = _pass(case, bench.device, torch.bfloat16 if bench.cuda else torch.float32)
+    samples, heads = rollouts(case)
+    lengths = [
+        expected_acceptance(
+            draft_of(case, cpu).to(device), samples, heads, K, "probabilistic"
+        ).acceptance_length
+        for device in (cpu, bench.device)
+    ]
+    cosine = torch.nn.functional.cosine_similarity(expected, gradients, dim=0)
+    return {
+        "relative error of the loss": abs(float(found.loss.detach()) / float(exact.loss) - 1.0),
+        "cosine of the gradients": float(cosine),
+        "relative error of the gradients' norm": abs(float(gradients.norm() / expected.norm()) - 1),
+        "difference of the acceptance length": abs(lengths[1] - lengths[0]),
+    }
+
+
+def waits(bench: Bench) -> Figures:
+    """Whether a pass waits for the GPU: torch raises at the first operation that would."""
+    case = bench.case
+    draft = draft_of(case, bench.device)
+    samples, heads = rollouts(case)
+    (batch,) = batches(samples, heads, case.rows * case.tokens, bench.device)
+    valid = valid_targets(batch, K)
+
+    def once() -> None:
+        outcome = ttt_objective(
+            draft, batch, valid, weights=step_weights(K, 0.8), compute_dtype=case.torch_dtype
+        )
+        outcome.loss.backward()
+        draft.zero_grad(set_to_none=True)
+
+    seconds = bench.seconds(once, 2)
+    figures: Figures = {"seconds_a_pass": seconds, "peak GB of a pass": None}
+    peak = bench.peak_bytes(once)
+    if peak is not None:
+        figures["peak GB of a pass"] = peak / 1e9
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            once()
+            figures["passes that wait"] = 0
+        except RuntimeError as error:
+            figures |= {"passes that wait": 1, "waited_for": str(error)}
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return figures
+
+
+def gate(bench: Bench) -> Figures:
+    """A candidate's estimate on 8,192 held-out tokens."""
+    case = bench.case
+    draft = draft_of(case, bench.device)
+    samples, heads = rollouts(case)
+
+    def once() -> None:
+        expected_acceptance(draft, samples, heads, K, "probabilistic")
+
+    peak, seconds = bench.peak_bytes(once), bench.seconds(once, 1)
+    tokens = case.rows * case.tokens
+    return {
+        "seconds": seconds,
+        "tokens": tokens,
+        "peak GB of the gate": None if peak is None else peak / 1e9,
+    }
+
+
+def training(bench: Bench) -> Figures:
+    """A step beside SpecForge's and speculators', as ``benchmarks.draft_training`` does it."""
+    case = replace(bench.case, name="gpu")
+    out = bench.folder / "training.json"
+    # A machine without an index has the peers that ``pack`` brought, or none.
+    for peers in ("specforge,speculators", "specforge", "speculators", ""):
+        if bench.tiny and peers:
+            continue
+        options = [f"--against={peers}", "--cases=gpu", f"--ttt-steps={K}", f"--json={out}"]
+        options += [f"--device={bench.device.type}", f"--dtypes={case.dtype}", "--rounds=7"]
+        script = (
+            "import sys; from benchmarks.draft_training import __main__ as m, case;"
+            f"case.SHAPES['gpu'] = case.Case(**{case.to_dict()!r}); sys.exit(m.main(sys.argv[1:]))"
+        )
+        try:
+            subprocess.run(
+                [sys.executable, "-c", script, *options],
+                timeout=max(bench.seconds_left, 1.0),
+                stdout=sys.stderr,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise NotMeasuredError(f"not done in time, with peers: {peers or 'none'}") from error
+        if out.exists():
+            break
+    if not out.exists():
+        raise NotMeasuredError("benchmarks.draft_training wrote no figures: see its log above")
+    (found,) = json.loads(out.read_text())["cases"]
+    seconds = found["contestants"]["ours"]["seconds"]["median"]
+    figures: Figures = {
+        "case": found,
+        "tokens_a_second": case.rows * case.tokens / seconds,
+        "share of the products' ceiling": training_flops(case)
+        / seconds
+        / bench.ceilings["product_flops"],
+    }
+    for peer in ("specforge", "speculators"):
+        if peer in found["speed_against"]:
+            figures[f"speed against {peer}"] = found["speed_against"][peer]["median"]
+    return figures
+
+
+def training_flops(case: Case) -> float:
+    """Of the products of a step: twice as many backward as forward, the teacher's forward only."""
+    hidden, heads = case.hidden_size, case.num_attention_heads * case.head_dim
+    projected = heads + 2 * case.num_key_value_heads * case.head_dim
+    layer = hidden * (projected + heads + 3 * case.intermediate_size + case.draft_vocab_size)
+    once = hidden * (projected + 3 * hidden)
+    tokens, steps = case.rows * case.tokens, case.ttt_steps
+    attention = steps * 2 * heads * case.tokens / 2
+    teacher = hidden * case.draft_vocab_size
+    return tokens * (6.0 * (steps * layer + once + attention) + 2.0 * teacher)
+
+
+def states(bench: Bench) -> Figures:
+    """A training state on its way to the host: what the training thread pays, and the rate."""
+    learner = Learner(draft_of(bench.case, bench.device), _config(bench))
+    copies, tensors = HostCopies(), learner.tensors
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    def once() -> float:
+        bench.wait()
+        begin = time.perf_counter()
+        _, copied = copies.take(tensors, bench.device)
+        called = time.perf_counter() - begin
+        if copied is not None:
+            copied.synchronize()
+        return called
+
+    once()
+    begin = time.perf_counter()
+    called = once()
+    rate = nbytes / (time.perf_counter() - begin)
+    return {
+        "bytes": nbytes,
+        "seconds of the training thread": called,
+        "bytes_a_second": rate,
+        "share of the pinned copy's rate": rate / bench.ceilings["to_host_bytes"],
+    }
+
+
+def memory(bench: Bench) -> Figures:
+    """Steps on a GPU that something else fills: halved, refused without a change, and recovered."""
+    if not bench.cuda:
+        raise NotMeasuredError("a CPU's memory is not bounded")
+    case = bench.case
+    samples, heads = rollouts(case)
+    learner = Learner(draft_of(case, bench.device), _config(bench))
+    learner.step(samples, heads)
+    whole = bench.peak_bytes(lambda: learner.step(samples, heads)) or 0
+    outcomes: dict[str, int] = {"whole": 0, "halved": 0, "refused": 0, "recovered": 0}
+    for share in (1.2, 0.75, 0.1):
+        for _ in range(_DRILLS):
+            torch.cuda.empty_cache()
+            free, _total = torch.cuda.mem_get_info(bench.device)
+            other = torch.empty(
+                max(free - int(share * whole), 0), dtype=torch.uint8, device=bench.device
+            )
+            try:
+                retries = learner.step(samples, heads).memory_retries
+                outcomes["halved" if retries else "whole"] += 1
+            except RefusedError as error:
+                if error.field != DEVICE_MEMORY:
+                    raise
+                outcomes["refused"] += 1
+            del other
+            outcomes["recovered"] += not learner.step(samples, heads).skipped
+    return {"outcomes": outcomes, "drills survived": outcomes["recovered"] / (3 * _DRILLS)}
+
+
+def capture(bench: Bench) -> Figures:
+    """The policy's log-prob forward with and without a capture window, log-probs given."""
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    if bench.tiny:
+        policy_folder, draft = TINY, TINY.parent / "draft"
+        model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).to(bench.device)
+        rows, tokens = 4, 48
+    else:
+        policy_folder, draft = bench.folder / "policy", bench.folder / "draft"
+        shape = SHAPES["8B"]
+        with bench.device:
+            # Eight layers of an 8B policy's 36: the cost of a window does not grow with them, so
+            # that its share is seen at more than four times its size.
+            model = Qwen3ForCausalLM(
+                Qwen3Config(
+                    vocab_size=shape.vocab_size,
+                    hidden_size=shape.hidden_size,
+                    intermediate_size=shape.intermediate_size,
+                    num_hidden_layers=8,
+                    num_attention_heads=shape.num_attention_heads,
+                    num_key_value_heads=shape.num_key_value_heads,
+                    head_dim=shape.head_dim,
+                    max_position_embeddings=4096,
+                    tie_word_embeddings=False,
+                )
+            ).to(torch.bfloat16)
+        model.save_pretrained(policy_folder)
+        write_draft(policy_folder, draft)
+        rows, tokens = 8, 1024
+    ids = torch.randint(3, model.config.vocab_size, (rows, tokens), device=bench.device)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, :8] = False
+
+    @torch.no_grad()
+    def forward(window: Any) -> None:
+        with window as taken:
+            logits = model(input_ids=ids, use_cache=False).logits
+            chosen = logits[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+            log_p = chosen.float() - logits[:, :-1].logsumexp(-1).float()
+            if taken is not None:
+                taken.ship(ids, loss_mask=mask, sampled_logprobs=log_p)
+
+    with Trainer("capture", bench.folder, draft, 0) as trainer:
+        trainer.wait_ready()
+        config = BridgeConfig(trainer=trainer.address, run_id="gpu", sync_seconds=2.0)
+        with PolicyBridge(model, config) as bridge:
+            if not bridge.wait_connected(60.0):
+                raise NotMeasuredError(f"the trainer was not reached: {bridge.stats().last_error}")
+            with bridge.sync(1):
+                pass
+            off, on = [], []
+            for _ in range(3 if bench.tiny else 15):
+                off.append(bench.seconds(lambda: forward(nullcontext()), 1))
+                on.append(bench.seconds(lambda: forward(bridge.capture(forwards=1)), 1))
+            stats = bridge.stats()
+    ratios = sorted(a / b for a, b in zip(on, off, strict=True))
+    return {
+        "forward with a window over one without": ratios[len(ratios) // 2],
+        "seconds_without": sorted(off)[len(off) // 2],
+        "capture_off_reason": stats.capture_off_reason,
+        "samples accepted": stats.accepted,
+    }
+
+
+def _config(bench: Bench) -> TrainingConfig:
+    case = bench.case
+    return TrainingConfig(
+        device="cuda" if bench.cuda else "cpu",
+        ttt_steps=K,
+        forward_tokens=case.rows * case.tokens,
+    )
