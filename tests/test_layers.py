@@ -27,6 +27,7 @@ MEASURED = {
     "publish_faults": {"rollout_server"},
     "robustness": {"rollout_server"},
     "feed_faults": {"policy_bridge"},
+    "gpu": {"policy_bridge"},
     "policy_stall": {"policy_bridge"},
     "transport": {"policy_bridge"},
 }

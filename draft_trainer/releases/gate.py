@@ -332,7 +332,7 @@ class Gate:
         candidates: Callable[[], Iterable[Draft]],
         incumbent: Draft,
         run: Run,
-        pass_tokens: int,
+        pass_tokens: int = PASS_TOKENS,
     ) -> tuple[release_pb2.Verdict, int]:
         """On what the teacher itself sampled; where that is too little on all, which is said.
 
