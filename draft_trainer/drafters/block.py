@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from draft_trainer.drafters.ops import linear, rms_norm, rotate_heads, swiglu
+from draft_trainer.drafters.ops import linear, rms_norm, rotate_heads, swiglu_linear
 from draft_trainer.drafters.rope import Rope
 
 
@@ -131,7 +131,10 @@ class Block(nn.Module):
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = attention.q_norm(q), attention.k_norm(k)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        angles = positions.to(wide)[..., None, None] * self._inv_freq.to(positions.device, wide)
+        if self._inv_freq.device != positions.device:
+            # Once: a GPU's host waits for such a copy.
+            self._inv_freq = self._inv_freq.to(positions.device)
+        angles = positions.to(wide)[..., None, None] * self._inv_freq.to(wide)
         cos, sin = angles.cos() * self._attention_scale, angles.sin() * self._attention_scale
         rotated = rotate_heads(torch.cat([q, k], dim=2), heads + k.shape[2], cos, sin)
         q, k = rotated.split([heads, k.shape[2]], dim=2)
@@ -149,5 +152,5 @@ class Block(nn.Module):
             attended = attended * gate.sigmoid()
         hidden = hidden + linear(attended.flatten(2), self.self_attn.o_proj.weight)
         gate_up = torch.cat([self.mlp.gate_proj.weight, self.mlp.up_proj.weight])
-        gated = swiglu(linear(self.post_attention_layernorm(hidden), gate_up))
-        return hidden + linear(gated, self.mlp.down_proj.weight)
+        gated = linear(self.post_attention_layernorm(hidden), gate_up)
+        return hidden + swiglu_linear(gated, self.mlp.down_proj.weight)
