@@ -81,7 +81,9 @@ def parity(bench: Bench) -> Figures:
     ]
     cosine = torch.nn.functional.cosine_similarity(expected, gradients, dim=0)
     return {
-        "relative error of the loss": abs(float(found.loss.detach()) / float(exact.loss) - 1.0),
+        "relative error of the loss": abs(
+            float(found.loss.detach()) / float(exact.loss.detach()) - 1.0
+        ),
         "cosine of the gradients": float(cosine),
         "relative error of the gradients' norm": abs(float(gradients.norm() / expected.norm()) - 1),
         "difference of the acceptance length": abs(lengths[1] - lengths[0]),
