@@ -42,6 +42,11 @@ def test_the_kind_is_what_the_draft_is(tmp_path: Path, draft_dir: Path) -> None:
     (head / "manifest.json").write_text('{"draft_kind": "dflash"}')
     with pytest.raises(RefusedError, match="dflash"):
         served_by(None, head)
+    for architecture in ("DFlashDraftModel", "Qwen3DSparkModel"):
+        block = write(tmp_path / "block", architectures=[architecture])
+        for kind in (None, "eagle3"):
+            with pytest.raises(RefusedError, match=f"architectures: found {architecture}"):
+                served_by(kind, block)
     for kind in ("ngram", "none"):
         assert isinstance(served_by(kind, None), WithoutWeights)
     for kind in (None, "mtp"):
