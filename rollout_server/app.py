@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from rollout_server.checkpoint import (
     Layout,
     TensorLayout,
     check_finite,
+    quantization,
+    read_config,
     read_layout,
     read_manifest,
     weight_files,
@@ -33,8 +37,13 @@ from rollout_server.service import ControlServer, RolloutService, refuse_shared
 from rollout_server.step_costs import CostWatch, StepCosts
 from rollout_server.store import ContentStore, WeightSource, make_directory
 from rollout_server.vllm_patches import EMBEDDING
+from rollout_server.vllm_versions import DRAFT_LENGTHS_V2, Sources, installed_source
+from slipstream.errors import RefusedError
 from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
+
+# vLLM shows what is logged below its own name.
+logger = logging.getLogger("vllm.slipstream")
 
 _CALIBRATION_SECONDS = 120.0
 """Deadline of one batch of the calibration."""
@@ -63,11 +72,18 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
     store = ContentStore(make_directory(settings.stage_bytes), settings.stage_bytes)
     API.closers.append(store.close)
     commits, costs = CommitCounts(), StepCosts()
+    runner = (await engine.describe()).runner
+    logger.info("vLLM %s, Model Runner %s", vllm_version, runner)
     chooser = None
+    config = engine.client.vllm_config
+    most = config.scheduler_config.max_num_seqs
     if settings.speculation == "auto":
-        most = engine.client.vllm_config.scheduler_config.max_num_seqs
+        refuse_fixed_lengths(runner, Sources(installed_source), vllm_version)
         chooser = LengthChooser(settings.draft_length, most)
         await calibrate(engine, engine.step_sums, _load(engine.client), chooser)
+    elif getattr(config.speculative_config, "num_speculative_tokens_per_batch_size", None):
+        # The launcher's schedule only names the lengths that graphs are captured for.
+        await engine.set_draft_lengths([settings.draft_length] * (most + 1))
     control, service = await control_plane(
         engine,
         store,
@@ -111,6 +127,20 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
         measured = LengthControl(chooser, API.tracker, control.set_draft_lengths).update
     API.cost_watch = CostWatch(engine.step_sums, API.tracker, costs, probe, measured)
     API.cost_watch.start()
+
+
+def refuse_fixed_lengths(runner: str, sources: Sources, vllm_version: str) -> None:
+    """Refuse to choose draft lengths on a runner that always drafts the longest.
+
+    Raises RefusedError: Model Runner V2 of this vLLM does not know what the scheduler plans.
+    """
+    if runner == "V2" and sources.lacks(DRAFT_LENGTHS_V2):
+        raise RefusedError(
+            "--speculation",
+            f"auto, on Model Runner V2 of vLLM {vllm_version}",
+            "a vLLM whose Model Runner V2 drafts as many tokens as are planned (0.32 or newer)",
+            "use --speculation fixed, or set VLLM_USE_V2_MODEL_RUNNER=0",
+        )
 
 
 def _load(client: Any) -> Callable[[int, int], Awaitable[None]]:
@@ -160,7 +190,10 @@ async def control_plane(
     control = RolloutControl(engine, store, tracker, committed, draft, policy, shown)
     expected = {
         DRAFT: _expected_draft(draft, description, served),
-        POLICY: _expected_policy(policy_layout, description, served),
+        POLICY: replace(
+            _expected_policy(policy_layout, description, served),
+            quantized=quantization(read_config(settings.model_dir, "MODEL"), policy_layout),
+        ),
     }
     return control, RolloutService(control, expected, served)
 

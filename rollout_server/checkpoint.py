@@ -28,13 +28,20 @@ _SAFETENSORS_DTYPES = {
     "I32": "int32",
     "BOOL": "bool",
 }
+_STAGED_DTYPES = frozenset(_SAFETENSORS_DTYPES.values())
+_NESTED_CONFIGS = ("text_config", "llm_config", "language_config")
 _FLOATS = ("float32", "bfloat16", "float16")
 VOCABULARY_MAPS = ("d2t", "t2d")
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A tensor without its values."""
+    """A tensor without its values.
+
+    Attributes:
+        dtype: torch's name without "torch."; the file's own ("F8_E4M3") if it cannot be staged.
+        shape: sizes, outermost first.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -84,7 +91,7 @@ def weight_files(directory: Path) -> list[Path]:
 def read_layout(directory: Path, option: str) -> dict[str, TensorLayout]:
     """Names, dtypes and shapes of every tensor of a checkpoint.
 
-    Raises RefusedError: no safetensors file, a damaged one, or a dtype that cannot be staged.
+    Raises RefusedError: no safetensors file, or a damaged one.
     """
     files = weight_files(directory)
     if not files:
@@ -102,15 +109,46 @@ def read_layout(directory: Path, option: str) -> dict[str, TensorLayout]:
         except (OSError, SafetensorError) as error:
             raise _damaged(path, f"unreadable ({error})", "a safetensors file") from error
         for name, tensor in slices.items():
-            if tensor.get_dtype() not in _SAFETENSORS_DTYPES:
-                raise RefusedError(
-                    f"{path}: {name}",
-                    tensor.get_dtype(),
-                    f"one of {sorted(_SAFETENSORS_DTYPES)}",
-                    "serve the unquantized checkpoint",
-                )
-            dtype = _SAFETENSORS_DTYPES[tensor.get_dtype()]
+            dtype = _SAFETENSORS_DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
             layout[name] = TensorLayout(dtype, tuple(tensor.get_shape()))
+    return layout
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a configuration, which multimodal models nest."""
+    for name in _NESTED_CONFIGS:
+        nested = config.get(name)
+        if isinstance(nested, Mapping):
+            return nested
+    return config
+
+
+def quantization(config: Mapping[str, Any], layout: Layout) -> str:
+    """How a checkpoint is quantized, for people; empty if it is not.
+
+    A stage of such a model is refused: vLLM's loaders need its scales and packed matrices, which a
+    training job does not have.
+    """
+    given = config.get("quantization_config") or text_config(config).get("quantization_config")
+    if given:
+        method = given.get("quant_method") if isinstance(given, Mapping) else None
+        return f"quantization_config ({method or 'of an unnamed method'})"
+    for name, tensor in layout.items():
+        if tensor.dtype not in _STAGED_DTYPES:
+            return f"{name} is {tensor.dtype}"
+    return ""
+
+
+def read_draft_layout(directory: Path) -> dict[str, TensorLayout]:
+    """``read_layout`` of a draft.
+
+    Raises RefusedError: as that, or it is quantized, so that no stage could replace it.
+    """
+    layout = read_layout(directory, "--draft")
+    quantized = quantization(read_config(directory, "--draft"), layout)
+    if quantized:
+        expected, next_step = "unquantized weights", "save the draft in bfloat16"
+        raise RefusedError(f"--draft {directory}", quantized, expected, next_step)
     return layout
 
 
@@ -151,6 +189,7 @@ class Expected:
         optional: tensors that may come as well and are not loaded.
         fixed: SHA-256 (32 bytes) of tensors that must not change, by name.
         forbidden: why a tensor must not come, by name.
+        quantized: how the served model is, so that no stage can replace it; empty if it is not.
     """
 
     kind: str
@@ -159,6 +198,7 @@ class Expected:
     optional: Layout = field(default_factory=dict)
     fixed: Mapping[str, bytes] = field(default_factory=dict)
     forbidden: Mapping[str, str] = field(default_factory=dict)
+    quantized: str = ""
 
     def check(self, specs: Iterable[tensor_pb2.TensorSpec]) -> None:
         """Refuse tensors that cannot replace the model.
@@ -171,6 +211,14 @@ class Expected:
                 f"a {self.kind}",
                 "a policy alone: this server drafts without weights",
                 "start it with --draft",
+                StatusCode.FAILED_PRECONDITION,
+            )
+        if self.quantized:
+            raise RefusedError(
+                "kind",
+                f"a {self.kind} for a quantized one: {self.quantized}",
+                "drafts only",
+                "serve the unquantized checkpoint, or push through vLLM's weight-transfer engine",
                 StatusCode.FAILED_PRECONDITION,
             )
         seen: set[str] = set()

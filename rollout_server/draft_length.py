@@ -51,10 +51,10 @@ def lengths_to_choose(longest: int) -> tuple[int, ...]:
     return tuple(k for k in range(1, longest + 1) if k <= 3 or k % 2 or k == longest)
 
 
-def launch_schedule(longest: int) -> list[list[int]]:
-    """``num_speculative_tokens_per_batch_size`` that names every length once, so that vLLM captures
-    CUDA graphs for each. What is drafted is decided later."""
-    lengths = (0, *lengths_to_choose(longest))
+def launch_schedule(lengths: Sequence[int]) -> list[list[int]]:
+    """``num_speculative_tokens_per_batch_size`` that names every length and 0 once, so that vLLM
+    captures CUDA graphs for each. What is drafted is decided later."""
+    lengths = (0, *lengths)
     last = len(lengths)
     return [[n, n if n < last else 1 << 20, k] for n, k in enumerate(lengths, 1)]
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollout_server.read_back import SAME
 from rollout_server.reload import Change, Result
 from rollout_server.step_costs import StepSum, StepSums
 from rollout_server.store import WeightSource
-from rollout_server.swap import READY, SAME, WORKING
+from rollout_server.swap import READY, WORKING
 from slipstream.errors import RefusedError, StatusCode
 
 APPLY_SECONDS = 120.0
@@ -35,6 +36,7 @@ class Description:
     shared: tuple[str, ...]
     served_dtype: str
     derived: tuple[str, ...] = ()
+    runner: str = "V1"
 
 
 class UntrustedEngineError(Exception):
@@ -94,6 +96,7 @@ class VllmEngine:
             tuple(sorted({name for worker in workers for name in worker["shared"]})),
             workers[0]["dtype"],
             tuple(sorted({name for worker in workers for name in worker["derived"]})),
+            workers[0]["runner"],
         )
 
     async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:

@@ -212,7 +212,7 @@ class EngineHooks:
         return list(self._rpc("slipstream_describe"))
 
     def read_back(self) -> list[str]:
-        """What every worker finds when it reads its draft back (``swap.ReadBack``)."""
+        """What every worker finds when it reads its draft back (``read_back.ReadBack``)."""
         found = self._rpc("slipstream_read_back")
         self._clock.interrupted()
         return list(found)

@@ -7,6 +7,8 @@ a distribution named "vllm", which the CPU wheel is not.
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import multiprocessing
 import os
 import signal
@@ -18,14 +20,25 @@ from types import FrameType
 from typing import Any
 
 from rollout_server import vllm_versions
-from rollout_server.draft_length import launch_schedule
-from rollout_server.plugins import API, Settings
+from rollout_server.draft_length import launch_schedule, lengths_to_choose
+from rollout_server.plugins import API, MARK, Settings
 from rollout_server.preflight import check_paths, check_port_free
 from rollout_server.served import SERVED, WithoutWeights, served_by
 from slipstream.errors import RefusedError
 from slipstream.security import Access, Role, open_access
 
 PLUGIN = "slipstream"
+DRAFT_FIELDS = (
+    "attention_backend",
+    "disable_padded_drafter_batch",
+    "draft_tensor_parallel_size",
+    "enforce_eager",
+    "kv_cache_dtype",
+    "max_model_len",
+    "moe_backend",
+)
+"""Fields of vLLM's ``SpeculativeConfig`` that do not concern which draft proposes how much."""
+
 _LOOPBACK = "127.0.0.1"
 _CHILD_SECONDS = 10.0
 _OTHER_GROUPS = (
@@ -43,6 +56,7 @@ def serve(arguments: Sequence[str]) -> int:
     """
     check_paths()
     choose_plugins()
+    share_with_ray()
     import uvloop
     from vllm.version import __version__ as vllm_version
 
@@ -150,6 +164,19 @@ def build_parser() -> Any:
         "to measure whether speculation pays.",
     )
     group.add_argument(
+        "--allow-kv-connector",
+        action="store_true",
+        help="Take a --kv-transfer-config that is not known to keep the cache of one policy apart "
+        "from that of the next.",
+    )
+    group.add_argument(
+        "--draft-config",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help=f"Fields of vLLM's speculative configuration: {', '.join(DRAFT_FIELDS)}.",
+    )
+    group.add_argument(
         vllm_versions.OPTION,
         action="store_true",
         help="Serve with a vLLM whose version is not known to work "
@@ -165,6 +192,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     Raises RefusedError: naming the option, directory or port at fault.
     """
     _check_supported(args)
+    check_connector(args.kv_transfer_config, args.allow_kv_connector)
     if args.model_tag is None:
         raise RefusedError("MODEL", "nothing", "a checkpoint directory", "name it after serve")
     access = access_of(args)
@@ -187,14 +215,42 @@ def settings_of(args: argparse.Namespace) -> Settings:
     args.speculative_config = served.speculative_config(
         args.draft_dir, args.draft_length, args.draft_sample_method
     )
-    if args.speculation == "auto":
-        args.speculative_config["num_speculative_tokens_per_batch_size"] = launch_schedule(
-            args.draft_length
-        )
+    if not isinstance(served, WithoutWeights):
+        args.speculative_config |= draft_fields(args.draft_config)
+        if args.speculation == "auto" or _may_run_v2():
+            auto = args.speculation == "auto"
+            lengths = lengths_to_choose(args.draft_length) if auto else (args.draft_length,)
+            schedule = launch_schedule(lengths)
+            args.speculative_config["num_speculative_tokens_per_batch_size"] = schedule
     given = {
         field.name: getattr(args, field.name) for field in fields(Settings) if field.name in args
     }
     return Settings(model_dir=Path(args.model), access=access, **given)
+
+
+def draft_fields(given: Any) -> dict[str, Any]:
+    """What ``--draft-config`` adds to vLLM's speculative configuration.
+
+    Raises RefusedError: not an object, or a field that is Slipstream's to set.
+    """
+    unknown = sorted(set(given) - set(DRAFT_FIELDS)) if isinstance(given, dict) else [given]
+    if unknown:
+        expected = f"an object with some of {', '.join(DRAFT_FIELDS)}"
+        raise RefusedError("--draft-config", unknown[0], expected, "leave the others out")
+    return dict(given)
+
+
+def _may_run_v2() -> bool:
+    """Whether vLLM's workers may have Model Runner V2, which needs Triton.
+
+    That runner captures decode graphs for the lengths in the schedule alone: without a 0 in it,
+    steps with drafting off would run without. Runner V1 would give up full graphs for a schedule.
+    """
+    return os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0" and _has_package("triton")
+
+
+def _has_package(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
 
 def _check_supported(args: argparse.Namespace) -> None:
@@ -223,6 +279,56 @@ def _check_supported(args: argparse.Namespace) -> None:
         found = getattr(args, option.removeprefix("--").replace("-", "_"))
         if found < 1:
             raise RefusedError(option, found, "at least 1", "leave it out for the default")
+
+
+_SALTED_CONNECTORS = frozenset(
+    {
+        "DecodeBenchConnector",
+        "HF3FSKVConnector",
+        "LMCacheMPConnector",
+        "MooncakeConnector",
+        "MooncakeStoreConnector",
+        "MultiConnector",
+        "NixlConnector",
+        "NixlPullConnector",
+        "NixlPushConnector",
+        "OffloadingConnector",
+        "SimpleCPUOffloadConnector",
+    }
+)
+"""KV connectors that look blocks up by their salted hashes, or move those of one request only."""
+
+
+def check_connector(config: Any, allowed: bool) -> None:
+    """Refuse a KV connector that may give back keys and values of an older policy.
+
+    The prefix cache is kept apart at a policy commit by ``cache_salt`` (``PrefixCacheSalt``). A
+    connector that looks prefixes up by their tokens alone ignores it.
+
+    Raises RefusedError: unless ``allowed``.
+    """
+    if config is None or allowed:
+        return
+    extra = config.kv_connector_extra_config or {}
+    inner = [each.get("kv_connector") for each in extra.get("connectors", ())]
+    for name in (config.kv_connector, *inner):
+        if name not in _SALTED_CONNECTORS:
+            raise RefusedError(
+                "--kv-transfer-config",
+                f"kv_connector {name}",
+                f"one of {', '.join(sorted(_SALTED_CONNECTORS))}",
+                "use one of these; or --allow-kv-connector, where no policy is ever pushed",
+            )
+
+
+_RAY_VARIABLES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+
+
+def share_with_ray() -> None:
+    """Have vLLM copy the mark of this process to workers that Ray starts: without it the plug-ins
+    are inert there."""
+    names = [name for name in os.environ.get(_RAY_VARIABLES, "").split(",") if name]
+    os.environ[_RAY_VARIABLES] = ",".join(dict.fromkeys([*names, MARK]))
 
 
 async def _serve(args: argparse.Namespace) -> None:

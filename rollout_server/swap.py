@@ -1,11 +1,10 @@
 """Standby weights: a draft is loaded beside the live one and swapped with it between two steps.
 
-Three parts. ``StandbyCopy`` is a second set of the draft's weights in the worker's memory, in the
+``StandbyCopy`` is a second set of the draft's weights in the worker's memory, in the
 form that its kernels use: the modules are copied without their memory, get parameters in the form
 in which vLLM loads them, and are loaded and post-processed by vLLM's own code (names, fused and
 sharded matrices, padding, packing for CPUs), in a thread while the engine generates.
 ``swap_contents`` exchanges the two sets; everything is compared before the first byte moves.
-``ReadBack`` says whether the draft in memory is still the one that was committed.
 
 On an accelerator contents are copied in place, which keeps the addresses that CUDA graphs hold.
 On a CPU there are no such graphs, and large tensors exchange their memory instead. vLLM packs the
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollout_server.read_back import GetModel, ReadBack, element_hash
 from rollout_server.store import WeightSource
 from rollout_server.vllm_patches import storages
 
@@ -38,7 +38,6 @@ LOAD_FAILURES = (OSError, RuntimeError, *_WRONG_VALUES)
 """What vLLM's loaders raise on weights that passed every check of a stage: a file that vanished, a
 shape that only the sharded layer knows, memory."""
 
-SAME, DIFFERS, ASLEEP = "same", "differs", "asleep"
 READY, WORKING = "ready", "working"
 _OVERWRITTEN = "the draft that was live was not the one that had been committed"
 _MOST_COPIES = 2
@@ -53,57 +52,10 @@ _PIECE = 16 << 20
 
 _LOG = logging.getLogger(__name__)
 Pair = tuple[torch.Tensor, torch.Tensor]
-GetModel = Callable[[], nn.Module]
 
 
 class NotSwappableError(Exception):
     """This draft cannot have a standby copy; the text says why."""
-
-
-def element_hash(parameter: torch.Tensor) -> int:
-    """XOR of a tensor's raw elements."""
-    return int(torch.hash_tensor(parameter.detach()).item())
-
-
-class ReadBack:
-    """Whether the draft in a worker's memory is the one that was committed.
-
-    It is not after sleep level 2 (the memory comes back empty), after another writer, or after a
-    memory fault. The hash is an XOR over the raw elements, one pass at the memory's speed: it finds
-    damage, not malice. Left out are parameters in the verifier's memory, which a policy push
-    changes, and those that a CPU build packs away at load (they are empty).
-    """
-
-    def __init__(self, policy: GetModel, draft: GetModel) -> None:
-        self._policy, self._draft = policy, draft
-        self.asleep = False
-        self.lost = False
-        self.committed = self._now()
-
-    def record(self, hashes: Mapping[str, int] | None = None) -> None:
-        """The draft was just replaced.
-
-        Args:
-            hashes: of the parameters that were swapped in, taken before, so that no pass over the
-                draft delays the engine now; None: read the memory.
-        """
-        self.committed = self._now() if hashes is None else {**self.committed, **hashes}
-        self.lost = False
-
-    def check(self) -> str:
-        """``SAME``, ``DIFFERS``, or ``ASLEEP`` while the memory must not be touched."""
-        if self.asleep:
-            return ASLEEP
-        return DIFFERS if self.lost or self._now() != self.committed else SAME
-
-    @torch.no_grad()
-    def _now(self) -> dict[str, int]:
-        shared = storages(self._policy())
-        return {
-            name: element_hash(parameter)
-            for name, parameter in self._draft().named_parameters()
-            if parameter.numel() and parameter.untyped_storage().data_ptr() not in shared
-        }
 
 
 @dataclass(frozen=True)
@@ -121,11 +73,19 @@ class StandbyCopy:
 
     Made between two engine steps, because it reads the live modules; loaded in a thread.
 
+    Args:
+        policy: the verifier.
+        draft: the live draft.
+        owed: bytes of the device's free memory that the engine may still ask for.
+
     Raises:
         NotSwappableError: the two share more than modules, or vLLM kept no metadata.
     """
 
-    def __init__(self, policy: nn.Module, draft: nn.Module) -> None:
+    def __init__(
+        self, policy: nn.Module, draft: nn.Module, owed: Callable[[], int] = lambda: 0
+    ) -> None:
+        self._owed = owed
         self._shared = {id(module) for module in policy.modules()}
         self._storages = storages(policy)
         self._copies: dict[int, nn.Module | None] = {}
@@ -208,7 +168,7 @@ class StandbyCopy:
         """Memory for every parameter: on the live ones' device, or pinned where that is full."""
         device = self.device
         needed = sum(p.nbytes for each in self._copied for p in each.meta.values())
-        pinned = device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < needed * _HEADROOM
+        pinned = must_pin(device, needed, self._owed)
         for each in self._copied:
             for name, meta in each.meta.items():
                 tensor = torch.empty_strided(
@@ -225,6 +185,17 @@ class StandbyCopy:
                 tensor.__dict__ = meta.__dict__.copy()
                 _rebind_loaders(tensor, each)
                 each.copy._parameters[name] = tensor  # type: ignore[assignment]
+
+
+def must_pin(device: torch.device, needed: int, owed: Callable[[], int]) -> bool:
+    """Whether a standby copy goes to pinned host memory, because the engine needs the device's."""
+    return device.type == "cuda" and free_bytes(device) - owed() < needed * _HEADROOM
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a CUDA device: what the driver has, and what torch keeps without using it."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def _copied(live: nn.Module, copy: nn.Module) -> _Copied:
@@ -282,6 +253,13 @@ def _drop_unloaded(copy: nn.Module) -> None:
                 f"{type(copy).__name__}.{name}: {missing} of {parameter.numel()} elements are in "
                 "no tensor of the checkpoint"
             )
+
+
+def standby_bytes(policy: nn.Module, draft: nn.Module) -> int:
+    """What the standby copies of a draft take at most: the previous release and the staged one."""
+    shared = storages(policy)
+    own = (p for p in draft.parameters() if p.untyped_storage().data_ptr() not in shared)
+    return _MOST_COPIES * sum(p.nbytes for p in own)
 
 
 def pairs_of(modules: Iterable[tuple[nn.Module, nn.Module]]) -> list[Pair]:
@@ -361,11 +339,14 @@ def _is_weight(value: object) -> bool:
 @torch.no_grad()
 def swap_contents(pairs: Iterable[Pair]) -> None:
     """Give each tensor the other's content; the engine may step when this returns."""
-    accelerated = False
+    pairs = list(pairs)
+    accelerated = any(live.device.type != "cpu" for live, _ in pairs)
+    if accelerated:
+        # Another stream of vLLM's may still read the draft.
+        torch.cuda.synchronize()
     for live, standby in pairs:
         if live.device.type != "cpu":
             _copy_both_ways(live, standby)
-            accelerated = True
         elif live.nbytes <= _SMALL:
             kept = live.clone()
             live.copy_(standby)
@@ -421,8 +402,14 @@ class Standby:
     Called between two engine steps only. Copies are made in one thread, one after the other.
     """
 
-    def __init__(self, policy: GetModel, draft: GetModel, read_back: ReadBack) -> None:
-        self._policy, self._draft, self.read_back = policy, draft, read_back
+    def __init__(
+        self,
+        policy: GetModel,
+        draft: GetModel,
+        read_back: ReadBack,
+        owed: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._policy, self._draft, self.read_back, self._owed = policy, draft, read_back, owed
         self._entries: dict[WeightSource, _Entry] = {}
 
     def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
@@ -440,7 +427,7 @@ class Standby:
         surplus = [other for other in self._entries if other != keep][:excess]
         evicted = [self._entries.pop(other) for other in surplus]
         try:
-            copy = StandbyCopy(self._policy(), self._draft())
+            copy = StandbyCopy(self._policy(), self._draft(), self._owed)
         except NotSwappableError as error:
             return str(error)
 

@@ -114,7 +114,8 @@ HOOKS: tuple[Hook, ...] = (
     ),
     *_hooks("vllm.v1.request", "Request", "cache_salt", "spec_token_ids"),
     # Workers: worker.py.
-    *_hooks(_WORKER, "Worker", "get_model", "get_draft_model", "model_runner"),
+    *_hooks(_WORKER, "Worker", "get_model", "get_draft_model", "model_runner", "requested_memory"),
+    Hook(_WORKER, "Worker.determine_available_memory", ("self",)),
     Hook(_WORKER, "Worker.sleep", ("self", "level")),
     Hook(_WORKER, "Worker.wake_up", ("self", "tags")),
     Hook(_RUNNER_V1, "GPUModelRunner.execute_model", ("self", "scheduler_output")),

@@ -7,6 +7,7 @@ did what.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,10 +15,15 @@ from typing import Any
 
 import torch
 
-from rollout_server.reload import Change, LiveModel, apply_all
+from rollout_server.read_back import SAME, ReadBack
+from rollout_server.reload import Change, LiveModel, Result, apply_all
 from rollout_server.store import WeightSource
-from rollout_server.swap import READY, SAME, ReadBack, Standby, derived_tensors
+from rollout_server.swap import READY, Standby, derived_tensors, free_bytes, standby_bytes
 from rollout_server.vllm_patches import shared_parameters, shares_embedding
+from slipstream.errors import RefusedError
+
+# vLLM shows what is logged below its own name.
+logger = logging.getLogger("vllm.slipstream")
 
 _HOOKS = "slipstream_hooks"
 
@@ -74,6 +80,36 @@ class DraftingSwitch:
         return torch.empty(rows, 0, dtype=torch.int64, device=runner.device)
 
 
+class SpeculatorSwitch:
+    """The same for Model Runner V2, whose drafts are a speculator's.
+
+    Without it that runner runs the draft once a step where the scheduler plans no tokens (from
+    vLLM 0.32 on), or drafts all of them (before). While drafting is off the answer is what its
+    speculators say then: -1, no token, in every place.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._speculator = runner.speculator
+        self._propose = runner.speculator.propose
+        self.enabled = True
+        runner.speculator.propose = self._propose_unless_off
+
+    def _propose_unless_off(self, input_batch: Any, *rest: Any, **named: Any) -> Any:
+        # Dummy runs warm up and capture graphs. Steps that were planned before the switch and run
+        # after it still draft: the scheduler will verify those tokens.
+        planned = (named.get("num_speculative_tokens") or 0) > 0
+        if self.enabled or planned or named.get("dummy_run"):
+            return self._propose(input_batch, *rest, **named)
+        speculator = self._speculator
+        shape = input_batch.num_reqs, speculator.num_speculative_steps
+        return torch.full(shape, -1, dtype=torch.int64, device=speculator.device)
+
+
+def runner_version(worker: Any) -> str:
+    """ "V2" or "V1": which of vLLM's two model runners this worker has."""
+    return "V2" if hasattr(worker.model_runner, "speculator") else "V1"
+
+
 class WorkerHooks:
     """Slipstream's state in one worker with a draft.
 
@@ -83,8 +119,10 @@ class WorkerHooks:
 
     def __init__(self, worker: Any) -> None:
         self.read_back = ReadBack(worker.get_model, worker.get_draft_model)
-        self.standby = Standby(worker.get_model, worker.get_draft_model, self.read_back)
-        self.drafting: DraftingSwitch | None = None
+        self.standby = Standby(
+            worker.get_model, worker.get_draft_model, self.read_back, lambda: owed_bytes(worker)
+        )
+        self.drafting: DraftingSwitch | SpeculatorSwitch | None = None
 
     @classmethod
     def of(cls, worker: Any) -> WorkerHooks:
@@ -100,7 +138,8 @@ def slipstream_describe(self: Any) -> dict[str, Any]:
 
     Returns:
         {"shares_embedding": bool, "shared": names of draft parameters in the verifier's memory,
-        "dtype": of the served policy, "derived": ``swap.derived_tensors``}.
+        "dtype": of the served policy, "derived": ``swap.derived_tensors``, "runner":
+        ``runner_version``}.
     """
     draft, policy = self.get_draft_model(), self.get_model()
     return {
@@ -108,6 +147,7 @@ def slipstream_describe(self: Any) -> dict[str, Any]:
         "shared": [] if draft is None else shared_parameters(policy, draft),
         "derived": [] if draft is None else derived_tensors(policy, draft),
         "dtype": str(self.model_config.dtype).removeprefix("torch."),
+        "runner": runner_version(self),
     }
 
 
@@ -125,6 +165,12 @@ def slipstream_apply(self: Any, messages: list[Mapping[str, Any]]) -> dict[str, 
         else:
             live = LiveModel(self.get_model(), config.model_config)
         changes.append((change, live))
+    try:
+        for change, live in changes:
+            if change.kind != "draft":
+                check_room(live.model)
+    except RefusedError as error:
+        return asdict(Result(0.0, str(error)))
     with set_current_vllm_config(config):
         result = apply_all(changes)
     if config.lora_config and any(change.kind == "policy" for change, _ in changes):
@@ -148,14 +194,73 @@ def slipstream_read_back(self: Any) -> str:
 def slipstream_set_speculation(self: Any, enabled: bool) -> float:
     """Skip the draft's forward pass or run it. Answers seconds."""
     start = time.perf_counter()
-    # Model Runner V2 has no drafter: there the scheduler's half suffices, and the draft's first
-    # forward pass goes on.
-    if hasattr(self.model_runner, "drafter") and self.get_draft_model() is not None:
+    if self.get_draft_model() is not None:
         hooks = WorkerHooks.of(self)
-        # Not before it is needed: a server that always speculates runs unhooked.
-        hooks.drafting = hooks.drafting or DraftingSwitch(self.model_runner)
+        if hooks.drafting is None:
+            # Not before it is needed: a server that always speculates runs unhooked.
+            switch = SpeculatorSwitch if runner_version(self) == "V2" else DraftingSwitch
+            hooks.drafting = switch(self.model_runner)
         hooks.drafting.enabled = enabled
     return time.perf_counter() - start
+
+
+_RESERVED = "slipstream_reserved_bytes"
+
+
+def owed_bytes(worker: Any) -> int:
+    """Bytes of its share of the device (``--gpu-memory-utilization``) that the engine may still ask
+    for: CUDA graphs, the sampler, peaks of the activations. What was set aside for the standby
+    copies (``reserve_standby``) is not the engine's."""
+    engine = worker.requested_memory - getattr(worker, _RESERVED, 0)
+    return max(0, int(engine) - torch.cuda.memory_reserved(worker.device))
+
+
+def reserve_standby(worker_class: type) -> None:
+    """Make vLLM's ``Worker`` leave the standby copies' memory out of the KV cache.
+
+    They live inside ``--gpu-memory-utilization`` then. A cache whose size was given in bytes
+    (``--kv-cache-memory-bytes``) stays as it was given. vLLM asks once, after the models are
+    loaded; its workers for CPUs answer otherwise.
+    """
+    determine = worker_class.determine_available_memory  # type: ignore[attr-defined]
+    if getattr(determine, "_slipstream", False):
+        return
+
+    def leaving_room(self: Any) -> int:
+        available = int(determine(self))
+        draft = self.get_draft_model()
+        if draft is None or self.cache_config.kv_cache_memory_bytes:
+            return available
+        reserved = standby_bytes(self.get_model(), draft)
+        setattr(self, _RESERVED, reserved)
+        left = available - reserved
+        logger.info("%d MiB are left out of the KV cache for standby drafts", reserved >> 20)
+        return left
+
+    leaving_room._slipstream = True  # type: ignore[attr-defined]
+    worker_class.determine_available_memory = leaving_room  # type: ignore[attr-defined]
+
+
+def check_room(model: torch.nn.Module) -> None:
+    """Refuse to begin a reload that memory is too short for.
+
+    A layer-wise reload holds one layer twice. Where that fails, the old weights cannot be loaded
+    either, and the server would have to stop.
+
+    Raises RefusedError: naming the bytes.
+    """
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    layers = (sum(p.nbytes for p in m.parameters(recurse=False)) for m in model.modules())
+    needed = max(layers, default=0)
+    for device in devices:
+        free = free_bytes(device)
+        if free < needed:
+            raise RefusedError(
+                f"memory of {device}",
+                f"{free} bytes free",
+                f"{needed} bytes, for the largest layer once more",
+                "lower --gpu-memory-utilization; nothing was changed",
+            )
 
 
 def watch_sleep(worker_class: type) -> None:
@@ -191,3 +296,4 @@ def install(worker_class: type) -> None:
     ):
         setattr(worker_class, method.__name__, method)
     watch_sleep(worker_class)
+    reserve_standby(worker_class)

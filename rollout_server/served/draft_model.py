@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollout_server.checkpoint import read_config, read_layout
+from rollout_server.checkpoint import read_config, read_draft_layout, read_layout
 from rollout_server.served.served import Served
 from slipstream.errors import RefusedError
 
@@ -18,7 +18,7 @@ class DraftModel(Served):
         """See ``Served.check``."""
         model, draft = read_config(model_dir, "MODEL"), read_config(draft_dir, "--draft")
         read_layout(model_dir, "MODEL")
-        read_layout(draft_dir, "--draft")
+        read_draft_layout(draft_dir)
         vocab = (model.get("text_config") or model).get("vocab_size")
         if draft.get("vocab_size") != vocab:
             field, expected = f"{draft_dir / 'config.json'}: vocab_size", f"{vocab} (the model's)"

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from rollout_server.checkpoint import Layout, read_config, read_layout, weight_files
+from rollout_server.checkpoint import (
+    Layout,
+    read_config,
+    read_draft_layout,
+    read_layout,
+    text_config,
+    weight_files,
+)
 from rollout_server.served.served import Served
 from slipstream.errors import RefusedError
 from slipstream.layers import default_aux_layers
@@ -40,19 +47,22 @@ def check_draft_fits(model_dir: Path, draft_dir: Path) -> None:
         RefusedError: a directory or file is missing, or hidden size, auxiliary
             layers, vocabulary or vocabulary maps do not fit.
     """
-    model = read_config(model_dir, "MODEL")
+    model = text_config(read_config(model_dir, "MODEL"))
+    # Of any dtypes: a quantized model takes drafts, too.
     read_layout(model_dir, "MODEL")
+    hidden, depth, vocab = (
+        _size(model, name, model_dir) for name in ("hidden_size", "num_hidden_layers", "vocab_size")
+    )
     config = read_config(draft_dir, "--draft")
-    layout = read_layout(draft_dir, "--draft")
+    layout = read_draft_layout(draft_dir)
     # A speculators checkpoint nests the sizes.
     sizes: Mapping[str, Any] = config.get("transformer_layer_config") or config
     path = f"{draft_dir / 'config.json'}"
-    hidden = int(model["hidden_size"])
     found = int(config.get("target_hidden_size") or sizes.get("hidden_size", 0))
     if found != hidden:
         expected = f"{hidden} (hidden_size of {model_dir})"
         raise RefusedError(f"{path}: hidden_size", found, expected, _OTHER_DRAFT)
-    layers = _aux_layers(config, int(model["num_hidden_layers"]), path)
+    layers = _aux_layers(config, depth, path)
     fc, width = layout.get("fc.weight"), len(layers) * hidden
     if fc is None or len(fc.shape) != 2 or fc.shape[1] != width:
         raise RefusedError(
@@ -61,12 +71,20 @@ def check_draft_fits(model_dir: Path, draft_dir: Path) -> None:
             f"[draft hidden size, {width}] for auxiliary layers {list(layers)}",
             "give an EAGLE-3 draft for this model and these layers",
         )
-    vocab = int(model["vocab_size"])
     if int(sizes.get("vocab_size", 0)) != vocab:
         expected = f"{vocab} (the model's)"
         raise RefusedError(f"{path}: vocab_size", sizes.get("vocab_size"), expected, _OTHER_DRAFT)
     rows = int(config.get("draft_vocab_size") or vocab)
     _check_vocabulary(rows, vocab, layout, draft_dir)
+
+
+def _size(model: Mapping[str, Any], name: str, directory: Path) -> int:
+    value = model.get(name)
+    if not isinstance(value, int) or value < 1:
+        field, found = f"{directory / 'config.json'}: {name}", "absent" if value is None else value
+        expected = "a positive integer, at top level or in text_config"
+        raise RefusedError(field, found, expected, "give a language model's checkpoint")
+    return value
 
 
 def _aux_layers(config: Mapping[str, Any], num_layers: int, path: str) -> tuple[int, ...]:

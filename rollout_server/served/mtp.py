@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollout_server.checkpoint import read_config, read_layout
+from rollout_server.checkpoint import read_config, read_draft_layout, read_layout
 from rollout_server.served.served import Served
 from slipstream.errors import RefusedError
 
@@ -33,7 +33,7 @@ class Mtp(Served):
             if draft.get(name) != model.get(name):
                 field, expected = f"{draft_dir / 'config.json'}: {name}", f"{model.get(name)}"
                 raise RefusedError(field, draft.get(name), f"{expected} (the model's)", _NEXT)
-        others = [name for name in read_layout(draft_dir, "--draft") if not self.has(name)]
+        others = [name for name in read_draft_layout(draft_dir) if not self.has(name)]
         if others:
             raise RefusedError(
                 f"{draft_dir}: tensors",

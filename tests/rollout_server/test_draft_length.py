@@ -120,7 +120,7 @@ def test_an_older_cost_fades() -> None:
 def test_lengths_and_the_schedule_that_names_each_once() -> None:
     assert lengths_to_choose(3) == (1, 2, 3)
     assert lengths_to_choose(8) == (1, 2, 3, 5, 7, 8)
-    assert launch_schedule(3) == [[1, 1, 0], [2, 2, 1], [3, 3, 2], [4, 1 << 20, 3]]
+    assert launch_schedule((1, 2, 3)) == [[1, 1, 0], [2, 2, 1], [3, 3, 2], [4, 1 << 20, 3]]
     assert sizes_to_measure(64) == [1, 4, 16, 64]
     assert sizes_to_measure(3) == [1, 3]
 

@@ -17,9 +17,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rollout_server import app
+from rollout_server.acceptance import AcceptanceTracker
+from rollout_server.checkpoint import read_layout
+from rollout_server.engine import Description
+from rollout_server.plugins import Settings
 from rollout_server.preflight import check_paths, check_port_free
 from rollout_server.served.eagle3 import check_draft_fits
+from rollout_server.store import ContentStore, make_directory
 from slipstream.errors import RefusedError
+from slipstream.security import open_to_all
+from slipstream.tensors import spec_of
+from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.checkpoints import load, write_draft
 
 
@@ -179,3 +188,90 @@ def test_a_plug_in_without_the_mark_does_nothing() -> None:
         "assert not {'torch', 'vllm', 'grpc'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def quantized(policy_dir: Path, folder: Path, kind: str) -> Path:
+    """The tiny policy as FP8, AWQ and nested checkpoints store theirs; for headers only."""
+    shutil.copytree(policy_dir, folder)
+    config = json.loads((folder / "config.json").read_text())
+    name = "model.layers.0.self_attn.q_proj.weight"
+
+    def convert(tensors: dict[str, torch.Tensor]) -> None:
+        weight = tensors.pop(name)
+        if kind in ("fp8", "scales"):
+            tensors[name] = weight.to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.ones(2, 2)
+        if kind == "scales":
+            tensors[f"{name}_scale_inv"] = torch.ones(2, 2).to(torch.float8_e8m0fnu)
+        if kind == "awq":
+            stem = name.removesuffix("weight")
+            tensors[f"{stem}qweight"] = torch.zeros(8, 8, dtype=torch.int32)
+            tensors[f"{stem}packed"] = torch.zeros(8, dtype=torch.uint8)
+        if kind in ("nested", "int8"):
+            tensors[name] = weight if kind == "nested" else weight.to(torch.int8)
+
+    edit_tensors(folder, convert)
+    method = {"fp8": "fp8", "awq": "awq"}.get(kind)
+    outer: dict[str, object] = {"architectures": ["Gemma3ForConditionalGeneration"]}
+    (folder / "config.json").write_text(
+        json.dumps({**outer, "text_config": config})
+        if kind in ("nested", "scales")
+        else json.dumps({**config, "quantization_config": {"quant_method": method}})
+        if method
+        else json.dumps(config)
+    )
+    return folder
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("fp8", "quantization_config (fp8)"),
+        ("awq", "quantization_config (awq)"),
+        ("int8", "model.layers.0.self_attn.q_proj.weight is I8"),
+        ("scales", "is F8_E"),
+        ("nested", ""),
+    ],
+)
+async def test_quantized_and_nested_models_take_drafts_and_only_these(
+    kind: str, found: str, tmp_path: Path, policy_dir: Path, reduced: Path
+) -> None:
+    model = quantized(policy_dir, tmp_path / kind, kind)
+    check_draft_fits(model, reduced)
+
+    class Describes:
+        async def describe(self) -> Description:
+            return Description(False, (), "bfloat16")
+
+    store = ContentStore(make_directory(1 << 24, tmp_path), 1 << 24)
+    settings = Settings(model, reduced, open_to_all())
+    control, service = await app.control_plane(
+        Describes(),  # type: ignore[arg-type]
+        *(store, settings, read_layout(model, "MODEL"), AcceptanceTracker()),
+        *(lambda *_: None, pb.ServerState()),
+    )
+    service.workers.close()
+    draft = [spec_of(name, tensor) for name, tensor in load(reduced).items()]
+    service._expected["draft"].check(draft)
+    policy = [spec_of(name, tensor) for name, tensor in load(policy_dir).items()]
+    if not found:
+        service._expected["policy"].check(policy)
+        return
+    with pytest.raises(RefusedError, match=r"quantized.*drafts only") as refused:
+        service._expected["policy"].check(policy)
+    assert found in str(refused.value)
+    assert control.state().draft_version == 0
+
+
+def test_a_quantized_draft_and_a_model_without_sizes_are_refused(
+    tmp_path: Path, policy_dir: Path, reduced: Path
+) -> None:
+    edit_tensors(reduced, lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.int8)}))
+    with pytest.raises(RefusedError, match=r"fc.weight is I8.*bfloat16"):
+        check_draft_fits(policy_dir, reduced)
+    model = tmp_path / "vision"
+    shutil.copytree(policy_dir, model)
+    edit_config(model, num_hidden_layers=None, text_config={"hidden_size": 192})
+    with pytest.raises(RefusedError, match=r"num_hidden_layers: found absent.*text_config"):
+        check_draft_fits(model, reduced)

@@ -11,16 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from rollout_server.read_back import ASLEEP, DIFFERS, SAME, ReadBack
 from rollout_server.reload import Change, LiveModel, apply_all, load
 from rollout_server.store import Key, StagedTensor, WeightSource
 from rollout_server.swap import (
-    ASLEEP,
-    DIFFERS,
     READY,
-    SAME,
     WORKING,
     NotSwappableError,
-    ReadBack,
     Standby,
     StandbyCopy,
     pairs_of,

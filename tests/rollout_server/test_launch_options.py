@@ -1,0 +1,73 @@
+"""Options that reach vLLM, and those that are refused because they would undo a guarantee."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_server.launch import build_parser, settings_of, share_with_ray
+from rollout_server.plugins import MARK
+from slipstream.errors import RefusedError
+
+PORTS = ("--port", "0", "--control-port", "0")
+
+
+@pytest.fixture
+def parse(policy_dir: Path, draft_dir: Path) -> Any:
+    """``parse(*options)``: vLLM's arguments after our checks."""
+
+    def parsed(*options: str) -> Any:
+        args = build_parser().parse_args(
+            [str(policy_dir), "--draft", str(draft_dir), *PORTS, *options]
+        )
+        settings_of(args)
+        return args
+
+    return parsed
+
+
+def test_connectors_that_ignore_the_prefix_salt_are_refused_unless_told(parse: Any) -> None:
+    def connector(name: str, *inner: str) -> str:
+        nested = [{"kv_connector": each, "kv_role": "kv_both"} for each in inner]
+        config: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both"}
+        if nested:
+            config["kv_connector_extra_config"] = {"connectors": nested}
+        return json.dumps(config)
+
+    option = "--kv-transfer-config"
+    for known in (
+        connector("NixlConnector"),
+        connector("MultiConnector", "OffloadingConnector", "LMCacheMPConnector"),
+    ):
+        parse(option, known)
+    for config, name in (
+        (connector("LMCacheConnectorV1"), "LMCacheConnectorV1"),
+        (connector("MultiConnector", "NixlConnector", "ExampleConnector"), "ExampleConnector"),
+        (connector("OfMyOwn"), "OfMyOwn"),
+    ):
+        with pytest.raises(RefusedError, match=rf"{option}.*{name}.*--allow-kv-connector"):
+            parse(option, config)
+        parse(option, config, "--allow-kv-connector")
+
+
+def test_fields_of_the_speculative_configuration_that_are_not_ours_pass(parse: Any) -> None:
+    given = {"draft_tensor_parallel_size": 1, "attention_backend": "FLASH_ATTN"}
+    passed = parse("--draft-config", json.dumps(given)).speculative_config
+    assert given.items() <= passed.items() and passed["num_speculative_tokens"] == 3
+    for refused in ('{"model": "another"}', '{"rejection_sample_method": "synthetic"}', "[1]"):
+        with pytest.raises(RefusedError, match=r"--draft-config.*an object with some of"):
+            parse("--draft-config", refused)
+
+
+def test_workers_that_ray_starts_get_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    monkeypatch.setenv(MARK, "1")
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "MINE")
+    assert MARK not in get_env_vars_to_copy()
+    share_with_ray()
+    share_with_ray()
+    assert {MARK, "MINE"} <= get_env_vars_to_copy()

@@ -1,0 +1,139 @@
+"""What is left of the device's memory: emulated, with CUDA tensors that have no memory."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rollout_server import swap, worker
+from rollout_server.read_back import element_hash
+from rollout_server.reload import Change
+from rollout_server.store import WeightSource
+from rollout_server.swap import must_pin, swap_contents
+from rollout_server.worker import owed_bytes, reserve_standby, slipstream_apply
+from slipstream.errors import RefusedError
+
+MIB = 1 << 20
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A GPU's numbers: what the driver has free, what torch keeps, what of that is in use."""
+    numbers = types.SimpleNamespace(free=0, reserved=0, allocated=0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (numbers.free, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: numbers.reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: numbers.allocated)
+    return numbers
+
+
+def linear(size: int) -> nn.Linear:
+    return nn.Linear(size, size, bias=False, dtype=torch.float32)
+
+
+def a_worker(policy: nn.Module, draft: nn.Module | None, available: int) -> Any:
+    class Worker:
+        requested_memory = 1000 * MIB
+        device = CUDA
+        cache_config = types.SimpleNamespace(kv_cache_memory_bytes=None)
+
+        def determine_available_memory(self) -> int:
+            return available
+
+        def get_model(self) -> nn.Module:
+            return policy
+
+        def get_draft_model(self) -> nn.Module | None:
+            return draft
+
+    reserve_standby(Worker)
+    return Worker()
+
+
+def test_standby_copies_are_left_out_of_the_kv_cache_and_the_engines_share_stays(
+    device: types.SimpleNamespace,
+) -> None:
+    policy, draft = linear(16), nn.Sequential(linear(1024), linear(512))
+    draft.append(policy)  # As embed_tokens: the verifier's own.
+    found = a_worker(policy, draft, 700 * MIB)
+    own = (4 + 1) * MIB
+    assert found.determine_available_memory() == 700 * MIB - 2 * own
+    # The engine may grow to its share without ours; what torch holds is a part of it already.
+    device.reserved = 900 * MIB
+    assert owed_bytes(found) == 100 * MIB - 2 * own
+    device.reserved = 1000 * MIB
+    assert owed_bytes(found) == 0
+
+    assert a_worker(policy, None, 700 * MIB).determine_available_memory() == 700 * MIB
+    given = a_worker(policy, draft, 700 * MIB)
+    given.cache_config.kv_cache_memory_bytes = 700 * MIB
+    assert given.determine_available_memory() == 700 * MIB
+
+
+def test_a_copy_goes_to_the_host_where_the_engine_still_needs_the_device(
+    device: types.SimpleNamespace,
+) -> None:
+    device.free, device.reserved, device.allocated = 50 * MIB, 30 * MIB, 10 * MIB
+    assert not must_pin(CUDA, 56 * MIB, lambda: 0), "what torch keeps unused counts"
+    assert must_pin(CUDA, 57 * MIB, lambda: 0)
+    assert must_pin(CUDA, 16 * MIB, lambda: 51 * MIB)
+    assert not must_pin(torch.device("cpu"), 1 << 60, lambda: 0)
+
+
+def test_a_policy_is_not_reloaded_where_one_layer_does_not_fit_twice(
+    device: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeTensorMode(), torch.device(CUDA):
+        policy = nn.Sequential(linear(1024), linear(2048), linear(512))
+    device.free, device.allocated, device.reserved = 15 * MIB, 5 * MIB, 5 * MIB
+    config = types.SimpleNamespace(model_config=None, lora_config=None)
+    server = types.SimpleNamespace(get_model=lambda: policy, vllm_config=config)
+    loaded: list[object] = []
+    monkeypatch.setattr("rollout_server.reload.load", lambda *given: loaded.append(given))
+    change = Change("policy", WeightSource("/new"), WeightSource("/old")).to_message()
+    answer = slipstream_apply(server, [change])
+    assert "15728640 bytes free" in answer["error"] and "16777216 bytes" in answer["error"]
+    assert answer["restored"] and loaded == [], "neither the new nor the old ones were touched"
+    device.free += MIB
+    worker.check_room(policy)
+    with pytest.raises(RefusedError):
+        device.free -= MIB
+        worker.check_room(policy)
+
+
+def test_the_device_is_quiet_before_and_after_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("quiet"))
+    monkeypatch.setattr(swap, "_copy_both_ways", lambda one, other: order.append("copy"))
+    pairs = [(torch.empty(4, device="meta"), torch.empty(4)) for _ in range(2)]
+    swap_contents(pairs)
+    assert order == ["quiet", "copy", "copy", "quiet"]
+    swap_contents([(torch.zeros(4), torch.ones(4))])
+    assert len(order) == 4
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]
+)
+@pytest.mark.parametrize("rows", [3, 700])
+def test_the_hash_sees_values_and_their_order(dtype: torch.dtype, rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    matrix = torch.randn(rows, 333, generator=generator).to(dtype)
+    if dtype == torch.bool:
+        matrix = torch.randn(rows, 333, generator=generator) > 0
+    before = element_hash(matrix)
+    assert element_hash(matrix.clone()) == element_hash(matrix.t().contiguous().t()) == before
+    assert element_hash(matrix.flip(0)) != before, "permuted rows"
+    shards = matrix.split([100, 100, 133], 1)
+    assert element_hash(torch.cat([shards[1], shards[0], shards[2]], 1)) != before
+    changed = matrix.clone().view(torch.uint8)
+    changed[-1, -1] ^= 1
+    assert element_hash(changed.view(dtype)) != before
+    twice = torch.ones(rows, 332, dtype=torch.int32)
+    twice[:, :2] = 5
+    assert element_hash(twice) != element_hash(torch.ones_like(twice)), "even counts of a value"
