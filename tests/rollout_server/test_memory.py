@@ -88,8 +88,10 @@ def test_a_copy_goes_to_the_host_where_the_engine_still_needs_the_device(
 def test_a_policy_is_not_reloaded_where_one_layer_does_not_fit_twice(
     device: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with FakeTensorMode(), torch.device(CUDA):
-        policy = nn.Sequential(linear(1024), linear(2048), linear(512))
+    policy = nn.Sequential(nn.Module(), nn.Module(), nn.Module())
+    with FakeTensorMode():
+        for module, size in zip(policy, (1024, 2048, 512), strict=True):
+            module.weight = nn.Parameter(torch.empty(size, size, device=CUDA))
     device.free, device.allocated, device.reserved = 15 * MIB, 5 * MIB, 5 * MIB
     config = types.SimpleNamespace(model_config=None, lora_config=None)
     server = types.SimpleNamespace(get_model=lambda: policy, vllm_config=config)
