@@ -63,6 +63,10 @@ class NullSyncWindow(AbstractContextManager["NullSyncWindow"]):
         step = "sync by the framework's own means"
         raise RefusedError("push_policy", "a disabled bridge", "an enabled one", step)
 
+    def push_external(self, update: Mapping[str, object], send: Callable[[], None]) -> None:
+        """As ``push_policy``."""
+        self.push_policy()
+
 
 class DisabledBridge(AbstractContextManager["DisabledBridge"]):
     """The methods of ``PolicyBridge``, doing nothing: no thread, no connection."""

@@ -9,6 +9,7 @@ with ``skip_unreachable_servers`` a server that cannot be reached is left out an
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
@@ -56,19 +57,28 @@ class RolloutFleet:
         self._channels: dict[str, grpc.Channel] = {}
 
     def stage(
-        self, addresses: Sequence[str], stage_id: str, version: int, tensors: Tensors
+        self,
+        addresses: Sequence[str],
+        stage_id: str,
+        version: int,
+        tensors: Tensors,
+        transfer_update: str = "",
     ) -> Errors:
-        """Stage a policy on every server. Errors by address; empty when all hold it."""
+        """Stage a policy on every server: tensors, or what vLLM's weight-transfer engine is given.
+        Errors by address; empty when all hold it.
+        """
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        external, here = rollout_pb.STAGE_KIND_POLICY_EXTERNAL, rollout_pb.STAGE_KIND_POLICY
 
         def one(stub: rollout_grpc.RolloutServerStub) -> rollout_pb.StageResult:
             return stage(
                 stub,
                 stage_id=stage_id,
-                kind=rollout_pb.STAGE_KIND_POLICY,
+                kind=external if transfer_update else here,
                 version=version,
                 tensors=tensors,
                 specs=specs,
+                transfer_update=transfer_update,
                 timeout=self._config.policy_seconds,
             )
 
@@ -207,6 +217,7 @@ class SyncWindow:
         self._so_far = SyncResult(version)
         self._stage_id = ""
         self._prepared = False
+        self._send: Callable[[], None] | None = None
 
     def __enter__(self) -> SyncWindow:
         if not self.lead:
@@ -232,6 +243,9 @@ class SyncWindow:
     def push_policy(self, source: nn.Module | Tensors | None = None) -> None:
         """Stage the policy on every rollout server; it becomes live when the window ends.
 
+        Every byte goes through gRPC, hashed on both sides, and from host memory to the device while
+        the engine stands still: for small models. ``push_external`` is for the others.
+
         Where the servers are the trainer's to know and it was not reached yet, the push waits:
         ``result.policy_waits`` is set. If the trainer is there by then, ``capture`` pushes this
         version, as long as the weights are still its own, or the next ``sync`` the next one.
@@ -247,27 +261,51 @@ class SyncWindow:
             PolicySyncError: a server did not take it; the window then aborts.
         """
         source = self.model if source is None else source
-        if not self.lead:
-            raise RefusedError("push_policy", "lead=False", "the process that leads", "push there")
-        if self._stage_id or self.waiting is not None:
-            raise RefusedError("push_policy", "a second call", "one per window", "push once")
         _check_whole(source)
-        if not self.servers:
-            if self.fleet_known:
-                found, step = (
-                    "none, neither configured nor from the trainer",
-                    "set it in BridgeConfig",
-                )
-                raise RefusedError("rollout_servers", found, "at least one", step)
+        self._check_push("push_policy")
+        if not self.servers and not self.fleet_known:
             self.waiting = source
             self._so_far = replace(self._so_far, policy_waits=True)
             return
+        self._stage(lambda: policy_tensors(source, self.config.policy_dtype))
+
+    def push_external(self, update: Mapping[str, object], send: Callable[[], None]) -> None:
+        """Have every rollout server receive the policy by vLLM's own weight-transfer engine.
+
+        The window's end commits policy and draft in one worker call on every server: the engine's
+        session from start to end, then the draft. ``send`` runs beside these commits.
+
+        Args:
+            update: what the engine's ``update_weights`` takes (JSON): of the NCCL engine names,
+                dtypes and shapes. The servers were started with ``--weight-transfer-config``, and
+                the framework has initialised their engines.
+            send: sends the weights to all of these servers, in this thread, as the framework does
+                after its own ``update_weights``. It returns when they are sent.
+
+        Raises:
+            RefusedError: there is no rollout server, the policy was pushed already, or another
+                process leads.
+            PolicySyncError: a server cannot receive; the window then aborts.
+        """
+        self._check_push("push_external")
+        self._stage(dict, json.dumps(update))
+        self._send = send
+
+    def _check_push(self, method: str) -> None:
+        if not self.lead:
+            raise RefusedError(method, "lead=False", "the process that leads", "push there")
+        if self._stage_id or self.waiting is not None:
+            raise RefusedError(method, "a second call", "one per window", "push once")
+        if not self.servers and (self.fleet_known or method != "push_policy"):
+            found, step = "none, neither configured nor from the trainer", "set it in BridgeConfig"
+            raise RefusedError("rollout_servers", found, "at least one", step)
+
+    def _stage(self, tensors: Callable[[], Tensors], transfer_update: str = "") -> None:
         started = time.monotonic()
-        tensors = policy_tensors(source, self.config.policy_dtype)
-        version = self._so_far.policy_version
+        made, version = tensors(), self._so_far.policy_version
         self._stage_id = f"policy-{version}-{uuid.uuid4().hex[:8]}"
         errors = self._without_unreachable(
-            self.fleet.stage(self.servers, self._stage_id, version, tensors)
+            self.fleet.stage(self.servers, self._stage_id, version, made, transfer_update)
         )
         self._so_far = replace(
             self._so_far, policy_pushed=True, stage_seconds=time.monotonic() - started
@@ -289,6 +327,16 @@ class SyncWindow:
             self.result = self._so_far
 
     def _commit(self) -> None:
+        if self._send is None:
+            self._commit_all()
+            return
+        with ThreadPoolExecutor(1, "slipstream-commit") as pool:
+            commit = pool.submit(self._commit_all)
+            # The servers receive inside their commits, which end when all was sent.
+            self._send()
+        commit.result()
+
+    def _commit_all(self) -> None:
         started = time.monotonic()
         states: dict[str, rollout_pb.ServerState] = {}
         if self._prepared:

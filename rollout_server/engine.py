@@ -59,6 +59,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def check_transfer(self, transfer: str) -> str:
+        """Why vLLM's weight-transfer engine could not take an update (JSON); empty if it could."""
+        ...
+
     async def apply(self, changes: Sequence[Change]) -> Result:
         """Apply all or none.
 
@@ -110,6 +114,10 @@ class VllmEngine:
             # Each question is a call between two engine steps.
             pause = min(2 * pause, 0.1)
         return f"not ready in {PREPARE_SECONDS:.0f} s"
+
+    async def check_transfer(self, transfer: str) -> str:
+        found = await self._call(CALL_SECONDS, "check_transfer", transfer)
+        return "; ".join(dict.fromkeys(text for text in found if text))
 
     async def apply(self, changes: Sequence[Change]) -> Result:
         messages = [change.to_message() for change in changes]

@@ -221,6 +221,10 @@ class EngineHooks:
         """How far every worker is with its standby copy (``swap.Standby.prepare``)."""
         return list(self._rpc("slipstream_prepare", None, (source, keep)))
 
+    def check_transfer(self, transfer: str) -> list[str]:
+        """What every worker says of an update by vLLM's weight-transfer engine."""
+        return list(self._rpc("slipstream_check_transfer", None, (transfer,)))
+
     def apply(self, messages: list[Mapping[str, Any]], timeout: float) -> dict[str, Any]:
         """Apply changes in one worker call; when workers disagree, put the old weights back."""
         steps_before = self._steps.proposed_so_far()

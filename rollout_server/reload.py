@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -74,11 +74,19 @@ class Result:
 
 @dataclass(frozen=True)
 class LiveModel:
-    """A model in a worker's memory."""
+    """A model in a worker's memory.
+
+    Attributes:
+        model: the module.
+        config: vLLM's configuration of it.
+        standby: a draft's standby copies.
+        receive: has the weight-transfer engine receive what ``WeightSource.transfer`` says.
+    """
 
     model: nn.Module
     config: ModelConfig
     standby: Standby | None = None
+    receive: Callable[[str], None] | None = None
 
     def apply(self, new: WeightSource, old: WeightSource) -> None:
         """Swap or reload. Raises one of ``LOAD_FAILURES``, and may leave a torn model."""
@@ -86,6 +94,9 @@ class LiveModel:
             if self.standby.swap(new, old):
                 return
             self.standby.drop()
+        if new.transfer and self.receive is not None:
+            self.receive(new.transfer)
+            return
         load(self.model, self.config, new.weights())
         if self.standby is not None:
             self.standby.read_back.record()

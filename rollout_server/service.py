@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -26,8 +27,8 @@ from rollout_server.control import ACCEPTANCE, DRAFT, POLICY, RolloutControl, We
 from rollout_server.engine import Description
 from rollout_server.reload import Result
 from rollout_server.served import Served
-from rollout_server.store import ContentStore, Key, Reservation
-from slipstream.errors import RefusedError, clean
+from rollout_server.store import ContentStore, Key, Reservation, WeightSource
+from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.guard import CHUNK_MESSAGE_BYTES, Guard, Limit
 from slipstream.security import Access
 from slipstream.serving import GrpcServer, Workers
@@ -71,15 +72,17 @@ _IDLE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _HEALTH_SECONDS = 0.5
 _GRACE_SECONDS = 2.0
-_KINDS = {pb.STAGE_KIND_DRAFT: DRAFT, pb.STAGE_KIND_POLICY: POLICY}
+_KINDS = {
+    pb.STAGE_KIND_DRAFT: DRAFT,
+    pb.STAGE_KIND_POLICY: POLICY,
+    pb.STAGE_KIND_POLICY_EXTERNAL: POLICY,
+}
 
 
 def kind_of(header: pb.StageHeader) -> str:
     """``DRAFT`` or ``POLICY``. Raises RefusedError for anything else, or without an id."""
     if header.kind not in _KINDS:
-        raise RefusedError(
-            "kind", header.kind, "STAGE_KIND_DRAFT or STAGE_KIND_POLICY", "say what it replaces"
-        )
+        raise RefusedError("kind", header.kind, "one that StageKind names", "say what it replaces")
     if not header.stage_id:
         raise RefusedError("stage_id", "empty", "a name such as draft-7", "choose one")
     if len(header.stage_id) > MAX_ID_CHARACTERS or not header.stage_id.isprintable():
@@ -91,6 +94,25 @@ def kind_of(header: pb.StageHeader) -> str:
             "choose a name such as draft-7",
         )
     return _KINDS[header.kind]
+
+
+def transfer_of(header: pb.StageHeader) -> str:
+    """What the weight-transfer engine is to be given. Raises RefusedError: not that, or tensors."""
+    if header.tensors:
+        found, step = f"{len(header.tensors)} tensors", "stage a policy of tensors by its own kind"
+        raise RefusedError("tensors", found, "none: they come by vLLM's engine", step)
+    try:
+        update = json.loads(header.transfer_update)
+    except (ValueError, RecursionError):
+        update = None
+    if not isinstance(update, dict | list):
+        raise RefusedError(
+            "transfer_update",
+            clean(header.transfer_update, 64),
+            "a JSON object, or a list of one for each worker",
+            "give what vLLM's update_weights takes",
+        )
+    return header.transfer_update
 
 
 class Upload:
@@ -230,6 +252,12 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         start = time.perf_counter()
         header = await _header(request_iterator)
         kind = kind_of(header)
+        if header.kind == pb.STAGE_KIND_POLICY_EXTERNAL:
+            await self._stage_transfer(header)
+            yield pb.StageResponse(needed=pb.StageNeeded())
+            seconds = time.perf_counter() - start
+            yield pb.StageResponse(staged=pb.StageResult(stage_id=header.stage_id, seconds=seconds))
+            return
         against = None
         if header.HasField("trained_against_policy_version") and kind == DRAFT:
             against = header.trained_against_policy_version
@@ -267,6 +295,22 @@ class RolloutService(pb_grpc.RolloutServerServicer):
                 not_prepared=not_prepared,
             )
         )
+
+    async def _stage_transfer(self, header: pb.StageHeader) -> None:
+        """Hold a policy that vLLM's weight-transfer engine will receive inside the commit."""
+        transfer = transfer_of(header)
+        refuse_shared(await self._control.engine.describe(), self._served)
+        wrong = await self._control.engine.check_transfer(transfer)
+        if wrong:
+            raise RefusedError(
+                "transfer_update",
+                clean(wrong),
+                "what this server's weight-transfer engine takes",
+                "see --weight-transfer-config and vLLM's update_weights",
+                StatusCode.FAILED_PRECONDITION,
+            )
+        source = WeightSource(transfer=transfer)
+        self._control.add_stage(Weights(POLICY, header.version, source, header.stage_id))
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         return await self._committed(self._control.commit(request.stage_ids))

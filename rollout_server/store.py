@@ -202,15 +202,20 @@ class StagedTensor:
 
 @dataclass(frozen=True)
 class WeightSource:
-    """All weights of one model: a checkpoint directory, or staged tensors.
+    """All weights of one model: a checkpoint directory, staged tensors, or what vLLM receives.
 
     Attributes:
-        directory: a checkpoint on disk; empty when ``tensors`` holds the weights.
-        tensors: staged tensors; empty when ``directory`` is set.
+        directory: a checkpoint on disk.
+        tensors: staged tensors.
+        transfer: what ``update_weights`` of the worker's weight-transfer engine takes, as JSON: the
+            weights come that way, once, and are not held here.
+
+    Exactly one is set.
     """
 
     directory: str = ""
     tensors: tuple[StagedTensor, ...] = ()
+    transfer: str = ""
 
     def to_message(self) -> dict[str, Any]:
         """As plain dicts, for vLLM's RPC."""
@@ -223,10 +228,15 @@ class WeightSource:
             StagedTensor(t["name"], Key(**t["key"]), tuple(t["shape"]), t["path"])
             for t in message["tensors"]
         )
-        return cls(message["directory"], tuple(tensors))
+        return cls(message["directory"], tuple(tensors), message["transfer"])
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every (name, tensor), CPU, memory-mapped. Raises OSError: a file is missing or short."""
+        """Every (name, tensor), CPU, memory-mapped.
+
+        Raises OSError: a file is missing or short, or the weights are held nowhere on this host.
+        """
+        if self.transfer:
+            raise OSError("these weights came by vLLM's weight-transfer engine; none are held here")
         for tensor in self.tensors:
             yield tensor.name, tensor.map()
         for path in weight_files(Path(self.directory)) if self.directory else ():

@@ -116,6 +116,15 @@ HOOKS: tuple[Hook, ...] = (
     # Workers: worker.py.
     *_hooks(_WORKER, "Worker", "get_model", "get_draft_model", "model_runner", "requested_memory"),
     Hook(_WORKER, "Worker.determine_available_memory", ("self",)),
+    Hook(_WORKER, "Worker.start_weight_update", ("self",)),
+    Hook(_WORKER, "Worker.update_weights", ("self", "update_info")),
+    Hook(_WORKER, "Worker.finish_weight_update", ("self",)),
+    *_hooks(_WORKER, "Worker", "weight_transfer_engine", "_weight_update_active", "rank"),
+    *_hooks(
+        "vllm.distributed.weight_transfer.base",
+        "WeightTransferEngine",
+        *("parse_update_info", "reset_weight_update_target"),
+    ),
     Hook(_WORKER, "Worker.sleep", ("self", "level")),
     Hook(_WORKER, "Worker.wake_up", ("self", "tags")),
     Hook(_RUNNER_V1, "GPUModelRunner.execute_model", ("self", "scheduler_output")),

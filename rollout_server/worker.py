@@ -7,6 +7,8 @@ did what.
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 import time
 from collections.abc import Mapping
@@ -18,7 +20,14 @@ import torch
 from rollout_server.read_back import SAME, ReadBack
 from rollout_server.reload import Change, LiveModel, Result, apply_all
 from rollout_server.store import WeightSource
-from rollout_server.swap import READY, Standby, derived_tensors, free_bytes, standby_bytes
+from rollout_server.swap import (
+    LOAD_FAILURES,
+    READY,
+    Standby,
+    derived_tensors,
+    free_bytes,
+    standby_bytes,
+)
 from rollout_server.vllm_patches import shared_parameters, shares_embedding
 from slipstream.errors import RefusedError
 
@@ -163,8 +172,11 @@ def slipstream_apply(self: Any, messages: list[Mapping[str, Any]]) -> dict[str, 
             standby = WorkerHooks.of(self).standby
             live = LiveModel(self.get_draft_model(), draft_config, standby)
         else:
-            live = LiveModel(self.get_model(), config.model_config)
+            receive = functools.partial(_receive, self)
+            live = LiveModel(self.get_model(), config.model_config, receive=receive)
         changes.append((change, live))
+    # Last: what a weight-transfer engine brings cannot be put back from here.
+    changes.sort(key=lambda each: bool(each[0].new.transfer))
     try:
         for change, live in changes:
             if change.kind != "draft":
@@ -176,6 +188,36 @@ def slipstream_apply(self: Any, messages: list[Mapping[str, Any]]) -> dict[str, 
     if config.lora_config and any(change.kind == "policy" for change, _ in changes):
         self.model_runner.reset_lora_state()
     return asdict(result)
+
+
+def _receive(worker: Any, transfer: str) -> None:
+    """One session of vLLM's weight-transfer engine, from its start to its end.
+
+    Raises one of ``LOAD_FAILURES``; the session is then over, and the model may be torn.
+    """
+    try:
+        worker.start_weight_update()
+        worker.update_weights(json.loads(transfer))
+        worker.finish_weight_update()
+    except LOAD_FAILURES:
+        worker._weight_update_active = False
+        worker.weight_transfer_engine.reset_weight_update_target()
+        raise
+
+
+def slipstream_check_transfer(self: Any, transfer: str) -> str:
+    """Why this worker's weight-transfer engine could not take an update; empty if it could."""
+    engine = self.weight_transfer_engine
+    if engine is None:
+        return "no weight-transfer engine: start the server with --weight-transfer-config"
+    update = json.loads(transfer)
+    try:
+        if isinstance(update, list):
+            update = update[self.rank]
+        engine.parse_update_info(update)
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        return f"{type(engine).__name__}: {type(error).__name__}: {error}"
+    return ""
 
 
 def slipstream_prepare(self: Any, source: Mapping[str, Any], keep: Mapping[str, Any] | None) -> str:
@@ -292,7 +334,7 @@ def install(worker_class: type) -> None:
     """Add the methods to vLLM's ``Worker``."""
     for method in (
         *(slipstream_describe, slipstream_apply, slipstream_prepare),
-        *(slipstream_read_back, slipstream_set_speculation),
+        *(slipstream_read_back, slipstream_set_speculation, slipstream_check_transfer),
     ):
         setattr(worker_class, method.__name__, method)
     watch_sleep(worker_class)

@@ -91,6 +91,9 @@ class MemoryEngine:
             _die()
         return Result(0.001)
 
+    async def check_transfer(self, transfer: str) -> str:
+        return ""
+
     async def set_draft_lengths(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
 

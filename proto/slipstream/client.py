@@ -104,9 +104,13 @@ def stage(
     tensors: Mapping[str, torch.Tensor],
     specs: Sequence[tensor_pb2.TensorSpec] | None = None,
     trained_against_policy_version: int | None = None,
+    transfer_update: str = "",
     timeout: float,
 ) -> pb.StageResult:
     """Stage ``tensors`` on one rollout server and wait until it holds them.
+
+    Without tensors and with ``transfer_update`` (``StageHeader``), a policy that vLLM's own
+    weight-transfer engine brings.
 
     Raises:
         grpc.RpcError: refused (see ``slipstream.errors``), unreachable or too late.
@@ -120,6 +124,7 @@ def stage(
         tensors=specs
         if specs is not None
         else [spec_of(name, tensor) for name, tensor in tensors.items()],
+        transfer_update=transfer_update,
     )
     needed: queue.SimpleQueue[Sequence[str] | None] = queue.SimpleQueue()
 

@@ -240,6 +240,8 @@ class FakeRollout(rollout_grpc.RolloutServerServicer):
     draft_version: int = 3
     commits: list[list[str]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    updates: dict[str, str] = field(default_factory=dict)
+    """``transfer_update`` by stage, of policies that vLLM's own engine would bring."""
 
     def serve(self) -> Server:
         return Server(lambda s: rollout_grpc.add_RolloutServerServicer_to_server(self, s))
@@ -260,6 +262,8 @@ class FakeRollout(rollout_grpc.RolloutServerServicer):
             if assembler.bytes_received == _total(header.tensors):
                 break
         self.staged[header.stage_id] = (header.version, assembler.finish())
+        if header.kind == rollout_pb.STAGE_KIND_POLICY_EXTERNAL:
+            self.updates[header.stage_id] = header.transfer_update
         yield rollout_pb.StageResponse(staged=rollout_pb.StageResult(stage_id=header.stage_id))
 
     def commit(self, stage_ids: list[str]) -> rollout_pb.ServerState:

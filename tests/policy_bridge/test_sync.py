@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from policy_bridge import DisabledBridge, PolicySyncError
 from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import rollout_server_pb2 as rollout_pb
 
 from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, BlackHole, FakeRollout, FakeTrainer, Server
@@ -375,3 +378,48 @@ def test_policy_tensors_cast_floats_and_send_tied_ones_once() -> None:
         "empty": torch.bfloat16,
     }
     assert policy_tensors(given, "")["w"].dtype == torch.float32
+
+
+def test_what_vllm_receives_is_sent_while_the_servers_commit(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    """Every commit waits for the weights, and the weights for every commit."""
+    receiving = threading.Barrier(len(rollouts) + 1)
+    for double, _ in rollouts:
+        commit = double.commit
+
+        def received(stage_ids: list[str], commit: Any = commit) -> rollout_pb.ServerState:
+            receiving.wait(10)
+            return commit(stage_ids)  # type: ignore[no-any-return]
+
+        double.commit = received  # type: ignore[method-assign]
+    with trainer.serve() as server:
+        bridge = connect(server.address, rollout_servers=addresses(rollouts), sync_seconds=0.2)
+        with bridge.sync(6) as window:
+            window.push_external({"names": ["w"]}, lambda: receiving.wait(10))
+            assert [list(double.updates.values()) for double, _ in rollouts] == [
+                ['{"names": ["w"]}']
+            ] * 2
+            with pytest.raises(RefusedError, match=r"push_policy.*one per window"):
+                window.push_policy()
+    assert window.result is not None and window.result.policy_pushed
+    assert [double.policy_version for double, _ in rollouts] == [6, 6]
+    assert all(double.live == {} for double, _ in rollouts)
+
+
+def test_a_transfer_that_cannot_be_sent_is_the_callers_error(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("NCCL")
+
+    with trainer.serve() as server:
+        bridge = connect(server.address, rollout_servers=addresses(rollouts), sync_seconds=0.2)
+        with pytest.raises(RuntimeError, match="NCCL"), bridge.sync(6) as window:
+            window.push_external({}, fails)
+    with (
+        DisabledBridge() as disabled,
+        disabled.sync(1) as null,
+        pytest.raises(RefusedError, match="disabled"),
+    ):
+        null.push_external({}, fails)

@@ -42,6 +42,9 @@ class FakeEngine:
     async def describe(self) -> Description:
         raise NotImplementedError
 
+    async def check_transfer(self, transfer: str) -> str:
+        return ""
+
     async def set_draft_lengths(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
 

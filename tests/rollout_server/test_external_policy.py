@@ -1,0 +1,125 @@
+"""A policy that vLLM's own weight-transfer engine brings, inside the draft's commit.
+
+The engine reads a file (``benchmarks.hot_swap.file_engine``): what NCCL and CUDA IPC do once the
+bytes have arrived, through vLLM's factory and its worker's session.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from safetensors.torch import save_file
+
+from benchmarks.hot_swap import PEER_BACKEND
+from examples.local_services import CALL_SECONDS, ROOT
+from slipstream.client import stage
+from slipstream.errors import RefusedError
+from slipstream.v1 import rollout_server_pb2 as pb
+from tests.rollout_server.checkpoints import load, perturbed
+from tests.rollout_server.live import Live, prompts, refused
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    paths = [str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")]
+    server = Live(
+        tmp_path_factory.mktemp("external") / "log",
+        *("--dtype", "float32", "--num-gpu-blocks-override", "384"),
+        *("--weight-transfer-config", json.dumps({"backend": PEER_BACKEND})),
+        *("--worker-extension-cls", "benchmarks.hot_swap.file_engine.WorkerExtension"),
+        env={"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+    )
+    with server:
+        yield server
+
+
+def stage_external(live: Live, stage_id: str, version: int, update: str) -> None:
+    refused(
+        lambda: stage(
+            live.stub,
+            stage_id=stage_id,
+            kind=pb.STAGE_KIND_POLICY_EXTERNAL,
+            version=version,
+            tensors={},
+            transfer_update=update,
+            timeout=CALL_SECONDS,
+        )
+    )
+
+
+def test_policy_and_draft_change_in_one_call_with_one_version(
+    live: Live, policy_dir: Path, draft_dir: Path, tmp_path: Path
+) -> None:
+    # Longer than a block of the prefix cache, so that a hit on the old policy's would show.
+    long = [prompt * 11 for prompt in prompts(8)]
+    first = live.generate(long)
+    policy = perturbed(load(policy_dir), scale=0.3, seed=1)
+    draft = perturbed(load(draft_dir), scale=0.05, seed=2)
+    save_file(policy, tmp_path / "policy.safetensors")
+    live.stage("draft", "draft-4", 4, draft)
+    stage_external(live, "policy-9", 9, json.dumps({"path": str(tmp_path / "policy.safetensors")}))
+    assert set(live.state().staged) == {"draft-4", "policy-9"}
+    assert live.generate(long) == first, "nothing of it before the commit"
+    live.commit("draft-4", "policy-9")
+    state = live.state()
+    assert (state.draft_version, state.policy_version) == (4, 9)
+    assert (state.draft_commits, state.policy_commits, list(state.staged)) == (1, 1, [])
+    live.commit("policy-9")  # The answer was lost: asked again, done once.
+    assert live.state().policy_commits == 1
+    moved = live.generate(long)
+    assert moved != first
+
+    # The same weights through gRPC give the same rollouts.
+    live.stage("policy", "policy-10", 10, policy)
+    live.commit("policy-10")
+    assert live.generate(long) == moved
+    live.stage("policy", "back", 11, load(policy_dir))
+    live.commit("back")
+    assert live.generate(long) == first
+
+
+def test_an_update_that_the_engine_cannot_take_is_refused_at_the_stage(live: Live) -> None:
+    before = live.state()
+    for update, text in (
+        ('{"names": []}', "FileEngine.*names"),
+        ("[]", "FileEngine.*IndexError"),
+        ("7", "a JSON object, or a list"),
+        ("", "a JSON object, or a list"),
+    ):
+        with pytest.raises(RefusedError, match=f"transfer_update.*{text}"):
+            stage_external(live, "wrong", 12, update)
+    assert live.state() == before
+
+
+def test_a_transfer_that_fails_leaves_the_old_policy(
+    live: Live, policy_dir: Path, draft_dir: Path, tmp_path: Path
+) -> None:
+    batch = prompts(16)
+    before, state = live.generate(batch), live.state()
+    torn = {name: t for name, t in load(policy_dir).items() if "layers.3" not in name}
+    torn["model.layers.3.self_attn.q_proj.weight"] = torn["lm_head.weight"]
+    save_file(perturbed(torn, scale=1.0, seed=3), tmp_path / "torn.safetensors")
+    for path in (tmp_path / "absent.safetensors", tmp_path / "torn.safetensors"):
+        live.stage("draft", "with-it", 20, perturbed(load(draft_dir), scale=0.05, seed=5))
+        stage_external(live, "failing", 20, json.dumps({"path": str(path)}))
+        with pytest.raises(
+            RefusedError, match=r"commit.*policy: .*the old weights are live"
+        ) as why:
+            live.commit("with-it", "failing")
+        assert why.value.code == grpc.StatusCode.ABORTED
+        live.stub.Abort(pb.AbortRequest(stage_ids=["with-it", "failing"]))
+        now = live.state()
+        assert (now.draft_version, now.policy_version) == (state.draft_version, 11)
+        assert live.generate(batch) == before
+    # The session of the engine is over: the next one works.
+    save_file(load(policy_dir), tmp_path / "again.safetensors")
+    stage_external(live, "again", 21, json.dumps({"path": str(tmp_path / "again.safetensors")}))
+    live.commit("again")
+    assert live.state().policy_version == 21 and live.generate(batch) == before
