@@ -276,16 +276,12 @@ class SyncWindow:
         session from start to end, then the draft. ``send`` runs beside these commits.
 
         Args:
-            update: what the engine's ``update_weights`` takes (JSON): of the NCCL engine names,
-                dtypes and shapes. The servers were started with ``--weight-transfer-config``, and
-                the framework has initialised their engines.
-            send: sends the weights to all of these servers, in this thread, as the framework does
-                after its own ``update_weights``. It returns when they are sent.
+            update: what the engine's ``update_weights`` takes (JSON). The servers were started with
+                ``--weight-transfer-config``, and the framework has initialised their engines.
+            send: sends the weights to all of these servers, in this thread.
 
         Raises:
-            RefusedError: there is no rollout server, the policy was pushed already, or another
-                process leads.
-            PolicySyncError: a server cannot receive; the window then aborts.
+            RefusedError, PolicySyncError: as ``push_policy``; a server cannot receive.
         """
         self._check_push("push_external")
         self._stage(dict, json.dumps(update))
