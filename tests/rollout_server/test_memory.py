@@ -136,6 +136,5 @@ def test_the_hash_sees_values_and_their_order(dtype: torch.dtype, rows: int) -> 
     changed = matrix.clone().view(torch.uint8)
     changed[-1, -1] ^= 1
     assert element_hash(changed.view(dtype)) != before
-    twice = torch.ones(rows, 332, dtype=torch.int32)
-    twice[:, :2] = 5
-    assert element_hash(twice) != element_hash(torch.ones_like(twice)), "even counts of a value"
+    one, five = (torch.full((rows, 332), value, dtype=torch.int32) for value in (1, 5))
+    assert element_hash(one) != element_hash(five), "even counts of one value"
