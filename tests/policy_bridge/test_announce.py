@@ -113,6 +113,8 @@ def test_only_the_lead_announces(
         ship(other, model, data)
         trainer.wait_for(lambda: ("refused", 1) in trainer.events)
         assert trainer.samples == {} and trainer.tensors == {}
+        # Nothing was copied from its policy either.
+        assert other._matrices is not None and other._matrices._slots == []
         with lead.sync(1):
             pass
         assert other.flush(DEADLINE)
