@@ -93,7 +93,8 @@ class RolloutServer:
             *(() if core is None else ("taskset", "-c", str(core))),
             *(script("rollout-server"), "serve", str(policy)),
             *(() if draft is None else ("--draft", str(draft))),
-            *("--draft-length", str(DRAFT_LENGTH)),
+            # Drafts are compared at one length.
+            *("--draft-length", str(DRAFT_LENGTH), "--speculation", "fixed"),
             *("--host", "127.0.0.1", "--port", str(port), "--control-port", control_port),
             *("--served-model-name", "policy", "--generation-config", "vllm"),
             # Eager mode starts faster, and needs no C++ compiler.

@@ -126,10 +126,10 @@ def build_parser() -> Any:
     group.add_argument(
         "--speculation",
         choices=["auto", "fixed", "off"],
-        default=Settings.speculation,
-        help="auto: as many tokens as generate fastest at each batch size, none included, from "
-        "step times that are measured before the server is ready and from live acceptance; fixed: "
-        "--draft-length tokens in every step; off: none until the control plane says otherwise.",
+        help="auto, the default with a draft: as many tokens as generate fastest at each batch "
+        "size, none included, from step times that are measured before the server is ready and "
+        "from live acceptance; fixed: --draft-length tokens in every step; off: none until the "
+        "control plane says otherwise.",
     )
     group.add_argument(
         "--control-host",
@@ -200,6 +200,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     args.draft_kind = served.name
     if args.draft_dir is not None:
         served.check(Path(args.model_tag), args.draft_dir)
+    if args.speculation is None:
+        args.speculation = "fixed" if isinstance(served, WithoutWeights) else Settings.speculation
     if isinstance(served, WithoutWeights) and args.speculation != "fixed":
         # vLLM counts the steps that had a draft: acceptance would be that of a part of them.
         expected = f"fixed, with --draft-kind {served.name}"

@@ -34,7 +34,7 @@ class Settings:
     control_host: str = "127.0.0.1"
     control_port: int = 50061
     draft_length: int = 3
-    speculation: str = "fixed"
+    speculation: str = "auto"
     draft_sample_method: str = "probabilistic"
     stage_bytes: int = 4 << 30
     guard_drafts: int = 512
