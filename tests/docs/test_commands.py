@@ -29,6 +29,7 @@ ELSEWHERE = {
     "docker": "tests/deploy/test_documentation.py",
     "kubectl": "tests/deploy/test_documentation.py",
     "ray": "tests/deploy/test_documentation.py",
+    "pip": "tests/benchmarks/test_gpu.py",
     "PEERS/modelopt/bin/python": "tests/draft_trainer/test_golden_modelopt.py",
     **dict.fromkeys(
         ("umask", "openssl", "printf", "for", "export"), "tests/security/test_processes.py"
