@@ -5,6 +5,7 @@
 #   make watch           the demo with Prometheus beside it, and the addresses to look at
 #   make test            linters, type checker and tests
 #   make lint            linters and type checker
+#   make package         the wheel and the source archive in dist/, checked
 #
 # PYTHON chooses the interpreter (3.11 to 3.13); ARGS is passed on to the demo.
 
@@ -19,29 +20,25 @@ PROTOS := $(wildcard proto/slipstream/v1/*.proto)
 ODD  := $(shell pwd | grep '[^[:alnum:]_./+@~=,-]')
 VENV := $(if $(ODD),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/slipstream/venv-$(shell pwd | cksum | cut -d' ' -f1),.venv)
 BIN  := $(VENV)/bin
+# What builds packages, in an environment of its own.
+TOOLS := $(VENV)-tools
 PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps
 
 ifneq ($(words $(VENV)),1)
 $(error path: found a space in "$(VENV)", expected none in the cache folder's path. Next step: make XDG_CACHE_HOME=/a/path/without/spaces ..., or move the checkout to such a path)
 endif
 
-.PHONY: demo watch test lint setup lock clean
+.PHONY: demo watch test lint setup lock package clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
 
-# The packages, exactly as locked, without their dependencies: the lock is complete, and
-# vLLM's own list names CUDA builds that do not import beside a CPU build of torch.
-$(VENV)/.packages: $(wildcard $(LOCKS)/*.lock) deploy/check_env.py
-	$(PYTHON) deploy/check_env.py python
+$(VENV)/.packages: $(wildcard $(LOCKS)/*.lock) rollout_server/install_cpu.py
+	$(PYTHON) rollout_server/install_cpu.py --check-python
 	mkdir -p $(VENV)
 	$(if $(ODD),ln -sfnT $(VENV) .venv)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --require-hashes -r $(LOCKS)/cpu.lock
-	$(PIP) --require-hashes -r $(LOCKS)/torch-cpu.lock || { \
-		echo "torch: pip finds no CPU build here; installing the registry's CUDA build"; \
-		$(PIP) --require-hashes -r $(LOCKS)/cuda.lock; }
-	$(BIN)/python deploy/check_env.py torch
+	$(BIN)/python rollout_server/install_cpu.py --developers
 	touch $@
 
 # Slipstream itself, editable; its build hook generates the gRPC code.
@@ -65,9 +62,19 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+$(TOOLS)/.installed: Makefile
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check --quiet install "build>=1.2" "twine>=6"
+	touch $@
+
+package: $(TOOLS)/.installed
+	rm -rf dist
+	$(TOOLS)/bin/python -m build
+	$(TOOLS)/bin/python -m twine check --strict dist/*
+
 # Writes the lock files anew (needs uv, from `pip install uv`).
 lock:
 	sh $(LOCKS)/lock.sh $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TOOLS) .venv dist runs .pytest_cache .mypy_cache .ruff_cache

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rollout_server.plugins import mark_process
 from slipstream import __version__
-from slipstream.errors import RefusedError
+from slipstream.errors import RefusedError, missing_package
 
 _DESCRIPTION = """\
 Serve a policy with real vLLM and an EAGLE-3 draft head that can be replaced while
@@ -52,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return serve(arguments[1:])
     except RefusedError as error:
         print(f"rollout-server: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        refused = missing_package(error, {}, "vllm")
+        cpu = "; without a GPU: python -m rollout_server.install_cpu"
+        print(f"rollout-server: {refused}{cpu}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         # vLLM turns a SIGTERM during start-up into this; its processes are gone.

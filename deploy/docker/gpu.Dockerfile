@@ -15,6 +15,7 @@ COPY deploy/requirements/cpu.lock ./
 RUN awk '/^[^ ]/ { keep = /^(hatchling|editables|grpcio|grpcio-tools|protobuf|packaging|pathspec|pluggy|trove-classifiers|setuptools|typing-extensions)==/ } keep' cpu.lock >build.lock \
     && awk '/^[^ ]/ { keep = /^(grpcio|grpcio-health-checking|grpcio-reflection|protobuf|xxhash|tyro|typeguard|docstring-parser|matplotlib|contourpy|cycler|fonttools|kiwisolver|pyparsing)==/ } keep' cpu.lock >run.lock \
     && python -m pip install --quiet --no-deps --require-hashes -r build.lock
+COPY deploy/requirements deploy/requirements
 COPY pyproject.toml README.md LICENSE ./
 COPY proto proto
 COPY draft_trainer draft_trainer

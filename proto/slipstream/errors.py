@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
@@ -96,6 +96,26 @@ class RefusedError(Exception):
         texts = (refusal.field, refusal.found, refusal.expected, refusal.next_step)
         field, found, expected, next_step = map(clean, texts)
         return cls(field, found, expected, next_step, code)
+
+
+def missing_package(
+    error: ModuleNotFoundError, extras: Mapping[str, str], extra: str
+) -> RefusedError:
+    """What a console says in the place of a traceback where an extra was not installed.
+
+    Args:
+        error: of the import.
+        extras: the extra of a package, by its import name.
+        extra: of the packages that ``extras`` does not have.
+
+    Raises:
+        ModuleNotFoundError: ``error`` itself; a module of Slipstream is missing, not a package.
+    """
+    name = (error.name or "").partition(".")[0]
+    if name in ("", "slipstream", "policy_bridge", "draft_trainer", "rollout_server"):
+        raise error
+    command = f"pip install 'slipstream-rl[{extras.get(name, extra)}]'"
+    return RefusedError(f"package {name}", "none", "it to be installed", command)
 
 
 def abort_with(error: RefusedError, context: Any) -> Any:

@@ -20,7 +20,7 @@ from rollout_server.cli import main as rollout_server
 from rollout_server.ray_fleet import write_members
 from tests.deploy.fleet import kept, pids, second_release, served, start_ray, trainer_of, wait_for
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream-rl[ray]'")
 
 PATIENCE = 60.0
 

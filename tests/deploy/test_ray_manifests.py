@@ -77,7 +77,8 @@ def test_the_fleet_fits_the_cluster_and_the_trainer_finds_it() -> None:
 
 def test_ray_itself_takes_the_description_of_the_machines() -> None:
     util = pytest.importorskip(
-        "ray.autoscaler._private.util", reason="Ray is not installed: pip install 'slipstream[ray]'"
+        "ray.autoscaler._private.util",
+        reason="Ray is not installed: pip install 'slipstream-rl[ray]'",
     )
     config = yaml.safe_load((FOLDER / "cluster.yaml").read_text())
     prepared = util.prepare_config(dict(config))

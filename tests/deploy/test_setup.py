@@ -17,7 +17,7 @@ def set_up(folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
     (folder / "deploy").mkdir(parents=True)
     shutil.copy(ROOT / "Makefile", folder)
     shutil.copytree(ROOT / "deploy" / "requirements", folder / "deploy" / "requirements")
-    for name in ("pyproject.toml", "proto/hatch_build.py", "deploy/check_env.py"):
+    for name in ("pyproject.toml", "proto/hatch_build.py", "rollout_server/install_cpu.py"):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     return subprocess.run(

