@@ -7,8 +7,9 @@ relative to the file's folder. docs/operations.md describes every key.
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -26,6 +27,7 @@ from pydantic_core import ErrorDetails
 
 from slipstream.client import MAX_MESSAGE_BYTES, split_address
 from slipstream.errors import RefusedError
+from slipstream.hub import local_folder
 from slipstream.security import Access, ClientCredentials, Role, open_access
 
 DNS, FILE = "dns:", "file:"
@@ -414,14 +416,71 @@ class TrainerConfig(Section):
         return self
 
 
-def load_config(path: Path) -> TrainerConfig:
+def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
     """Read and check a configuration file; its paths become absolute.
+
+    ``draft.initial`` and ``draft.policy`` may be names of models on the hub: they are fetched.
+
+    Args:
+        path: of the file.
+        overrides: ``section.key=value`` each, over the file's; the value as in TOML, text also
+            without quotes.
 
     Raises:
         RefusedError: no such file, not TOML, or a key that is unknown, missing, of the wrong type
             or out of range; ``field`` is the dotted key.
     """
-    return validated(TrainerConfig, read_toml(path), path.resolve().parent)
+    raw, folder = read_toml(path), path.resolve().parent
+    for text in overrides:
+        _override(raw, text)
+    draft = raw.get("draft")
+    for key in ("initial", "policy"):
+        if isinstance(draft, dict) and isinstance(named := draft.get(key), str):
+            draft[key] = str(local_folder(named, f"draft.{key}", folder))
+    return validated(TrainerConfig, raw, folder)
+
+
+def _override(raw: dict[str, object], text: str) -> None:
+    key, equals, value = text.partition("=")
+    section, dot, name = key.strip().partition(".")
+    held = raw.setdefault(section, {})
+    if not equals or not dot or not name or not isinstance(held, dict):
+        next_step = "write it as in --set training.learning_rate=3e-4"
+        raise RefusedError("--set", repr(text), "section.key=value", next_step)
+    try:
+        held[name] = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        held[name] = value.strip()
+
+
+def changed_keys(config: TrainerConfig) -> list[tuple[str, object]]:
+    """The dotted keys that were set, with their values."""
+    return [
+        (f"{section}.{key}", getattr(part, key))
+        for section, part in config
+        for key in sorted(part.model_fields_set)
+    ]
+
+
+def shown(config: TrainerConfig) -> str:
+    """The whole configuration as TOML; a key without a value is a comment."""
+    lines = []
+    for section, part in config:
+        lines.append(f"[{section}]")
+        for key, value in part:
+            if value is None:
+                lines.append(f"# {key}: not set")
+            else:
+                lines.append(f"{key} = {_toml(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: object) -> str:
+    """A value of a section; JSON's texts, numbers and lists are TOML's."""
+    if isinstance(value, tuple):
+        value = [str(one) for one in value]
+    return json.dumps(value if isinstance(value, list | int | float) else str(value))
 
 
 def read_toml(path: Path) -> dict[str, object]:

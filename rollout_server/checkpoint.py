@@ -59,7 +59,7 @@ def read_config(directory: Path, option: str) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         found = "nothing there" if not directory.exists() else "without config.json"
-        next_step = "give a checkpoint directory (download a hub model first)"
+        next_step = "give a checkpoint directory, or the name of a model on the hub"
         raise RefusedError(option, f"{directory}: {found}", "config.json", next_step)
     try:
         config = json.loads(path.read_text())

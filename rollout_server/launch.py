@@ -20,11 +20,13 @@ from types import FrameType
 from typing import Any
 
 from rollout_server import vllm_versions
+from rollout_server.checkpoint import read_config
 from rollout_server.draft_length import launch_schedule, lengths_to_choose
 from rollout_server.plugins import API, MARK, Settings
 from rollout_server.preflight import check_paths, check_port_free
 from rollout_server.served import SERVED, WithoutWeights, served_by
 from slipstream.errors import RefusedError
+from slipstream.hub import local_folder
 from slipstream.security import Access, Role, open_access
 
 PLUGIN = "slipstream"
@@ -97,8 +99,8 @@ def build_parser() -> Any:
     parser = FlexibleArgumentParser(
         prog="rollout-server serve",
         usage="rollout-server serve MODEL --draft DIR [options]",
-        description="Serve MODEL (a checkpoint directory) with vLLM and a live-swappable "
-        "draft. Every option of vLLM's server is taken as well; "
+        description="Serve MODEL (a checkpoint, or its name on the hub) with vLLM and a "
+        "live-swappable draft. Every option of vLLM's server is taken as well; "
         "--help=all shows them, --help=slipstream these.",
     )
     group = parser.add_argument_group("slipstream", "The draft and the control plane.")
@@ -194,8 +196,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
     _check_supported(args)
     check_connector(args.kv_transfer_config, args.allow_kv_connector)
     if args.model_tag is None:
-        raise RefusedError("MODEL", "nothing", "a checkpoint directory", "name it after serve")
+        raise RefusedError("MODEL", "nothing", "a checkpoint", "name it after serve")
     access = access_of(args)
+    # Requests name a model of the hub as the operator did, not by its folder.
+    args.served_model_name = args.served_model_name or [args.model_tag]
+    args.model_tag = str(local_folder(args.model_tag, "MODEL"))
+    if args.draft_dir is not None:
+        args.draft_dir = local_folder(args.draft_dir, "--draft")
+        _check_policy(Path(args.model_tag))
     served = served_by(args.draft_kind, args.draft_dir)
     args.draft_kind = served.name
     if args.draft_dir is not None:
@@ -253,6 +261,14 @@ def _may_run_v2() -> bool:
 
 def _has_package(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
+
+
+def _check_policy(folder: Path) -> None:
+    config = read_config(folder, "MODEL")
+    for key in ("eagle_aux_hidden_state_layer_ids", "draft_vocab_size"):
+        if key in config:
+            next_step = "give the policy as MODEL and the draft as --draft"
+            raise RefusedError("MODEL", f"{folder}: {key}, so a draft", "the policy", next_step)
 
 
 def _check_supported(args: argparse.Namespace) -> None:

@@ -23,9 +23,9 @@ from benchmarks.harness import Target, end_on_sigterm, finish, options, say, tab
 from draft_trainer.drafters import Draft
 from draft_trainer.drafters.acceptance import AcceptanceEstimate, Method, expected_acceptance
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
+from draft_trainer.offline.record import Recorder
 from draft_trainer.recordings.recording import Recording
 from draft_trainer.releases.registry import Registry
-from examples.arithmetic_grpo.record import Recorder
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.local_services import RolloutServer
 from slipstream.v1 import release_pb2

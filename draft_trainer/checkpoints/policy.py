@@ -57,7 +57,13 @@ def read_policy_config(directory: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise _refused(str(path), error, "the policy's config.json") from error
-    return config.get("text_config", config)
+    if not isinstance(config, dict):
+        raise _refused(str(path), type(config).__name__, "a JSON object")
+    for name in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "speculators_model_type"):
+        if name in config:
+            raise _refused(str(path), f"{name}, so a draft", "the policy itself")
+    text_config = config.get("text_config", config)
+    return text_config if isinstance(text_config, dict) else config
 
 
 def read_embeddings(directory: Path) -> Tensor:

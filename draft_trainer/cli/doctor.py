@@ -69,7 +69,7 @@ class Doctor(Connection):
         else:
             for line in described(found):
                 print(line)
-        return 1 if any(one.severity == Diagnosis.SEVERITY_PROBLEM for one in found) else 0
+        return 1 if has_problem(found) else 0
 
 
 def described(diagnosis: list[Diagnosis]) -> Iterator[str]:
@@ -80,6 +80,11 @@ def described(diagnosis: list[Diagnosis]) -> Iterator[str]:
             yield f"{'':17} {clean(one.next_step)}"
     first = first_problem(diagnosis)
     yield f"waits for: {first.part}" if first is not None else "nothing keeps drafts from the fleet"
+
+
+def has_problem(diagnosis: list[Diagnosis]) -> bool:
+    """Whether one of them has to be put right by somebody."""
+    return any(one.severity == Diagnosis.SEVERITY_PROBLEM for one in diagnosis)
 
 
 def first_problem(diagnosis: list[Diagnosis]) -> Diagnosis | None:

@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import tyro
-from tyro.conf import Positional, arg, subcommand
+from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
 from draft_trainer.cli.doctor import Doctor
-from draft_trainer.cli.offline import Fit, Init
+from draft_trainer.cli.offline import Fit, Init, Record
 from draft_trainer.cli.plan import Plan
 from draft_trainer.cli.release_actions import Releases
 from draft_trainer.cli.top import Events, Status, Top
 from slipstream.errors import RefusedError
 
 if TYPE_CHECKING:
-    from draft_trainer.config import TrainingConfig
+    from draft_trainer.config import TrainerConfig, TrainingConfig
     from draft_trainer.training.ranks import Ranks
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
@@ -58,13 +58,19 @@ class Serve:
 
     config: Annotated[Path, arg(metavar="FILE")]
     """TOML with the sections server, access, credentials, draft, replay, training, gate, publish,
-    canary and recording; paths in it are relative to its folder."""
+    canary, economy and recording; paths in it are relative to its folder."""
+    set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY=VALUE")] = ()
+    """A key of the configuration, as in training.learning_rate=3e-4, over the file's; more than
+    once where more than one is meant."""
+    check: bool = False
+    """Print the whole configuration as it takes effect, check the draft, the device and the rollout
+    servers, and end. Exit status 1: there is a problem."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """What goes to stderr."""
 
     def run(self) -> int:
         """0: stopped by a signal; 1: training failed, or not everything ended in time."""
-        from draft_trainer.config import load_config
+        from draft_trainer.config import changed_keys, load_config
         from draft_trainer.kernels.library import use_kernels
         from draft_trainer.server.app import TrainerServer
         from draft_trainer.training.ranks import RankLostError, Ranks
@@ -74,7 +80,11 @@ class Serve:
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
             stream=sys.stderr,
         )
-        config = load_config(self.config)
+        config = load_config(self.config, self.set)
+        if self.check:
+            return _check(config)
+        for key, value in changed_keys(config):
+            logging.getLogger(__name__).info("configuration: %s = %s", key, value)
         # Compiles now, so that no training step waits for a compiler.
         logging.getLogger(__name__).info(use_kernels(config.training.cpu_kernels))
         try:
@@ -110,6 +120,17 @@ class Serve:
             print("draft-trainer: not everything ended in time", file=sys.stderr)
             return FAILED
         return 0
+
+
+def _check(config: TrainerConfig) -> int:
+    from draft_trainer.cli.doctor import check_configuration, described, has_problem
+    from draft_trainer.config import shown
+
+    print(shown(config))
+    found = check_configuration(config)
+    for line in described(found):
+        print(f"# {line}")
+    return FAILED if has_problem(found) else 0
 
 
 def _follow(ranks: Ranks, training: TrainingConfig) -> int:
@@ -164,6 +185,7 @@ class Completion:
 
 _COMMANDS: Any = (
     Annotated[Serve, subcommand("serve")]
+    | Annotated[Record, subcommand("record")]
     | Annotated[Init, subcommand("init")]
     | Annotated[Fit, subcommand("fit")]
     | Annotated[Plan, subcommand("plan")]
@@ -189,7 +211,8 @@ def _parse(argv: list[str]) -> Any:
     return tyro.cli(
         _COMMANDS,
         prog="draft-trainer",
-        description="Trains an EAGLE-3 draft on a moving policy's states and publishes it.",
+        description="Trains an EAGLE-3 draft on a moving policy's states and publishes it. "
+        "--version prints the version.",
         args=argv,
         config=(
             tyro.conf.FlagCreatePairsOff,

@@ -1,4 +1,4 @@
-"""``draft-trainer init`` and ``fit``: a draft from nothing, and its training on recorded states."""
+"""``draft-trainer record``, ``init`` and ``fit``: states, a draft from nothing, its training."""
 
 from __future__ import annotations
 
@@ -7,18 +7,136 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
 from draft_trainer.cli.trainer import File, Folder, at_least
 from slipstream.errors import RefusedError
+from slipstream.hub import local_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from draft_trainer.offline.record import Rollout
 
 DEFAULT_DRAFT_VOCAB = 32_000
+_DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
 
 Needed = Annotated[Path, arg(metavar="DIR")]
 Kind = Annotated[str | None, arg(metavar="KIND", help_behavior_hint="(optional)")]
 Count = Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Record a policy's states, to make and train a draft on.
+
+    Runs rollouts once more through the policy and keeps its hidden states: 2 bytes for each value
+    of four states a token, 32 KiB a token for a hidden size of 4096. The rollouts are those of
+    --rollouts, or are generated from --prompts by the OpenAI-compatible vLLM server at --endpoint,
+    which serves the same policy.
+    """
+
+    policy: Needed
+    """The policy: a Hugging Face checkpoint, or its name on the hub."""
+    out: Needed
+    """The recording; must not exist."""
+    rollouts: File = None
+    """JSON, {"prompt": [token ids], "completion": [token ids]} a line."""
+    prompts: File = None
+    """JSON, {"prompt": "text"}, {"prompt": [token ids]} or {"messages": [...]} a line."""
+    endpoint: Annotated[str | None, arg(metavar="URL", help_behavior_hint="(optional)")] = None
+    """http://HOST:PORT of the server that completes --prompts."""
+    model: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(optional)")] = None
+    """The policy's name there; by default what was given as --policy."""
+    samples: Annotated[int, arg(metavar="N")] = 1
+    """Completions of each prompt."""
+    max_tokens: Annotated[int, arg(metavar="N")] = 1024
+    """Of a completion."""
+    temperature: Annotated[float, arg(metavar="X")] = 1.0
+    """At which the rollouts were, or are, sampled; above 0."""
+    aux_layers: Annotated[str | None, arg(metavar="L,L,L", help_behavior_hint="(optional)")] = None
+    """Policy layers whose output is recorded, as numbers of layers passed; by default 2, n // 2 and
+    n - 3, or fitting ones below 8 layers."""
+    dtype: _DTYPES = "auto"
+    """Of the policy's weights."""
+    device: Annotated[str, arg(metavar="DEVICE")] = "cpu"
+    """Where the policy runs: cpu, cuda, cuda:1."""
+    threads: Count = None
+    """Threads of torch (torch's own choice)."""
+
+    def run(self) -> int:
+        """Writes the recording and prints what is in it."""
+        import torch
+        from rich.console import Console
+        from transformers import AutoModelForCausalLM
+
+        from draft_trainer.checkpoints.policy import read_policy_config
+        from draft_trainer.files import check_free
+        from draft_trainer.offline.record import Recorder
+        from draft_trainer.offline.report import progress_of
+
+        at_least("--samples", self.samples, 1)
+        at_least("--max-tokens", self.max_tokens, 1)
+        at_least("--temperature", self.temperature, 1e-3)
+        check_free(self.out, "--out")
+        layers = None if self.aux_layers is None else _layers(self.aux_layers)
+        folder = local_folder(self.policy, "--policy")
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        read_policy_config(folder)
+        total, parts = self._parts(folder)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype)
+            model = model.to(self.device).eval()
+        except (OSError, ValueError, RuntimeError) as error:
+            first = str(error).strip().partition("\n")[0]
+            expected = "a causal language model that transformers loads there"
+            next_step = "give its folder as save_pretrained writes it, and a --device of this host"
+            raise RefusedError("--policy", f"{folder} ({first})", expected, next_step) from error
+        done = 0
+        with (
+            Recorder(
+                model, self.out, aux_layer_ids=layers, temperature=self.temperature
+            ) as recorder,
+            progress_of(Console(stderr=True), "recording rollouts") as (bar, task),
+        ):
+            for part in parts:
+                recorder.add(part)
+                done += len(part)
+                bar.update(task, completed=done, total=total)
+        numbers = ", ".join(map(str, recorder.aux_layer_ids))
+        print(
+            f"{self.out}: {done:,} rollouts, {recorder.nbytes >> 20:,} MiB, states after layers "
+            f"{numbers}"
+        )
+        return 0
+
+    def _parts(self, folder: Path) -> tuple[int, Iterator[list[Rollout]]]:
+        """How many rollouts, and the rollouts, some at a time."""
+        from draft_trainer.offline.record import AT_ONCE, generated, read_prompts, read_rollouts
+
+        if (self.rollouts is None) == (self.prompts is None):
+            found = "none or both of --rollouts and --prompts"
+            next_step = "give --rollouts FILE, or --prompts FILE with --endpoint URL"
+            raise RefusedError("--rollouts", found, "one of them", next_step)
+        if self.rollouts is not None:
+            given = read_rollouts(self.rollouts)
+            starts = range(0, len(given), AT_ONCE)
+            return len(given), (given[start : start + AT_ONCE] for start in starts)
+        if self.endpoint is None or not self.endpoint.startswith(("http://", "https://")):
+            found = self.endpoint or "nothing"
+            next_step = "name the server that completes the prompts"
+            raise RefusedError("--endpoint", found, "http://HOST:PORT with --prompts", next_step)
+        from transformers import AutoTokenizer
+
+        assert self.prompts is not None
+        prompts = read_prompts(self.prompts, AutoTokenizer.from_pretrained(folder))
+        repeated = [prompt for prompt in prompts for _ in range(self.samples)]
+        sampling = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        name = self.model or str(self.policy)
+        return len(repeated), generated(self.endpoint, name, repeated, sampling)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +150,7 @@ class Init:
     """
 
     policy: Needed
-    """The policy's Hugging Face checkpoint (safetensors)."""
+    """The policy: a Hugging Face checkpoint (safetensors), or its name on the hub."""
     out: Needed
     """The draft; must not exist."""
     states: Folder = None
@@ -42,7 +160,7 @@ class Init:
     """Tokens that the draft can propose; by default 32000, or all where there are fewer."""
     aux_layers: Annotated[str | None, arg(metavar="L,L,L", help_behavior_hint="(optional)")] = None
     """Policy layers whose output the draft reads, as numbers of layers passed; by default the
-    recorded ones, or 2, n // 2 and n - 3."""
+    recorded ones, or 2, n // 2 and n - 3, or fitting ones below 8 layers."""
     intermediate_size: Count = None
     """Width of the draft's MLP; by default the policy's."""
     seed: Annotated[int, arg(metavar="N")] = 0
@@ -65,13 +183,14 @@ class Init:
         at_least("--intermediate-size", self.intermediate_size, 1)
         layers = None if self.aux_layers is None else _layers(self.aux_layers)
         check_free(self.out, "--out")
+        folder = local_folder(self.policy, "--policy")
         if self.draft_kind == "mtp":
-            checkpoint = DRAFTERS["mtp"].read(self.policy)
+            checkpoint = DRAFTERS["mtp"].read(folder)
             with folder_written_whole(self.out) as temporary:
                 checkpoint.write(temporary)
             print(f"{self.out}: {len(checkpoint.tensors)} tensors of the policy's MTP head")
             return 0
-        policy = read_policy(self.policy)
+        policy = read_policy(folder)
         vocab = size_of(policy.config, "vocab_size")
         ids, chosen = torch.arange(vocab), ""
         if self.states is not None:
@@ -143,7 +262,7 @@ class Fit:
     states: Needed
     """Recorded states."""
     draft: Needed
-    """The draft to begin with, as draft-trainer init makes it."""
+    """The draft to begin with, as draft-trainer init makes it, or the name of one on the hub."""
     out: Needed
     """The trained draft; must not exist, unless it is resumed."""
     policy: Folder = None
@@ -204,7 +323,9 @@ class Fit:
         }
         try:
             ranks = Ranks.join(training.rank_timeout_s, training.device)
-            fit = Training(self.states, self.draft, self.out, self.policy, config, ranks)
+            draft = local_folder(self.draft, "--draft")
+            policy = self.policy and local_folder(self.policy, "--policy")
+            fit = Training(self.states, draft, self.out, policy, config, ranks)
             done = fit.run(stopping, self.resume)
             ranks.leave()
         except RankLostError as error:

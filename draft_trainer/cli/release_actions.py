@@ -24,12 +24,15 @@ from draft_trainer.cli.releases import (
 )
 from draft_trainer.cli.trainer import Connection, Folder, as_dict, print_json
 from slipstream.errors import RefusedError, clean
+from slipstream.hub import local_folder
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from draft_trainer.drafters import Checkpoint
+
+CARD_FILE = "README.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +122,8 @@ class Unpin(Pin):
 class Export(Reading):
     """Copy a release into a folder, verified, as a checkpoint that vLLM loads.
 
-    As released, its manifest goes with it, and rollout-server --draft knows its version.
+    As released, its manifest goes with it, and rollout-server --draft knows its version. A model
+    card is beside it, so that the folder can be pushed as it is: hf upload ORG/NAME DIR.
     """
 
     version: Version
@@ -150,6 +154,7 @@ class Export(Reading):
                 dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
                 head = drafter.read(Path(temporary)).draft()
                 drafter.save(target, head, dtype, layout=self.layout, policy=self.policy)
+            (target / CARD_FILE).write_text(_model_card(manifest))
         layout = self.layout or "as released"
         if self.json:
             told = {"draft_version": manifest.draft_version, "layout": layout}
@@ -157,6 +162,23 @@ class Export(Reading):
         else:
             print(f"{self.folder}: draft {manifest.draft_version}, {layout}")
         return 0
+
+
+def _model_card(manifest: Manifest) -> str:
+    """README.md as the Hugging Face hub reads it."""
+    from draft_trainer.releases.release import kind_of
+
+    tags = ["tags:", "- speculative-decoding", f"- {kind_of(manifest)}"]
+    lines = ["---", "library_name: vllm", *tags, "---", ""]
+    lines += [f"# Draft {manifest.draft_version} of run {clean(manifest.run_id) or 'unknown'}", ""]
+    lines.append("A speculative-decoding draft of Slipstream. It fits one policy and no other.")
+    if manifest.HasField("trained_against_policy_version"):
+        version = manifest.trained_against_policy_version
+        lines.append(f"Trained against policy version {version} of that run.")
+    if manifest.HasField("gate"):
+        expected = manifest.gate.candidate_acceptance_length
+        lines.append(f"Expected acceptance length on held-out prompts: {expected:.2f}.")
+    return "\n".join(lines) + "\n"
 
 
 def _write_as_released(folder: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
@@ -184,7 +206,7 @@ class Import(Reading):
     """
 
     folder: Annotated[Positional[Path], arg(metavar="DIR")]
-    """The checkpoint."""
+    """The checkpoint, or the name of one on the hub."""
     policy: Folder = None
     """Its policy's folder; needed where the checkpoint does not say everything."""
     gate: bool = False
@@ -201,8 +223,10 @@ class Import(Reading):
             )
         with self.source() as releases:
             kind = kind_of(releases.listing()[0][0])
-        checkpoint = read_foreign(DRAFTERS[kind], self.folder, self.policy)
-        origin = str(self.folder.resolve())
+        folder = local_folder(self.folder, "DIR")
+        policy = self.policy and local_folder(self.policy, "--policy")
+        checkpoint = read_foreign(DRAFTERS[kind], folder, policy)
+        origin = str(folder.resolve())
         if self.registry is not None:
             registry = RegistryFolder(self.registry).registry
             oldest = registry.drafter.read(registry.path(registry.versions()[0]))

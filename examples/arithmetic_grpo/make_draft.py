@@ -19,9 +19,10 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from draft_trainer.cli.main import main as draft_trainer
+from draft_trainer.offline.record import Recorder
 from draft_trainer.offline.report import progress_of
 from examples.arithmetic_grpo import task as arithmetic
-from examples.arithmetic_grpo.record import Recorder, solutions
+from examples.arithmetic_grpo.sampling import solutions
 from examples.task import Task
 
 AUX_LAYERS = (2, 5, 7)

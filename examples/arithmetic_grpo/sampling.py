@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
 from examples.arithmetic_grpo.tokenizer import BOS_ID, EOS_ID, PAD_ID, token_ids
 from examples.task import P, Problem, Task
+
+_PROBLEMS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,19 @@ def completion_text(completion: Sequence[int], task: Task[Any] = arithmetic) -> 
     tokens = list(token_ids(task))
     end = list(completion).index(EOS_ID) if EOS_ID in completion else len(completion)
     return " ".join(tokens[token] for token in completion[:end])
+
+
+def solutions(
+    model: PreTrainedModel, count: int, seed: int, task: Task[Any] = arithmetic
+) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """Prompts of a task and their completions at temperature 1, as token ids, some at a time."""
+    for start in range(0, count, _PROBLEMS_AT_ONCE):
+        rng = random.Random(f"{seed}:{start}")
+        size = min(_PROBLEMS_AT_ONCE, count - start)
+        prompts = [prompt_ids(task.sample_problem(rng), task) for _ in range(size)]
+        generator = torch.Generator().manual_seed(rng.getrandbits(32))
+        drawn = sample(model, prompts, 1.0, generator=generator)
+        yield list(zip(drawn.prompts, drawn.completions, strict=True))
 
 
 def held_out_problems(count: int, task: Task[Any] = arithmetic) -> list[Any]:

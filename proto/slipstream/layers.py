@@ -27,9 +27,23 @@ def default_aux_layers(num_hidden_layers: int) -> tuple[int, ...]:
             "num_hidden_layers",
             num_hidden_layers,
             "at least 8 for the default auxiliary layers",
-            "set eagle_aux_hidden_state_layer_ids in the draft's config.json",
+            "set eagle_aux_hidden_state_layer_ids in the draft's config.json; a draft of "
+            "draft-trainer init has them",
         )
     return (2, num_hidden_layers // 2, num_hidden_layers - 3)
+
+
+def choose_aux_layers(num_hidden_layers: int) -> tuple[int, ...]:
+    """Auxiliary layers of a new draft: vLLM's default, and for shallower policies an early, a
+    middle and a late layer, or every layer where there are fewer than four.
+
+    The state after the last layer is the input of no layer, so it cannot be captured.
+    """
+    if num_hidden_layers >= 8:
+        return default_aux_layers(num_hidden_layers)
+    if num_hidden_layers < 4:
+        return tuple(range(num_hidden_layers))
+    return (1, num_hidden_layers // 2, max(num_hidden_layers // 2 + 1, num_hidden_layers - 2))
 
 
 def encode_layers(ids: Sequence[int]) -> tensor_pb2.AuxLayers:

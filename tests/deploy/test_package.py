@@ -18,6 +18,7 @@ from slipstream import __version__
 from tests.deploy.manifests import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+RECORD = ["record", "--policy", "x", "--out", "y", "--rollouts", "z"]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -91,7 +92,7 @@ def test_every_console_has_help_and_a_version(run: Run, program: str) -> None:
     assert told.returncode == 0 and "serve" in told.stdout, told.stderr
 
 
-@pytest.mark.parametrize("command", ["init", "fit", "serve"])
+@pytest.mark.parametrize("command", ["record", "init", "fit", "serve"])
 def test_the_offline_commands_are_in_the_wheel(run: Run, command: str) -> None:
     told = run("draft-trainer", command, "--help")
     assert told.returncode == 0 and f"draft-trainer {command}" in told.stdout, told.stderr
@@ -102,6 +103,7 @@ def test_the_offline_commands_are_in_the_wheel(run: Run, command: str) -> None:
     [
         ("draft_trainer.cli.console", "tyro", ["serve"], "'slipstream-rl[trainer]'"),
         ("draft_trainer.cli.console", "pydantic", ["serve", "--config", "x"], "[trainer]'"),
+        ("draft_trainer.cli.console", "transformers", RECORD, "'slipstream-rl[record]'"),
         ("rollout_server.cli", "vllm", ["serve", "x"], "python -m rollout_server.install_cpu"),
     ],
 )

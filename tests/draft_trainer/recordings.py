@@ -8,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draft_trainer.drafters.policy import PolicyHead
+from draft_trainer.offline.record import Recorder
 from draft_trainer.recordings.recorder import DEFAULT_SHARD_BYTES, RecordingWriter
 from draft_trainer.recordings.recording import RecordingFacts, RecordingIndex
-from examples.arithmetic_grpo.record import Recorder, solutions
+from examples.arithmetic_grpo.sampling import solutions
 from slipstream.sample import Sample
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy
 

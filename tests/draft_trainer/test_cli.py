@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import grpc
 import pytest
 
 from draft_trainer.cli.main import main
+from draft_trainer.config import TrainerConfig
+from examples.arithmetic_grpo.processes import free_port
 from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import Client, Stream, make_config, raw_config, rollouts, running
@@ -222,3 +225,20 @@ def test_help_names_everything(capsys: Capture) -> None:
     assert all(word in text() for word in ("serve", "status", "releases"))
     assert "--config FILE" in text("serve")
     assert "--pin" in text("releases", "promote")
+
+
+def test_check_prints_the_whole_configuration_and_what_is_wrong(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    given = ("serve", "--config", str(write_config(tmp_path)), "--check")
+    code, out = run(capsys, *given, "--set", "training.seed=7", "--set", "gate.min_gain=0.5")
+    assert code == 0 and "# nothing keeps drafts from the fleet" in out
+    shown = tomllib.loads(out)
+    assert shown["training"]["seed"] == 7 and shown["gate"]["min_gain"] == 0.5
+    assert shown.keys() == TrainerConfig.model_fields.keys()
+    # Nothing was started, and so nothing is left.
+    assert not (tmp_path / "registry").exists()
+    code, out = run(capsys, *given, "--set", f'publish.rollout_servers=["127.0.0.1:{free_port()}"]')
+    assert code == 1 and "start rollout-server serve with --control-port" in out
+    line = refused(capsys, *given, "--set", "publish.rollout_servers=['http://h:1']")
+    assert "begins with http://, which a gRPC address does not" in line

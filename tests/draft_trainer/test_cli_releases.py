@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from draft_trainer.cli.main import main
@@ -137,8 +138,11 @@ def test_export_and_import_again(folder: Path, tmp_path: Path, capsys: Capture) 
     code, _ = run(capsys, "export", 2, tmp_path / "as-is", "--registry", folder)
     assert code == 0
     assert {p.name for p in (tmp_path / "as-is").iterdir()} == {
-        *("config.json", "model.safetensors", "manifest.json"),
+        *("config.json", "model.safetensors", "manifest.json", "README.md"),
     }
+    # A hub reads the lines between the dashes as YAML.
+    _, front, card = (tmp_path / "as-is" / "README.md").read_text().split("---\n")
+    assert yaml.safe_load(front)["library_name"] == "vllm" and "# Draft 2 of run" in card
     exported = load_file(tmp_path / "as-is" / "model.safetensors")
     assert all(torch.equal(exported[n], t) for n, t in registry.tensors(2).items())
     code, _ = run(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from draft_trainer.config import load_config, parse_config
+from draft_trainer.config import changed_keys, load_config, parse_config, shown
 from slipstream.errors import RefusedError
 
 GOOD: dict[str, Any] = {"draft": {"initial": "draft"}}
@@ -130,3 +131,40 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     config = load_config(file)
     assert config.draft.policy == tmp_path / "policy"
     assert config.draft.registry == tmp_path / "releases"
+
+
+def test_options_override_the_file_and_are_checked_like_it(tmp_path: Path) -> None:
+    (tmp_path / "draft").mkdir()
+    path = tmp_path / "trainer.toml"
+    path.write_text('[draft]\ninitial = "draft"\n[training]\nttt_steps = 4\n')
+    over = ["training.learning_rate=3e-4", "publish.on = promotion", "server.allow_plaintext=true"]
+    over.append('publish.rollout_servers=["h:1", "h:2"]')
+    config = load_config(path, over)
+    assert config.training.learning_rate == 3e-4 and config.training.ttt_steps == 4
+    assert config.publish.on == "promotion" and config.server.allow_plaintext is True
+    assert config.publish.rollout_servers == ("h:1", "h:2")
+    assert ("training.ttt_steps", 4) in changed_keys(config)
+    assert all(key != "training.seed" for key, _ in changed_keys(config))
+    for wrong, text in (
+        ("training.lerning_rate=1", "rename it to learning_rate"),
+        ("training.seed=a", "training.seed: found 'a', expected an integer"),
+        ("training", "--set: found 'training', expected section.key=value"),
+        ("training.seed", "--set"),
+        ("=1", "--set"),
+    ):
+        with pytest.raises(RefusedError, match=re.escape(text)):
+            load_config(path, [wrong])
+
+
+def test_the_configuration_as_shown_is_the_same_configuration(tmp_path: Path) -> None:
+    (tmp_path / "draft").mkdir()
+    path = tmp_path / "trainer.toml"
+    path.write_text('[draft]\ninitial = "draft"\n')
+    over = ["access.feed_tokens=['a', 'b']", "replay.held_out_fraction=0.2", "gate.min_gain=0.5"]
+    config = load_config(path, over)
+    again = tmp_path / "shown.toml"
+    again.write_text(shown(config))
+    assert load_config(again) == config
+    assert "# gate.min_anchors" not in again.read_text() and "# min_anchors: not set" in shown(
+        config
+    )

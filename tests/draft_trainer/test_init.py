@@ -87,7 +87,6 @@ def test_scaled_rope_is_the_drafts_too() -> None:
         ({"rope_parameters": None}, None, "rope_theta"),
         ({}, (2, 10), r"--aux-layers: found \[2, 10\], expected ascending layers from 0 to 9"),
         ({}, (5, 2), "--aux-layers"),
-        ({"num_hidden_layers": 6}, None, "num_hidden_layers: found 6, expected at least 8"),
     ],
 )
 def test_a_policy_without_what_a_draft_needs_is_refused(
@@ -95,6 +94,18 @@ def test_a_policy_without_what_a_draft_needs_is_refused(
 ) -> None:
     with pytest.raises(RefusedError, match=text):
         init_draft(policy(**changes), None, aux_layer_ids=layers)
+
+
+@pytest.mark.parametrize(("layers", "chosen"), [(6, (1, 3, 4)), (4, (1, 2, 3)), (2, (0, 1))])
+def test_a_shallow_policy_gets_layers_by_itself(layers: int, chosen: tuple[int, ...]) -> None:
+    made = init_draft(policy(num_hidden_layers=layers), None)
+    assert made.config.aux_layer_ids == chosen
+    assert made.fc.weight.shape == (16, 16 * len(chosen))
+
+
+def test_a_draft_where_a_policy_was_meant_is_refused(tmp_path: Path, draft_dir: Path) -> None:
+    with pytest.raises(RefusedError, match=r"so a draft, expected the policy itself"):
+        read_policy(draft_dir)
 
 
 def test_the_most_frequent_tokens_are_chosen_and_ties_go_to_lower_ids() -> None:
@@ -225,7 +236,7 @@ def test_refusals_leave_nothing_behind(
         assert not list(there.iterdir())
 
 
-@pytest.mark.parametrize("command", ["init", "fit"])
+@pytest.mark.parametrize("command", ["record", "init", "fit"])
 def test_help_is_complete_and_does_not_load_torch(command: str) -> None:
     program = (
         "import sys\nfrom draft_trainer.cli.main import main\ntry:\n    main(sys.argv[1:])\n"
@@ -239,6 +250,8 @@ def test_help_is_complete_and_does_not_load_torch(command: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     options = {
+        "record": "policy out rollouts prompts endpoint model samples max-tokens temperature "
+        "aux-layers dtype device threads",
         "init": "policy states out draft-vocab aux-layers intermediate-size seed draft-kind",
         "fit": "states draft out config resume draft-kind epochs draft-length learning-rate "
         "batch-tokens ttt-steps compute-dtype device threads seed",

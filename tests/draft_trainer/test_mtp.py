@@ -33,11 +33,12 @@ from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.ingest.run import PolicySizes, check_fit
 from draft_trainer.offline.data import fit_config
 from draft_trainer.offline.fit import Fit
+from draft_trainer.offline.record import Recorder
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.ranks import Ranks
 from examples.arithmetic_grpo.make_mtp import new_head, policy_with_mtp
-from examples.arithmetic_grpo.record import Recorder, solutions
+from examples.arithmetic_grpo.sampling import solutions
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy

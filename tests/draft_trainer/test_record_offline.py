@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from draft_trainer.cli.main import main
+from draft_trainer.offline.record import Recorder, Rollout, read_prompts, read_rollouts
 from draft_trainer.recordings.recording import Recording
-from examples.arithmetic_grpo.record import Recorder, Rollout, read_rollouts, solutions
+from examples.arithmetic_grpo.sampling import solutions
 from slipstream.errors import RefusedError
 from tests.alignment.recorded import record
 
@@ -71,3 +77,87 @@ def test_rollouts_are_read_from_json_lines(tmp_path: Path) -> None:
         path.write_text('{"prompt": [1], "completion": [2]}\n' + line)
         with pytest.raises(RefusedError, match="line 2"):
             read_rollouts(path)
+
+
+def test_prompts_are_ids_text_or_messages(tmp_path: Path, policy_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(policy_dir)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    word = tokenizer.convert_ids_to_tokens(9)
+    path = tmp_path / "prompts.jsonl"
+    lines: list[dict[str, object]] = [{"prompt": [5, 6]}, {"prompt": word}]
+    lines.append({"messages": [{"role": "user", "content": word}]})
+    path.write_text("\n".join(map(json.dumps, lines)))
+    ids, text, messages = read_prompts(path, tokenizer)
+    assert ids == [5, 6] and text[-1] == 9 and messages == [9]
+    for line in ('{"completion": [1]}', "no", '{"prompt": {"a": 1}}', "[1]"):
+        path.write_text('{"prompt": [1]}\n' + line)
+        with pytest.raises(RefusedError, match="line 2"):
+            read_prompts(path, tokenizer)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Completes every prompt with its own tokens, ``n`` times."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        tokens = body["prompt"]
+        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}}
+        data = json.dumps({"choices": [choice] * body["n"]}).encode()
+        self.send_response(200 if body["model"] == "policy" else 404)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_command_records_what_a_server_completes(
+    tmp_path: Path, policy_dir: Path, endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": [1, 7, 9, 11]}\n{"prompt": [1, 8, 8]}\n')
+    given = ["record", "--policy", str(policy_dir), "--prompts", str(prompts)]
+    given += ["--endpoint", endpoint, "--samples", "2", "--threads", "1"]
+    assert main([*given, "--out", str(tmp_path / "a"), "--model", "policy"]) == 0
+    assert "4 rollouts" in capsys.readouterr().out
+    recording = Recording(tmp_path / "a")
+    found = sorted(tuple(recording[i].token_ids.tolist()) for i in range(len(recording)))
+    assert found == [(1, 7, 9, 11) * 2] * 2 + [(1, 8, 8) * 2] * 2
+    # The model's name is the policy's by default: this server has no such model.
+    assert main([*given, "--out", str(tmp_path / "b")]) == 2
+    assert "--endpoint: found http://127.0.0.1:" in capsys.readouterr().err
+
+
+def test_what_the_command_is_given_is_checked_before_the_policy_is_loaded(
+    tmp_path: Path, policy_dir: Path, draft_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text('{"prompt": [1, 7], "completion": [9]}\n')
+    rollouts = ("--rollouts", file)
+    for policy, options, text in (
+        (policy_dir, (), "--rollouts: found none or both"),
+        (policy_dir, (*rollouts, "--prompts", file), "--rollouts: found none or both"),
+        (policy_dir, ("--prompts", file), "--endpoint: found nothing, expected http://HOST:PORT"),
+        (policy_dir, ("--prompts", file, "--endpoint", "h:1"), "--endpoint: found h:1"),
+        (policy_dir, (*rollouts, "--temperature", "0"), "--temperature: found 0"),
+        (policy_dir, (*rollouts, "--aux-layers", "x"), "--aux-layers"),
+        (policy_dir, ("--rollouts", tmp_path / "none"), "--rollouts: found"),
+        (tmp_path / "none", rollouts, "none/config.json: found"),
+        (draft_dir, rollouts, "so a draft"),
+    ):
+        given = ["record", "--policy", policy, "--out", tmp_path / "out", *options]
+        assert main([*map(str, given)]) == 2, text
+        assert text in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.errors import RefusedError
-from slipstream.layers import decode_layers, default_aux_layers, encode_layers
+from slipstream.layers import choose_aux_layers, decode_layers, default_aux_layers, encode_layers
 from slipstream.sample import FLOAT8, Sample, decode_float8, header_of, layout_of
 from slipstream.v1 import tensor_pb2
 
@@ -17,6 +17,15 @@ def test_vllms_defaults() -> None:
     assert default_aux_layers(36) == (2, 18, 33)
     with pytest.raises(RefusedError, match="num_hidden_layers"):
         default_aux_layers(7)
+
+
+@pytest.mark.parametrize("layers", range(1, 12))
+def test_a_new_draft_of_a_policy_of_any_depth_has_layers(layers: int) -> None:
+    chosen = choose_aux_layers(layers)
+    assert len(chosen) == min(layers, 3)
+    assert list(chosen) == sorted(set(chosen)) and 0 <= chosen[0] <= chosen[-1] < layers
+    if layers >= 8:
+        assert chosen == default_aux_layers(layers)
 
 
 def test_round_trip_and_the_other_convention() -> None:

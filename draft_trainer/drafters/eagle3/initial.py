@@ -12,7 +12,7 @@ from draft_trainer.checkpoints.policy import PolicyCheckpoint, size_of
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
 from draft_trainer.drafters.rope import Rope
 from slipstream.errors import RefusedError
-from slipstream.layers import default_aux_layers
+from slipstream.layers import choose_aux_layers
 
 
 def choose_draft_vocabulary(counts: Tensor, size: int, allowed: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def init_draft(
     Args:
         policy: whose draft it is.
         draft_vocab_ids: int [draft_vocab], ascending target ids; None for the full vocabulary.
-        aux_layer_ids: auxiliary layers ("after L layers"); vLLM's default if None.
+        aux_layer_ids: auxiliary layers ("after L layers"); ``choose_aux_layers`` if None.
         intermediate_size: width of the MLP; the policy's if None.
         seed: of the random weights.
 
@@ -97,7 +97,7 @@ def _head_config(
 ) -> HeadConfig:
     hidden, heads = size_of(policy, "hidden_size"), size_of(policy, "num_attention_heads")
     layers = size_of(policy, "num_hidden_layers")
-    ids = aux_layer_ids or default_aux_layers(layers)
+    ids = aux_layer_ids or choose_aux_layers(layers)
     # The residual stream after the last layer is the input of no layer: it cannot be captured.
     if list(ids) != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < layers:
         raise RefusedError(

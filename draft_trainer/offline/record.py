@@ -1,51 +1,41 @@
-"""Records a policy's states without a running loop, for ``draft-trainer init`` and ``fit``.
+"""Records a policy's states for rollouts that are there already, for ``init`` and ``fit``.
 
-Every rollout goes once more through the policy, under the bridge's own capture. With ``--rollouts``
-that is any Hugging Face causal language model and its rollouts, a JSON object a line::
-
-    {"prompt": [token ids], "completion": [token ids]}
-
-Without it, the example's policy solves problems of its task.
-
-Run ``python -m examples.arithmetic_grpo.record --out DIR`` from the repository root.
+Every rollout goes once more through the policy, a Hugging Face causal language model, under the
+bridge's own capture: this process is the policy's, and the one place of the trainer that imports
+the bridge.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
-from rich.console import Console
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draft_trainer.drafters.policy import PolicyHead
-from draft_trainer.offline.report import progress_of, say
 from draft_trainer.recordings.recorder import RecordingWriter
 from draft_trainer.recordings.recording import RecordingFacts
-from examples.arithmetic_grpo import task as arithmetic
-from examples.arithmetic_grpo.sampling import prompt_ids, sample
-from examples.task import Task
+from policy_bridge.adapters.completions import CompletionsClient
 from policy_bridge.capture import Capture
 from policy_bridge.config import ModulePaths
 from policy_bridge.model import PolicyModules, find_modules, stamp_of
 from policy_bridge.selection import UniformRandom
 from policy_bridge.session import Session
 from slipstream.errors import RefusedError
-from slipstream.layers import default_aux_layers
+from slipstream.layers import choose_aux_layers
 from slipstream.sample import Sample
 
 Rollout = tuple[list[int], list[int]]
 """Token ids of a prompt and of its completion."""
 POLICY_VERSION = 0
-_PROBLEMS_AT_ONCE = 1024
-_ROLLOUTS_AT_ONCE = 1024
+AT_ONCE = 256
+"""Rollouts that are in memory at a time."""
 
 
 class Recorder:
@@ -54,8 +44,8 @@ class Recorder:
     Args:
         model: the policy, on any device, in evaluation mode.
         out: folder of the recording.
-        aux_layer_ids: layers to record ("after L layers"); vLLM's default for EAGLE-3 if None;
-            none of them where the draft takes the final states alone.
+        aux_layer_ids: layers to record ("after L layers"); ``choose_aux_layers`` if None; none of
+            them where the draft takes the final states alone.
         temperature: of the rollouts.
         states_dtype: what the states are cast to; None keeps the policy's own.
         max_tokens: longer sequences become windows that overlap.
@@ -76,8 +66,9 @@ class Recorder:
         self._model = model
         self._modules = find_modules(model, ModulePaths())
         depth = len(self._modules.layers)
-        layers = default_aux_layers(depth) if aux_layer_ids is None else aux_layer_ids
+        layers = choose_aux_layers(depth) if aux_layer_ids is None else aux_layer_ids
         vocabulary = torch.arange(self._modules.vocab_size)
+        self.aux_layer_ids = layers
         self._session = Session("", layers, vocabulary, max_tokens, None, ())
         self._temperature = temperature
         self._states_dtype = states_dtype
@@ -165,15 +156,18 @@ def facts_of(modules: PolicyModules, layers: tuple[int, ...], run_id: str) -> Re
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """The rollouts of a file. Raises RefusedError naming the line that is not one."""
+    """The rollouts of a file, ``{"prompt": [ids], "completion": [ids]}`` a line.
+
+    Raises:
+        RefusedError: naming the line that is not one, or the file that cannot be read.
+    """
     rollouts = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for place, found in _json_lines(path, "--rollouts"):
         try:
-            found = json.loads(line)
             rollouts.append(([*map(int, found["prompt"])], [*map(int, found["completion"])]))
         except (ValueError, TypeError, KeyError) as error:
             raise RefusedError(
-                f"{path} line {number}",
+                place,
                 f"{type(error).__name__}: {error}",
                 '{"prompt": [token ids], "completion": [token ids]}',
                 "write the ids that the server was sent and answered",
@@ -181,71 +175,77 @@ def read_rollouts(path: Path) -> list[Rollout]:
     return rollouts
 
 
-def solutions(
-    model: PreTrainedModel, count: int, seed: int, task: Task[Any] = arithmetic
+def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The prompts of a file as token ids.
+
+    Args:
+        path: JSON, a line each: ``{"prompt": [ids]}``, ``{"prompt": "text"}``, or
+            ``{"messages": [...]}``, which goes through the policy's chat template.
+        tokenizer: the policy's.
+
+    Raises:
+        RefusedError: naming the line that is none of these, or the file that cannot be read.
+    """
+    prompts = []
+    for place, found in _json_lines(path, "--prompts"):
+        try:
+            if "messages" in found:
+                text = tokenizer.apply_chat_template(
+                    found["messages"], add_generation_prompt=True, tokenize=False
+                )
+                prompts.append(tokenizer.encode(text, add_special_tokens=False))
+            elif isinstance(found["prompt"], str):
+                prompts.append(tokenizer.encode(found["prompt"]))
+            else:
+                prompts.append([*map(int, found["prompt"])])
+        except (ValueError, TypeError, KeyError) as error:
+            raise RefusedError(
+                place,
+                f"{type(error).__name__}: {error}",
+                '{"prompt": "text"}, {"prompt": [token ids]} or {"messages": [...]}',
+                "write one of these a line",
+            ) from error
+    return prompts
+
+
+def generated(
+    url: str, model: str, prompts: Sequence[list[int]], sampling: Mapping[str, Any]
 ) -> Iterator[list[Rollout]]:
-    """Completions of a task at temperature 1, some at a time."""
-    for start in range(0, count, _PROBLEMS_AT_ONCE):
-        rng = random.Random(f"{seed}:{start}")
-        size = min(_PROBLEMS_AT_ONCE, count - start)
-        prompts = [prompt_ids(task.sample_problem(rng), task) for _ in range(size)]
-        generator = torch.Generator().manual_seed(rng.getrandbits(32))
-        drawn = sample(model, prompts, 1.0, generator=generator)
-        yield list(zip(drawn.prompts, drawn.completions, strict=True))
+    """Completions of prompts, ``AT_ONCE`` at a time.
+
+    Args:
+        url: of a server that answers ``/v1/completions`` with token ids, as vLLM does.
+        model: its name of the policy.
+        prompts: token ids; equal neighbours go as one request.
+        sampling: fields of the requests.
+
+    Raises:
+        RefusedError: the server did not answer, or not with token ids.
+    """
+    with CompletionsClient([url], model) as client:
+        for start in range(0, len(prompts), AT_ONCE):
+            part = prompts[start : start + AT_ONCE]
+            try:
+                answered = client.generate(part, sampling)
+            except httpx.HTTPError as error:
+                expected = f"completions of the model {model}"
+                next_step = "start the server, or correct --endpoint and --model"
+                raise RefusedError("--endpoint", f"{url} ({error})", expected, next_step) from error
+            yield [(prompt, one.token_ids) for prompt, one in zip(part, answered, strict=True)]
 
 
-def main() -> None:
-    """Command line entry."""
-    here = Path(__file__).parent
-    parser = argparse.ArgumentParser(
-        description="Record a policy's states offline, for draft-trainer init and fit.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--policy", type=Path, default=here / "policy", help="policy checkpoint")
-    parser.add_argument("--out", type=Path, required=True, help="the recording; must not exist")
-    parser.add_argument("--rollouts", type=Path, help="JSON lines; else problems are solved")
-    parser.add_argument("--count", type=int, default=4096, help="problems to solve")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of --rollouts")
-    parser.add_argument("--aux-layers", help="numbers like 2,5,7; the default is vLLM's")
-    parser.add_argument("--dtype", default="auto", help="of the policy")
-    parser.add_argument("--device", default="cpu", help="of the policy")
-    parser.add_argument("--states-dtype", default="bfloat16", help="of the recorded states")
-    parser.add_argument("--seed", type=int, default=0, help="of the problems and their solutions")
-    parser.add_argument("--threads", type=int, default=1, help="torch CPU threads")
-    options = parser.parse_args()
-
-    torch.set_num_threads(options.threads)
-    model = AutoModelForCausalLM.from_pretrained(options.policy, dtype=options.dtype)
-    model = model.to(options.device).eval()
-    layers = options.aux_layers and tuple(int(layer) for layer in options.aux_layers.split(","))
-    if options.rollouts is not None:
-        given = read_rollouts(options.rollouts)
-        starts = range(0, len(given), _ROLLOUTS_AT_ONCE)
-        total = len(given)
-        parts = iter([given[start : start + _ROLLOUTS_AT_ONCE] for start in starts])
-    else:
-        total = options.count
-        parts = solutions(model, total, options.seed)
-    console, done = Console(stderr=True), 0
-    with (
-        Recorder(
-            model,
-            options.out,
-            aux_layer_ids=layers or None,
-            temperature=options.temperature,
-            states_dtype=getattr(torch, options.states_dtype),
-        ) as recorder,
-        progress_of(console, "recording rollouts") as (bar, task),
-    ):
-        for part in parts:
-            recorder.add(part)
-            done += len(part)
-            bar.update(task, completed=done, total=total)
-    say(console, f"{options.out}: {done} rollouts, {recorder.nbytes >> 20} MiB")
-
-
-if __name__ == "__main__":
+def _json_lines(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each line is, and its object."""
     try:
-        main()
-    except RefusedError as error:
-        sys.exit(f"record: {error}")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RefusedError(option, error, "a file of JSON lines in UTF-8", "name one") from error
+    for number, line in enumerate(lines, 1):
+        place = f"{path} line {number}"
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise RefusedError(place, error, "JSON", "write an object a line") from error
+        if not isinstance(found, dict):
+            raise RefusedError(place, type(found).__name__, "an object", "write {...} a line")
+        yield place, found
