@@ -5,6 +5,7 @@
 #   make watch           the demo with Prometheus beside it, and the addresses to look at
 #   make test            linters, type checker and tests
 #   make lint            linters and type checker
+#   make docs            the documentation as a site in site/, its links checked
 #   make package         the wheel and the source archive in dist/, checked
 #
 # PYTHON chooses the interpreter (3.11 to 3.13); ARGS is passed on to the demo.
@@ -20,7 +21,7 @@ PROTOS := $(wildcard proto/slipstream/v1/*.proto)
 ODD  := $(shell pwd | grep '[^[:alnum:]_./+@~=,-]')
 VENV := $(if $(ODD),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/slipstream/venv-$(shell pwd | cksum | cut -d' ' -f1),.venv)
 BIN  := $(VENV)/bin
-# What builds packages, in an environment of its own.
+# What builds packages and the site, in an environment of its own.
 TOOLS := $(VENV)-tools
 PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps
 
@@ -28,7 +29,7 @@ ifneq ($(words $(VENV)),1)
 $(error path: found a space in "$(VENV)", expected none in the cache folder's path. Next step: make XDG_CACHE_HOME=/a/path/without/spaces ..., or move the checkout to such a path)
 endif
 
-.PHONY: demo watch test lint setup lock package clean
+.PHONY: demo watch test lint setup lock package docs clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -64,7 +65,8 @@ lint: setup
 
 $(TOOLS)/.installed: Makefile
 	$(PYTHON) -m venv $(TOOLS)
-	$(TOOLS)/bin/python -m pip --disable-pip-version-check --quiet install "build>=1.2" "twine>=6"
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check --quiet install "build>=1.2" "twine>=6" \
+		"mkdocs-material>=9.5"
 	touch $@
 
 package: $(TOOLS)/.installed
@@ -72,9 +74,13 @@ package: $(TOOLS)/.installed
 	$(TOOLS)/bin/python -m build
 	$(TOOLS)/bin/python -m twine check --strict dist/*
 
+docs: $(TOOLS)/.installed
+	$(TOOLS)/bin/python -m docs.make_site runs/docs
+	$(TOOLS)/bin/python -m mkdocs build --quiet
+
 # Writes the lock files anew (needs uv, from `pip install uv`).
 lock:
 	sh $(LOCKS)/lock.sh $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(TOOLS) .venv dist runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TOOLS) .venv dist site runs .pytest_cache .mypy_cache .ruff_cache

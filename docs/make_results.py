@@ -61,6 +61,7 @@ def readme() -> str:
 def _gains(demo: dict[str, Any]) -> str:
     figures, cost, machine = demo["figures"], demo["figures"]["cost"], demo["machine"]
     lengths, speeds = figures["acceptance_length"], figures["speed_over_no_speculation"]
+    heaviest = max(speeds, key=int)
     heads = [f"speed, {batch} request{'s' if batch != '1' else ''}" for batch in speeds]
     rows = [f"| | acceptance length | {' | '.join(heads)} |", "|---|---:|" + "---:|" * len(heads)]
     rows.append("| no speculation | 1 |" + " 1 |" * len(heads))
@@ -78,13 +79,16 @@ def _gains(demo: dict[str, Any]) -> str:
         )
         rows += ["", *textwrap.wrap(moved, 108)]
     swap = figures["live_swap_seconds"]["median"] * 1e3
+    gain, frozen = (speeds[heaviest][arm]["median"] for arm in ("adapted", "frozen"))
     text = (
-        "At the end; speed is relative to no speculation (medians of interleaved rounds), on "
-        f"{machine['cores']} cores of an {machine['cpu']}. **What it costs** there: a trainer with "
+        f"At the end of the demo, whose policy moves far from where it began, {heaviest} requests "
+        f"at once are generated **{gain:.2f} times as fast as without speculation** by the adapted "
+        f"draft and {frozen:.2f} times by the frozen one (medians of interleaved rounds, "
+        f"{machine['cores']} cores of an {machine['cpu']}). For that the trainer took "
         f"{cost['trainer_cpu_seconds']:.0f} CPU seconds in the whole run and "
-        f"{cost['trainer_peak_bytes'] / 2**30:.1f} GiB at most, "
-        f"{cost['sent_bytes_per_step'] / 2**20:.0f} MiB of states a step, and {swap:.0f} ms "
-        "from the commit call to its answer at each swap."
+        f"{cost['trainer_peak_bytes'] / 2**30:.1f} GiB of memory, the loop sent "
+        f"{cost['sent_bytes_per_step'] / 2**20:.0f} MiB of states a step, and a swap took "
+        f"{swap:.0f} ms from the call to its answer."
     )
     rows += ["", *textwrap.wrap(text, 108), ""]
     return "\n".join(rows)

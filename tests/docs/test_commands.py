@@ -23,6 +23,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # A program that is not ours, and the test that runs it as the documentation does.
 ELSEWHERE = {
+    ".": "tests/docs/test_tutorial.py",
+    "mkdir": "tests/docs/test_tutorial.py",
     "torchrun": "tests/adapters/test_ranks.py",
     "grpcurl": "tests/deploy/test_prometheus.py",
     "grpc_health_probe": "tests/deploy/test_health.py",
@@ -35,6 +37,8 @@ ELSEWHERE = {
         ("umask", "openssl", "printf", "for", "export"), "tests/security/test_processes.py"
     ),
 }
+VLLM_OPTIONS = ("--served-model-name", "--max-model-len")
+"""vLLM's own, which the tutorial's test gives to a server."""
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -70,7 +74,9 @@ def test_a_command_is_understood(
         files += ["ray_fleet.py"] if arguments[0] == "fleet" else []
         text = "".join((ROOT / "rollout_server" / file).read_text() for file in files)
         for option in options_of(arguments):
-            assert f'"{option}"' in text, option
+            assert f'"{option}"' in text or option in VLLM_OPTIONS, option
+    elif program == "python" and arguments[0].endswith(".py"):
+        assert arguments[0] == "runs/tutorial/train.py"  # tests/docs/test_tutorial.py runs it
     elif program == "python":
         assert arguments[0] == "-m"
         monkeypatch.setattr(sys, "argv", ["program", "--help"])

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.make_site import FRAGMENTS
+from docs.make_site import page as site_page
 from draft_trainer.cli.main import Serve
 from draft_trainer.config import TrainerConfig
 from draft_trainer.offline.data import FitConfig
@@ -73,6 +75,32 @@ def test_every_option_of_the_rollout_server_is_documented() -> None:
         assert f"`{option}" in OPERATIONS, option
 
 
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
+    return {text.replace(" ", "-") for text in plain}
+
+
+def test_links_to_sections_lead_to_sections() -> None:
+    seen = 0
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for file, anchor in re.findall(r"\]\(([\w./]*)#([^)]+)\)", page.read_text()):
+            target = page.parent / file if file else page
+            assert anchor in anchors(target), f"{page.name}: {file}#{anchor}"
+            seen += 1
+    assert seen > 5
+
+
+def test_the_site_has_every_page_and_no_link_out_of_it() -> None:
+    names = {path.name for path in (ROOT / "docs").glob("*.md")} - {*FRAGMENTS}
+    listed = re.findall(r"[\w]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
+    assert sorted(listed) == sorted({*names, "index.md"})
+    for path in (ROOT / "README.md", *(ROOT / "docs" / name for name in names)):
+        for target in re.findall(r"\]\(([^)#:]+)\)", site_page(path)):
+            assert target in {*names, "index.md"} or (ROOT / "docs" / target).exists(), target
+
+
 def test_files_that_the_documentation_names_exist() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         text = page.read_text()
@@ -80,5 +108,5 @@ def test_files_that_the_documentation_names_exist() -> None:
             assert (page.parent / link).exists(), f"{page.name}: {link}"
         for path in re.findall(r"`((?:\w+/)+[\w.]+\.(?:py|proto|md|toml))`", text):
             # Others' repositories are cited too.
-            if (ROOT / path.partition("/")[0]).is_dir():
+            if not path.startswith("runs/") and (ROOT / path.partition("/")[0]).is_dir():
                 assert (ROOT / path).exists(), f"{page.name}: {path}"

@@ -1,75 +1,155 @@
-"""Every Python snippet of README and the integrations imports what it uses, from where it is."""
+"""Every Python and TOML block of README and docs runs, or is read, as it is printed.
+
+What a block may take from the reader's surroundings is what ``SURROUNDINGS`` names, and ports: the
+trainer's is one on which nothing listens, the rollout server's is answered by a double.
+"""
 
 from __future__ import annotations
 
-import ast
-import builtins
+import json
+import os
 import re
+import subprocess
+import sys
+import threading
+import tomllib
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from draft_trainer.config import parse_config
+from examples.arithmetic_grpo.processes import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/integrations.md")
-YOURS = {
-    *("model", "optimizer", "rewards", "args", "dataset", "prompts", "steps", "loss", "T"),
-    *("generate_and_score", "sampled_log_probs", "micro_batches", "whole", "policy", "worker"),
-    *("data", "generation", "finals", "bridge", "pipeline_ranks"),
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ELSEWHERE = {
+    "tutorial.md": "tests/docs/test_tutorial.py",
+    "security.md": "tests/security/test_processes.py",
 }
-"""What a snippet takes from the loop that it goes into."""
+"""Pages whose blocks need what those before them made, and the test that runs them in order."""
+NEVER_RUN = ("verl", "NeMo RL and Megatron: pipeline stages", "OpenRLHF")
+"""Sections of recipes for frameworks that need a GPU; they say that they are untested."""
+SURROUNDINGS = """\
+import torch
+from transformers import AutoModelForCausalLM
+from policy_bridge import PolicyBridge
+
+bridge, version, steps = PolicyBridge.disabled(), 3, 2
+model = AutoModelForCausalLM.from_pretrained("examples/arithmetic_grpo/policy")
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+def micro_batches():
+    for _ in range(2):
+        ids, ones = torch.randint(0, 128, (2, 16)), torch.ones(2, 16)
+        yield ids, ones, torch.arange(16).expand(2, 16) >= 8, ones[:, :1], -ones
+
+def sampled_log_probs(logits, ids):
+    found = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return torch.nn.functional.pad(found, (1, 0))
+
+def loss(log_probs, rollout_log_probs, advantages, mask):
+    return -((log_probs - rollout_log_probs).exp() * advantages * mask).sum()
+
+"""
+LOGGERS = ("wandb", "torch.utils.tensorboard", "mlflow", "trackio")
+A_LOGGER = '''
+"""A double of a logger: checks that it is given a flat dictionary of numbers."""
+class Run:
+    def log(self, values, step):
+        assert values and step == 3, (values, step)
+        assert all(isinstance(k, str) and isinstance(v, float | int) for k, v in values.items())
+    log_metrics = log
+    def __init__(self, *_): self.seen = {}
+    def add_scalar(self, name, value, step): self.log({name: value}, step)
+def init(project): return Run()
+log = log_metrics = Run().log
+start_run = Run
+SummaryWriter = Run
+'''
 
 
-def snippets() -> Iterator[tuple[str, str]]:
-    """Page and line of each, and its text."""
+def blocks(language: str) -> Iterator[tuple[str, str, str]]:
+    """(page, section, text) of every block in a language."""
     for page in PAGES:
-        text = (ROOT / page).read_text(encoding="utf-8")
-        for found in re.finditer(r"```python\n(.*?)```", text, re.DOTALL):
-            yield f"{page}:{text.count(chr(10), 0, found.start()) + 2}", found[1]
+        section = ""
+        pattern = rf"^## ([^\n]*)$|^ *```{language}\n(.*?)^ *```"
+        for found in re.finditer(pattern, page.read_text(), re.MULTILINE | re.DOTALL):
+            if found[1] is not None:
+                section = found[1]
+            elif page.name not in ELSEWHERE:
+                yield page.name, section, found[2]
 
 
-SNIPPETS = dict(snippets())
+class Answers(BaseHTTPRequestHandler):
+    """``/v1/completions``: a few tokens for every prompt."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        choice = {"token_ids": [7, 8, 2], "logprobs": {"token_logprobs": [-1.0] * 3}}
+        data = json.dumps({"choices": [choice] * body["n"]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
-def bound(tree: ast.AST) -> set[str]:
-    """Names that a snippet makes itself, anywhere in it."""
-    names = set(dir(builtins))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.arg):
-            names.add(node.arg)
-    return names
+@pytest.fixture
+def completions() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f":{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
-def test_there_are_snippets() -> None:
-    assert len(SNIPPETS) >= 7
+@pytest.mark.parametrize(("page", "section", "text"), blocks("python"), ids=lambda v: str(v)[:40])
+def test_a_python_block_runs(
+    page: str, section: str, text: str, tmp_path: Path, completions: str
+) -> None:
+    compile(text, page, "exec")
+    if section in NEVER_RUN:
+        _, _, rest = (ROOT / "docs" / page).read_text().partition(f"## {section}\n")
+        assert re.search(r"[Uu]ntested|[Nn]ot tested", rest.partition("\n## ")[0])
+        return
+    for name in LOGGERS:
+        if name in text:
+            file = tmp_path / "doubles" / f"{name.replace('.', '_')}.py"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(A_LOGGER)
+            text = text.replace(f"from {name} ", f"from {file.stem} ")
+    text = text.replace(":50051", f":{free_port()}").replace(":8000", completions)
+    text = text.replace('"runs/', f'"{tmp_path}/runs/')
+    if "from_pretrained" not in text:
+        text = SURROUNDINGS + text
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{tmp_path / 'doubles'}",
+            "HF_HUB_OFFLINE": "1",
+            "TRL_EXPERIMENTAL_SILENCE": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    if "capture_off_reason" in text:
+        assert "was not reached" in done.stdout
 
 
-@pytest.mark.parametrize("place", SNIPPETS)
-def test_a_snippet_imports_what_it_uses(place: str) -> None:
-    tree = ast.parse(SNIPPETS[place])
-    used = {
-        node.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    }
-    assert used - bound(tree) - YOURS == set()
-
-
-@pytest.mark.parametrize("place", SNIPPETS)
-def test_what_a_snippet_imports_is_there(place: str) -> None:
-    for node in ast.walk(ast.parse(SNIPPETS[place])):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            # A framework that is not installed here is read about only.
-            if find_spec(node.module.partition(".")[0]) is None:
-                continue
-            module = import_module(node.module)
-            for alias in node.names:
-                assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
+@pytest.mark.parametrize(("page", "section", "text"), blocks("toml"), ids=lambda v: str(v)[:40])
+def test_a_toml_block_is_a_configuration(page: str, section: str, text: str) -> None:
+    raw = tomllib.loads(text)
+    raw.setdefault("draft", {}).setdefault("initial", "DIR")
+    config = parse_config(raw)
+    assert set(raw) <= set(type(config).model_fields)

@@ -1,0 +1,75 @@
+"""Every Python snippet of README and the integrations imports what it uses, from where it is."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "docs/integrations.md")
+YOURS = {
+    *("model", "optimizer", "rewards", "args", "dataset", "prompts", "steps", "loss", "T"),
+    *("generate_and_score", "sampled_log_probs", "micro_batches", "whole", "policy", "worker"),
+    *("data", "generation", "finals", "bridge", "version", "pipeline_ranks"),
+}
+"""What a snippet takes from the loop that it goes into."""
+
+
+def snippets() -> Iterator[tuple[str, str]]:
+    """Page and line of each, and its text."""
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for found in re.finditer(r"```python\n(.*?)```", text, re.DOTALL):
+            yield f"{page}:{text.count(chr(10), 0, found.start()) + 2}", found[1]
+
+
+SNIPPETS = dict(snippets())
+
+
+def bound(tree: ast.AST) -> set[str]:
+    """Names that a snippet makes itself, anywhere in it."""
+    names = set(dir(builtins))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+    return names
+
+
+def test_there_are_snippets() -> None:
+    assert len(SNIPPETS) >= 7
+
+
+@pytest.mark.parametrize("place", SNIPPETS)
+def test_a_snippet_imports_what_it_uses(place: str) -> None:
+    tree = ast.parse(SNIPPETS[place])
+    used = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    assert used - bound(tree) - YOURS == set()
+
+
+@pytest.mark.parametrize("place", SNIPPETS)
+def test_what_a_snippet_imports_is_there(place: str) -> None:
+    for node in ast.walk(ast.parse(SNIPPETS[place])):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            # A framework that is not installed here is read about only.
+            if find_spec(node.module.partition(".")[0]) is None:
+                continue
+            module = import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
