@@ -294,6 +294,26 @@ class State:
             )
 
 
+def kind_name(event: console_pb2.Event) -> str:
+    """``committed``, ``server_unreachable`` and so on; a number for a kind of a newer trainer."""
+    if event.kind not in console_pb2.EventKind.values():
+        return f"kind_{event.kind}"
+    return console_pb2.EventKind.Name(event.kind).removeprefix("EVENT_KIND_").lower()
+
+
+def described(event: console_pb2.Event) -> str:
+    """What it is about, in one line for people."""
+    parts = []
+    if event.HasField("draft_version"):
+        parts.append(f"draft {event.draft_version}")
+    if event.HasField("policy_version"):
+        parts.append(f"policy {event.policy_version}")
+    if event.server:
+        parts.append(clean(event.server))
+    text, reason = ", ".join(parts), clean(event.reason)
+    return f"{text}: {reason}" if text and reason else text or reason
+
+
 class Events:
     """What happened, in order. The newest ``EVENTS_KEPT`` are kept. Thread-safe.
 
@@ -335,13 +355,14 @@ class Events:
                 with self._state.transaction():
                     number = self._state.append("events", event)
                     self._state.query("DELETE FROM events WHERE number <= ?", number - EVENTS_KEPT)
-                    self._state.after_commit(lambda: self._notify(number))
+                    self._state.after_commit(lambda: self._notify(number, event))
             except RefusedError as error:
                 if not alone:
                     raise
                 logger.error("%s; this event was not written: %s", error, event)
 
-    def _notify(self, number: int) -> None:
+    def _notify(self, number: int, event: console_pb2.Event) -> None:
+        logger.info("event %d: %s: %s", number, kind_name(event), described(event))
         with self._changed:
             self._newest = number
             self._changed.notify_all()

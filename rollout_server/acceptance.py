@@ -76,6 +76,7 @@ class AcceptanceTracker:
     Attributes:
         recent: of the live draft, since its commit.
         engine_seconds: that the engine has taken steps, when it was last asked.
+        speed_up: of generation over no speculation in the last minute; None while unknown.
         all: every version since the start, including those that are forgotten.
         live: version that proposes; None before ``start``.
     """
@@ -85,6 +86,7 @@ class AcceptanceTracker:
         self.live: int | None = None
         self.recent = RecentAcceptance()
         self.engine_seconds = 0.0
+        self.speed_up: float | None = None
         self._seen = 0
         # (verification steps before it, version), ascending; the last entries are still to come.
         self._boundaries: list[tuple[int, int]] = []

@@ -142,6 +142,7 @@ class RolloutControl:
             draft_sha256=release_digest((t.name, t.key.sha256) for t in draft.source.tensors),
             not_ready=self.not_ready,
             engine_seconds=self.tracker.engine_seconds,
+            speed_up=self.tracker.speed_up,
         )
         state.MergeFrom(self._constants)
         return state

@@ -196,6 +196,9 @@ class LengthControl:
         chooser, now = self.chooser, time.monotonic()
         rates = self._tracker.recent.rates()
         steps = chooser.add(sums, rates)
+        # By the lengths in use at each batch size, where the last minute's mean is by one.
+        if self._tracker.speed_up is not None:
+            self._tracker.speed_up = chooser.speed_up
         self._timed |= dict.fromkeys(steps, now)
         if self._version != self._tracker.live or (
             chooser.table is None and now - self._off_since > RETRY_SECONDS

@@ -91,12 +91,17 @@ class StepCosts:
             return None
         return None if self._plain(size).steps >= LEAST_STEPS else size
 
-    def pays(self, now: float) -> bool | None:
-        """Whether it does over the last minute; None where that is not known."""
+    def speed_up(self, now: float) -> float | None:
+        """Of generation over none in the last minute; None where that is not known."""
         length = self._length(now)
         if length is None or self.break_even is None:
             return None
-        return length > self.break_even
+        return length / self.break_even
+
+    def pays(self, now: float) -> bool | None:
+        """Whether it does over the last minute; None where that is not known."""
+        speed_up = self.speed_up(now)
+        return None if speed_up is None else speed_up > 1.0
 
     def _plain(self, requests: int) -> StepSum:
         return self.sums.get((PLAIN, requests, 0), StepSum())
@@ -198,6 +203,7 @@ class CostWatch:
             await asyncio.sleep(READ_SECONDS)
             try:
                 await self.read()
+                self._tracker.speed_up = self._costs.speed_up(time.monotonic())
                 await self.probe()
                 if self._measured is not None:
                     await self._measured(self._costs.sums)

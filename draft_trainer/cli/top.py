@@ -141,6 +141,8 @@ class Events(Connection):
     """One JSON object a line."""
 
     def run(self) -> int:
+        from draft_trainer.state import described, kind_name
+
         at_least("--newest", self.newest, 0)
         at_least("--after", self.after, 0)
         for event in self._wanted():
@@ -232,6 +234,8 @@ class Seen:
 
 def picture(seen: Seen, servers: int = SERVERS_SHOWN) -> Group:
     """Everything on one screen, the newest event first."""
+    from draft_trainer.state import described, kind_name
+
     status = seen.status
     ready = sum(_state_of(server) == "ready" for server in status.servers)
     parts: list[RenderableType] = [_title(seen), _versions(status)]
@@ -242,7 +246,7 @@ def picture(seen: Seen, servers: int = SERVERS_SHOWN) -> Group:
         style = "bold red" if first.severity == console.Diagnosis.SEVERITY_PROBLEM else "yellow"
         parts.append(_line((f" {first.part} ", style), clean(first.found)))
     parts += [_rule(f"fleet, {ready} of {len(status.servers)} ready"), _fleet(status, servers)]
-    parts += [_rule("now"), _figures(seen), _rule("events")]
+    parts += [_rule(_speed_up(status)), _figures(seen), _rule("events")]
     events = Table.grid(padding=(0, 1), pad_edge=True)
     for event in reversed(seen.events):
         name = kind_name(event)
@@ -267,18 +271,19 @@ def _versions(status: pb.TrainerStatus) -> Text:
     def known(name: str) -> str:
         return str(getattr(status, name)) if status.HasField(name) else DASH
 
-    stale = known("staleness") + (
-        " policy version" if status.staleness == 1 else " policy versions"
-    )
+    stale = known("served_staleness")
+    waits = status.HasField("served_release") and status.served_release != status.promoted_release
     word = "undecided" if status.trial.undecided else "on trial"
     trial = f"   draft {status.trial.draft_version} {word}" if status.HasField("trial") else ""
     return _line(
-        (
-            f" policy {known('policy_version')}   promoted release {known('promoted_release')}",
-            "bold",
-        ),
+        (f" policy {known('policy_version')}   serves draft {known('served_release')}", "bold"),
+        f"   promoted release {known('promoted_release')}",
+        (", not served yet" if waits else "", "bold yellow"),
         f"   newest {known('newest_release')}   ",
-        (f"staleness {stale}", "bold yellow" if status.staleness >= 4 else ""),
+        (
+            f"{stale} version{'' if stale == '1' else 's'} behind",
+            "bold yellow" if status.served_staleness >= 4 else "",
+        ),
         ("   pinned by hand" if status.pinned else "", "bold yellow"),
         (trial, "bold cyan"),
     )
@@ -350,6 +355,15 @@ def _figures(seen: Seen) -> Table:
     return table
 
 
+def _speed_up(status: pb.TrainerStatus) -> str:
+    """Speed-up over no speculation now, or why it is not known; a heading."""
+    if status.HasField("speed_up"):
+        return f"now, {status.speed_up:.2f}x of generation without speculation"
+    if not any(drafted.drafts for drafted in status.last_minute):
+        return "now, no drafts in the last minute"
+    return "now, speed-up unknown: rollout-server serve --time-plain-steps"
+
+
 def _server_cells(server: console.ServerView) -> list[object]:
     state, drafted = server.state, server.last_minute
     length = drafted.acceptance_length if drafted.HasField("acceptance_length") else None
@@ -371,26 +385,6 @@ def _state_of(server: console.ServerView) -> str:
     if server.state.not_ready:
         return "not ready"
     return "ready" if server.state.speculation_enabled else "not drafting"
-
-
-def kind_name(event: console.Event) -> str:
-    """``committed``, ``server_unreachable`` and so on; a number for a kind of a newer trainer."""
-    if event.kind not in console.EventKind.values():
-        return f"kind_{event.kind}"
-    return console.EventKind.Name(event.kind).removeprefix("EVENT_KIND_").lower()
-
-
-def described(event: console.Event) -> str:
-    """What it is about, in one line for people."""
-    parts = []
-    if event.HasField("draft_version"):
-        parts.append(f"draft {event.draft_version}")
-    if event.HasField("policy_version"):
-        parts.append(f"policy {event.policy_version}")
-    if event.server:
-        parts.append(clean(event.server))
-    text, reason = ", ".join(parts), clean(event.reason)
-    return f"{text}: {reason}" if text and reason else text or reason
 
 
 def number(value: float | None, form: str = ".3f") -> str:

@@ -6,6 +6,7 @@ The page, ``draft-trainer top``, ``status``, ``/metrics`` and the gRPC stream al
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -314,6 +315,8 @@ class Status:
             servers_by_state=counters.servers,
             last_minute=drafted.get("", ()),
         )
+        if (speed_up := _speed_up(status.servers)) is not None:
+            status.speed_up = speed_up
         decision = self.economy.last
         if decision is not None:
             status.MergeFrom(
@@ -360,6 +363,18 @@ def without_clock(status: pb.TrainerStatus) -> pb.TrainerStatus:
     copy.ClearField("time")
     copy.ClearField("served_staleness_seconds")
     return copy
+
+
+def _speed_up(servers: Iterable[console.ServerView]) -> float | None:
+    """Of the servers that drafted in the last minute and know it; a server's text is not trusted
+    to be a number above 0."""
+    known = [
+        (server.last_minute.drafts, server.state.speed_up)
+        for server in servers
+        if server.state.HasField("speed_up") and 0.0 < server.state.speed_up < math.inf
+    ]
+    drafts = sum(weight for weight, _ in known)
+    return sum(weight * value for weight, value in known) / drafts if drafts else None
 
 
 def _behind(policy: int | None, trained_against: int | None) -> int | None:

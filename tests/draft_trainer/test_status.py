@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
 import pytest
+from rich.console import Console
 
-from draft_trainer.cli.top import DASH, Seen, described, number, shares
+from draft_trainer.cli.top import DASH, Seen, number, picture, shares
 from draft_trainer.releases.fleet import Failure
 from draft_trainer.server import status
 from draft_trainer.server.diagnosis import ProblemLog
 from draft_trainer.server.status import FleetView, PolicyClock
-from draft_trainer.state import State
+from draft_trainer.state import State, described
 from slipstream.errors import RefusedError
 from slipstream.v1 import console_pb2 as pb
 from slipstream.v1 import rollout_server_pb2
@@ -154,3 +156,38 @@ def test_a_full_disk_does_not_end_the_history(caplog: pytest.LogCaptureFixture) 
     Fake.state.history.full = False
     status.Status.keep_snapshot(Fake())  # type: ignore[arg-type]
     assert kept == [7.0]
+
+
+def server(drafts: int, speed_up: float | None) -> pb.ServerView:
+    state = rollout_server_pb2.ServerState(speed_up=speed_up)
+    return pb.ServerView(state=state, last_minute=pb.Drafted(drafts=drafts))
+
+
+def test_the_speed_up_is_the_fleets_by_drafts_and_only_of_servers_that_know() -> None:
+    assert status._speed_up([]) is None
+    assert status._speed_up([server(100, None), server(0, 1.5)]) is None
+    for wrong in (float("nan"), float("inf"), -1.0, 0.0):
+        assert status._speed_up([server(100, wrong)]) is None
+    found = status._speed_up([server(100, 1.0), server(300, 2.0), server(900, None)])
+    assert found == pytest.approx(1.75)
+
+
+def test_a_terminal_shows_what_is_served_and_what_it_gains() -> None:
+    now = TrainerStatus(
+        policy_version=9, served_release=3, promoted_release=4, newest_release=5, speed_up=1.52
+    )
+    now.last_verdict.outcome, now.last_verdict.reason = "failed", "gains 0.01, and needs 0.05"
+    console = Console(width=160, highlight=False)
+    with console.capture() as taken:
+        console.print(picture(Seen("a:1", now)))
+    text = taken.get()
+    assert "serves draft 3   promoted release 4, not served yet   newest 5" in text
+    assert "now, 1.52x of generation without speculation" in text
+    assert "gains 0.01, and needs 0.05" in text
+
+
+def test_the_log_says_what_the_events_say(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "draft_trainer.state")
+    events = State(tmp_path).events
+    events.note(pb.EVENT_KIND_COMMITTED, draft_version=7, server="a:1", reason="in 18 ms")
+    assert caplog.messages == ["event 1: committed: draft 7, a:1: in 18 ms"]
