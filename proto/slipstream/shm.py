@@ -19,6 +19,7 @@ import secrets
 import stat
 import struct
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.checksum import Bytes
@@ -168,10 +169,11 @@ class SharedFile:
             self._path.unlink(missing_ok=True)
             self._path = None
 
-    def close(self) -> None:
+    def close(self, close: Callable[[int], None] = os.close) -> None:
         """Close this side's descriptor. Idempotent."""
+        # A default, because at the interpreter's exit ``os`` may be gone before this object.
         if self._descriptor >= 0:
-            os.close(self._descriptor)
+            close(self._descriptor)
             self._descriptor = -1
 
     def __del__(self) -> None:
