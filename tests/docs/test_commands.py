@@ -37,7 +37,7 @@ ELSEWHERE = {
         ("umask", "openssl", "printf", "for", "export"), "tests/security/test_processes.py"
     ),
 }
-VLLM_OPTIONS = ("--served-model-name", "--max-model-len")
+VLLM_OPTIONS = ("--served-model-name", "--max-model-len", "--enforce-eager")
 """vLLM's own, which the tutorial's test gives to a server."""
 
 
