@@ -55,6 +55,16 @@ def test_every_key_is_documented_with_its_default() -> None:
             assert float(text) == pytest.approx(float(default)), key  # type: ignore[arg-type]
 
 
+def test_every_key_that_a_page_names_exists() -> None:
+    actual = actual_defaults()
+    sections = "|".join({key.partition(".")[0] for key in actual})
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for key in re.findall(rf"`((?:{sections})\.[a-z_]+)(?: = [^`]*)?`", page.read_text()):
+            assert key in actual or Path(key).suffix in (".py", ".jsonl", ".svg"), (
+                f"{page.name}: {key}"
+            )
+
+
 def test_the_help_of_serve_names_every_key_that_is_derived() -> None:
     derived = {key for key, text in documented_defaults().items() if text == "derived"}
     named = re.findall(r"(\w+\.\w+)(?=,| and|\.\s)", (Serve.__doc__ or "").split("follow")[1])
