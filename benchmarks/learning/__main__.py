@@ -33,10 +33,11 @@ from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.eagle3.initial import choose_draft_vocabulary, init_draft
 from draft_trainer.kernels.library import use_kernels
+from draft_trainer.offline.record import Recorder
 from draft_trainer.recordings.recording import Recording
 from draft_trainer.training.learner import Learner
 from examples.arithmetic_grpo import task as arithmetic
-from examples.arithmetic_grpo.record import Recorder, solutions
+from examples.arithmetic_grpo.sampling import solutions
 from examples.sorting_grpo import task as sorting
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
