@@ -69,8 +69,8 @@ class OtherSender:
         self._stream.close(self._patience)
         self._channel.close()
 
-    def _answered(self, acks: Any) -> None:
-        for ack in acks:
+    def _answered(self, batch: pb.AckBatch) -> None:
+        for ack in batch.acks:
             self._acks.put(ack)
 
     def _open_run(self, run_id: str, policy: dict[str, Any]) -> Session:
