@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from draft_trainer import state as state_module
-from draft_trainer.releases.promotions import Promotion, Promotions, Trial, read_promotion
+from draft_trainer.releases.promotions import Batch, Promotion, Promotions, Trial, read_promotion
 from draft_trainer.state import (
     EVENTS_KEPT,
     FIRST_DESIGN_FILES,
@@ -30,7 +30,7 @@ from slipstream.v1 import console_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2, release_pb2
 
 TRIAL = Trial(3, 2, ("a:1",), ("b:1", "c:1"), 12.5, "idle")
-FIGURES = ((300, 400, 900), (100, 150, 300))
+FIGURES = (Batch((100, 100), (80, 50)), Batch((300, 40), (220, 20)))
 
 
 @pytest.fixture
