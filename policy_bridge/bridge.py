@@ -18,13 +18,14 @@ from policy_bridge.capture import Capture, check_temperature, sampling_of
 from policy_bridge.config import FLOAT8, BridgeConfig
 from policy_bridge.connection import Connection
 from policy_bridge.copier import Copier
+from policy_bridge.fleet import RolloutFleet
 from policy_bridge.guard import CaptureGuard, Cause, thread_ended
 from policy_bridge.model import find_modules, stamp_of
 from policy_bridge.outbox import Outbox
 from policy_bridge.selection import Selector, UniformRandom, bytes_per_token
 from policy_bridge.session import PolicyMatrices, PolicySnapshot, Session
 from policy_bridge.stats import BridgeStats, Counters, SyncResult, flat, flat_status
-from policy_bridge.sync import PolicySyncError, RolloutFleet, SyncWindow, TrainerProbe
+from policy_bridge.sync import PolicySyncError, SyncWindow, TrainerProbe
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc

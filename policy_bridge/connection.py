@@ -16,12 +16,12 @@ from pathlib import Path
 import grpc
 
 from policy_bridge.config import BridgeConfig
+from policy_bridge.fleet import describe
 from policy_bridge.model import PolicyModules
 from policy_bridge.outbox import LOST, BlockFile, Entry, Outbox, file_bytes, flight_bytes
 from policy_bridge.session import Announcer, PolicySnapshot, Session, decode_session
 from policy_bridge.stats import Counters
 from policy_bridge.stream import StateStream
-from policy_bridge.sync import describe
 from slipstream.checksum import KINDS
 from slipstream.errors import RefusedError, clean, refused_from
 from slipstream.layers import encode_layers

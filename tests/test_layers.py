@@ -35,7 +35,7 @@ MEASURED = {
 CAPTURES = "draft_trainer/offline/record.py"
 # Of draft_trainer, bottom up. A module imports from its own layer or from below.
 LAYERS = (
-    ("sample", "files", "state", "counters", "config"),
+    ("sample", "files", "state", "counters", "config", "config_file"),
     ("kernels", "drafters", "checkpoints"),
     ("ingest",),
     ("recordings",),

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.workers import answers, serve
 from draft_trainer.cli.main import tune_memory
-from draft_trainer.config import parse_config
+from draft_trainer.config_file import parse_config
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head

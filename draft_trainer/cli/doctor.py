@@ -42,7 +42,7 @@ class Doctor(Connection):
         found: list[Diagnosis] = []
         address = self.address
         if self.config is not None:
-            from draft_trainer.config import load_config
+            from draft_trainer.config_file import load_config
 
             config = load_config(self.config)
             found += check_configuration(config)

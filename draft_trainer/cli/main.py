@@ -70,7 +70,7 @@ class Serve:
 
     def run(self) -> int:
         """0: stopped by a signal; 1: training failed, or not everything ended in time."""
-        from draft_trainer.config import changed_keys, load_config
+        from draft_trainer.config_file import changed_keys, load_config
         from draft_trainer.kernels.library import use_kernels
         from draft_trainer.server.app import TrainerServer
         from draft_trainer.training.ranks import RankLostError, Ranks
@@ -124,7 +124,7 @@ class Serve:
 
 def _check(config: TrainerConfig) -> int:
     from draft_trainer.cli.doctor import check_configuration, described, has_problem
-    from draft_trainer.config import shown
+    from draft_trainer.config_file import shown
 
     print(shown(config))
     found = check_configuration(config)

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from draft_trainer.config import DraftKind, Section, TrainingConfig, read_toml, validated
+from draft_trainer.config import DraftKind, Section, TrainingConfig
+from draft_trainer.config_file import read_toml, validated
 from draft_trainer.recordings.recording import Recording
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample, is_held_out
@@ -53,7 +54,7 @@ def fit_config(path: Path | None, options: Mapping[str, object]) -> FitConfig:
         options: dotted keys ("training.seed") and values.
 
     Raises:
-        RefusedError: as ``draft_trainer.config.load_config``.
+        RefusedError: as ``draft_trainer.config_file.load_config``.
     """
     raw = {} if path is None else read_toml(path)
     for key, value in options.items():

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_trainer.config import TrainerConfig, parse_config
+from draft_trainer.config import TrainerConfig
+from draft_trainer.config_file import parse_config
 from examples.arithmetic_grpo.grpo import GrpoBatch
 from examples.arithmetic_grpo.rollouts import SpecCounters
 from examples.sorting_grpo.drift import Version, document_of, trainer_toml

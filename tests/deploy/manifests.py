@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from draft_trainer.config import TrainerConfig, parse_config
+from draft_trainer.config import TrainerConfig
+from draft_trainer.config_file import parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

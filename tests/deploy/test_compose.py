@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from draft_trainer.config import load_config
+from draft_trainer.config_file import load_config
 from examples.torch_loop.options import build_parser
 from policy_bridge.config import BridgeConfig
 from policy_bridge.outbox import file_bytes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from draft_trainer.config import parse_config
+from draft_trainer.config_file import parse_config
 from rollout_server.ray_fleet import build_parser
 from tests.deploy.manifests import DEPLOY, containers, port_of
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_trainer.config import parse_config
+from draft_trainer.config_file import parse_config
 from examples.arithmetic_grpo.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

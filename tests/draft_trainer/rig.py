@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 import torch
 
-from draft_trainer.config import TrainerConfig, parse_config
+from draft_trainer.config import TrainerConfig
+from draft_trainer.config_file import parse_config
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.server.app import TrainerServer
 from slipstream.checksum import KINDS, checksum_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from draft_trainer.config import changed_keys, load_config, parse_config, shown
+from draft_trainer.config_file import changed_keys, load_config, parse_config, shown
 from slipstream.errors import RefusedError
 
 GOOD: dict[str, Any] = {"draft": {"initial": "draft"}}

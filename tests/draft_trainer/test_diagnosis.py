@@ -10,7 +10,7 @@ import pytest
 
 from draft_trainer.cli.doctor import first_problem
 from draft_trainer.cli.main import main
-from draft_trainer.config import load_config, parse_config
+from draft_trainer.config_file import load_config, parse_config
 from draft_trainer.server.diagnosis import OK, PROBLEM, WAITING, ProblemLog, diagnose
 from slipstream.v1.console_pb2 import Diagnosis, ServerView, TrialView
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus

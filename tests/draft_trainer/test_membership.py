@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_trainer.config import load_config, parse_config
+from draft_trainer.config_file import load_config, parse_config
 from draft_trainer.releases.fleet import Members
 from slipstream.errors import RefusedError
 

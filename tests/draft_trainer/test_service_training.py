@@ -10,7 +10,7 @@ import grpc
 import pytest
 import torch
 
-from draft_trainer.config import parse_config
+from draft_trainer.config_file import parse_config
 from draft_trainer.counters import total
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.training.learner import StepMetrics

@@ -1,0 +1,167 @@
+"""The TOML file of ``draft-trainer serve --config FILE``, every key checked before anything starts.
+
+Relative paths are relative to the file's folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from draft_trainer.config import Section, TrainerConfig
+from slipstream.errors import RefusedError
+from slipstream.hub import local_folder
+
+M = TypeVar("M", bound=Section)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainerConfig:
+    """Read and check a configuration file; its paths become absolute.
+
+    ``draft.initial`` and ``draft.policy`` may be names of models on the hub: they are fetched.
+
+    Args:
+        path: of the file.
+        overrides: ``section.key=value`` each, over the file's; the value as in TOML, text also
+            without quotes.
+
+    Raises:
+        RefusedError: no such file, not TOML, or a key that is unknown, missing, of the wrong type
+            or out of range; ``field`` is the dotted key.
+    """
+    raw, folder = read_toml(path), path.resolve().parent
+    for text in overrides:
+        _override(raw, text)
+    draft = raw.get("draft")
+    for key in ("initial", "policy"):
+        if isinstance(draft, dict) and isinstance(named := draft.get(key), str):
+            draft[key] = str(local_folder(named, f"draft.{key}", folder))
+    return validated(TrainerConfig, raw, folder)
+
+
+def _override(raw: dict[str, object], text: str) -> None:
+    key, equals, value = text.partition("=")
+    section, dot, name = key.strip().partition(".")
+    held = raw.setdefault(section, {})
+    if not equals or not dot or not name or not isinstance(held, dict):
+        next_step = "write it as in --set training.learning_rate=3e-4"
+        raise RefusedError("--set", repr(text), "section.key=value", next_step)
+    try:
+        held[name] = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        held[name] = value.strip()
+
+
+def changed_keys(config: TrainerConfig) -> list[tuple[str, object]]:
+    """The dotted keys that were set, with their values."""
+    return [
+        (f"{section}.{key}", getattr(part, key))
+        for section, part in config
+        for key in sorted(part.model_fields_set)
+    ]
+
+
+def shown(config: TrainerConfig) -> str:
+    """The whole configuration as TOML; a key without a value is a comment."""
+    lines = []
+    for section, part in config:
+        lines.append(f"[{section}]")
+        for key, value in part:
+            if value is None:
+                lines.append(f"# {key}: not set")
+            else:
+                lines.append(f"{key} = {_toml(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: object) -> str:
+    """A value of a section; JSON's texts, numbers and lists are TOML's."""
+    if isinstance(value, tuple):
+        value = [str(one) for one in value]
+    return json.dumps(value if isinstance(value, list | int | float) else str(value))
+
+
+def read_toml(path: Path) -> dict[str, object]:
+    """The content of a configuration file. Raises RefusedError: no such file, or not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RefusedError(
+            "--config", f"{path} ({error.strerror})", "a readable TOML file", "check the path"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RefusedError(
+            "--config", f"{path}: {error}", "valid TOML in UTF-8", "fix that place"
+        ) from error
+
+
+def parse_config(raw: Mapping[str, object]) -> TrainerConfig:
+    """Check a parsed file. Raises RefusedError naming the first wrong key and all others."""
+    return validated(TrainerConfig, raw)
+
+
+def validated(model: type[M], raw: Mapping[str, object], folder: Path | None = None) -> M:
+    """``raw`` as a ``model``, relative paths below ``folder`` if one is given.
+
+    Raises:
+        RefusedError: naming the first wrong key, and the others in its next step.
+    """
+    try:
+        return model.model_validate(raw, context=folder)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False, include_context=True)
+        key, found, expected, next_step = _problem(model, first)
+        if others:
+            next_step += f" (also wrong: {', '.join(map(_key, others))})"
+        raise RefusedError(key, found, expected, next_step) from None
+
+
+def _key(detail: ErrorDetails) -> str:
+    return ".".join(str(part) for part in detail["loc"])
+
+
+def _problem(model: type[BaseModel], detail: ErrorDetails) -> tuple[str, str, str, str]:
+    """Field, found, expected and next step."""
+    key = _key(detail)
+    if detail["type"] == "missing":
+        kind = "a [section]" if len(detail["loc"]) == 1 else "a value"
+        return key, "nothing", f"{kind} for this required key", f"add {key}"
+    if detail["type"] == "extra_forbidden":
+        known = _known_keys(model, detail)
+        near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
+        return (
+            key,
+            "an unknown key",
+            f"one of {known}",
+            (f"rename it to {near[0]}" if near else "remove it"),
+        )
+    expected = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return key, repr(detail["input"]), _TYPES.get(detail["type"], expected), f"fix {key}"
+
+
+_TYPES = {
+    "tuple_type": 'a list, as in ["a", "b"]',
+    "model_type": "a [section] with keys",
+    "string_type": 'text in quotes, as in "a"',
+    "path_type": 'a path in quotes, as in "folder/file"',
+    "int_type": "an integer, without quotes",
+    "float_type": "a number, without quotes",
+    "bool_type": "true or false, without quotes",
+}
+"""What TOML has for pydantic's types."""
+
+
+def _known_keys(model: type[BaseModel], detail: ErrorDetails) -> list[str]:
+    for part in detail["loc"][:-1]:
+        annotation = model.model_fields[str(part)].annotation
+        candidates = [annotation, *get_args(annotation)]
+        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return sorted(model.model_fields)
