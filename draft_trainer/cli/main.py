@@ -106,7 +106,9 @@ class Serve:
             signal.signal(number, on_signal)
         tune_memory()
         server.start()
-        print(server.ready_line, flush=True)
+        # In one write: a log line of another thread would come between a line and its end.
+        sys.stdout.write(f"{server.ready_line}\n")
+        sys.stdout.flush()
         ended.wait()
         clean = server.stop()
         if not signalled.is_set():
