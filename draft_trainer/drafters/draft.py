@@ -19,7 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE, t2d_of, target_ids
+from draft_trainer.checkpoints.draft import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    read_document,
+    t2d_of,
+    target_ids,
+)
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.policy import PolicyHead
 from slipstream.errors import RefusedError, StatusCode
@@ -289,3 +295,47 @@ class Drafter(ABC):
         Raises:
             RefusedError: the layout cannot represent the draft, or ``like`` is of another shape.
         """
+
+
+class OneLayout(Drafter):
+    """A mechanism whose checkpoints have one layout, and whose shape keeps their config.json.
+
+    Attributes:
+        module: of its drafts.
+        advice: next step where a checkpoint cannot be read.
+    """
+
+    module: ClassVar[type[Draft]]
+    advice: ClassVar[str]
+
+    def stored_name(self, config: DraftShape, name: str) -> str:
+        """In a checkpoint, of a tensor of the module."""
+        return name
+
+    def save(
+        self,
+        directory: Path,
+        draft: Draft,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        layout: str = "plain",
+        policy: Path | None = None,
+        like: Path | None = None,
+    ) -> None:
+        """See ``Drafter.save``."""
+        assert isinstance(draft, self.module), "a draft of another mechanism"
+        if layout != "plain":
+            raise RefusedError("layout", layout, "plain", "leave it out: there is no other")
+        config = draft.config
+        document = config.to_dict() if like is None else read_document(like, self.advice)
+        tensors = {name: t.detach().to("cpu", dtype) for name, t in draft.state_dict().items()}
+        names = {name: self.stored_name(config, name) for name in tensors}
+        Checkpoint(
+            *(self.module, config, tensors, None, document, names), with_t2d=False, as_stored=True
+        ).write(directory)
+
+
+def tensor_shapes(build: Callable[[], nn.Module]) -> dict[str, torch.Size]:
+    """Of a module's tensors by name, without their memory."""
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in build().state_dict().items()}

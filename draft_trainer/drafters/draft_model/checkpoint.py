@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draft_trainer.checkpoints.draft import (
     WEIGHTS_FILE,
     check_tensors,
@@ -16,7 +14,7 @@ from draft_trainer.checkpoints.draft import (
     tensor_names,
 )
 from draft_trainer.checkpoints.policy import read_policy_config, size_of
-from draft_trainer.drafters.draft import Checkpoint, Draft, Drafter
+from draft_trainer.drafters.draft import Checkpoint, OneLayout, tensor_shapes
 from draft_trainer.drafters.draft_model.config import POLICY_WIDTH, LmConfig
 from draft_trainer.drafters.draft_model.model import DraftLm
 from slipstream.errors import RefusedError
@@ -24,10 +22,10 @@ from slipstream.errors import RefusedError
 _ADVICE = "give a small causal language model as Hugging Face save_pretrained writes it"
 
 
-class DraftModel(Drafter):
+class DraftModel(OneLayout):
     """Checkpoints of draft models."""
 
-    name = DraftLm.kind
+    name, module, advice = DraftLm.kind, DraftLm, _ADVICE
 
     def build(self, document: Mapping[str, Any]) -> DraftLm:
         """See ``Drafter.build``."""
@@ -53,8 +51,7 @@ class DraftModel(Drafter):
         config = LmConfig.from_dict(document)
         if config.tied:
             stored.pop("lm_head.weight", None)
-        with torch.device("meta"):
-            wanted = {name: p.shape for name, p in DraftLm(config).state_dict().items()}
+        wanted = tensor_shapes(lambda: DraftLm(config))
         check_tensors(stored, wanted, str(directory), _ADVICE)
         return Checkpoint(
             module=DraftLm,
@@ -68,25 +65,3 @@ class DraftModel(Drafter):
             and tensor_names(directory) == wanted.keys()
             and (directory / WEIGHTS_FILE).is_file(),
         )
-
-    def save(
-        self,
-        directory: Path,
-        draft: Draft,
-        dtype: torch.dtype = torch.bfloat16,
-        *,
-        layout: str = "plain",
-        policy: Path | None = None,
-        like: Path | None = None,
-    ) -> None:
-        """See ``Drafter.save``; there is one layout."""
-        config = draft.config
-        assert isinstance(config, LmConfig), "a draft of another mechanism"
-        if layout != "plain":
-            raise RefusedError("layout", layout, "plain", "leave it out: there is no other")
-        document = dict(config.document) if like is None else read_document(like, _ADVICE)
-        tensors = {name: t.detach().to("cpu", dtype) for name, t in draft.state_dict().items()}
-        names = {name: name for name in tensors}
-        Checkpoint(
-            *(DraftLm, config, tensors, None, document, names), with_t2d=False, as_stored=True
-        ).write(directory)

@@ -22,7 +22,7 @@ from draft_trainer.checkpoints.draft import (
     weight_files,
 )
 from draft_trainer.checkpoints.policy import read_embeddings, read_policy_config, size_of
-from draft_trainer.drafters.draft import Checkpoint, Draft, Drafter
+from draft_trainer.drafters.draft import Checkpoint, Draft, Drafter, tensor_shapes
 from draft_trainer.drafters.eagle3.config import LAYER_IDS, OWN_EMBEDDINGS, HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.eagle3.layouts import MODELOPT, PLAIN, SPECULATORS, Document, Layout
@@ -70,9 +70,7 @@ class Eagle3(Drafter):
             else:
                 config = replace(config, own_embeddings=True)
                 served = {**served, OWN_EMBEDDINGS: True}
-        with torch.device("meta"):
-            wanted = {name: p.shape for name, p in Eagle3Head(config).state_dict().items()}
-        check_tensors(tensors, wanted, where, _ADVICE)
+        check_tensors(tensors, tensor_shapes(lambda: Eagle3Head(config)), where, _ADVICE)
         check_maps(d2t, t2d, config.draft_vocab_size, config.vocab_size, where)
         if config.full_vocabulary:
             # vLLM has no parameter to put the maps in, even those that change nothing.
