@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -13,17 +10,17 @@ import pytest
 
 from policy_bridge.adapters.completions import CompletionsClient
 from slipstream.errors import RefusedError
+from tests.completions_server import Completions, choice, serving
 
 Requests = list[dict[str, Any]]
 
 
-class Answers(BaseHTTPRequestHandler):
+class Answers(Completions):
     """Answers each prompt with itself backwards; the first token says what is wrong with it."""
 
     received: Requests
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
         self.received.append(body)
         tokens = body["prompt"][::-1]
         logprobs: list[float] | None = [-float(token) for token in tokens]
@@ -31,29 +28,16 @@ class Answers(BaseHTTPRequestHandler):
             logprobs = None
         if body["prompt"][0] == 91:
             tokens = tokens[:-1]
-        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
         count = body["n"] - (body["prompt"][0] == 92)
-        data = json.dumps({"choices": [choice] * count}).encode()
-        self.send_response(500 if body["prompt"][0] == 93 else 200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        """Quiet."""
+        status = 500 if body["prompt"][0] == 93 else 200
+        return status, [choice(tokens, logprobs)] * count
 
 
 @pytest.fixture
 def served() -> Iterator[tuple[str, Requests]]:
     received: Requests = []
-    handler = type("Handler", (Answers,), {"received": received})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", received
-    server.shutdown()
-    thread.join(10)
-    server.server_close()
+    with serving(type("Handler", (Answers,), {"received": received})) as port:
+        yield f"http://127.0.0.1:{port}", received
 
 
 def test_completions_come_in_the_prompts_order_and_equal_neighbours_share_a_request(

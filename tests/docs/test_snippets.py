@@ -6,21 +6,20 @@ trainer's is one on which nothing listens, the rollout server's is answered by a
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draft_trainer.config_file import parse_config
 from examples.arithmetic_grpo.processes import free_port
+from tests.completions_server import Completions, choice, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -82,31 +81,17 @@ def blocks(language: str) -> Iterator[tuple[str, str, str]]:
                 yield page.name, section, found[2]
 
 
-class Answers(BaseHTTPRequestHandler):
-    """``/v1/completions``: a few tokens for every prompt."""
+class Answers(Completions):
+    """A few tokens for every prompt."""
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        choice = {"token_ids": [7, 8, 2], "logprobs": {"token_logprobs": [-1.0] * 3}}
-        data = json.dumps({"choices": [choice] * body["n"]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+    def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+        return 200, [choice([7, 8, 2], [-1.0] * 3)] * body["n"]
 
 
 @pytest.fixture
 def completions() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f":{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Answers) as port:
+        yield f":{port}"
 
 
 @pytest.mark.parametrize(("page", "section", "text"), blocks("python"), ids=lambda v: str(v)[:40])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from draft_trainer.recordings.recording import Recording
 from examples.arithmetic_grpo.sampling import solutions
 from slipstream.errors import RefusedError
 from tests.alignment.recorded import record
+from tests.completions_server import Completions, choice, serving
 
 LAYERS = (2, 5, 7)
 
@@ -95,32 +95,19 @@ def test_prompts_are_ids_text_or_messages(tmp_path: Path, policy_dir: Path) -> N
             read_prompts(path, tokenizer)
 
 
-class Answers(BaseHTTPRequestHandler):
+class Answers(Completions):
     """Completes every prompt with its own tokens, ``n`` times."""
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
         tokens = body["prompt"]
-        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}}
-        data = json.dumps({"choices": [choice] * body["n"]}).encode()
-        self.send_response(200 if body["model"] == "policy" else 404)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+        status = 200 if body["model"] == "policy" else 404
+        return status, [choice(tokens, [-1.0] * len(tokens))] * body["n"]
 
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Answers) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def test_the_command_records_what_a_server_completes(

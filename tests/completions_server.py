@@ -1,0 +1,50 @@
+"""A small HTTP server in place of ``/v1/completions``."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class Completions(BaseHTTPRequestHandler):
+    """Answers each request with what ``answer`` says."""
+
+    def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+        """Status and choices for a request."""
+        raise NotImplementedError
+
+    def do_POST(self) -> None:
+        status, choices = self.answer(
+            json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        )
+        data = json.dumps({"choices": choices}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+def choice(tokens: list[int], logprobs: list[float] | None) -> dict[str, Any]:
+    """One completion."""
+    return {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
+
+
+@contextmanager
+def serving(handler: type[Completions]) -> Iterator[int]:
+    """The port on loopback on which it answers."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()
