@@ -30,6 +30,24 @@ from draft_trainer.kernels.library import use_kernels
 from draft_trainer.training.optimizer import DraftOptimizer
 
 
+def head_config(case: Case) -> HeadConfig:
+    """Of a case's head."""
+    return HeadConfig(
+        hidden_size=case.hidden_size,
+        intermediate_size=case.intermediate_size,
+        num_attention_heads=case.num_attention_heads,
+        num_key_value_heads=case.num_key_value_heads,
+        head_dim=case.head_dim,
+        vocab_size=case.vocab_size,
+        draft_vocab_size=case.draft_vocab_size,
+        aux_layer_ids=tuple(range(1, NUM_AUX + 1)),
+        target_hidden_size=case.hidden_size,
+        rms_norm_eps=EPS,
+        rope=Rope(ROPE_THETA),
+        max_position_embeddings=max(2048, 2 * case.tokens),
+    )
+
+
 class Ours:
     """The head, its optimizer and a batch."""
 
@@ -37,22 +55,7 @@ class Ours:
         self.case = case
         # "1024 tokens a pass plain" is the same without the C kernels.
         use_kernels("off" if setting.endswith("plain") else "auto")
-        self.head = Eagle3Head(
-            HeadConfig(
-                hidden_size=case.hidden_size,
-                intermediate_size=case.intermediate_size,
-                num_attention_heads=case.num_attention_heads,
-                num_key_value_heads=case.num_key_value_heads,
-                head_dim=case.head_dim,
-                vocab_size=case.vocab_size,
-                draft_vocab_size=case.draft_vocab_size,
-                aux_layer_ids=tuple(range(1, NUM_AUX + 1)),
-                target_hidden_size=case.hidden_size,
-                rms_norm_eps=EPS,
-                rope=Rope(ROPE_THETA),
-                max_position_embeddings=max(2048, 2 * case.tokens),
-            )
-        ).to(case.device)
+        self.head = Eagle3Head(head_config(case)).to(case.device)
         self.head.load_state_dict(tensors.weights)
         self.config = TrainingConfig(
             learning_rate=LEARNING_RATE,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.draft_training.case import EPS, NUM_AUX, ROPE_THETA, SHAPES, Case
-from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
+from benchmarks.draft_training.case import NUM_AUX, SHAPES, Case
+from benchmarks.draft_training.ours import head_config
+from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
-from draft_trainer.drafters.rope import Rope
 from slipstream.sample import Sample
 
 K = 5
@@ -93,23 +93,9 @@ class Bench:
 
 def draft_of(case: Case, device: torch.device, seed: int = 0) -> Eagle3Head:
     """A random head, float32."""
-    config = HeadConfig(
-        hidden_size=case.hidden_size,
-        intermediate_size=case.intermediate_size,
-        num_attention_heads=case.num_attention_heads,
-        num_key_value_heads=case.num_key_value_heads,
-        head_dim=case.head_dim,
-        vocab_size=case.vocab_size,
-        draft_vocab_size=case.draft_vocab_size,
-        aux_layer_ids=tuple(range(1, NUM_AUX + 1)),
-        target_hidden_size=case.hidden_size,
-        rms_norm_eps=EPS,
-        rope=Rope(ROPE_THETA),
-        max_position_embeddings=2 * case.tokens,
-    )
     torch.manual_seed(seed)
     with device:
-        return Eagle3Head(config, torch.arange(case.draft_vocab_size, dtype=torch.int64))
+        return Eagle3Head(head_config(case), torch.arange(case.draft_vocab_size, dtype=torch.int64))
 
 
 def rollouts(case: Case, seed: int = 0) -> tuple[list[Sample], PolicyHeads]:
