@@ -1,6 +1,7 @@
 """What the bridge costs the policy's step, with its trainer in every state.
 
-A step is forward, backward and optimizer, the log-prob forward captured. Rows: no bridge; an idle
+A step is forward, backward and optimizer, its training forward captured
+(``capture(training=True)``), as in a loop without a log-prob pass. Rows: no bridge; an idle
 bridge; one that ships to a healthy trainer, to a slow (1 MB/s), a hung (SIGSTOP) and a killed one,
 and one with a full /dev/shm. Every trainer is a real ``draft-trainer serve`` that takes, checks
 and keeps samples and does not train. In each round all rows take a step in a random order, with a
