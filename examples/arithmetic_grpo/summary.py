@@ -27,6 +27,9 @@ from examples.arithmetic_grpo.records import (
 END_STEPS = 5
 """Steps pooled at either end of the run; one step alone has too few drafts for a steady figure."""
 
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Two-sided 95 % quantiles at 1 to 9 degrees of freedom."""
+
 Z_BOUND = 3.3
 """Two-sided false-alarm rate 0.1 % for each arm's comparison with no speculation."""
 
@@ -61,6 +64,9 @@ class Followed:
         over_start: ``mean`` over the acceptance length of the run's first step.
         minimum_over_start: the same of ``minimum``.
         over_frozen: ``mean`` over the frozen draft's.
+        kept: share of what the frozen draft lost from the start that the adapted one did not:
+            1 where it is as good as at the start, 0 where it is no better than the frozen one;
+            None where the frozen one lost nothing.
     """
 
     steps: int
@@ -69,6 +75,7 @@ class Followed:
     over_start: float
     minimum_over_start: float
     over_frozen: float
+    kept: float | None
 
     def text(self) -> str:
         """One line."""
@@ -76,6 +83,7 @@ class Followed:
             f"{self.steps} steps, adapted {self.mean:.2f} (minimum {self.minimum:.2f}), "
             f"{self.over_start:.3f} of the start (minimum {self.minimum_over_start:.3f}), "
             f"{self.over_frozen:.3f} of the frozen one"
+            + ("" if self.kept is None else f", {self.kept:.3f} of what drift took kept")
         )
 
 
@@ -106,9 +114,16 @@ def followed(
     for name, part in (("whole run", slice(1, None)), ("moving part", moving_part(styles))):
         mean = length(adapted[part])
         minimum = min(length([one]) for one in adapted[part])
-        over_frozen = mean / length(frozen[part])
-        steps = len(adapted[part])
-        found[name] = Followed(steps, mean, minimum, mean / start, minimum / start, over_frozen)
+        theirs = length(frozen[part])
+        found[name] = Followed(
+            steps=len(adapted[part]),
+            mean=mean,
+            minimum=minimum,
+            over_start=mean / start,
+            minimum_over_start=minimum / start,
+            over_frozen=mean / theirs,
+            kept=(mean - theirs) / (start - theirs) if theirs < start else None,
+        )
     return found
 
 
@@ -294,6 +309,12 @@ def write_summary(run: RunRecord, path: Path) -> dict[str, Any]:
     }
     path.write_text(json.dumps(document | {"run": asdict(run)}, indent=1))
     return document
+
+
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """Mean over seeds and half-width of its 95 % interval by Student's t: 2 to 10 values."""
+    half = _STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    return {"mean": statistics.fmean(values), "half_width": half}
 
 
 def pooled_seeds(documents: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from draft_trainer.config import TrainerConfig
 from draft_trainer.config_file import parse_config
 from examples.arithmetic_grpo.grpo import GrpoBatch
 from examples.arithmetic_grpo.rollouts import SpecCounters
-from examples.sorting_grpo.drift import Version, document_of, trainer_toml
+from examples.sorting_grpo.drift import Version, document_of, over_seeds, trainer_toml
 
 
 def test_the_trainer_is_told_the_draft_and_the_servers_alone(tmp_path: Path) -> None:
@@ -41,8 +41,22 @@ def test_targets_are_of_the_part_in_which_the_policy_moved() -> None:
     document = document_of(versions)
     assert document["figures"]["moving part"]["steps"] == 2
     values = [target["value"] for target in document["targets"]]
-    assert values == [pytest.approx(3.4 / 2.4), pytest.approx(3.4 / 4.0)]
-    assert [target["ok"] for target in document["targets"]] == [True, True]
+    assert values == [pytest.approx(3.4 / 2.4), pytest.approx(3.4 / 4.0), pytest.approx(1.0 / 1.6)]
+    assert [target["ok"] for target in document["targets"]] == [True] * 3
+    assert "(at most 1.67)" in document["targets"][0]["name"]
+
+
+def test_seeds_are_pooled_with_an_interval() -> None:
+    part = {"mean": 3.0, "minimum": 2.0, "over_start": 0.9, "over_frozen": 1.2, "kept": 0.5}
+    runs = [
+        {"whole run": {**part, "kept": None}, "moving part": {**part, "kept": kept}}
+        for kept in (0.4, 0.5, 0.6)
+    ]
+    found = over_seeds(runs)
+    assert "kept" not in found["whole run"], "nothing was lost there"
+    assert found["moving part"]["mean"] == {"mean": 3.0, "half_width": 0.0}
+    # Student's quantile at two degrees of freedom times 0.1 over the root of three.
+    assert found["moving part"]["kept"]["half_width"] == pytest.approx(4.303 * 0.1 / 3**0.5)
 
 
 def test_mini_batches_are_rows_of_the_batch() -> None:

@@ -160,6 +160,8 @@ def test_the_moving_part_and_how_the_draft_followed_there() -> None:
     assert moving.over_start == pytest.approx(2.5 / 3)
     assert moving.minimum_over_start == pytest.approx(2 / 3)
     assert moving.over_frozen == pytest.approx(1.25)
+    assert moving.kept == pytest.approx(0.5 / 1.0)
+    assert followed(styles, adapted, [adapted[0]] * len(styles))["whole run"].kept is None
     assert whole.mean == pytest.approx(19 / 7)
 
 
