@@ -93,7 +93,7 @@ class RegistryFolder:
         self.registry: Registry = registry
 
     def listing(self) -> Listing:
-        from draft_trainer.releases.registry import list_uses
+        from draft_trainer.releases.retention import list_uses
 
         uses = list_uses(self.registry)
         sound = [use.draft_version for use in uses if not use.damage]

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -343,62 +342,6 @@ class Registry:
         with folder_written_whole(path) as staging:
             yield staging
             write_manifest(staging, manifest)
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Removes old releases of a registry. Thread-safe."""
-
-    registry: Registry
-    config: DraftConfig
-    parent: Callable[[], int]
-
-    def apply(self) -> None:
-        """Remove what is beyond the bounds; what cannot be removed is logged and tried again."""
-        try:
-            # Release 0 is what a restart compares the initial draft with.
-            spared = lambda: {0, self.parent()}  # noqa: E731
-            self.registry.prune(self.config.keep_releases, spared, self.config.keep_bytes)
-        except (OSError, RefusedError) as error:
-            logger.error("old releases were not removed: %s", error)
-
-
-def list_uses(registry: Registry, parent: int | None = None) -> list[release_pb2.ReleaseUse]:
-    """Every release of a registry, oldest first: bytes, damage, and why retention spares it.
-
-    Args:
-        registry: whose.
-        parent: the release that training goes on from, if one runs.
-    """
-    with registry.reading() as state:
-        now, pins = read_promotion(state), state.pins()
-    versions = registry.versions()
-    reasons: dict[str, Collection[int | None]] = {}
-    if now is not None:
-        on_trial = None if now.trial is None else now.trial.version
-        reasons = {
-            "promoted": {now.promoted},
-            "served": {now.live},
-            "previous": set(now.good) - {now.live},
-            "staged": {now.intent, on_trial} - {now.live},
-        }
-    reasons |= {
-        "parent": {parent},
-        "initial": {0},
-        "newest": {*versions[-1:]},
-        "pinned": {*pins},
-        "busy": {*registry.busy()},
-    }
-    uses = []
-    for version in versions:
-        use = release_pb2.ReleaseUse(draft_version=version, bytes=registry.nbytes(version))
-        use.kept_as.extend(word for word, known in reasons.items() if version in known)
-        try:
-            registry.get(version)
-        except RefusedError as error:
-            use.damage = str(error)
-        uses.append(use)
-    return uses
 
 
 def open_registry(draft: DraftConfig) -> Registry:

@@ -34,11 +34,11 @@ from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler
 from draft_trainer.releases.registry import (
     Registry,
-    Retention,
     newest_own,
     open_promotions,
     open_registry,
 )
+from draft_trainer.releases.retention import Retention
 from draft_trainer.server.metrics import trainer_registry
 from draft_trainer.server.service import (
     SERVICE,

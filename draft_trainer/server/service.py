@@ -22,7 +22,8 @@ from draft_trainer.ingest.ingest import Ingest
 from draft_trainer.ingest.run import Runs
 from draft_trainer.releases.imports import MAX_ORIGIN_CHARACTERS, Imports
 from draft_trainer.releases.publisher import Publisher, PublishResult
-from draft_trainer.releases.registry import Registry, Retention, list_uses
+from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.retention import Retention, list_uses
 from draft_trainer.server.status import Status, without_clock
 from draft_trainer.server.stream import StateStream
 from slipstream.checksum import KINDS

@@ -23,7 +23,8 @@ from draft_trainer.counters import Counters
 from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.promotions import Promotions
-from draft_trainer.releases.registry import Registry, Retention
+from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.retention import Retention
 from draft_trainer.training.economy import Economy
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import DEVICE_MEMORY, Learner
