@@ -101,8 +101,8 @@ class Ranks:
         return cls(rank, size, device, timeout_s)
 
     def leave(self) -> None:
-        """After the last exchange. Once only."""
-        if self.size > 1:
+        """After the last exchange; nothing where the group is gone."""
+        if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
     def gather(self, row: Tensor) -> Tensor:
@@ -187,6 +187,9 @@ def _deadline(rank: int, what: str) -> Iterator[None]:
     except RuntimeError as error:
         # torch.distributed raises plain RuntimeErrors for gloo's timeouts and closed connections.
         reason = str(error).partition("\n")[0]
+        # Nothing is under way: every exchange is waited for. NCCL would wait for the lost rank.
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            dist.destroy_process_group()
         raise RankLostError(f"rank {rank} lost another rank at a {what}: {reason}") from error
 
 

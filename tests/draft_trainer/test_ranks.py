@@ -113,6 +113,7 @@ def test_ranks_skip_together_and_a_dead_one_ends_the_other(tmp_path: Path) -> No
         out, err = ranks[0].communicate(timeout=_DEADLINE)
         assert (ranks[0].returncode, ranks[1].wait(_DEADLINE)) == (1, -signal.SIGKILL)
         assert err.startswith("lost: rank 0 lost another rank at a gather: ")
+        assert err.rstrip().endswith("group left: True")
         assert "rank 0 skipped 1" in out
         assert ranks[1].stdout is not None and "rank 1 skipped 1" in ranks[1].stdout.read()
     state = _newest(tmp_path / "states")

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from draft_trainer.config import TrainingConfig
 from draft_trainer.offline.data import steps_of
@@ -45,7 +46,8 @@ def main() -> None:
     try:
         train(options, ranks)
     except RankLostError as error:
-        sys.exit(f"lost: {error}")
+        # A group that outlives its last exchange can abort the process when the interpreter ends.
+        sys.exit(f"lost: {error}; group left: {not dist.is_initialized()}")
 
 
 def train_here(folder: Path, epochs: int) -> None:
