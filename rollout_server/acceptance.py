@@ -2,7 +2,7 @@
 
 vLLM reports, per engine step, how many drafts were verified and how many of their tokens were
 accepted. The first step after a commit verifies drafts that were proposed before it, so a commit
-is reported as "the first N verification steps belong to what came before"
+is reported as "the first N verification steps belong to what came before", for each engine core
 (``engine_core.VerificationSteps``). A report is not split: it belongs to the version of its first
 draft. With nothing in flight the boundary is exact; with requests in flight it may be late by the
 drafts of requests that ended in the steps around the commit, never early.
@@ -14,6 +14,7 @@ import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -70,12 +71,39 @@ class RecentAcceptance:
         return tuple(rates) or None
 
 
+@dataclass
+class _Boundaries:
+    """Which version the reports of one engine core belong to.
+
+    Attributes:
+        version: of the next report; None before the first.
+        seen: verification steps in the reports so far.
+        ahead: (verification steps before it, version), ascending; still to come.
+    """
+
+    version: int | None
+    seen: int = 0
+    ahead: list[tuple[int, int]] = field(default_factory=list)
+
+    def switch(self, version: int, steps_before: int) -> None:
+        if self.ahead and self.ahead[-1][0] == steps_before:
+            # The version before it drafted nothing: without load the list does not grow.
+            self.ahead.pop()
+        self.ahead.append((steps_before, version))
+
+    def of_next(self, drafts: int) -> int | None:
+        while self.ahead and self.seen >= self.ahead[0][0]:
+            self.version = self.ahead.pop(0)[1]
+        self.seen += drafts
+        return self.version
+
+
 class AcceptanceTracker:
     """Counts per draft version; owned by the API server's event loop.
 
     Attributes:
         recent: of the live draft, since its commit.
-        engine_seconds: that the engine has taken steps, when it was last asked.
+        engine_seconds: that an engine core has taken steps, when they were last asked.
         speed_up: of generation over no speculation in the last minute; None while unknown.
         all: every version since the start, including those that are forgotten.
         live: version that proposes; None before ``start``.
@@ -87,42 +115,45 @@ class AcceptanceTracker:
         self.recent = RecentAcceptance()
         self.engine_seconds = 0.0
         self.speed_up: float | None = None
-        self._seen = 0
-        # (verification steps before it, version), ascending; the last entries are still to come.
-        self._boundaries: list[tuple[int, int]] = []
-        self._version: int | None = None
+        self._started: int | None = None
+        self._engines: dict[int, _Boundaries] = {}
         self._counters: OrderedDict[int, pb.AcceptanceCounters] = OrderedDict()
         self._changed = asyncio.Event()
 
     def start(self, version: int) -> None:
         """The version that drafts from the first step on."""
-        self._version = self.live = version
+        self._started = self.live = version
+        for boundaries in self._engines.values():
+            boundaries.version = version
 
-    def switch(self, version: int, steps_before: int) -> None:
-        """Another version is live; the first ``steps_before`` steps do not belong to it."""
+    def switch(self, version: int, steps_before: Sequence[int]) -> None:
+        """Another version is live; the first ``steps_before`` steps of each engine core do not
+        belong to it."""
         self.live = version
-        if self._boundaries and self._boundaries[-1][0] == steps_before:
-            # The version before it drafted nothing: without load the list does not grow.
-            self._boundaries.pop()
-        self._boundaries.append((steps_before, version))
+        self.recent = RecentAcceptance()
+        for engine, steps in enumerate(steps_before):
+            self._boundaries(engine).switch(version, steps)
         self.wake()
 
     def record(
-        self, drafts: int, draft_tokens: int, accepted: int, per_position: Sequence[int]
+        self,
+        drafts: int,
+        draft_tokens: int,
+        accepted: int,
+        per_position: Sequence[int],
+        engine: int = 0,
     ) -> None:
-        """One engine step's counts (vLLM's ``SpecDecodingStats``).
+        """One step's counts (vLLM's ``SpecDecodingStats``) of an engine core.
 
         Before ``start`` only steps are counted: they belong to the calibration.
         """
-        while self._boundaries and self._seen >= self._boundaries[0][0]:
-            self._version = self._boundaries.pop(0)[1]
-            self.recent = RecentAcceptance()
-        self._seen += drafts
-        if self._version is None:
+        version = self._boundaries(engine).of_next(drafts)
+        if version is None:
             return
         tries = tried(drafts, draft_tokens, per_position)
-        self.recent.add(drafts, tries, per_position)
-        for counters in (self._of(self._version), self.all):
+        if version == self.live:
+            self.recent.add(drafts, tries, per_position)
+        for counters in (self._of(version), self.all):
             counters.drafts += drafts
             counters.draft_tokens += draft_tokens
             counters.accepted_tokens += accepted
@@ -147,6 +178,9 @@ class AcceptanceTracker:
             {} if self.live is None else {self.live: pb.AcceptanceCounters(draft_version=self.live)}
         )
         return live | self._counters.copy()
+
+    def _boundaries(self, engine: int) -> _Boundaries:
+        return self._engines.setdefault(engine, _Boundaries(self._started))
 
     def _of(self, version: int) -> pb.AcceptanceCounters:
         fresh = pb.AcceptanceCounters(draft_version=version)

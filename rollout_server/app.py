@@ -125,7 +125,9 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
     measured = None
     if chooser is not None:
         measured = LengthControl(chooser, API.tracker, control.set_draft_lengths).update
-    API.cost_watch = CostWatch(engine.step_sums, API.tracker, costs, probe, measured)
+    API.cost_watch = CostWatch(
+        *(engine.step_sums, API.tracker, costs, probe, measured, engine.cores)
+    )
     API.cost_watch.start()
 
 
@@ -265,6 +267,7 @@ def __getattr__(name: str) -> Any:
 
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             self._tracker = API.tracker if is_active() else None
+            self._engine = engine_index
 
         def record(
             self, scheduler_stats: Any, iteration_stats: Any, *rest: Any, **named: Any
@@ -279,6 +282,7 @@ def __getattr__(name: str) -> Any:
                     stats.num_draft_tokens,
                     stats.num_accepted_tokens,
                     stats.num_accepted_tokens_per_pos,
+                    self._engine,
                 )
             if iteration_stats is not None:
                 self._tracker.generated(iteration_stats.num_generation_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rollout_server.read_back import SAME
@@ -88,13 +88,23 @@ class Engine(Protocol):
 
 
 class VllmEngine:
-    """``Engine`` over vLLM's ``AsyncLLM``."""
+    """``Engine`` over vLLM's ``AsyncLLM``: one engine core, or one for each data-parallel rank.
+
+    Every call goes to all of them. Each takes it between two of its steps, so with several a draft
+    is live on one some steps before it is on the next; they hold their steps while a policy is
+    replaced, because with expert parallelism they compute one step together.
+    """
 
     def __init__(self, client: Any) -> None:
         self.client = client
 
+    @property
+    def cores(self) -> int:
+        """How many engine cores there are."""
+        return len(self.client.engine_core.core_engines)
+
     async def describe(self) -> Description:
-        workers = await self._call(CALL_SECONDS, "describe")
+        workers = await self._call_workers(CALL_SECONDS, "describe")
         return Description(
             any(worker["shares_embedding"] for worker in workers),
             tuple(sorted({name for worker in workers for name in worker["shared"]})),
@@ -107,7 +117,7 @@ class VllmEngine:
         messages = source.to_message(), None if keep is None else keep.to_message()
         began, pause = time.monotonic(), 0.002
         while time.monotonic() - began < PREPARE_SECONDS:
-            states = set(await self._call(CALL_SECONDS, "prepare", *messages))
+            states = set(await self._call_workers(CALL_SECONDS, "prepare", *messages))
             if WORKING not in states:
                 return "; ".join(sorted(states - {READY}))
             await asyncio.sleep(pause)
@@ -116,18 +126,22 @@ class VllmEngine:
         return f"not ready in {PREPARE_SECONDS:.0f} s"
 
     async def check_transfer(self, transfer: str) -> str:
-        found = await self._call(CALL_SECONDS, "check_transfer", transfer)
+        found = await self._call_workers(CALL_SECONDS, "check_transfer", transfer)
         return "; ".join(dict.fromkeys(text for text in found if text))
 
     async def apply(self, changes: Sequence[Change]) -> Result:
-        messages = [change.to_message() for change in changes]
+        held = self.cores > 1 and any(change.kind == "policy" for change in changes)
+        if held:
+            await self.client.pause_generation(mode="keep", clear_cache=False)
         try:
-            result = Result(**await self._call(APPLY_SECONDS, "apply", messages, APPLY_SECONDS))
+            result = await self._apply_on_all(changes)
         except RefusedError as error:
             # A call that failed or was late says nothing about which worker did what.
             raise UntrustedEngineError(str(error)) from error
         if not result.restored:
             raise UntrustedEngineError(result.error)
+        if held:
+            await self.client.resume_generation()
         if result.error:
             raise RefusedError(
                 "commit",
@@ -139,45 +153,85 @@ class VllmEngine:
         return result
 
     async def set_speculation(self, enabled: bool) -> float:
-        return float(await self._call(CALL_SECONDS, "set_speculation", enabled, CALL_SECONDS))
+        return max(await self._call(CALL_SECONDS, "set_speculation", enabled, CALL_SECONDS))
 
     async def set_draft_lengths(self, lengths: Sequence[int]) -> None:
         await self._call(CALL_SECONDS, "set_draft_lengths", list(lengths))
 
     async def read_back(self) -> str:
-        found = await self._call(CALL_SECONDS, "read_back")
+        found = await self._call_workers(CALL_SECONDS, "read_back")
         wrong = [f"worker {n}: {state}" for n, state in enumerate(found) if state != SAME]
         return f"draft read back from memory: {', '.join(wrong)}" if wrong else ""
 
     async def step_sums(self, measure: bool) -> StepSums:
-        """Steps and seconds since the start; measured from now on, or not."""
-        answer = await self._call(CALL_SECONDS, "step_sums", measure)
-        return {
-            (str(kind), int(n), int(k)): StepSum(int(s), float(t)) for kind, n, k, s, t in answer
-        }
+        """Steps and seconds of all engine cores since the start; measured from now on, or not."""
+        sums: dict[tuple[str, int, int], StepSum] = {}
+        for answer in await self._call(CALL_SECONDS, "step_sums", measure):
+            for kind, n, k, steps, seconds in answer:
+                key = str(kind), int(n), int(k)
+                before = sums.get(key, StepSum())
+                sums[key] = StepSum(before.steps + int(steps), before.seconds + float(seconds))
+        return sums
 
     def is_alive(self) -> bool:
         return bool(self.client.is_running) and not self.client.errored
 
-    async def _call(self, seconds: float, method: str, *args: Any) -> Any:
+    async def _apply_on_all(self, changes: Sequence[Change]) -> Result:
+        """When engine cores disagree, those that applied it get the old weights again.
+
+        Raises RefusedError: one did not answer.
+        """
+        results = await self._apply_on_each(changes)
+        result = Result.all_of(results)
+        if result.error and result.restored and not all(each.error for each in results):
+            undone = await self._apply_on_each([change.undone() for change in changes])
+            found = not any(each.error for each in undone)
+            result = replace(result, restored=found)
+        return result
+
+    async def _apply_on_each(self, changes: Sequence[Change]) -> list[Result]:
+        messages = [change.to_message() for change in changes]
+        answers = await self._call(APPLY_SECONDS, "apply", messages, APPLY_SECONDS)
+        return [
+            Result(**answer | {"steps_before": (*answer["steps_before"],)}) for answer in answers
+        ]
+
+    async def _call_workers(self, seconds: float, method: str, *args: Any) -> list[Any]:
+        """What every worker of every engine core answers."""
+        return [each for answer in await self._call(seconds, method, *args) for each in answer]
+
+    async def _call(self, seconds: float, method: str, *args: Any) -> list[Any]:
+        """What every engine core answers.
+
+        Raises RefusedError: one of them did not, or failed.
+        """
         from vllm.v1.engine.exceptions import EngineDeadError
 
         limit = seconds + _STEP_SECONDS
         core = self.client.engine_core
-        call = asyncio.ensure_future(core.call_utility_async("slipstream_call", method, list(args)))
-        done, _ = await asyncio.wait({call}, timeout=limit)
-        if not done:
-            call.cancel()
+        calls = [
+            asyncio.ensure_future(
+                core._call_utility_async("slipstream_call", method, list(args), engine=engine)
+            )
+            for engine in core.core_engines
+        ]
+        _, waiting = await asyncio.wait(calls, timeout=limit)
+        if waiting:
+            for call in waiting:
+                call.cancel()
             found, code = f"no answer in {limit:.0f} s", StatusCode.DEADLINE_EXCEEDED
             next_step = "look at the engine's log; restart the server if it hangs"
             raise RefusedError(method, found, "an answer", next_step, code)
         # Looked at, not caught: vLLM reports a failed call as a bare Exception.
-        error = call.exception()
-        if isinstance(error, EngineDeadError):
-            code = StatusCode.UNAVAILABLE
-            raise RefusedError("engine", "dead", "running", "restart the server", code) from error
-        if error is not None:
+        errors = [error for call in calls if (error := call.exception()) is not None]
+        for error in errors:
+            if isinstance(error, EngineDeadError):
+                code = StatusCode.UNAVAILABLE
+                raise RefusedError(
+                    "engine", "dead", "running", "restart the server", code
+                ) from error
+        if errors:
             code = StatusCode.INTERNAL
             next_step = "look at the engine's log"
-            raise RefusedError(method, error, "success", next_step, code) from error
-        return call.result()
+            raise RefusedError(method, errors[0], "success", next_step, code) from errors[0]
+        return [call.result() for call in calls]

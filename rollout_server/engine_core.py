@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rollout_server.reload import Change, Result
@@ -229,18 +229,17 @@ class EngineHooks:
         """Apply changes in one worker call; when workers disagree, put the old weights back."""
         steps_before = self._steps.proposed_so_far()
         results = [Result(**r) for r in self._rpc("slipstream_apply", timeout, (messages,))]
-        errors = [result.error for result in results if result.error]
-        restored = all(result.restored for result in results)
+        result = Result.all_of(results)
         changes = [Change.from_message(message) for message in messages]
-        if errors and len(errors) < len(results):
+        if result.error and not all(each.error for each in results):
             undo = [change.undone().to_message() for change in changes]
             undone = [Result(**r) for r in self._rpc("slipstream_apply", timeout, (undo,))]
-            restored = restored and not any(result.error for result in undone)
-        if not errors and any(change.kind == "policy" for change in changes):
+            found = not any(each.error for each in undone)
+            result = replace(result, restored=result.restored and found)
+        if not result.error and any(change.kind == "policy" for change in changes):
             self._salt.advance()
         self._clock.interrupted()
-        seconds = max(result.worker_seconds for result in results)
-        return asdict(Result(seconds, "; ".join(errors), restored, steps_before))
+        return asdict(replace(result, steps_before=(steps_before,)))
 
     def set_speculation(self, enabled: bool, timeout: float) -> float:
         """Switch drafting in workers and scheduler. Answers the slowest worker's seconds."""

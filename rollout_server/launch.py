@@ -209,11 +209,16 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if args.draft_dir is not None:
         served.check(Path(args.model_tag), args.draft_dir)
     if args.speculation is None:
-        args.speculation = "fixed" if isinstance(served, WithoutWeights) else Settings.speculation
+        fixed = isinstance(served, WithoutWeights) or args.data_parallel_size > 1
+        args.speculation = "fixed" if fixed else Settings.speculation
     if isinstance(served, WithoutWeights) and args.speculation != "fixed":
         # vLLM counts the steps that had a draft: acceptance would be that of a part of them.
         expected = f"fixed, with --draft-kind {served.name}"
         raise RefusedError("--speculation", args.speculation, expected, "leave it out")
+    if args.data_parallel_size > 1 and args.speculation == "auto":
+        # vLLM ignores a schedule of draft lengths there.
+        expected = "fixed or off, with --data-parallel-size"
+        raise RefusedError("--speculation", "auto", expected, "leave it out")
     args.host = args.host or _LOOPBACK
     check_port_free("--port", args.host, args.port)
     check_port_free("--control-port", args.control_host, args.control_port)
@@ -227,7 +232,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     )
     if not isinstance(served, WithoutWeights):
         args.speculative_config |= draft_fields(args.draft_config)
-        if args.speculation == "auto" or _may_run_v2():
+        if args.speculation == "auto" or (args.data_parallel_size == 1 and _may_run_v2()):
             auto = args.speculation == "auto"
             lengths = lengths_to_choose(args.draft_length) if auto else (args.draft_length,)
             schedule = launch_schedule(lengths)
@@ -284,15 +289,29 @@ def _check_supported(args: argparse.Namespace) -> None:
         ("--uds", None, "serve on --port"),
         ("--disable-log-stats", None, "acceptance is counted from the stats"),
         ("--api-server-count", 1, "the control plane is in the API server"),
-        ("--data-parallel-size", 1, "start one server per replica"),
+        ("--data-parallel-rank", None, "start all ranks with one command"),
+        ("--data-parallel-start-rank", None, "start all ranks with one command"),
+        ("--data-parallel-hybrid-lb", None, "start all ranks with one command"),
+        ("--data-parallel-external-lb", None, "start all ranks with one command"),
+        ("--data-parallel-multi-port-external-lb", None, "start all ranks with one command"),
+        ("--data-parallel-address", None, "staged weights are files of this host"),
         ("--pipeline-parallel-size", 1, "use --tensor-parallel-size"),
         ("--nnodes", 1, "staged weights are files of this host"),
     ):
         found = getattr(args, option.removeprefix("--").replace("-", "_"), None)
-        if most is None and found not in (None, False):
+        if most is None and found is not None and found is not False:
             raise RefusedError(option, found, "not given", why)
         if most is not None and found is not None and found > most:
             raise RefusedError(option, found, most, why)
+    local = args.data_parallel_size_local
+    if local not in (None, args.data_parallel_size) or args.data_parallel_backend != "mp":
+        found = f"{local} with --data-parallel-backend {args.data_parallel_backend}"
+        raise RefusedError(
+            "--data-parallel-size-local",
+            found,
+            f"{args.data_parallel_size}, all ranks, and mp",
+            "staged weights are files of this host: leave both out",
+        )
     for option in ("--draft-length", "--stage-bytes", "--guard-drafts"):
         found = getattr(args, option.removeprefix("--").replace("-", "_"))
         if found < 1:

@@ -61,15 +61,26 @@ class Result:
         error: empty when everything was applied; else why nothing was.
         restored: False when even the old weights could not be put back, so that the models are not
             to be trusted.
-        steps_before: verification steps of the draft before it (``AcceptanceTracker.switch``).
+        steps_before: of each engine core, verification steps of the draft before it
+            (``AcceptanceTracker.switch``).
         seconds: from the call's arrival to the workers' answer.
     """
 
     worker_seconds: float
     error: str = ""
     restored: bool = True
-    steps_before: int = 0
+    steps_before: tuple[int, ...] = (0,)
     seconds: float = 0.0
+
+    @classmethod
+    def all_of(cls, results: Sequence[Result]) -> Result:
+        """What became of a change that several workers or engine cores were to apply."""
+        return cls(
+            max(result.worker_seconds for result in results),
+            "; ".join(dict.fromkeys(result.error for result in results if result.error)),
+            all(result.restored for result in results),
+            tuple(steps for result in results for steps in result.steps_before),
+        )
 
 
 @dataclass(frozen=True)

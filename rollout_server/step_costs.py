@@ -146,6 +146,7 @@ class CostWatch:
         without_speculation: turns drafting off while it is entered, to measure what a plain step of
             as many requests costs where that is not known; None: never.
         measured: is given the sums after each reading.
+        engines: whose steps are in the sums.
     """
 
     def __init__(
@@ -155,8 +156,10 @@ class CostWatch:
         costs: StepCosts,
         without_speculation: Callable[[], AbstractAsyncContextManager[None]] | None = None,
         measured: Callable[[StepSums], Awaitable[None]] | None = None,
+        engines: int = 1,
     ) -> None:
         self._measured = measured
+        self._engines = engines
         self._step_sums = step_sums
         self._tracker = tracker
         self._costs = costs
@@ -180,7 +183,7 @@ class CostWatch:
             return
         self._seen = tracker.all.generated_tokens
         sums = await self._step_sums(True)
-        tracker.engine_seconds = sum(total.seconds for total in sums.values())
+        tracker.engine_seconds = sum(total.seconds for total in sums.values()) / self._engines
         live = pb.AcceptanceCounters()
         live.CopyFrom(tracker.exposed()[tracker.live])
         self._costs.add(time.monotonic(), sums, live)

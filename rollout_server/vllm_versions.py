@@ -83,7 +83,14 @@ HOOKS: tuple[Hook, ...] = (
     Hook("vllm.utils.argparse_utils", "FlexibleArgumentParser"),
     Hook("vllm.utils.system_utils", "decorate_logs"),
     Hook("vllm.v1.engine.exceptions", "EngineDeadError"),
-    Hook("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async", ("self", "method")),
+    Hook(
+        "vllm.v1.engine.core_client",
+        "AsyncMPClient._call_utility_async",
+        ("self", "method", "engine"),
+    ),
+    Hook("vllm.v1.engine.core_client", "MPClient.core_engines"),
+    Hook("vllm.v1.engine.async_llm", "AsyncLLM.pause_generation"),
+    Hook("vllm.v1.engine.async_llm", "AsyncLLM.resume_generation", ("self",)),
     Hook("vllm.v1.metrics.loggers", "StatLoggerBase.record"),
     *_hooks(
         "vllm.v1.spec_decode.metrics",

@@ -17,7 +17,7 @@ def tracker() -> AcceptanceTracker:
 def test_steps_before_the_boundary_belong_to_the_old_version(tracker: AcceptanceTracker) -> None:
     tracker.record(4, 12, 5, [3, 1, 1])
     # The commit's answer overtakes the statistics of two steps of 4 drafts.
-    tracker.switch(7, steps_before=12)
+    tracker.switch(7, [12])
     tracker.record(4, 12, 1, [1, 0, 0])
     tracker.record(4, 12, 2, [1, 1, 0])
     assert set(tracker.counters()) == {0}
@@ -29,8 +29,8 @@ def test_steps_before_the_boundary_belong_to_the_old_version(tracker: Acceptance
 
 
 def test_commits_in_a_row_without_drafts_leave_no_entry(tracker: AcceptanceTracker) -> None:
-    tracker.switch(1, 0)
-    tracker.switch(2, 0)
+    tracker.switch(1, [0])
+    tracker.switch(2, [0])
     assert tracker.counters() == {}
     tracker.record(1, 3, 0, [0, 0, 0])
     assert set(tracker.counters()) == {2}
@@ -38,9 +38,9 @@ def test_commits_in_a_row_without_drafts_leave_no_entry(tracker: AcceptanceTrack
 
 def test_a_version_that_returns_goes_on_counting(tracker: AcceptanceTracker) -> None:
     tracker.record(2, 6, 2, [2, 0, 0])
-    tracker.switch(1, 2)
+    tracker.switch(1, [2])
     tracker.record(3, 9, 0, [0, 0, 0])
-    tracker.switch(0, 5)
+    tracker.switch(0, [5])
     tracker.record(5, 15, 5, [5, 0, 0])
     assert {v: c.drafts for v, c in tracker.counters().items()} == {0: 7, 1: 3}
 
@@ -48,7 +48,7 @@ def test_a_version_that_returns_goes_on_counting(tracker: AcceptanceTracker) -> 
 def test_only_the_newest_versions_are_kept(tracker: AcceptanceTracker) -> None:
     for version in range(1, 3 * KEPT_VERSIONS):
         tracker.record(1, 3, 0, [0, 0, 0])
-        tracker.switch(version, version)
+        tracker.switch(version, [version])
     assert len(tracker.counters()) == KEPT_VERSIONS
 
 

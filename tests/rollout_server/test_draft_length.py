@@ -150,7 +150,7 @@ def test_the_calibration_belongs_to_no_version_and_a_commit_begins_anew() -> Non
     tracker.record(100, 300, 200, [80, 70, 50])
     assert tracker.recent.rates() == pytest.approx((0.8, 0.7, 0.5))
     # Ten of the calibration and a hundred since were before the commit.
-    tracker.switch(1, 110)
+    tracker.switch(1, [110])
     tracker.record(60, 180, 60, [30, 20, 10])
     assert tracker.recent.rates() == pytest.approx((0.5, 1 / 3, 1 / 6))
     assert tracker.counters()[1].drafts == 60
@@ -190,7 +190,7 @@ def test_a_ruined_draft_turns_drafting_off_and_a_new_one_on() -> None:
     server.serve(60)
     assert server.told == [None]
     # A commit: the next draft is tried with one token at once, and with three when it is known.
-    server.tracker.switch(1, 60)
+    server.tracker.switch(1, [60])
     server.rates = FRESH
     server.serve(60)
     assert server.told[1] == [1] * 65

@@ -240,7 +240,7 @@ def test_a_commit_answers_the_steps_before_it_and_salts_policies_only(hooks: Eng
     hooks.core.scheduler.make_spec_decoding_stats()  # type: ignore[attr-defined]
     answer = hooks.apply([change("draft")], 1.0)
     # One verified, two scheduled, one proposed.
-    assert answer == asdict(Result(0.01, steps_before=4))
+    assert answer == asdict(Result(0.01, steps_before=(4,)))
     assert salt_of(hooks) is None
     hooks.apply([change("draft"), change("policy")], 1.0)
     assert salt_of(hooks) == "slipstream-1:"

@@ -62,6 +62,20 @@ def test_fields_of_the_speculative_configuration_that_are_not_ours_pass(parse: A
             parse("--draft-config", refused)
 
 
+def test_data_parallel_ranks_of_one_command_draft_as_many_tokens_in_every_step(parse: Any) -> None:
+    parsed = parse("--data-parallel-size", "2")
+    assert parsed.speculation == "fixed"
+    assert "num_speculative_tokens_per_batch_size" not in parsed.speculative_config
+    for option, value in (
+        ("--speculation", "auto"),
+        ("--data-parallel-rank", "0"),
+        ("--data-parallel-size-local", "1"),
+        ("--data-parallel-backend", "ray"),
+    ):
+        with pytest.raises(RefusedError, match=rf"{option}.*{value}"):
+            parse("--data-parallel-size", "2", option, value)
+
+
 def test_workers_that_ray_starts_get_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.ray.ray_env import get_env_vars_to_copy
 

@@ -85,7 +85,7 @@ def test_a_server_without_load_measures_nothing(server: Server) -> None:
 def test_acceptance_by_version_and_in_all(server: Server) -> None:
     server.tracker.record(4, 12, 5, [3, 1, 1])
     server.tracker.generated(9)
-    server.tracker.switch(7, steps_before=4)
+    server.tracker.switch(7, [4])
     server.tracker.record(2, 6, 2, [2, 0, 0])
     server.tracker.generated(4)
     samples = scrape(server.collector)
@@ -106,11 +106,11 @@ def test_acceptance_by_version_and_in_all(server: Server) -> None:
 def test_ten_thousand_releases_leave_a_bounded_number_of_series(server: Server) -> None:
     first = len(scrape(server.collector))
     for version in range(1, 10_001):
-        server.tracker.switch(version, steps_before=version - 1)
+        server.tracker.switch(version, [version - 1])
         server.tracker.record(1, 3, 1, [1, 0, 0])
         server.tracker.generated(2)
     # A roll back to a version that was forgotten, which has not drafted yet.
-    server.tracker.switch(5, steps_before=10_000)
+    server.tracker.switch(5, [10_000])
     samples = scrape(server.collector)
     assert len(samples) <= first + (KEPT_VERSIONS + 1) * 7
     drafts = of(samples, R + "drafts_total")
@@ -127,8 +127,8 @@ def test_ten_thousand_releases_leave_a_bounded_number_of_series(server: Server) 
 
 def test_ten_thousand_commits_without_a_draft_keep_one_boundary(server: Server) -> None:
     for version in range(1, 10_001):
-        server.tracker.switch(version, steps_before=0)
-    assert len(server.tracker._boundaries) == 1
+        server.tracker.switch(version, [0])
+    assert len(server.tracker._boundaries(0).ahead) == 1
     assert set(of(scrape(server.collector), R + "drafts_total")) == {("10000",)}
 
 

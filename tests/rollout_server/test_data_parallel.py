@@ -1,0 +1,133 @@
+"""Data-parallel ranks: a call reaches every engine core, and a change is on all or on none."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollout_server.acceptance import AcceptanceTracker
+from rollout_server.engine import UntrustedEngineError, VllmEngine
+from rollout_server.reload import Change, Result
+from rollout_server.store import WeightSource
+from slipstream.errors import RefusedError
+from slipstream.v1 import rollout_server_pb2 as pb
+from tests.rollout_server.checkpoints import load, perturbed
+from tests.rollout_server.live import Live, prompts
+
+DRAFT = Change("draft", WeightSource("new"), WeightSource("old"))
+POLICY = Change("policy", WeightSource("new"), WeightSource("old"))
+
+
+class Client:
+    """vLLM's ``AsyncLLM`` with two engine cores; ``errors`` are of the next changes of each."""
+
+    def __init__(self) -> None:
+        self.engine_core = SimpleNamespace(
+            core_engines=[b"0", b"1"], _call_utility_async=self._answer
+        )
+        self.errors: dict[bytes, list[str]] = {b"0": [], b"1": []}
+        self.calls: list[tuple[str, str]] = []
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        self.calls.append(("hold", mode))
+
+    async def resume_generation(self) -> None:
+        self.calls.append(("go on", ""))
+
+    async def _answer(self, name: str, method: str, args: list[Any], engine: bytes) -> Any:
+        assert name == "slipstream_call"
+        if method == "step_sums":
+            return [["plain", 2, 0, 3, 0.5]]
+        if method != "apply":
+            return [f"same {engine.decode()}"]
+        [message], _ = args
+        self.calls.append((engine.decode(), message["new"]["directory"]))
+        error = self.errors[engine].pop(0) if self.errors[engine] else ""
+        if error == "silent":
+            raise RuntimeError(error)
+        return asdict(Result(0.1 + int(engine), error, steps_before=(5 + int(engine),)))
+
+
+def test_changes_reach_every_core_and_say_each_ones_boundary() -> None:
+    client = Client()
+    result = asyncio.run(VllmEngine(client).apply([DRAFT]))
+    assert (result.worker_seconds, result.steps_before) == (1.1, (5, 6))
+    assert client.calls == [("0", "new"), ("1", "new")], "a draft is replaced without a hold"
+
+
+def test_a_core_that_cannot_follow_takes_the_others_back() -> None:
+    client = Client()
+    client.errors[b"1"] = ["no memory"]
+    with pytest.raises(RefusedError, match="the old weights are live again"):
+        asyncio.run(VllmEngine(client).apply([DRAFT]))
+    assert client.calls[2:] == [("0", "old"), ("1", "old")]
+    client = Client()
+    client.errors[b"1"] = ["no memory", "no memory"]
+    with pytest.raises(UntrustedEngineError):
+        asyncio.run(VllmEngine(client).apply([DRAFT]))
+
+
+def test_no_step_mixes_two_policies() -> None:
+    client = Client()
+    client.errors[b"0"] = ["no memory"]
+    with pytest.raises(RefusedError):
+        asyncio.run(VllmEngine(client).apply([POLICY]))
+    assert client.calls[0] == ("hold", "keep") and client.calls[-1] == ("go on", "")
+    assert ("1", "old") in client.calls
+    client = Client()
+    client.errors[b"0"] = ["silent"]
+    with pytest.raises(UntrustedEngineError):
+        asyncio.run(VllmEngine(client).apply([POLICY]))
+    assert ("go on", "") not in client.calls, "a torn policy takes no step"
+
+
+def test_steps_of_all_cores_are_summed() -> None:
+    sums = asyncio.run(VllmEngine(Client()).step_sums(True))
+    assert {key: (total.steps, total.seconds) for key, total in sums.items()} == {
+        ("plain", 2, 0): (6, 1.0)
+    }
+
+
+def test_each_core_has_a_boundary_of_its_own() -> None:
+    tracker = AcceptanceTracker()
+    tracker.start(0)
+    tracker.record(4, 12, 4, [4, 0, 0], engine=0)
+    tracker.record(4, 12, 0, [0, 0, 0], engine=1)
+    # Core 0 has taken four steps when it commits, core 1 eight: four are still to be reported.
+    tracker.switch(1, [4, 8])
+    tracker.record(4, 12, 12, [4, 4, 4], engine=0)
+    tracker.record(4, 12, 0, [0, 0, 0], engine=1)
+    tracker.record(4, 12, 8, [4, 4, 0], engine=1)
+    counts = {v: (c.drafts, c.accepted_tokens) for v, c in tracker.counters().items()}
+    assert counts == {0: (12, 4), 1: (8, 20)}
+
+
+@pytest.mark.vllm
+def test_two_ranks_serve_one_draft_and_one_policy_under_load(  # type: ignore[no-untyped-def]
+    serve, policy_dir: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM binds each rank to a core of its own and keeps one for itself: two cores are too few.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    live: Live = serve("--data-parallel-size", "2")
+    live.speculate(False)
+    plain = live.generate(prompts(16))
+    live.speculate(True)
+    draft = load(draft_dir)
+    with live.generating(prompts(16)) as rounds:
+        for version in (1, 2, 3):
+            live.stage("draft", f"draft-{version}", version, perturbed(draft, 0.01, seed=version))
+            live.stage("policy", f"policy-{version}", version, load(policy_dir))
+            live.commit(f"draft-{version}", f"policy-{version}")
+            served, count = len(rounds), live.drafts().get(version, 0)
+            while len(rounds) < served + 2 or live.drafts().get(version, 0) == count:
+                live.generate(prompts(2))
+    assert all(completions == plain for completions in rounds)
+    state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
+    assert (state.draft_version, state.policy_version, state.not_ready) == (3, 3, "")
+    assert min(live.drafts()[version] for version in (1, 2, 3)) > 0
+    live.service.stop()
