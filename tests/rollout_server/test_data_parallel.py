@@ -120,7 +120,9 @@ def test_two_ranks_serve_one_draft_and_one_policy_under_load(  # type: ignore[no
     draft = load(draft_dir)
     with live.generating(prompts(16)) as rounds:
         for version in (1, 2, 3):
-            live.stage("draft", f"draft-{version}", version, perturbed(draft, 0.01, seed=version))
+            live.stage(
+                "draft", f"draft-{version}", version, perturbed(draft, scale=0.01, seed=version)
+            )
             live.stage("policy", f"policy-{version}", version, load(policy_dir))
             live.commit(f"draft-{version}", f"policy-{version}")
             served, count = len(rounds), live.drafts().get(version, 0)
