@@ -356,15 +356,16 @@ class EconomyConfig(Section):
 
     Attributes:
         mode: "always", "never", or "when-it-pays": while the expected saving exceeds the cost (see
-            ``training.economy``); unknown figures count as paying.
-        training_share: of a second of training that the loop loses: 1 where they take turns on the
-            same device; where the trainer has its own, its devices over the loop's times what such
-            a device would earn elsewhere.
+            ``training.economy``).
+        training_share: of a second of training that the loop loses; None: on a CPU what training
+            waits for the cores that it shares, as measured, and 1 on a GPU, as where they take
+            turns on it. Where the trainer has its own devices: their number over the loop's times
+            what such a device would earn elsewhere.
         horizon_versions: policy versions over which a better draft is expected to be served.
     """
 
     mode: Literal["always", "when-it-pays", "never"] = "always"
-    training_share: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+    training_share: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
     horizon_versions: Annotated[int, Field(ge=1)] = 20
 
 

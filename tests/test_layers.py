@@ -24,6 +24,7 @@ MEASURED = {
     "alerts": {"policy_bridge"},
     # vLLM's own path is imported by vLLM's worker alone.
     "hot_swap": {"vllm"},
+    "net_benefit": {"policy_bridge"},
     "publish_faults": {"rollout_server"},
     "robustness": {"rollout_server"},
     "feed_faults": {"policy_bridge"},

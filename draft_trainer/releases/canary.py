@@ -182,9 +182,10 @@ class AcceptanceWatch:
         on_growth: Callable[
             [str, pb.ServerState, int, int, Sequence[int]], None
         ] = lambda *growth: None,
+        on_report: Callable[[str, pb.ServerState], None] = lambda *report: None,
     ) -> None:
         self._fleet = fleet
-        self._on_growth = on_growth
+        self._on_growth, self._on_report = on_growth, on_report
         self._changed = threading.Condition()
         self._revision = 0
         self._seen: dict[str, deque[Seen]] = {}
@@ -256,6 +257,8 @@ class AcceptanceWatch:
     def _note(
         self, address: str, report: pb.AcceptanceReport, before: dict[int, Batch] | None
     ) -> dict[int, Batch]:
+        # Also where nothing was drafted: a server may run without drafts.
+        self._on_report(address, report.state)
         now = {
             c.draft_version: Batch(tuple(c.tried_per_position), tuple(c.accepted_per_position))
             for c in report.counters

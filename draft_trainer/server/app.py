@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -48,7 +47,7 @@ from draft_trainer.server.service import (
 )
 from draft_trainer.server.status import SNAPSHOT_SECONDS, FleetView, RecentAcceptance, Status
 from draft_trainer.server.web import serve_web
-from draft_trainer.training.economy import Economy
+from draft_trainer.training.economy import Economy, waited_seconds
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.loop import Candidates, TrainingLoop
@@ -61,7 +60,6 @@ from slipstream.serving import GrpcServer, LoopThread, Workers
 from slipstream.shm import remove_stale
 from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
-from slipstream.v1.rollout_server_pb2 import ServerState
 
 logger = logging.getLogger(__name__)
 
@@ -127,13 +125,10 @@ class TrainerServer:
         fleet_view = FleetView(state.events)
         acceptance = RecentAcceptance()
         self._fleet = Fleet(publish, fleet_view.looked, self._credentials)
-        economy = Economy(config.economy)
-
-        def grew(address: str, state: ServerState, *growth: Any) -> None:
-            economy.served(address, state)
-            acceptance.grew(address, state, *growth)
-
-        self._watch = AcceptanceWatch(self._fleet, grew)
+        # A shared GPU does not say what training takes of it.
+        waited = waited_seconds if config.training.device == "cpu" else lambda: None
+        economy = Economy(config.economy, waited=waited)
+        self._watch = AcceptanceWatch(self._fleet, acceptance.grew, economy.served)
         known = newest.HasField("trained_against_policy_version")
         against = newest.trained_against_policy_version if known else None
         self._counters.newest_release = (newest.draft_version, against)
@@ -362,7 +357,7 @@ def _max_tokens(config: TrainerConfig, head: Draft) -> int:
 
 def _wanted_tokens(config: TrainerConfig, economy: Economy) -> int:
     """Of each policy version; while training is paused, what measures the served draft."""
-    if economy.last is None or economy.last.train:
+    if not economy.looks_only:
         return 0
     held_out = config.replay.held_out_fraction or HELD_OUT_LEAST
     # About half of the tokens of a rollout are the prompt's, where nothing is drafted.

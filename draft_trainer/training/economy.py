@@ -1,17 +1,25 @@
 """Decides whether the draft is trained now: seconds of generation that it saves against its own.
 
-One decision a policy version. With G seconds of generation a version, at a fixed draft length, a
-draft of acceptance length L + g instead of L saves G * g / (L + g) of them: generation is as many
-steps as tokens divided by acceptance length. The gain g that more training is expected to bring is
-the greater of what the served draft has lost on the newest held-out states since it was released,
-and of what training has gained a version lately. Training for one version more pays while the
-saving over the coming versions exceeds what that training takes from the loop.
+One decision a policy version. At an acceptance length L generation is s(L) times as fast as without
+drafts, so that G seconds a version become G s(L) / s(L + g) with a draft that is better by g. The
+rollout servers report s as they run; it goes with L down to 1, where they stop drafting. The gain g
+that more training is expected to bring is the greater of what the served draft has lost on the
+newest held-out states since it was released, and of what training has gained a version lately. It
+lasts for ``economy.horizon_versions`` versions, or until the policy's movement has taken all of L.
+Training for one version more pays while the saving over that time exceeds what it takes.
+
+A draft that was released for this policy has lost nothing yet: training begins once it does. What
+is not known for ``LOOK_VERSIONS`` versions counts as paying.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from draft_trainer.config import EconomyConfig
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -23,6 +31,32 @@ SMOOTHING = 0.5
 START, STOP = 1.2, 0.8
 """Saving over cost at which training begins again, and ends: noise alone does not switch it."""
 
+LOOK_VERSIONS = 3
+"""Decisions without training for want of figures; what is missing then will not come."""
+
+LEAST_ACCEPTED = 0.5
+"""Share of proposed tokens below which a draft that was never trained here is trained for a
+version, whatever it has lost: it has more to learn than a policy's movement takes from it."""
+
+_TASKS = Path("/proc/self/task")
+
+
+def waited_seconds() -> float | None:
+    """That this process's threads were ready to run and another had the core, since their start.
+
+    The kernel shares a contended core evenly, so this is also about what they took from others.
+    None where the kernel does not say. Source: Linux, Documentation/scheduler/sched-stats.rst.
+    """
+    if sys.platform != "linux":
+        return None
+    total = 0
+    for task in _TASKS.iterdir():
+        try:
+            total += int((task / "schedstat").read_text().split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # the thread ended meanwhile, or the kernel does not count
+    return total / 1e9 if total else None
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -32,7 +66,7 @@ class Decision:
         policy_version: that it is for.
         train: whether to train.
         reason: in words, with the figures.
-        saving_seconds: of generation, expected over the horizon; None while unknown.
+        saving_seconds: of generation, expected while the gain lasts; None while unknown.
         cost_seconds: of the loop, that one version's training takes; None while unknown.
     """
 
@@ -45,24 +79,52 @@ class Decision:
 
 class Economy:
     """Keeps the measurements and the last decision. ``served`` is thread-safe; the rest belongs to
-    the training thread."""
+    the training thread.
 
-    def __init__(self, config: EconomyConfig) -> None:
+    Args:
+        config: the [economy] section.
+        clock: monotonic seconds.
+        waited: seconds that this process waited for a core so far, or None where unknown.
+    """
+
+    def __init__(
+        self,
+        config: EconomyConfig,
+        clock: Callable[[], float] = time.monotonic,
+        waited: Callable[[], float | None] = waited_seconds,
+    ) -> None:
         self.config = config
         self.last: Decision | None = None
+        self._clock, self._waited = clock, waited
         self._lock = threading.Lock()
         self._busy: dict[str, float] = {}
         self._generated: dict[str, float] = {}
+        self._speed_ups: dict[str, float] = {}
+        self._began = clock()
+        self._waited_before = waited()
         self._trained = 0.0
         self._gained = 0.0
+        self._lost = 0.0
+        self._unknown = 0
+        self._seconds: float | None = None
         self._generation: float | None = None
         self._cost: float | None = None
         self._progress: float | None = None
+        self._drift: float | None = None
         self._released_length: float | None = None
         self._length: float | None = None
+        self._proposed = 0
+        self._break_even: float | None = None
+
+    @property
+    def looks_only(self) -> bool:
+        """Whether samples serve to measure the served draft, not to train."""
+        if self.last is None:
+            return self.config.mode != "always"
+        return not self.last.train
 
     def served(self, address: str, state: pb.ServerState) -> None:
-        """A server's report: how long its engine has taken steps since its start."""
+        """A server's report: how long its engine has taken steps since its start, and its gain."""
         with self._lock:
             now, before = state.engine_seconds, self._busy.get(address)
             self._busy[address] = now
@@ -70,6 +132,10 @@ class Economy:
                 # A server that restarted counts from 0.
                 grown = now - before if now >= before else now
                 self._generated[address] = self._generated.get(address, 0.0) + grown
+            if not state.speculation_enabled:
+                self._speed_ups[address] = 1.0
+            elif state.HasField("speed_up") and 0.0 < state.speed_up < 100.0:
+                self._speed_ups[address] = state.speed_up
 
     def trained(self, seconds: float) -> None:
         """An optimizer step took that long."""
@@ -78,64 +144,106 @@ class Economy:
     def compared(self, figures: GateFigures, released: bool) -> None:
         """The gate's estimates on the newest held-out states."""
         candidate = figures.candidate_acceptance_length
-        incumbent = figures.incumbent_acceptance_length
-        self._length = incumbent
+        self.measured(figures.incumbent_acceptance_length)
         if released:
-            self._gained += candidate - incumbent
+            self._gained += candidate - figures.incumbent_acceptance_length
             self._released_length = self._length = candidate
 
-    def measured(self, length: float) -> None:
-        """The served draft's estimate on the newest held-out states."""
-        self._length = length
+    def measured(self, length: float, proposed: int = 0) -> None:
+        """The served draft's estimate on the newest held-out states, of ``proposed`` tokens."""
+        if self._released_length is None:
+            self._released_length = length
+        if self._length is not None:
+            self._lost += self._length - length
+        self._length, self._proposed = length, proposed or self._proposed
 
     def decide(self, policy_version: int) -> Decision:
         """For the versions from now on."""
         before = self.last
         if before is None or policy_version != before.policy_version:
             self._end_version(first=before is None)
-            self.last = self._decide(policy_version, before is None or before.train)
+            self.last = self._decide(policy_version, before is not None and before.train)
         else:
             self.last = before
         return self.last
 
     def _end_version(self, first: bool) -> None:
+        now, waited = self._clock(), self._waited()
+        seconds, self._began = now - self._began, now
+        took = None
+        if waited is not None and self._waited_before is not None:
+            took = max(0.0, waited - self._waited_before)
+        self._waited_before = waited
         with self._lock:
             generated, self._generated = self._generated, {}
-        trained, gained = self._trained, self._gained
-        self._trained = self._gained = 0.0
+        trained, gained, lost = self._trained, self._gained, self._lost
+        self._trained = self._gained = self._lost = 0.0
         if first:
             return
+        self._seconds = _smoothed(self._seconds, seconds)
+        self._drift = _smoothed(self._drift, lost)
         if generated:
             # Engines generate side by side: a version takes what one of them takes.
             mean = sum(generated.values()) / len(generated)
             self._generation = _smoothed(self._generation, mean)
         if trained:
-            self._cost = _smoothed(self._cost, trained * self.config.training_share)
+            share = self.config.training_share
+            if share is None and took is not None:
+                cost = took
+            else:
+                cost = trained * (1.0 if share is None else share)
+            self._cost = _smoothed(self._cost, cost)
             self._progress = _smoothed(self._progress, gained)
 
     def _decide(self, version: int, training: bool) -> Decision:
         mode = self.config.mode
         if mode != "when-it-pays":
             return Decision(version, mode == "always", f"economy.mode is {mode}")
-        generation, cost, length = self._generation, self._cost, self._length
-        if generation is None or cost is None or length is None:
-            missing = {
+        generation, seconds, length = self._generation, self._seconds, self._length
+        if generation is None or seconds is None or length is None:
+            self._unknown += 1
+            known = {
                 "generation": generation,
-                "training": cost,
+                "the seconds of a policy version": seconds,
                 "the draft's acceptance on held-out states": length,
             }
-            names = ", ".join(name for name, value in missing.items() if value is None)
-            return Decision(version, True, f"not known yet: {names}")
-        drifted = max(0.0, (self._released_length or length) - length)
-        gain = max(drifted, self._progress or 0.0)
-        saving = self.config.horizon_versions * generation * gain / (length + gain)
+            names = ", ".join(name for name, value in known.items() if value is None)
+            return Decision(version, self._unknown > LOOK_VERSIONS, f"not known yet: {names}")
+        cost, assumed = self._cost, ""
+        if cost is None:
+            share = self.config.training_share
+            cost, assumed = seconds * (1.0 if share is None else share), " (assumed)"
+            if self._proposed and length - 1 < LEAST_ACCEPTED * self._proposed:
+                reason = f"{length:.3f} of {1 + self._proposed} possible: training is tried"
+                return Decision(version, True, f"acceptance length {reason}", None, cost)
+        gain = max((self._released_length or length) - length, self._progress or 0.0, 0.0)
+        lasts: float = self.config.horizon_versions
+        if self._drift is not None and self._drift > 0:
+            lasts = min(lasts, max(1.0, (length + gain - 1) / self._drift))
+        saving = lasts * generation * self._saved_share(length, gain)
         train = saving > cost * (STOP if training else START)
         text = (
             f"training {'pays' if train else 'does not pay'}: {gain:.3f} of acceptance length "
-            f"{length:.3f} saves {saving:.3g} s of generation in {self.config.horizon_versions} "
-            f"policy versions, training for one takes {cost:.3g} s"
+            f"{length:.3f} saves {saving:.3g} s of generation in {lasts:.3g} policy versions, "
+            f"training for one takes {cost:.3g} s{assumed}"
         )
         return Decision(version, train, text, saving, cost)
+
+    def _saved_share(self, length: float, gain: float) -> float:
+        """Of a version's generation, by a draft that is better by ``gain``."""
+        with self._lock:
+            speed_ups = list(self._speed_ups.values())
+        if not speed_ups:
+            # At a fixed draft length generation is as many steps as tokens over acceptance length.
+            return gain / (length + gain)
+        now = sum(speed_ups) / len(speed_ups)
+        if now > 1:
+            self._break_even = _smoothed(self._break_even, length / now)
+        if self._break_even is None:
+            # No draft of this length pays on these servers; they do not say how far it is from it.
+            return 0.0
+        better = max(now, (length + gain) / self._break_even, 1.0)
+        return 1 - now / better
 
 
 def _smoothed(old: float | None, new: float) -> float:

@@ -278,12 +278,13 @@ class TrainingLoop:
         economy, version = self.candidates.economy, run.latest_policy_version
         last = economy.last
         if version is None or (last is not None and last.policy_version == version):
-            return last is None or last.train
-        if last is not None and not last.train:
+            return not economy.looks_only
+        if economy.looks_only:
             # Without candidates only this says how the served draft does on the new policy.
-            length = self.candidates.gate.measure(run)
+            gate = self.candidates.gate
+            length = gate.measure(run)
             if length is not None:
-                economy.measured(length)
+                economy.measured(length, gate.drafting()[0])
         decision = economy.decide(version)
         if last is None or last.train != decision.train:
             logger.info("policy version %d: %s", version, decision.reason)

@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+import queue
+
 import pytest
 
-from draft_trainer.config import EconomyConfig
-from draft_trainer.training.economy import START, STOP, Economy
+from draft_trainer.config import EconomyConfig, PublishConfig
+from draft_trainer.releases.canary import AcceptanceWatch
+from draft_trainer.releases.fleet import Fleet
+from draft_trainer.training.economy import (
+    LOOK_VERSIONS,
+    START,
+    STOP,
+    Decision,
+    Economy,
+    waited_seconds,
+)
 from slipstream.v1.release_pb2 import GateFigures
 from slipstream.v1.rollout_server_pb2 import ServerState
+from tests.draft_trainer.fleet_double import RolloutDouble
 
 HORIZON = 10
+STEP = 30.0
+"""Seconds of a policy version."""
 
 
 class Loop:
-    """Policy versions of a run with two servers."""
+    """Policy versions of a run with two servers, whose trainer shares its cores."""
 
-    def __init__(self, mode: str = "when-it-pays", share: float = 1.0) -> None:
+    def __init__(self, mode: str = "when-it-pays", share: float | None = 1.0) -> None:
+        self.now = self.waited = 0.0
         self.economy = Economy(
-            EconomyConfig(mode=mode, training_share=share, horizon_versions=HORIZON)  # type: ignore[arg-type]
+            EconomyConfig(mode=mode, training_share=share, horizon_versions=HORIZON),  # type: ignore[arg-type]
+            clock=lambda: self.now,
+            waited=lambda: self.waited,
         )
         self.seconds = {"a": 0.0, "b": 0.0}
         self.version = 0
         self.generate(0.0)
         self.economy.decide(0)
 
-    def generate(self, seconds: float) -> None:
+    def generate(self, seconds: float, speed_up: float | None = None) -> None:
         for address in self.seconds:
             self.seconds[address] += seconds
-            self.economy.served(address, ServerState(engine_seconds=self.seconds[address]))
+            state = ServerState(
+                engine_seconds=self.seconds[address],
+                speed_up=speed_up,
+                speculation_enabled=speed_up != 1.0,
+            )
+            self.economy.served(address, state)
 
     def judge(self, candidate: float, incumbent: float, released: bool) -> None:
         figures = GateFigures(
@@ -35,39 +57,89 @@ class Loop:
         )
         self.economy.compared(figures, released)
 
-    def step(self, generation: float, training: float = 0.0) -> bool:
-        self.generate(generation)
+    def step(
+        self,
+        generation: float,
+        training: float = 0.0,
+        speed_up: float | None = None,
+        waited: float = 0.0,
+    ) -> bool:
+        self.generate(generation, speed_up)
+        self.now += STEP
+        self.waited += waited
         if training:
             self.economy.trained(training)
         self.version += 1
         return self.economy.decide(self.version).train
 
+    @property
+    def last(self) -> Decision:
+        assert self.economy.last is not None
+        return self.economy.last
 
-def test_what_is_not_known_counts_as_paying() -> None:
+
+def test_what_is_missing_is_looked_for_in_a_few_versions_then_trained_for() -> None:
     loop = Loop()
-    assert loop.step(10.0)
-    assert loop.economy.last is not None
-    assert loop.economy.last.reason.startswith("not known yet: training")
-    assert loop.step(10.0, training=4.0)
-    assert "acceptance on held-out states" in loop.economy.last.reason
-    loop.judge(3.0, 2.0, released=True)
-    assert loop.step(10.0, training=4.0)
-    assert loop.economy.last.saving_seconds is not None
+    assert not loop.last.train
+    assert [loop.step(10.0) for _ in range(LOOK_VERSIONS)] == [False] * (LOOK_VERSIONS - 1) + [True]
+    assert loop.last.reason == "not known yet: the draft's acceptance on held-out states"
+    loop.economy.measured(3.0, proposed=3)
+    assert not loop.step(10.0, training=4.0)
+    assert loop.last.saving_seconds == 0.0
+
+
+def test_a_draft_that_has_lost_nothing_is_not_trained() -> None:
+    loop = Loop()
+    loop.economy.measured(3.0, proposed=3)
+    assert not any(loop.step(10.0) for _ in range(30))
+
+
+def test_a_weak_draft_is_trained_for_a_version_then_by_what_that_brought() -> None:
+    for candidate, pays in ((2.4, True), (2.4 - 0.39, False)):
+        loop = Loop()
+        loop.economy.measured(2.0, proposed=3)
+        assert loop.step(10.0)
+        assert "training is tried" in loop.last.reason
+        loop.judge(candidate, 2.0, released=True)
+        # 0.4 more saves 10 * 10 / 6 s, 0.01 a quarter of one; training took 4.
+        assert loop.step(10.0, training=4.0) is pays
+
+
+def test_before_it_was_trained_a_version_is_assumed_to_cost_its_length() -> None:
+    loop = Loop(share=0.5)
+    loop.economy.measured(3.0, proposed=3)
+    loop.step(10.0)
+    assert loop.last.cost_seconds == STEP / 2
+    assert "(assumed)" in loop.last.reason
 
 
 def test_saving_and_cost_by_hand() -> None:
     loop = Loop(share=0.5)
     loop.judge(3.0, 2.0, released=True)
     loop.step(10.0, training=4.0)
-    last = loop.economy.last
-    assert last is not None
-    assert last.cost_seconds == pytest.approx(2.0)
+    assert loop.last.cost_seconds == pytest.approx(2.0)
     # One a version, from 3: of ten versions of ten seconds a quarter.
-    assert last.saving_seconds == pytest.approx(HORIZON * 10.0 * 1.0 / 4.0)
+    assert loop.last.saving_seconds == pytest.approx(HORIZON * 10.0 * 1.0 / 4.0)
     # Nothing gained in the second version: the mean halves, and generation moves half way.
     loop.step(20.0, training=4.0)
-    assert loop.economy.last is not None
-    assert loop.economy.last.saving_seconds == pytest.approx(HORIZON * 15.0 * 0.5 / 3.5)
+    assert loop.last.saving_seconds == pytest.approx(HORIZON * 15.0 * 0.5 / 3.5)
+
+
+def test_where_the_share_is_not_given_cost_is_what_the_process_waited() -> None:
+    loop = Loop(share=None)
+    loop.judge(3.0, 2.0, released=True)
+    loop.step(10.0, training=8.0, waited=1.5)
+    assert loop.last.cost_seconds == pytest.approx(1.5)
+    # A version without training says nothing of its cost.
+    loop.step(10.0, waited=4.0)
+    assert loop.last.cost_seconds == pytest.approx(1.5)
+
+
+def test_the_kernel_says_how_long_this_process_waited() -> None:
+    before = waited_seconds()
+    assert before is not None and before > 0
+    after = waited_seconds()
+    assert after is not None and after >= before
 
 
 def test_a_policy_that_hardly_moves_ends_training_and_drift_begins_it_again() -> None:
@@ -82,9 +154,8 @@ def test_a_policy_that_hardly_moves_ends_training_and_drift_begins_it_again() ->
     # Idle, only the served draft is measured: how far must it fall until a version's 20 s pay?
     length = 3.0
     while not loop.step(10.0):
-        last = loop.economy.last
-        assert last is not None and last.saving_seconds is not None
-        assert last.saving_seconds <= START * 20.0
+        assert loop.last.saving_seconds is not None
+        assert loop.last.saving_seconds <= START * 20.0
         length -= 0.1
         loop.economy.measured(length)
         assert length > 1.0
@@ -95,6 +166,8 @@ def test_a_policy_that_hardly_moves_ends_training_and_drift_begins_it_again() ->
 def test_it_stops_later_than_it_starts() -> None:
     assert STOP < 1 < START
     loop = Loop()
+    loop.economy.measured(2.0, proposed=3)
+    assert loop.step(10.0)
     loop.judge(3.0, 2.7, released=True)
     # Saving 100 * 0.3 / 3.3 = 9.1 s at a cost of 10 s: between the two.
     assert loop.step(10.0, training=10.0)
@@ -105,6 +178,60 @@ def test_it_stops_later_than_it_starts() -> None:
     assert not idle.step(10.0)
     idle.economy.measured(2.6)
     assert idle.step(10.0)
+
+
+def test_a_gain_lasts_until_the_policy_has_taken_it() -> None:
+    loop = Loop()
+    loop.judge(4.0, 4.0, released=True)
+    loop.step(10.0, training=1.0)
+    # 1.5 lost in a version, in the mean 0.75: of 3 that can be lost 4 versions' worth.
+    loop.economy.measured(2.5)
+    loop.step(10.0)
+    assert loop.last.saving_seconds == pytest.approx(4 * 10.0 * 1.5 / 4.0)
+
+
+@pytest.mark.parametrize(
+    ("speed_up", "length", "saved"),
+    [
+        # Twice as fast at 4: back from 3 to 4 a quarter of the generation is saved.
+        (1.5, 3.0, 0.25),
+        # Drafts stopped to pay at 2, and do not run: at 4 generation would take half.
+        (1.0, 1.5, 0.5),
+        (1.0, 2.0, 0.5),
+    ],
+)
+def test_the_saving_is_of_what_the_servers_really_run(
+    speed_up: float, length: float, saved: float
+) -> None:
+    loop = Loop()
+    loop.judge(4.0, 4.0, released=True)
+    for _ in range(20):
+        loop.step(10.0, training=5.0, speed_up=2.0)
+    loop.economy.measured(length)
+    loop.step(10.0, speed_up=speed_up)
+    lost = (4.0 - length) / 2  # the mean over versions
+    lasts = min(HORIZON, 3.0 / lost)
+    assert loop.last.saving_seconds == pytest.approx(lasts * 10.0 * saved, rel=0.01)
+
+
+def test_servers_on_which_no_draft_ever_paid_are_no_reason_to_train() -> None:
+    loop = Loop()
+    loop.judge(4.0, 4.0, released=True)
+    for _ in range(5):
+        loop.step(10.0, training=5.0, speed_up=1.0)
+    loop.economy.measured(1.5)
+    assert not loop.step(10.0, speed_up=1.0)
+    assert loop.last.saving_seconds == 0.0
+
+
+def test_samples_only_measure_until_training_pays() -> None:
+    loop = Loop()
+    assert loop.economy.looks_only
+    loop.judge(3.0, 2.0, released=True)
+    assert loop.step(10.0, training=4.0)
+    assert not loop.economy.looks_only
+    assert Economy(EconomyConfig(mode="when-it-pays")).looks_only
+    assert not Economy(EconomyConfig(mode="always")).looks_only
 
 
 def test_one_decision_a_version() -> None:
@@ -120,9 +247,7 @@ def test_a_server_that_restarts_counts_from_zero() -> None:
     loop.generate(10.0)
     loop.seconds = dict.fromkeys(loop.seconds, 0.0)
     loop.step(5.0, training=1.0)
-    last = loop.economy.last
-    assert last is not None
-    assert last.saving_seconds == pytest.approx(HORIZON * 15.0 * 1.0 / 3.0)
+    assert loop.last.saving_seconds == pytest.approx(HORIZON * 15.0 * 1.0 / 3.0)
 
 
 @pytest.mark.parametrize(("mode", "train"), [("always", True), ("never", False)])
@@ -130,3 +255,17 @@ def test_modes_that_decide_nothing(mode: str, train: bool) -> None:
     loop = Loop(mode)
     loop.judge(3.0, 3.0, released=True)
     assert loop.step(1.0, training=100.0) is train
+
+
+def test_servers_that_do_not_draft_report_too() -> None:
+    double, reports = RolloutDouble(), queue.SimpleQueue[tuple[str, float]]()
+    fleet = Fleet(PublishConfig(rollout_servers=(double.address,)))
+    watch = AcceptanceWatch(fleet, on_report=lambda a, s: reports.put((a, s.engine_seconds)))
+    try:
+        double.state.engine_seconds = 4.0
+        watch.follow([double.address])
+        assert reports.get(timeout=20) == (double.address, 4.0)
+    finally:
+        fleet.close()
+        double.stop()
+        assert watch.stop(10)

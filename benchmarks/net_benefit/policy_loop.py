@@ -1,0 +1,184 @@
+"""A GRPO loop that is timed whole: rollouts of several turns, log-probs, update, weight sync."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+import torch
+from transformers import PreTrainedModel
+
+from examples.arithmetic_grpo.grpo import group_advantages, log_prob_forward, pad_batch, update
+from examples.arithmetic_grpo.sampling import completion_text, prompt_ids
+from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS, Problem, grade, sample_problem
+from examples.arithmetic_grpo.tokenizer import PAD_ID
+from examples.task import reward
+from policy_bridge import PolicyBridge
+
+REQUEST_SECONDS = 300.0
+LOG_PROB_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One GRPO run.
+
+    Attributes:
+        about: in words.
+        groups: of rollouts in a step.
+        samples: rollouts of a group. They share their problems.
+        turns: median and sigma of the lognormal number of turns of a group's rollouts, and the most
+            there may be. A turn is a problem and its solution; a rollout's next turn begins when
+            all of its group have ended the one before.
+        learning_rate: of the policy's AdamW, constant.
+        updates: optimizer steps of a GRPO step, each on a part of its groups.
+        steps: GRPO steps of the run.
+    """
+
+    about: str
+    groups: int
+    samples: int
+    turns: tuple[float, float, int]
+    learning_rate: float
+    updates: int
+    steps: int
+
+    def problems(self, rng: random.Random) -> list[list[Problem]]:
+        """Of one step: by group and turn."""
+        median, sigma, most = self.turns
+        drawn = [rng.lognormvariate(0.0, sigma) for _ in range(self.groups)]
+        turns = [max(1, min(most, round(median * factor))) for factor in drawn]
+        return [[sample_problem(rng) for _ in range(count)] for count in turns]
+
+
+@dataclass
+class Run:
+    """What one run took.
+
+    Attributes:
+        seconds: from the first rollout to the end of the last step.
+        phases: seconds of it: generation, log_prob, update, sync.
+        generation: seconds of each step's generation.
+        tokens: generated.
+        ornate: share of ornate lines in the last step: how far the policy moved.
+    """
+
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    generation: list[float] = field(default_factory=list)
+    tokens: int = 0
+    ornate: float = 0.0
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Counts what is inside."""
+        began = time.perf_counter()
+        yield
+        self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - began
+
+
+async def _rollouts(
+    http: str, groups: Sequence[Sequence[Problem]], samples: int
+) -> list[list[list[list[int]]]]:
+    """Token ids of every completion, by group, turn and sample."""
+    limits = httpx.Limits(max_connections=len(groups))
+    async with httpx.AsyncClient(base_url=http, timeout=REQUEST_SECONDS, limits=limits) as client:
+
+        async def turn(problem: Problem) -> list[list[int]]:
+            body = {
+                "model": "policy",
+                "prompt": prompt_ids(problem),
+                "n": samples,
+                "max_tokens": MAX_COMPLETION_TOKENS,
+                "temperature": 1.0,
+                "return_token_ids": True,
+            }
+            answer = await client.post("/v1/completions", json=body)
+            answer.raise_for_status()
+            return [list(choice["token_ids"]) for choice in answer.json()["choices"]]
+
+        async def rollout(problems: Sequence[Problem]) -> list[list[list[int]]]:
+            return [await turn(problem) for problem in problems]
+
+        return list(await asyncio.gather(*map(rollout, groups)))
+
+
+def train(
+    model: PreTrainedModel,
+    workload: Workload,
+    seed: int,
+    http: str,
+    push: Callable[[int], None],
+    bridge: PolicyBridge | None,
+    begun: Callable[[], None],
+) -> Run:
+    """Run a workload.
+
+    Args:
+        model: the policy, which is trained.
+        workload: what of.
+        seed: of the problems and the numbers of turns.
+        http: base address of the server that generates.
+        push: brings the model to the server as this version; where the bridge does that it is
+            called all the same.
+        bridge: takes the states; None where no draft is trained.
+        begun: called when the clock starts: the server has version 0 by then.
+    """
+    rng, run = random.Random(seed), Run()
+    betas = (0.9, 0.95)
+    optimizer = torch.optim.AdamW(model.parameters(), workload.learning_rate, betas)
+    push(0)
+    begun()
+    began = time.perf_counter()
+    for version in range(workload.steps):
+        asked = workload.problems(rng)
+        with run.timed("generation"):
+            before = time.perf_counter()
+            answers = asyncio.run(_rollouts(http, asked, workload.samples))
+            run.generation.append(time.perf_counter() - before)
+        problems = [problem for group in asked for problem in group]
+        completions = [turn for group in answers for turn in group]
+        rows = [row for turn in completions for row in turn]
+        run.tokens += sum(map(len, rows))
+        grades = [
+            grade(problem, completion_text(row))
+            for problem, turn in zip(problems, completions, strict=True)
+            for row in turn
+        ]
+        run.ornate = sum(graded.style_share for graded in grades) / len(grades)
+        batch = pad_batch(
+            [prompt_ids(problem) for problem in problems for _ in range(workload.samples)],
+            rows,
+            group_advantages(torch.tensor([reward(g) for g in grades]), workload.samples),
+            PAD_ID,
+        )
+        old = []
+        capture: AbstractContextManager[Any] = bridge.capture() if bridge else nullcontext()
+        with run.timed("log_prob"), torch.no_grad(), capture as captured:
+            for start in range(0, len(rows), LOG_PROB_BATCH):
+                some = slice(start, start + LOG_PROB_BATCH)
+                ids, mask = batch.input_ids[some], batch.attention_mask[some]
+                old.append(log_prob_forward(model, ids, mask))
+                if bridge:
+                    captured.ship(
+                        ids,
+                        attention_mask=mask,
+                        loss_mask=batch.completion_mask[some],
+                        sampled_logprobs=old[-1],
+                    )
+        batch = replace(batch, old_log_probs=torch.cat(old))
+        with run.timed("update"):
+            # Mini-batches of whole turns: their advantages belong together.
+            whole = torch.arange(len(rows)).view(-1, workload.samples)
+            for chosen in whole.chunk(workload.updates):
+                update(model, optimizer, batch.rows(chosen.flatten()))
+        with run.timed("sync"):
+            push(version + 1)
+    run.seconds = time.perf_counter() - began
+    return run
