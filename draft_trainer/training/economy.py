@@ -38,19 +38,20 @@ LEAST_ACCEPTED = 0.5
 """Share of proposed tokens below which a draft that was never trained here is trained for a
 version, whatever it has lost: it has more to learn than a policy's movement takes from it."""
 
-_TASKS = Path("/proc/self/task")
 
-
-def waited_seconds() -> float | None:
-    """That this process's threads were ready to run and another had the core, since their start.
+def waited_seconds(pid: int | None = None) -> float | None:
+    """That a process's threads were ready to run and another had the core, since their start.
 
     The kernel shares a contended core evenly, so this is also about what they took from others.
     None where the kernel does not say. Source: Linux, Documentation/scheduler/sched-stats.rst.
+
+    Args:
+        pid: of the process; None: this one.
     """
     if sys.platform != "linux":
         return None
     total = 0
-    for task in _TASKS.iterdir():
+    for task in Path(f"/proc/{pid or 'self'}/task").iterdir():
         try:
             total += int((task / "schedstat").read_text().split()[1])
         except (FileNotFoundError, ProcessLookupError):

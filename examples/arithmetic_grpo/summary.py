@@ -193,20 +193,45 @@ def saved_seconds(run: RunRecord, other: str) -> float:
     )
 
 
+@dataclass(frozen=True)
+class Net:
+    """A run all of whose rollouts are the adapted arm's, from this run's own times.
+
+    Attributes:
+        saved: seconds of generation less than with the frozen draft.
+        cost: seconds that the trainer took from the rest: what it waited for the cores itself.
+        speed: of the whole run, over one without speculation and without a trainer.
+        speed_over_frozen: the same, over one with the frozen draft and without a trainer.
+    """
+
+    saved: float
+    cost: float
+    speed: float
+    speed_over_frozen: float
+
+
+def net(run: RunRecord) -> Net:
+    """Every step has as many rollouts as all of this run's arms together, and its other phases."""
+    cost = run.cost["trainer_waited_seconds"]
+    rest = sum(sum(step.seconds.values()) - step.seconds["generation"] for step in run.steps)
+    adapted = rest + len(ARMS) * sum(step.arms[ADAPTED].seconds for step in run.steps)
+
+    def speed_over(other: str) -> float:
+        return (adapted + len(ARMS) * saved_seconds(run, other) - cost) / adapted
+
+    saved = len(ARMS) * saved_seconds(run, FROZEN)
+    return Net(saved, cost, speed_over(OFF), speed_over(FROZEN))
+
+
 def net_text(run: RunRecord) -> str:
-    """Whether adapting paid in this run: generation that it saved beside what the trainer took."""
-    frozen, plain = saved_seconds(run, FROZEN), saved_seconds(run, OFF)
-    cost = run.cost["trainer_cpu_seconds"]
-    text = (
-        f"the adapted arm's rollouts took {frozen:.1f} s less than with the frozen draft and "
-        f"{plain:.1f} s less than without speculation; the trainer took {cost:.0f} s of CPU: "
+    """Whether adapting paid in this run."""
+    found = net(run)
+    return (
+        f"adapting saved {found.saved:.1f} s of generation and cost {found.cost:.1f} s "
+        f"({run.cost['trainer_cpu_seconds']:.0f} s of CPU): with the adapted draft alone the run "
+        f"is {found.speed:.2f} times as fast as without speculation and "
+        f"{found.speed_over_frozen:.2f} times as fast as with the frozen draft"
     )
-    if frozen >= cost:
-        return text + "adapting paid"
-    if frozen <= 0:
-        return text + "adapting did not pay, and would not with more rollouts"
-    more = f"{cost / frozen:.0f} times the rollouts a step"
-    return text + f"adapting did not pay; it would from {more} on, or on devices that are idle"
 
 
 def targets_of(run: RunRecord) -> list[Target]:
@@ -284,10 +309,7 @@ def write_summary(run: RunRecord, path: Path) -> dict[str, Any]:
             for batch in run.speed
         },
         "cost": run.cost,
-        "net": {
-            "saved_seconds": {arm: saved_seconds(run, arm) for arm in (FROZEN, OFF)},
-            "text": net_text(run) if run.cost else None,
-        },
+        "net": asdict(net(run)) | {"text": net_text(run)} if run.cost else None,
         "live_swap_seconds": _spread([s.call_seconds for s in run.swaps if s.requests_in_flight]),
         "live_swap_worker_seconds": _spread(
             [s.worker_seconds for s in run.swaps if s.requests_in_flight]
