@@ -153,7 +153,7 @@ def decide(candidate: Interval, incumbent: Interval, max_loss: float) -> bool | 
     return None
 
 
-INTERVAL_MS = 100
+INTERVAL_MS = 500
 STREAM_SECONDS = 600.0
 RETRY_SECONDS = 1.0
 KEPT = 2048

@@ -361,7 +361,8 @@ def _wanted_tokens(config: TrainerConfig, economy: Economy) -> int:
         return 0
     held_out = config.replay.held_out_fraction or HELD_OUT_LEAST
     # About half of the tokens of a rollout are the prompt's, where nothing is drafted.
-    return math.ceil(2 * config.gate.needed_anchors(0) / held_out)
+    tokens = 2 * config.gate.needed_anchors(0) / held_out
+    return math.ceil(tokens / config.gate.newest_versions)
 
 
 def _ended(future: Future[None], timeout: float) -> bool:
