@@ -221,6 +221,8 @@ def test_a_server_s_own_measurements() -> None:
     table, rates = served_costs(exposition(plain=100))
     assert rates == (0.8, 0.6)
     assert (table.seconds(0, 1), table.seconds(2, 1)) == pytest.approx((0.01, 0.016))
+    # A server that chooses its draft length has taken five plain steps before it is ready.
+    assert served_costs(exposition(plain=5))[0].draft_lengths == (0, 2)
     with pytest.raises(RefusedError, match="timed plain steps"):
         served_costs(exposition(plain=3))
 

@@ -18,8 +18,9 @@ from slipstream.errors import RefusedError
 if TYPE_CHECKING:
     from slipstream.costs import Costs, StepTable
 
-LEAST_STEPS = 16
-"""Of a kind and size, below which a server's cost is not known."""
+LEAST_STEPS = 4
+"""Of a kind and size, below which a server's cost is not known: fewer than a server with
+``--speculation auto`` takes of each before it is ready."""
 
 _LABELS = ("kind", "requests", "draft_length", "position")
 
