@@ -61,9 +61,9 @@ from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 NONE, FROZEN, ALWAYS, PAYS = ARMS = ("none", "frozen", "always", "when-it-pays")
 TAIL = (2.0, 0.9, 24)
 WORKLOADS = {
-    "short": Workload("short rollouts, small policy", 12, 8, (1.0, 0.0, 1), 8e-4, 4, 16),
-    "tail": Workload("long-tailed rollouts", 12, 4, TAIL, 8e-4, 4, 24),
-    "still": Workload("a policy that hardly moves", 12, 4, TAIL, 1e-7, 4, 12),
+    "short": Workload("short rollouts, small policy", 12, 8, (1.0, 0.0, 1), 8e-4, 4, 12),
+    "tail": Workload("long-tailed rollouts", 6, 4, TAIL, 8e-4, 4, 20),
+    "still": Workload("a policy that hardly moves", 6, 4, TAIL, 1e-7, 4, 10),
 }
 CALL_SECONDS = 30.0
 
@@ -121,8 +121,9 @@ def run_arm(name: str, arm: str, workload: Workload, seed: int, folder: Path) ->
             at_start[:] = _used(trainer)
 
         run = train(model, workload, seed, server.http, push, bridge, begun)
+        state = server.state()
         found = asdict(run) | {"counters": _counters(server)}
-        found["draft_commits"] = server.state().draft_commits
+        found |= {"draft_commits": state.draft_commits, "engine_seconds": state.engine_seconds}
         if trainer is not None:
             names = ("trainer_cpu_seconds", "trainer_waited_seconds")
             found |= {n: b - a for n, a, b in zip(names, at_start, _used(trainer), strict=True)}
@@ -171,7 +172,8 @@ def measure(
     def contestant(arm: str) -> dict[str, Any]:
         say(f"{name}, round {number[0] + 1}, {arm}")
         found = run_arm(name, arm, workload, number[0], folder / f"{name}-{number[0]}-{arm}")
-        say(f"  {found['seconds']:.1f} s, of generation {found['phases']['generation']:.1f} s")
+        phases = ", ".join(f"{n} {s:.1f}" for n, s in found["phases"].items())
+        say(f"  {found['seconds']:.1f} s: {phases}; ornate lines {found['ornate']:.2f}")
         return found
 
     def after(done: int) -> None:

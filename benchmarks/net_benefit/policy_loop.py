@@ -64,6 +64,7 @@ class Run:
     Attributes:
         seconds: from the first rollout to the end of the last step.
         phases: seconds of it: generation, log_prob, update, sync.
+        cpu: seconds that this process computed, which generation hardly adds to.
         generation: seconds of each step's generation.
         tokens: generated.
         ornate: share of ornate lines in the last step: how far the policy moved.
@@ -71,6 +72,7 @@ class Run:
 
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
+    cpu: float = 0.0
     generation: list[float] = field(default_factory=list)
     tokens: int = 0
     ornate: float = 0.0
@@ -135,7 +137,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), workload.learning_rate, betas)
     push(0)
     begun()
-    began = time.perf_counter()
+    began, computed = time.perf_counter(), time.process_time()
     for version in range(workload.steps):
         asked = workload.problems(rng)
         with run.timed("generation"):
@@ -180,5 +182,5 @@ def train(
                 update(model, optimizer, batch.rows(chosen.flatten()))
         with run.timed("sync"):
             push(version + 1)
-    run.seconds = time.perf_counter() - began
+    run.seconds, run.cpu = time.perf_counter() - began, time.process_time() - computed
     return run
