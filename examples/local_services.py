@@ -44,11 +44,13 @@ def draft_trainer(out: Path, server: str, *sections: str) -> Service:
     """
     port, config = free_port(), out / "draft-trainer.toml"
     draft, releases = ARITHMETIC / "draft", (out / "releases").resolve()
+    # Examples and tests are too short for training to pay; they show that it works.
     config.write_text(
         f"[server]\nport = {port}\nmetrics_port = {free_port()}\n"
         f'[draft]\ninitial = "{draft}"\nregistry = "{releases}"\n'
         "[replay]\nheld_out_fraction = 0.2\nmax_epochs = 6\n"
         "[training]\nlearning_rate = 2e-3\nttt_steps = 3\nbatch_tokens = 1024\n"
+        '[economy]\nmode = "always"\n'
         f'[publish]\nrollout_servers = ["{server}"]\n' + "\n".join(sections)
     )
     command = [script("draft-trainer"), "serve", "--config", str(config)]

@@ -251,6 +251,10 @@ num_speculative_tokens = {DRAFT_LENGTH}
 [canary]
 share = 0
 
+[economy]
+# The comparison needs an adapted draft, whether or not it pays in a run this short.
+mode = "always"
+
 [recording]
 {recording}
 """

@@ -1,9 +1,10 @@
 """A policy drifts; does its draft follow with the trainer's default settings?
 
 ``python -m examples.sorting_grpo.drift`` runs GRPO on the sorting task for 20 policy versions of 24
-prompts. The draft trainer's TOML names the draft and the servers, nothing else. Two real vLLM
-servers get every policy version: one is the trainer's fleet, the other keeps the draft that both
-started with. Acceptance is vLLM's own count on each. Needs about 6 GB and two cores.
+prompts. The draft trainer's TOML names the draft and the servers, and has it train whether or not
+that pays. Two real vLLM servers get every policy version: one is the trainer's fleet, the other
+keeps the draft that both started with. Acceptance is vLLM's own count on each. Needs about 6 GB and
+two cores.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ class Version:
 
 
 def trainer_toml(ports: tuple[int, int], folder: Path, server: str) -> str:
-    """The draft and the servers; the ports are this machine's free ones."""
+    """The draft, the servers and ``economy.mode``; the ports are this machine's free ones."""
     return (
         f"[server]\nport = {ports[0]}\nmetrics_port = {ports[1]}\n"
         f'[draft]\ninitial = "{HERE / "draft"}"\nregistry = "{folder / "releases"}"\n'
-        f'[publish]\nrollout_servers = ["{server}"]\n'
+        f'[publish]\nrollout_servers = ["{server}"]\n[economy]\nmode = "always"\n'
     )
 
 

@@ -21,6 +21,7 @@ def test_the_trainer_is_told_the_draft_and_the_servers_alone(tmp_path: Path) -> 
         "server": {"port", "metrics_port"},
         "draft": {"initial", "registry"},
         "publish": {"rollout_servers"},
+        "economy": {"mode"},
     }
     config = parse_config(given)
     for section in ("replay", "training", "gate", "canary"):
