@@ -76,7 +76,7 @@ class Load:
             while (passed := time.perf_counter() - began) < seconds or not tokens:
                 await asyncio.gather(*(one() for _ in range(requests)))
                 tokens += requests * TOKENS
-            return tokens / passed if passed > seconds else tokens / (time.perf_counter() - began)
+            return tokens / passed
 
 
 def _server(folder: Path, name: str, task: str, *given: str) -> RolloutServer:
