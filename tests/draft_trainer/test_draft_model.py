@@ -139,6 +139,17 @@ def test_models_that_are_not_this_policys_or_not_represented(tmp_path: Path) -> 
             drafter.read(lm, policy)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_step_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """Its embeddings are looked up in the type that the step computes in."""
+    models()[name].save_pretrained(tmp_path / "lm")
+    draft = DraftModel().read(tmp_path / "lm", policy_folder(tmp_path / "policy")).draft()
+    policy = Policy()
+    learner = Learner(draft, TrainingConfig(ttt_steps=2, compute_dtype="bfloat16"))
+    metrics = learner.step(policy.samples(2), policy.heads(rows=torch.arange(VOCAB)))
+    assert not metrics.skipped and 0.0 < metrics.loss < 10.0
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_training_raises_acceptance(optimizer: str, tmp_path: Path) -> None:
     models()["llama"].save_pretrained(tmp_path / "lm")

@@ -48,9 +48,14 @@ class DraftLm(Draft):
 
     def lm_head_rows(self, policy: PolicyHead | None) -> Tensor:
         """Its own, which are its embeddings where the two are tied."""
-        if self.lm_head is None:
-            return self.get_parameter("model.embed_tokens.weight")
-        return self.lm_head.weight
+        return self._embeddings if self.lm_head is None else self.lm_head.weight
+
+    @property
+    def _embeddings(self) -> Tensor:
+        """[vocab, H]; in a pass that computes in another type no ``nn.Parameter``."""
+        module = self.model["embed_tokens"]
+        assert isinstance(module, nn.Embedding)
+        return module.weight
 
     def normed(self, output: Tensor) -> Tensor:
         """See ``Draft.normed``."""
@@ -58,7 +63,7 @@ class DraftLm(Draft):
 
     def unroll(self, batch: Batch, steps: int, first_anchor: int = 0) -> Iterator[Tensor]:
         """See ``Draft.unroll``; the parameters' type is what is computed in."""
-        hidden = F.embedding(batch.token_ids, self.get_parameter("model.embed_tokens.weight"))
+        hidden = F.embedding(batch.token_ids, self._embeddings)
         layers = self.model["layers"]
         assert isinstance(layers, nn.ModuleList)
         for layer in layers:
