@@ -125,7 +125,7 @@ def credentials_of(config: TrainerConfig) -> ClientCredentials:
     return shown
 
 
-DraftKind = Literal["eagle3", "mtp", "draft_model"]
+DraftKind = Literal["eagle3", "mtp", "draft_model", "dflash"]
 """``Drafter.name`` of every mechanism."""
 
 

@@ -18,6 +18,7 @@ from slipstream.hub import local_folder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from draft_trainer.checkpoints.policy import PolicyCheckpoint
     from draft_trainer.offline.record import Rollout
 
 DEFAULT_DRAFT_VOCAB = 32_000
@@ -143,7 +144,8 @@ class Record:
 class Init:
     """Make a draft for a policy from scratch, or take out the one that it has.
 
-    With --draft-kind mtp: the policy's own MTP head, and nothing else of it. Otherwise it makes an
+    With --draft-kind mtp: the policy's own MTP head, and nothing else of it. With dflash: an
+    untrained DFlash draft, whose embeddings and lm_head are the policy's. Otherwise it makes an
     untrained EAGLE-3 draft that vLLM loads: sizes, lm_head and final norm from the policy,
     the draft vocabulary from the tokens that were recorded most often. Train it with draft-trainer
     fit, or with draft-trainer serve.
@@ -165,8 +167,15 @@ class Init:
     """Width of the draft's MLP; by default the policy's."""
     seed: Annotated[int, arg(metavar="N")] = 0
     """Of the random weights."""
-    draft_kind: Annotated[Literal["eagle3", "mtp"], arg(help_behavior_hint="(optional)")] = "eagle3"
+    draft_kind: Annotated[
+        Literal["eagle3", "mtp", "dflash"], arg(help_behavior_hint="(optional)")
+    ] = "eagle3"
     """The draft's mechanism (eagle3)."""
+    mask_token: Count = None
+    """dflash: id of a token of the policy that no text has, such as a reserved one; it stands where
+    tokens are proposed."""
+    layers: Count = None
+    """dflash: decoder layers (2)."""
 
     def run(self) -> int:
         """Writes the draft and prints what was made."""
@@ -191,6 +200,8 @@ class Init:
             print(f"{self.out}: {len(checkpoint.tensors)} tensors of the policy's MTP head")
             return 0
         policy = read_policy(folder)
+        if self.draft_kind == "dflash":
+            return self._dflash(policy, layers)
         vocab = size_of(policy.config, "vocab_size")
         ids, chosen = torch.arange(vocab), ""
         if self.states is not None:
@@ -224,6 +235,36 @@ class Init:
             f"{self.out}: {sum(p.numel() for p in head.parameters()):,} parameters; auxiliary "
             f"states after layers {', '.join(map(str, config.aux_layer_ids))}; draft vocabulary "
             f"{len(ids):,} of {vocab:,} tokens{chosen}"
+        )
+        return 0
+
+    def _dflash(self, policy: PolicyCheckpoint, layers: tuple[int, ...] | None) -> int:
+        from draft_trainer.drafters import DRAFTERS
+        from draft_trainer.drafters.dflash.initial import init_dflash
+        from draft_trainer.files import folder_written_whole
+
+        at_least("--layers", self.layers, 1)
+        for name, found in (("--draft-vocab", self.draft_vocab), ("--states", self.states)):
+            if found is not None:
+                expected = "nothing with --draft-kind dflash: it proposes every token"
+                raise RefusedError(name, found, expected, "leave it out")
+        if self.mask_token is None:
+            expected = "the id of a token that no text has"
+            raise RefusedError("--mask-token", "nothing", expected, "choose a reserved token")
+        head = init_dflash(
+            policy,
+            self.mask_token,
+            layers=self.layers or 2,
+            aux_layer_ids=layers,
+            intermediate_size=self.intermediate_size,
+            seed=self.seed,
+        )
+        with folder_written_whole(self.out) as temporary:
+            DRAFTERS[head.kind].save(temporary, head)
+        print(
+            f"{self.out}: {sum(p.numel() for p in head.parameters()):,} parameters; auxiliary "
+            f"states after layers {', '.join(map(str, head.config.aux_layer_ids))}; "
+            f"{len(head.layers)} layers"
         )
         return 0
 
@@ -272,7 +313,7 @@ class Fit:
     resume: bool = False
     """Go on with the unfinished fit in --out; begin one if there is none."""
     draft_kind: Kind = None
-    """The draft's mechanism: eagle3, mtp or draft_model (eagle3)."""
+    """The draft's mechanism: eagle3, mtp, draft_model or dflash (eagle3)."""
     epochs: Count = None
     """Passes over the data (3)."""
     draft_length: Count = None

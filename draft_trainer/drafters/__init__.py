@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from draft_trainer.drafters.dflash.checkpoint import Dflash
 from draft_trainer.drafters.draft import Checkpoint, Draft, Drafter, DraftShape
 from draft_trainer.drafters.draft_model.checkpoint import DraftModel
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.mtp.checkpoint import Mtp
 
-DRAFTERS: dict[str, Drafter] = {one.name: one for one in (Eagle3(), Mtp(), DraftModel())}
+DRAFTERS: dict[str, Drafter] = {one.name: one for one in (Eagle3(), Mtp(), DraftModel(), Dflash())}
 """By ``[draft] kind``."""
 
 __all__ = ["DRAFTERS", "Checkpoint", "Draft", "DraftShape", "Drafter"]

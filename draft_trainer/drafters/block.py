@@ -130,15 +130,19 @@ class Block(nn.Module):
             q, gate = q.unflatten(2, (heads, 2)).unbind(3)
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = attention.q_norm(q), attention.k_norm(k)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        rotated = self.rotated(torch.cat([q, k], dim=2), positions)
+        q, k = rotated.split([heads, k.shape[2]], dim=2)
+        return q, k, v, gate
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Heads [B, T, heads, D] with the rotary embedding of positions [B, T]."""
+        wide = torch.promote_types(x.dtype, torch.float32)
         if self._inv_freq.device != positions.device:
             # Once: a GPU's host waits for such a copy.
             self._inv_freq = self._inv_freq.to(positions.device)
         angles = positions.to(wide)[..., None, None] * self._inv_freq.to(wide)
         cos, sin = angles.cos() * self._attention_scale, angles.sin() * self._attention_scale
-        rotated = rotate_heads(torch.cat([q, k], dim=2), heads + k.shape[2], cos, sin)
-        q, k = rotated.split([heads, k.shape[2]], dim=2)
-        return q, k, v, gate
+        return rotate_heads(x, x.shape[2], cos, sin)
 
     def finish(self, hidden: Tensor, attended: Tensor, gate: Tensor | None) -> Tensor:
         """The residual stream after the layer, [B, T, H].

@@ -5,11 +5,40 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draft_trainer.drafters.dflash.config import DflashConfig
+from draft_trainer.drafters.dflash.head import DflashHead
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.drafters.mtp.config import MtpConfig
+from draft_trainer.drafters.mtp.head import MtpHead
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from slipstream.sample import Sample
 
 HIDDEN, VOCAB, DRAFT_VOCAB, LAYERS = 16, 24, 16, 3
+
+
+QWEN = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "layer_types": ["full_attention"] * 2,
+    "num_experts": 0,
+    "partial_rotary_factor": 0.5,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+"""config.json of a policy with an MTP head."""
 
 
 def config(draft_vocab: int = DRAFT_VOCAB, **changes: object) -> HeadConfig:
@@ -38,6 +67,39 @@ def head(seed: int = 0, draft_vocab: int = DRAFT_VOCAB, **changes: object) -> Ea
     torch.manual_seed(seed)
     ids = draft_vocab_ids() if draft_vocab < VOCAB else None
     return Eagle3Head(config(draft_vocab, **changes), ids)
+
+
+def dflash_document(**changes: object) -> dict[str, object]:
+    """config.json of a DFlash draft of two layers, two heads over one key head."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 3, 4]},
+        **changes,
+    }
+
+
+def dflash_head(seed: int = 0) -> DflashHead:
+    """A random DFlash draft for the auxiliary layers of ``config``."""
+    torch.manual_seed(seed)
+    return DflashHead(DflashConfig.from_dict(dflash_document()))
+
+
+def mtp_head(seed: int = 0) -> MtpHead:
+    """A random MTP head."""
+    torch.manual_seed(seed)
+    return MtpHead(MtpConfig.from_dict(QWEN))
 
 
 class Policy:

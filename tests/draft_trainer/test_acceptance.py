@@ -18,12 +18,13 @@ from draft_trainer.drafters.acceptance import (
     visit_probabilities,
 )
 from draft_trainer.drafters.batch import Batch, collate
+from draft_trainer.drafters.draft import Draft
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.loss import valid_targets
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
 from slipstream.v1.draft_trainer_pb2 import SamplingParameters
-from tests.draft_trainer.synthetic import VOCAB, Policy, head
+from tests.draft_trainer.synthetic import VOCAB, Policy, dflash_head, head
 
 K = 3
 TEMPERATURE = 0.6
@@ -32,17 +33,30 @@ TEMPERATURE = 0.6
 @pytest.fixture(scope="module")
 def trained() -> tuple[Policy, Eagle3Head]:
     """A policy and a head that accepts a good part of its tokens."""
+    model = head(5)
+    return train(model), model
+
+
+def train(model: Draft) -> Policy:
+    """Of one policy, which is returned."""
     policy = Policy(sharpness=4.0)
     config = TrainingConfig(learning_rate=5e-3, warmup_steps=5, ttt_steps=K)
-    learner = Learner(head(5), config)
+    learner, heads = Learner(model, config), policy.heads(rows=model.target_ids())
     for seed in range(40):
-        learner.step(policy.samples(40, seed=100 + seed), policy.heads())
-    return policy, learner.head
+        learner.step(policy.samples(40, seed=100 + seed), heads)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def trained_dflash() -> tuple[Policy, Draft]:
+    """The same of a block draft."""
+    model = dflash_head(5)
+    return train(model), model
 
 
 def _simulate(
     policy: Policy,
-    model: Eagle3Head,
+    model: Draft,
     method: Method,
     count: int,
     length: int,
@@ -71,8 +85,10 @@ def _simulate(
             [policy.sample(torch.tensor(t), str(i)) for i, t in enumerate(chains)], heads
         )
         with torch.no_grad():
-            output = list(model.unroll(batch, step + 1))[step]
-            logits = model.logits(output[torch.arange(len(chains)), torch.tensor(anchors)])
+            # All of a block's places are there, whichever is looked at.
+            output = list(model.unroll(batch, K))[step]
+            of_anchors = output[torch.arange(len(chains)), torch.tensor(anchors)]
+            logits = model.logits(of_anchors, batch.policy)
         q = torch.zeros(len(chains), VOCAB)
         q[:, ids] = (logits / TEMPERATURE).softmax(-1)
         return q
@@ -107,9 +123,10 @@ def _simulate(
     return reached, accepted
 
 
+@pytest.mark.parametrize("kind", ["trained", "trained_dflash"])
 @pytest.mark.parametrize("method", ["probabilistic", "greedy"])
 def test_replay_predicts_simulated_acceptance(
-    method: Method, trained: tuple[Policy, Eagle3Head]
+    method: Method, kind: str, request: pytest.FixtureRequest
 ) -> None:
     """Every position's rate within four joint standard errors.
 
@@ -117,13 +134,14 @@ def test_replay_predicts_simulated_acceptance(
     together. The variance is the simulation's binomial one, plus as much of the recordings, which
     are twice as many (their own is lower: expectations instead of draws).
     """
-    policy, model = trained
+    policy, model = request.getfixturevalue(kind)
     prompt, length = 4, 20
     table = policy.transitions(TEMPERATURE)
     reached, accepted = _simulate(policy, model, method, 400, length, prompt, table)
     tokens = policy.rolls(torch.Generator().manual_seed(1), 800, length, prompt, TEMPERATURE)
     samples = [policy.sample(row, str(i), temperature=TEMPERATURE) for i, row in enumerate(tokens)]
-    estimate = expected_acceptance(model, samples, policy.heads(), K, method)
+    heads = policy.heads(rows=model.target_ids())
+    estimate = expected_acceptance(model, samples, heads, K, method)
     trials = float(reached[:, 0].sum())
     measured = (accepted.sum(0) / trials).double()
     assert measured[K - 1] > 0.05  # the head accepts enough to tell chains apart

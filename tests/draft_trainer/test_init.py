@@ -252,7 +252,8 @@ def test_help_is_complete_and_does_not_load_torch(command: str) -> None:
     options = {
         "record": "policy out rollouts prompts endpoint model samples max-tokens temperature "
         "aux-layers dtype device threads",
-        "init": "policy states out draft-vocab aux-layers intermediate-size seed draft-kind",
+        "init": "policy states out draft-vocab aux-layers intermediate-size seed draft-kind "
+        "mask-token layers",
         "fit": "states draft out config resume draft-kind epochs draft-length learning-rate "
         "batch-tokens ttt-steps compute-dtype device threads seed",
     }[command]

@@ -41,31 +41,9 @@ from examples.arithmetic_grpo.make_mtp import new_head, policy_with_mtp
 from examples.arithmetic_grpo.sampling import solutions
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
-from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy
+from tests.draft_trainer.synthetic import HIDDEN, QWEN, VOCAB, Policy
 
 STEPS = 3
-QWEN = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
-    "hidden_size": HIDDEN,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "layer_types": ["full_attention"] * 2,
-    "num_experts": 0,
-    "partial_rotary_factor": 0.5,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-    },
-}
 MIMO = {
     **{name: value for name, value in QWEN.items() if "rotary" not in name},
     "architectures": ["MiMoForCausalLM"],

@@ -12,10 +12,14 @@ from torch import Tensor
 
 from draft_trainer.drafters.acceptance import step_acceptance
 from draft_trainer.drafters.batch import Batch
+from draft_trainer.drafters.dflash.config import DflashConfig
+from draft_trainer.drafters.dflash.head import DflashHead
+from draft_trainer.drafters.draft import Draft
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.loss import step_weights, ttt_objective, valid_targets
 from draft_trainer.drafters.policy import PolicyHead
+from tests.draft_trainer.synthetic import dflash_document
 from tests.gpu.emulation import Counts
 
 GB = 1e9
@@ -67,9 +71,23 @@ def _batch(rows: int, tokens: int, draft_vocab: int, temperature: float) -> Batc
     )
 
 
-def _pass(rows: int, tokens: int, draft_vocab: int, temperature: float = 1.0) -> Counts:
+def _dflash() -> DflashHead:
+    """Five layers, of the same sizes."""
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 12_288, "head_dim": 128}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    nested = {"mask_token_id": VOCAB - 1, "target_layer_ids": [1, 17, 32]}
+    document = dflash_document(
+        **sizes, **heads, num_hidden_layers=5, vocab_size=VOCAB, dflash_config=nested
+    )
+    with torch.device("meta"):
+        return DflashHead(DflashConfig.from_dict(document))
+
+
+def _pass(
+    rows: int, tokens: int, draft_vocab: int, temperature: float = 1.0, head: Draft | None = None
+) -> Counts:
     """One pass forward and backward of a trainer that has made one before."""
-    head = _head(draft_vocab)
+    head = head or _head(draft_vocab)
     for _ in range(2):
         counts = Counts()
         with counts:
@@ -105,6 +123,14 @@ def test_a_pass_of_the_default_size_fits_beside_a_policy(rows: int, draft_vocab:
     assert counts.waits == 0
     assert counts.launches <= 850
     assert counts.peak_bytes <= 10.5 * GB
+
+
+def test_a_pass_of_a_block_draft_waits_for_nothing() -> None:
+    """Six places of five layers for each of 2,048 tokens."""
+    counts = _pass(1, 2048, VOCAB, head=_dflash())
+    assert counts.waits == 0
+    assert counts.launches <= 2600
+    assert counts.peak_bytes <= 16 * GB
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,134 @@
+"""Shape of a DFlash draft, from and to the ``config.json`` that vLLM reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from draft_trainer.checkpoints.policy import size_of
+from draft_trainer.drafters.block import BlockShape
+from draft_trainer.drafters.draft import DraftShape
+from draft_trainer.drafters.rope import Rope
+from slipstream.errors import RefusedError
+
+ARCHITECTURE = "DFlashDraftModel"
+NESTED = "dflash_config"
+_FULL = "full_attention"
+_FIXED_VALUES: dict[str, tuple[Any, ...]] = {
+    "model_type": ("qwen3",),
+    "architectures": ([ARCHITECTURE],),
+    "hidden_act": ("silu", None),
+    "attention_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "is_causal": (False, None),
+    "is_neox_style": (True, None),
+    "logit_scale": (1.0, None),
+    "quantization_config": (None,),
+    # vLLM prefers it to target_layer_ids, and counts otherwise.
+    "eagle_aux_hidden_state_layer_ids": (None,),
+}
+_FIXED_NESTED: dict[str, tuple[Any, ...]] = {
+    "causal": (False, None),
+    "use_swa": (False, None),
+    "use_aux_hidden_state": (True, None),
+    "attention_sink_bias": (False, None),
+    "attention_value_scale": (1.0, None),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DflashConfig(DraftShape):
+    """Everything that determines the draft's function besides its weights; see ``DraftShape``.
+
+    Attributes:
+        block: every one of its decoder layers.
+        num_hidden_layers: how many.
+        mask_token_id: the policy's token whose embedding stands at every place to be proposed.
+        document: its config.json.
+    """
+
+    block: BlockShape
+    num_hidden_layers: int
+    mask_token_id: int
+    document: Mapping[str, Any]
+
+    @property
+    def plain_logits(self) -> bool:
+        """As vLLM's DFlash drafts, whatever the policy does."""
+        return True
+
+    @property
+    def bounds(self) -> frozenset[str]:
+        """What the rest of its config.json says does not change the function."""
+        return frozenset(("document",))
+
+    def to_dict(self, dtype_name: str = "bfloat16") -> dict[str, Any]:
+        """Its config.json; vLLM gives the draft the element type of the policy."""
+        return dict(self.document)
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> DflashConfig:
+        """Read a ``config.json`` as vLLM reads it.
+
+        ``target_layer_ids`` are outputs of layers, counted from 0; here they are 1 more.
+
+        Raises:
+            RefusedError: a field is missing, or asks for a function that is not represented: causal
+                or windowed attention, another width or vocabulary than the policy's.
+        """
+        nested = document.get(NESTED)
+        if not isinstance(nested, Mapping):
+            _refuse(NESTED, nested, "an object with mask_token_id and target_layer_ids")
+        for fields, where, prefix in (
+            (_FIXED_VALUES, document, ""),
+            (_FIXED_NESTED, nested, f"{NESTED}."),
+        ):
+            for name, allowed in fields.items():
+                if where.get(name) not in allowed:
+                    _refuse(prefix + name, where.get(name), allowed[0])
+        hidden, heads = size_of(document, "hidden_size"), size_of(document, "num_attention_heads")
+        vocab = size_of(document, "vocab_size")
+        for name, only in (("target_hidden_size", hidden), ("draft_vocab_size", vocab)):
+            if document.get(name) not in (only, None):
+                _refuse(name, document[name], f"{only}: embeddings and lm_head are the policy's")
+        kinds = document.get("layer_types")
+        if kinds is not None and any(kind != _FULL for kind in kinds):
+            _refuse("layer_types", kinds, f"{_FULL} alone")
+        layers, mask = nested.get("target_layer_ids"), nested.get("mask_token_id")
+        if not isinstance(layers, list) or not layers or layers != sorted({*layers}):
+            _refuse(
+                f"{NESTED}.target_layer_ids", layers, "ascending numbers of the policy's layers"
+            )
+        if not isinstance(mask, int) or not 0 <= mask < vocab:
+            _refuse(f"{NESTED}.mask_token_id", mask, f"a token of the policy, 0 to {vocab - 1}")
+        if not isinstance(eps := document.get("rms_norm_eps"), float):
+            _refuse("rms_norm_eps", eps, "a number")
+        return cls(
+            aux_layer_ids=tuple(int(layer) + 1 for layer in layers),
+            target_hidden_size=hidden,
+            vocab_size=vocab,
+            draft_vocab_size=vocab,
+            block=BlockShape(
+                hidden_size=hidden,
+                intermediate_size=size_of(document, "intermediate_size"),
+                num_attention_heads=heads,
+                num_key_value_heads=size_of(document, "num_key_value_heads"),
+                head_dim=document.get("head_dim") or hidden // heads,
+                rms_norm_eps=eps,
+                rope=Rope.from_dict(document),
+                qk_norm=True,
+            ),
+            num_hidden_layers=size_of(document, "num_hidden_layers"),
+            mask_token_id=mask,
+            document=dict(document),
+        )
+
+
+def _refuse(name: str, found: object, expected: object) -> NoReturn:
+    raise RefusedError(
+        f"the draft's config.json {name}",
+        found,
+        expected,
+        "give a DFlash draft with full attention, of the policy's width and vocabulary",
+    )

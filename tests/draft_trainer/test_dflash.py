@@ -1,0 +1,260 @@
+"""DFlash drafts: their function and gradients, checkpoints, first weights, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+    repeat_kv,
+)
+
+from draft_trainer.checkpoints.policy import read_policy
+from draft_trainer.cli.main import main as draft_trainer
+from draft_trainer.config import TrainingConfig
+from draft_trainer.drafters import DRAFTERS
+from draft_trainer.drafters.acceptance import expected_acceptance
+from draft_trainer.drafters.batch import Batch, collate
+from draft_trainer.drafters.dflash.checkpoint import Dflash
+from draft_trainer.drafters.dflash.config import DflashConfig
+from draft_trainer.drafters.dflash.head import DflashHead
+from draft_trainer.drafters.dflash.initial import init_dflash
+from draft_trainer.releases.registry import Registry
+from draft_trainer.training.learner import Learner
+from slipstream.errors import RefusedError
+from slipstream.v1 import release_pb2
+from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, dflash_document, dflash_head
+
+STEPS = 3
+
+
+def moved(head: DflashHead, seed: int = 0) -> DflashHead:
+    """Every parameter matters: norms are not ones."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return head
+
+
+class Reference(nn.Module):
+    """The same draft of transformers' own modules, run as a server runs it: block after block."""
+
+    def __init__(self, head: DflashHead) -> None:
+        super().__init__()
+        names = {n: v for n, v in head.config.document.items() if n not in ("architectures",)}
+        config = Qwen3Config(**{n: v for n, v in names.items() if n != "model_type"})
+        config._attn_implementation = "eager"
+        self.fc = nn.Linear(3 * HIDDEN, HIDDEN, bias=False)
+        self.hidden_norm, self.norm = Qwen3RMSNorm(HIDDEN), Qwen3RMSNorm(HIDDEN)
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, i) for i in range(2))
+        self.rotary = Qwen3RotaryEmbedding(config)
+        self.mask = head.config.mask_token_id
+        self.load_state_dict(head.state_dict())
+
+    def block(self, batch: Batch, row: int, anchor: int, steps: int) -> Tensor:
+        """[steps, H]: the outputs at the places that propose."""
+        context = self.hidden_norm(self.fc(batch.aux[row, : anchor + 1]))
+        mask = batch.policy.embed_tokens[self.mask]
+        hidden = torch.stack([batch.embeds[row, anchor + 1], *[mask] * steps])
+        count = len(context) + len(hidden)
+        cos, sin = self.rotary(hidden, torch.arange(count)[None])
+        for layer in self.layers:
+            attention, normed = layer.self_attn, layer.input_layernorm(hidden)
+            both = torch.cat([context, normed])
+
+            def heads(x: Tensor) -> Tensor:
+                return x.unflatten(-1, (-1, 8)).transpose(0, 1)[None]
+
+            q = attention.q_norm(heads(attention.q_proj(normed)))
+            k = attention.k_norm(heads(attention.k_proj(both)))
+            v = heads(attention.v_proj(both))
+            nothing = torch.zeros(1, q.shape[1], len(context), 8)
+            q, k = apply_rotary_pos_emb(torch.cat([nothing, q], 2), k, cos, sin)
+            q = q[:, :, len(context) :]
+            weights = (q @ repeat_kv(k, 2).transpose(2, 3) * 8**-0.5).softmax(-1)
+            attended = (weights @ repeat_kv(v, 2))[0].transpose(0, 1).flatten(1)
+            hidden = hidden + attention.o_proj(attended)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return self.norm(hidden)[1:]
+
+
+@pytest.mark.parametrize("first_anchor", [0, 5])
+def test_outputs_and_gradients_are_those_of_a_block_run_anchor_by_anchor(first_anchor: int) -> None:
+    head = moved(dflash_head())
+    reference = Reference(head)
+    policy = Policy()
+    batch = collate(policy.samples(3), policy.heads(rows=torch.arange(VOCAB)))
+    outputs = [head.normed(output) for output in head.unroll(batch, STEPS, first_anchor)]
+    assert [tuple(x.shape) for x in outputs] == [
+        (3, batch.token_ids.shape[1] - first_anchor, HIDDEN)
+    ] * STEPS
+    generator = torch.Generator().manual_seed(1)
+    ours, theirs = torch.zeros(()), torch.zeros(())
+    for row, length in enumerate(batch.lengths.tolist()):
+        for anchor in range(first_anchor, length - 1):
+            expected = reference.block(batch, row, anchor, STEPS)
+            found = torch.stack([output[row, anchor - first_anchor] for output in outputs])
+            torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+            weight = torch.randn(STEPS, HIDDEN, generator=generator)
+            ours, theirs = ours + (found * weight).sum(), theirs + (expected * weight).sum()
+    ours.backward()
+    theirs.backward()
+    expected_grads = dict(reference.named_parameters())
+    for name, parameter in head.named_parameters():
+        expected = expected_grads[name].grad
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(parameter.grad, expected, atol=2e-4 * scale, rtol=1e-3)
+
+
+def test_no_place_sees_what_comes_after_its_anchor() -> None:
+    """Not the tokens between the anchor's and its own, as in a chain; and each sees all places."""
+    head, policy = dflash_head(), Policy()
+    heads = policy.heads(rows=torch.arange(VOCAB))
+    tokens = policy.rolls(torch.Generator().manual_seed(0), 1)[0]
+    other = tokens.clone()
+    other[11:] = (other[11:] + 1) % VOCAB
+    first, second = (collate([policy.sample(row)], heads) for row in (tokens, other))
+    for one, two in zip(head.unroll(first, STEPS), head.unroll(second, STEPS), strict=True):
+        assert torch.equal(one[0, :10], two[0, :10]) and not torch.equal(one[0, 10], two[0, 10])
+    [short, *_], [long, *_] = (list(head.unroll(first, steps)) for steps in (1, STEPS))
+    assert not torch.allclose(short[0, :10], long[0, :10], atol=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_raises_acceptance(optimizer: str) -> None:
+    policy = Policy(sharpness=4.0)
+    heads, samples = policy.heads(rows=torch.arange(VOCAB)), policy.samples(24)
+    config = TrainingConfig(
+        ttt_steps=STEPS, learning_rate=5e-3, warmup_steps=0, optimizer=optimizer
+    )
+    in_bfloat16 = Learner(dflash_head(), TrainingConfig(ttt_steps=2, compute_dtype="bfloat16"))
+    assert not in_bfloat16.step(samples[:2], heads).skipped
+    learner = Learner(dflash_head(), config)
+    before = expected_acceptance(learner.head, samples, heads, STEPS, "probabilistic")
+    for _ in range(60):
+        learner.step(samples, heads)
+    after = expected_acceptance(learner.snapshot(), samples, heads, STEPS, "probabilistic")
+    assert after.acceptance_length > before.acceptance_length + 0.5
+
+
+def write(folder: Path, head: DflashHead, **others: Tensor) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(head.config.to_dict()))
+    tensors = {name: tensor.detach() for name, tensor in head.state_dict().items()}
+    save_file(tensors | others, folder / "model.safetensors")
+    return folder
+
+
+def policy_folder(folder: Path, **changes: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    config = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 8} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_release_has_the_drafts_own_tensors_alone(tmp_path: Path) -> None:
+    head = moved(dflash_head())
+    copies = {name: torch.ones(VOCAB, HIDDEN) for name in ("embed_tokens.weight", "lm_head.weight")}
+    theirs = write(tmp_path / "theirs", head, **copies)
+    registry = Registry(tmp_path / "releases", DRAFTERS["dflash"])
+    policy = policy_folder(tmp_path / "policy")
+    assert registry.import_initial(theirs, policy).draft_kind == "dflash"
+    moved(head, seed=1)
+    registry.create(head, release_pb2.ReleaseManifest(), torch.float32)
+    for version in (0, 1):
+        folder = registry.path(version)
+        assert load_file(folder / "model.safetensors").keys() == head.state_dict().keys()
+        assert json.loads((folder / "config.json").read_text()) == head.config.document
+    again = Registry(tmp_path / "releases").drafter.read(registry.path(1), policy)
+    assert again.as_stored and again.config.aux_layer_ids == (2, 4, 5)
+    for name, parameter in again.draft().named_parameters():
+        assert torch.equal(parameter, head.get_parameter(name))
+
+
+NESTED = dflash_document()["dflash_config"]
+assert isinstance(NESTED, dict)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"architectures": ["Qwen3DSparkModel"]}, "architectures"),
+        ({"model_type": "llama"}, "model_type"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"target_hidden_size": 2 * HIDDEN}, "target_hidden_size"),
+        ({"draft_vocab_size": 8}, "draft_vocab_size: found 8, expected 24: embeddings and lm_head"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"eagle_aux_hidden_state_layer_ids": [1]}, "eagle_aux_hidden_state_layer_ids"),
+        ({"dflash_config": None}, "dflash_config"),
+        ({"dflash_config": NESTED | {"mask_token_id": VOCAB}}, "mask_token_id: found 24"),
+        ({"dflash_config": NESTED | {"target_layer_ids": [3, 1]}}, "target_layer_ids"),
+        ({"dflash_config": NESTED | {"target_layer_ids": [1, 7, 8]}}, "without the last one's"),
+        ({"dflash_config": NESTED | {"causal": True}}, "dflash_config.causal"),
+        ({"dflash_config": NESTED | {"use_swa": True}}, "dflash_config.use_swa"),
+        ({"num_hidden_layers": 3}, "missing"),
+    ],
+)
+def test_drafts_that_are_not_represented(
+    changes: dict[str, object], field: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "draft", dflash_head())
+    (folder / "config.json").write_text(json.dumps(dflash_document(**changes)))
+    with pytest.raises(RefusedError, match=field):
+        Dflash().read(folder, policy_folder(tmp_path / "policy"))
+
+
+def test_drafts_of_another_policy_and_pickles(tmp_path: Path) -> None:
+    folder = write(tmp_path / "draft", dflash_head())
+    for changes, field in (
+        ({"vocab_size": 99}, "vocab_size: found 24, expected 99"),
+        ({"hidden_size": 99}, "hidden_size: found 16, expected 99"),
+    ):
+        with pytest.raises(RefusedError, match=field):
+            Dflash().read(folder, policy_folder(tmp_path / "policy", **changes))
+    (folder / "mask_embedding.pt").touch()
+    with pytest.raises(RefusedError, match="a pickle"):
+        Dflash().read(folder)
+
+
+def test_a_new_draft_is_one_that_vllm_would_be_given(
+    policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = read_policy(policy_dir)
+    draft = init_dflash(policy, 127, layers=3, aux_layer_ids=(2, 5, 7), intermediate_size=64)
+    assert draft.config == DflashConfig.from_dict(draft.config.to_dict())
+    assert draft.config.num_hidden_layers == len(draft.layers) == 3
+    nested = draft.config.document["dflash_config"]
+    # Outputs of layers from 0 there, numbers of layers passed here.
+    assert nested == {"mask_token_id": 127, "target_layer_ids": [1, 4, 6]}
+    assert torch.equal(draft.norm.weight, policy.final_norm.float())
+    out = tmp_path / "draft"
+    options = ("--policy", str(policy_dir), "--out", str(out), "--layers", "3")
+    made = ("init", "--draft-kind", "dflash", *options, "--aux-layers", "2,5,7")
+    for more, text in (
+        ((), "--mask-token"),
+        (("--mask-token", "127", "--draft-vocab", "64"), "--draft-vocab"),
+        (("--mask-token", "127", "--layers", "0"), "--layers"),
+    ):
+        assert draft_trainer([*made, *more]) == 2
+        assert text in capsys.readouterr().err and not out.exists()
+    assert draft_trainer([*made, "--intermediate-size", "64", "--mask-token", "127"]) == 0
+    written = Dflash().read(out, policy_dir)
+    assert written.as_stored and written.config == draft.config
+    for name, tensor in written.tensors.items():
+        assert torch.equal(tensor, draft.get_parameter(name).bfloat16())
+    with pytest.raises(RefusedError, match="mask_token_id: found 128, expected a token"):
+        init_dflash(policy, 128)
+    for layers in ((7, 2), (2, 10), (0, 2)):
+        with pytest.raises(RefusedError, match="--aux-layers"):
+            init_dflash(policy, 127, aux_layer_ids=layers)
