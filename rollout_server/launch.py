@@ -115,9 +115,9 @@ def build_parser() -> Any:
     group.add_argument(
         "--draft-kind",
         choices=[*SERVED],
-        help="How tokens are drafted; by default what --draft is, eagle3 or mtp. ngram (from the "
-        "sequence's own tokens) and none take no --draft: they are baselines, whose policy is "
-        "pushed as ever.",
+        help="How tokens are drafted; by default what --draft is, eagle3, mtp or dflash. ngram "
+        "(from the sequence's own tokens) and none take no --draft: they are baselines, whose "
+        "policy is pushed as ever.",
     )
     group.add_argument(
         "--draft-sample-method",

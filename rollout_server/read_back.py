@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import torch
 from torch import nn
 
+from rollout_server.served.derived import derived
 from rollout_server.vllm_patches import storages
 
 SAME, DIFFERS, ASLEEP = "same", "differs", "asleep"
@@ -38,6 +39,21 @@ def element_hash(parameter: torch.Tensor) -> int:
         hashes = torch.cat([hashes, rest.view(1)])
     # Odd weights, modulo 2^64: a change of one block always changes the sum.
     return int((hashes * (2 * torch.arange(hashes.numel(), device=hashes.device) + 1)).sum())
+
+
+def hashes_of(draft: nn.Module, without: Container[int] = ()) -> dict[str, int]:
+    """``element_hash`` by name of the parameters that packing leaves, and of what is derived.
+
+    Args:
+        draft: the draft, or a copy of it.
+        without: addresses of memory that is left out.
+    """
+    tensors = [*draft.named_parameters(), *derived(draft)]
+    return {
+        name: element_hash(tensor)
+        for name, tensor in tensors
+        if tensor.numel() and tensor.untyped_storage().data_ptr() not in without
+    }
 
 
 class ReadBack:
@@ -73,9 +89,4 @@ class ReadBack:
 
     @torch.no_grad()
     def _now(self) -> dict[str, int]:
-        shared = storages(self._policy())
-        return {
-            name: element_hash(parameter)
-            for name, parameter in self._draft().named_parameters()
-            if parameter.numel() and parameter.untyped_storage().data_ptr() not in shared
-        }
+        return hashes_of(self._draft(), storages(self._policy()))

@@ -1,9 +1,11 @@
 """Applies weights to live vLLM modules in one worker call, between two engine steps: all or none.
 
-A draft whose standby copy is ready is swapped (``swap``). Everything else, policies above all, goes
-through vLLM's layer-wise reload: plain in-place loading fails on CPUs, where linear layers are
-packed at load and their parameters left empty. The reload also copies into the old storages, which
-CUDA graphs point at, and its weight loaders shard for tensor parallelism.
+A draft whose standby copy is ready is swapped (``swap``). One from whose parameters vLLM derives
+other tensors (``served.derived``) is never reloaded: its copy is then made in the commit.
+Everything else, policies above all, goes through vLLM's layer-wise reload: plain in-place loading
+fails on CPUs, where linear layers are packed at load and their parameters left empty. The reload
+also copies into the old storages, which CUDA graphs point at, and its weight loaders shard for
+tensor parallelism.
 
 A reload puts parameters on the meta device until it ends. If it fails in the middle, the old
 parameters of the unfinished layers are put back, and the finished ones get the old weights through
@@ -22,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rollout_server.served.derived import is_derived
 from rollout_server.store import WeightSource
-from rollout_server.swap import LOAD_FAILURES, Standby
+from rollout_server.swap import LOAD_FAILURES, NotSwappableError, Standby
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -100,11 +103,21 @@ class LiveModel:
     receive: Callable[[str], None] | None = None
 
     def apply(self, new: WeightSource, old: WeightSource) -> None:
-        """Swap or reload. Raises one of ``LOAD_FAILURES``, and may leave a torn model."""
+        """Swap or reload.
+
+        Raises:
+            NotSwappableError: a draft that no reload may touch cannot be swapped; nothing changed.
+            OSError, RuntimeError, ...: one of ``LOAD_FAILURES``; the model may be torn.
+        """
         if self.standby is not None:
             if self.standby.swap(new, old):
                 return
             self.standby.drop()
+            if is_derived(self.model):
+                self.standby.load(new)
+                if not self.standby.swap(new, old):
+                    raise NotSwappableError("the copy that was just loaded does not fit")
+                return
         if new.transfer and self.receive is not None:
             self.receive(new.transfer)
             return
@@ -134,8 +147,10 @@ def apply_all(changes: Sequence[tuple[Change, LiveModel]]) -> Result:
         for change, live in changes:
             touched.append((change, live))
             live.apply(change.new, change.old)
-    except LOAD_FAILURES as failure:
+    except (NotSwappableError, *LOAD_FAILURES) as failure:
         change, live = touched[-1]
+        if isinstance(failure, NotSwappableError):
+            touched.pop()
         error = f"{change.kind}: {type(failure).__name__}: {failure}"
         if live.standby is not None:
             live.standby.drop()
@@ -143,7 +158,7 @@ def apply_all(changes: Sequence[tuple[Change, LiveModel]]) -> Result:
             for change, live in touched:
                 live.abandon()
                 live.apply(change.old, change.new)
-        except LOAD_FAILURES as second:
+        except (NotSwappableError, *LOAD_FAILURES) as second:
             error += f"; and then the old weights: {type(second).__name__}: {second}"
             restored = False
     return Result(time.perf_counter() - start, error, restored)

@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout_server.read_back import GetModel, ReadBack, element_hash
+from rollout_server.read_back import GetModel, ReadBack, hashes_of
+from rollout_server.served.derived import derived, is_derived, rule_of
 from rollout_server.store import WeightSource
 from rollout_server.vllm_patches import storages
 
@@ -43,7 +44,6 @@ _OVERWRITTEN = "the draft that was live was not the one that had been committed"
 _MOST_COPIES = 2
 _HEADROOM = 1.25  # of a device's free memory: engines allocate while they run
 _CALLED = "_already_called_process_weights_after_loading"
-_NOT_DERIVED = frozenset(("kv_cache",))
 _SMALL = 1 << 16
 """Bytes up to which contents are copied rather than memory exchanged."""
 
@@ -90,6 +90,9 @@ class StandbyCopy:
         self._storages = storages(policy)
         self._copies: dict[int, nn.Module | None] = {}
         self._copied: list[_Copied] = []
+        self._deriving: list[tuple[nn.Module, nn.Module]] = []
+        # What a loader derives may depend on modules that have nothing to load: rotary tables.
+        self._keeps_all = is_derived(draft)
         root = self._copy(draft)
         if root is None:
             raise NotSwappableError("the draft has no parameters of its own")
@@ -131,8 +134,15 @@ class StandbyCopy:
         self.hashes = self.read()
 
     def read(self) -> dict[str, int]:
-        """Hashes of the parameters that packing leaves, by the draft's names; one pass."""
-        return {n: element_hash(p) for n, p in self._root.named_parameters() if p.numel()}
+        """``hashes_of`` the copy, by the draft's names; one pass."""
+        return hashes_of(self._root)
+
+    def pairs(self) -> list[Pair]:
+        """(live, standby) tensors: all that kernels read.
+
+        Raises NotSwappableError: live draft and copy do not correspond.
+        """
+        return pairs_of(self.modules) + [p for both in self._deriving for p in _derived(*both)]
 
     def _copy(self, live: nn.Module) -> nn.Module | None:
         """A copy of the module tree; None for a module without anything to load."""
@@ -147,8 +157,15 @@ class StandbyCopy:
             (name, self._copy(child)) for name, child in live._modules.items() if child is not None
         ]
         children = {name: copy for name, copy in named if copy is not None}
+        if self._keeps_all:
+            kept = live._modules.items()
+            children |= {
+                name: child
+                for name, child in kept
+                if child is not None and name not in children and id(child) not in self._shared
+            }
         own = [parameter for parameter in live._parameters.values() if parameter is not None]
-        if not own and not children:
+        if not own and not any(copy is not None for _, copy in named):
             return None
         kind = type(live).__name__
         if live._buffers:
@@ -162,6 +179,8 @@ class StandbyCopy:
             raise NotSwappableError(f"{kind} is in the verifier's memory")
         if own:
             self._copied.append(_copied(live, copy))
+        if rule_of(live):
+            self._deriving.append((live, copy))
         return copy
 
     def _allocate(self) -> None:
@@ -258,8 +277,9 @@ def _drop_unloaded(copy: nn.Module) -> None:
 def standby_bytes(policy: nn.Module, draft: nn.Module) -> int:
     """What the standby copies of a draft take at most: the previous release and the staged one."""
     shared = storages(policy)
-    own = (p for p in draft.parameters() if p.untyped_storage().data_ptr() not in shared)
-    return _MOST_COPIES * sum(p.nbytes for p in own)
+    tensors = [*draft.parameters(), *(tensor for _, tensor in derived(draft))]
+    own = (t for t in tensors if t.untyped_storage().data_ptr() not in shared)
+    return _MOST_COPIES * sum(t.nbytes for t in own)
 
 
 def pairs_of(modules: Iterable[tuple[nn.Module, nn.Module]]) -> list[Pair]:
@@ -293,6 +313,18 @@ def _pairs(live: nn.Module, copy: nn.Module) -> Iterator[Pair]:
             raise NotSwappableError(f"{kind} keeps a {type(one).__name__} that cannot be swapped")
 
 
+def _derived(live: nn.Module, copy: nn.Module) -> Iterator[Pair]:
+    """(live, standby) of what the modules' loader derives (``served.derived``)."""
+    for name in rule_of(live):
+        mine, standby = live.__dict__.get(name), copy.__dict__.get(name)
+        if mine is None and standby is None:
+            continue
+        what = f"{type(live).__name__}.{name}"
+        if mine is standby or not isinstance(mine, torch.Tensor) or standby is None:
+            raise NotSwappableError(f"{what} was not derived from the new weights")
+        yield _same_form(mine, standby, what)
+
+
 def _closure(function: Any) -> list[Any]:
     """What a function closes over; of vLLM's handle of a oneDNN matrix the tensor in it."""
     contents = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
@@ -309,33 +341,6 @@ def _same_form(live: torch.Tensor, standby: torch.Tensor, name: str) -> Pair:
     return live, standby
 
 
-def derived_tensors(policy: nn.Module, draft: nn.Module) -> list[str]:
-    """Tensors of floats that the draft's modules keep beside parameters and buffers.
-
-    A loader that makes them of the weights, such as vLLM's DFlash with its fused projections, is
-    not run by a swap: the draft would go on with those of the weights before, or the engine die.
-
-    Returns:
-        Names in the draft, sorted. Left out are the verifier's modules, and KV caches.
-    """
-    theirs = {id(module) for module in policy.modules()}
-    return sorted(
-        f"{path}.{name}".lstrip(".")
-        for path, module in draft.named_modules()
-        if id(module) not in theirs
-        for name, value in module.__dict__.items()
-        if name not in _NOT_DERIVED and any(map(_is_weight, _held(value)))
-    )
-
-
-def _held(value: object) -> Iterable[object]:
-    return value if isinstance(value, list | tuple) else (value,)
-
-
-def _is_weight(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 0
-
-
 @torch.no_grad()
 def swap_contents(pairs: Iterable[Pair]) -> None:
     """Give each tensor the other's content; the engine may step when this returns."""
@@ -344,7 +349,12 @@ def swap_contents(pairs: Iterable[Pair]) -> None:
     if accelerated:
         # Another stream of vLLM's may still read the draft.
         torch.cuda.synchronize()
+    copied: set[int] = set()
     for live, standby in pairs:
+        by_content = accelerated or live.nbytes <= _SMALL
+        if by_content and live.data_ptr() in copied:
+            continue  # another name for a tensor that was copied
+        copied.add(live.data_ptr())
         if live.device.type != "cpu":
             _copy_both_ways(live, standby)
         elif live.nbytes <= _SMALL:
@@ -433,12 +443,25 @@ class Standby:
 
         def load() -> str:
             copy.load(source.weights())
-            pairs_of(copy.modules)
+            copy.pairs()
             return READY
 
         self._entries[source] = _Entry(copy)
         self._entries[source].start(load, evicted)
         return WORKING
+
+    def load(self, source: WeightSource) -> None:
+        """Make these weights ready in the engine's time, where a reload is not possible.
+
+        Raises NotSwappableError: they could not be loaded, or do not correspond to the live draft.
+        """
+        copy = StandbyCopy(self._policy(), self._draft(), self._owed)
+        try:
+            copy.load(source.weights())
+            copy.pairs()
+        except LOAD_FAILURES as error:
+            raise NotSwappableError(f"{type(error).__name__}: {error}") from error
+        self._entries = {source: _Entry(copy, READY)}
 
     def swap(self, new: WeightSource, old: WeightSource) -> bool:
         """Make ``new`` live in place of ``old`` if it is ready; False if it is not.
@@ -450,7 +473,7 @@ class Standby:
             return False
         copy = entry.copy
         try:
-            pairs = pairs_of(copy.modules)
+            pairs = copy.pairs()
         except NotSwappableError as error:
             entry.state = str(error)
             _LOG.warning("draft cannot be swapped: %s", error)

@@ -19,12 +19,12 @@ import torch
 
 from rollout_server.read_back import SAME, ReadBack
 from rollout_server.reload import Change, LiveModel, Result, apply_all
+from rollout_server.served.derived import unaccounted
 from rollout_server.store import WeightSource
 from rollout_server.swap import (
     LOAD_FAILURES,
     READY,
     Standby,
-    derived_tensors,
     free_bytes,
     standby_bytes,
 )
@@ -147,14 +147,14 @@ def slipstream_describe(self: Any) -> dict[str, Any]:
 
     Returns:
         {"shares_embedding": bool, "shared": names of draft parameters in the verifier's memory,
-        "dtype": of the served policy, "derived": ``swap.derived_tensors``, "runner":
+        "dtype": of the served policy, "derived": ``unaccounted``, "runner":
         ``runner_version``}.
     """
     draft, policy = self.get_draft_model(), self.get_model()
     return {
         "shares_embedding": draft is not None and shares_embedding(policy, draft),
         "shared": [] if draft is None else shared_parameters(policy, draft),
-        "derived": [] if draft is None else derived_tensors(policy, draft),
+        "derived": [] if draft is None else unaccounted(policy, draft),
         "dtype": str(self.model_config.dtype).removeprefix("torch."),
         "runner": runner_version(self),
     }

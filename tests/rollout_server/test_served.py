@@ -15,9 +15,9 @@ from rollout_server.checkpoint import read_layout
 from rollout_server.control import DRAFT, Weights
 from rollout_server.engine import Description
 from rollout_server.served import SERVED, WithoutWeights, served_by
+from rollout_server.served.derived import unaccounted
 from rollout_server.service import refuse_shared
 from rollout_server.store import ContentStore, WeightSource
-from rollout_server.swap import derived_tensors
 from slipstream.errors import RefusedError
 from slipstream.tensors import spec_of
 
@@ -39,13 +39,22 @@ def test_the_kind_is_what_the_draft_is(tmp_path: Path, draft_dir: Path) -> None:
     assert served_by(None, head).name == "mtp"
     (head / "manifest.json").write_text('{"draft_kind": "eagle3"}')
     assert served_by(None, head).name == "eagle3"
-    (head / "manifest.json").write_text('{"draft_kind": "dflash"}')
-    with pytest.raises(RefusedError, match="dflash"):
+    (head / "manifest.json").write_text('{"draft_kind": "dspark"}')
+    with pytest.raises(RefusedError, match="dspark"):
         served_by(None, head)
-    for architecture in ("DFlashDraftModel", "Qwen3DSparkModel"):
-        block = write(tmp_path / "block", architectures=[architecture])
-        for kind in (None, "eagle3"):
-            with pytest.raises(RefusedError, match=f"architectures: found {architecture}"):
+    block = write(tmp_path / "block", architectures=["DFlashDraftModel"])
+    assert served_by(None, block).name == served_by("dflash", block).name == "dflash"
+    with pytest.raises(RefusedError, match="it is a DFlash draft, not eagle3"):
+        served_by("eagle3", block)
+    for architecture, why in (
+        ("DFlash2DraftModel", "not known to a swap"),
+        ("Qwen3DSparkModel", "on GPUs alone"),
+        ("PEagleDraftModel", "mask_hidden"),
+        ("EagleLlamaForCausalLM", "EAGLE-1"),
+    ):
+        write(block, architectures=[architecture])
+        for kind in (None, "eagle3", "dflash"):
+            with pytest.raises(RefusedError, match=f"architectures: found {architecture}.*{why}"):
                 served_by(kind, block)
     for kind in ("ngram", "none"):
         assert isinstance(served_by(kind, None), WithoutWeights)
@@ -88,6 +97,31 @@ def test_a_draft_model_of_another_vocabulary(tmp_path: Path) -> None:
     SERVED["draft_model"].check(model, draft)
     with pytest.raises(RefusedError, match="vocab_size: found 17"):
         SERVED["draft_model"].check(model, write(draft, POLICY, vocab_size=17))
+
+
+def test_a_dflash_draft_that_does_not_fit(tmp_path: Path) -> None:
+    model, dflash = write(tmp_path / "model", POLICY), SERVED["dflash"]
+    tensors = {"fc.weight": torch.zeros(8, 16), "layers.0.mlp.up_proj.weight": torch.zeros(8, 8)}
+    block = {"mask_token_id": 15, "target_layer_ids": [0, 1]}
+
+    def draft(nested: object = block, more: str = "norm.weight", **changes: object) -> Path:
+        names = {"architectures": ["DFlashDraftModel"], "dflash_config": nested} | changes
+        return write(tmp_path / "draft", tensors | {more: torch.zeros(8)}, **names)
+
+    dflash.check(model, draft())
+    for folder, field in (
+        (lambda: draft(hidden_size=4), "hidden_size: found 4"),
+        (lambda: draft(vocab_size=17), "vocab_size: found 17"),
+        (lambda: draft(nested=block | {"mask_token_id": 16}), "mask_token_id: found 16"),
+        (lambda: draft(nested=block | {"target_layer_ids": [0, 2]}), "target_layer_ids"),
+        (lambda: draft(nested=block | {"target_layer_ids": [0]}), r"fc\.weight"),
+        (lambda: draft(more="lm_head.weight"), r"such as lm_head\.weight"),
+    ):
+        with pytest.raises(RefusedError, match=field):
+            dflash.check(model, folder())
+    (draft() / "mask_embedding.pt").touch()
+    with pytest.raises(RefusedError, match="a pickle"):
+        dflash.check(model, tmp_path / "draft")
 
 
 def test_stages_of_an_mtp_head_and_of_its_policy(tmp_path: Path) -> None:
@@ -135,19 +169,24 @@ class Fused(nn.Module):
         self.layer.kv_cache = torch.zeros(2, 4)
         self.steps = torch.arange(3)
 
+        self.table = nn.Module()
+        self.table.register_buffer("cos_sin", torch.ones(3, 4), persistent=False)
+
     def build(self) -> None:
         self.layer._fused_kv_weight = torch.cat([self.layer.weight.data, self.layer.weight.data])
         self._norms = [self.layer.bias.data]
+        self._by_layer = {0: [self.layer.weight.data.clone()]}
+        self._cos_sin = self.table.cos_sin
 
 
 def test_tensors_that_vllm_derives_are_found_and_refused() -> None:
     policy = nn.Linear(4, 4)
     policy._packed = torch.zeros(4)
     draft = Fused(policy)
-    assert derived_tensors(policy, draft) == []
+    assert unaccounted(policy, draft) == []
     draft.build()
-    found = derived_tensors(policy, draft)
-    assert found == ["_norms", "layer._fused_kv_weight"]
+    found = unaccounted(policy, draft)
+    assert found == ["_by_layer", "_norms", "layer._fused_kv_weight"]
     with pytest.raises(RefusedError, match="_fused_kv_weight"):
         refuse_shared(Description(True, (), "float32", tuple(found)), SERVED["mtp"])
 

@@ -28,9 +28,9 @@ from tests.rollout_server import checkpoints
 
 
 class Drafts:
-    """vLLM's EAGLE-3 draft, loaded outside an engine, and releases for it."""
+    """vLLM's draft of the first release, loaded outside an engine, and releases for it."""
 
-    def __init__(self, policy_dir: Path, folder: Path) -> None:
+    def __init__(self, policy_dir: Path, releases: list[Path], method: str = "eagle3") -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.model_executor.model_loader.utils import (
             initialize_model,
@@ -38,7 +38,6 @@ class Drafts:
         )
         from vllm.utils.torch_utils import set_default_torch_dtype
 
-        first = checkpoints.write_draft(folder / "0", policy_dir, draft_vocab_size=96)
         self.config: Any = EngineArgs(
             model=str(policy_dir),
             dtype="bfloat16",
@@ -46,13 +45,13 @@ class Drafts:
             enforce_eager=True,
             skip_tokenizer_init=True,
             speculative_config={
-                "method": "eagle3",
-                "model": str(first),
+                "method": method,
+                "model": str(releases[0]),
                 "num_speculative_tokens": 3,
             },
         ).create_engine_config()
         self.model_config = self.config.speculative_config.draft_model_config
-        self.sources = [WeightSource(str(first))]
+        self.sources = [WeightSource(str(path)) for path in releases]
         with self.current(), torch.device("cpu"), set_default_torch_dtype(torch.bfloat16):
             _one_process()
             self.draft: nn.Module = initialize_model(self.config, model_config=self.model_config)
@@ -61,11 +60,6 @@ class Drafts:
         self.policy = nn.Module()
         # As a draft without embed_tokens gets it: the verifier's own module.
         self.policy.embed_tokens = self.draft.model.embed_tokens  # type: ignore[union-attr]
-        for seed in (1, 2):
-            path = checkpoints.write_draft(
-                folder / str(seed), policy_dir, draft_vocab_size=96, seed=seed
-            )
-            self.sources.append(WeightSource(str(path)))
 
     def current(self) -> Any:
         """vLLM's configuration of the moment, as a worker call has it."""
@@ -110,7 +104,14 @@ def _one_process() -> None:
 def drafts(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafts]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    yield Drafts(policy_dir, tmp_path_factory.mktemp("drafts"))
+    folder = tmp_path_factory.mktemp("drafts")
+    yield Drafts(
+        policy_dir,
+        [
+            checkpoints.write_draft(folder / str(seed), policy_dir, draft_vocab_size=96, seed=seed)
+            for seed in range(3)
+        ],
+    )
     cleanup_dist_env_and_memory()
 
 

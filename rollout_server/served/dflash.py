@@ -1,0 +1,73 @@
+"""DFlash drafts as vLLM serves them: one forward pass over a block proposes all its tokens.
+
+Embeddings and lm_head are the verifier's modules, as those of MTP heads. What vLLM derives from the
+parameters is replaced with them (``served.derived``).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+from rollout_server.checkpoint import read_config, read_draft_layout, read_layout, text_config
+from rollout_server.served.served import Served
+from slipstream.errors import RefusedError
+
+ARCHITECTURE = "DFlashDraftModel"
+_SIZES = ("hidden_size", "vocab_size")
+_PARTS = ("fc.", "hidden_norm.", "norm.", "layers.")
+_NEXT = "give a DFlash draft that was trained for this model"
+
+
+class Dflash(Served):
+    """Names as DFlash's authors write them; nothing of a policy's checkpoint is among them."""
+
+    name = "dflash"
+    follows_policy = ("embed_tokens", "lm_head")
+
+    def check(self, model_dir: Path, draft_dir: Path) -> None:
+        """See ``Served.check``."""
+        model, draft = read_config(model_dir, "MODEL"), read_config(draft_dir, "--draft")
+        read_layout(model_dir, "MODEL")
+        model, path = dict(text_config(model)), f"{draft_dir / 'config.json'}"
+        if draft.get("architectures") != [ARCHITECTURE]:
+            found = draft.get("architectures")
+            raise RefusedError(f"{path}: architectures", found, [ARCHITECTURE], _NEXT)
+        for name in _SIZES:
+            if draft.get(name) != model.get(name):
+                expected = f"{model.get(name)} (the model's)"
+                raise RefusedError(f"{path}: {name}", draft.get(name), expected, _NEXT)
+        block, vocab, depth = (
+            draft.get("dflash_config") or {},
+            int(model["vocab_size"]),
+            int(model.get("num_hidden_layers") or 0),
+        )
+        mask, layers = block.get("mask_token_id"), block.get("target_layer_ids") or []
+        if not isinstance(mask, int) or not 0 <= mask < vocab:
+            expected = f"a token of the model, 0 to {vocab - 1}"
+            raise RefusedError(f"{path}: dflash_config.mask_token_id", mask, expected, _NEXT)
+        ascending = all(one < other for one, other in pairwise(layers))
+        if not layers or not ascending or layers[0] < 0 or layers[-1] >= depth:
+            expected = f"ascending outputs of layers, counted from 0 to {depth - 1}"
+            raise RefusedError(f"{path}: dflash_config.target_layer_ids", layers, expected, _NEXT)
+        if (draft_dir / "mask_embedding.pt").exists():
+            raise RefusedError(
+                f"{draft_dir / 'mask_embedding.pt'}",
+                "a pickle, which vLLM would load",
+                "none: the mask is a token of the model's vocabulary",
+                "leave it out; no stage could replace it",
+            )
+        layout = read_draft_layout(draft_dir)
+        others = [name for name in layout if not name.startswith(_PARTS)]
+        if others:
+            raise RefusedError(
+                f"{draft_dir}: tensors",
+                f"{len(others)} others, such as {others[0]}",
+                f"only {', '.join(f'{part}*' for part in _PARTS)}",
+                "save the draft without embeddings and lm_head: they are the model's",
+            )
+        width, fc = len(layers) * int(model["hidden_size"]), layout.get("fc.weight")
+        if fc is None or fc.shape != (draft["hidden_size"], width):
+            found = "absent" if fc is None else list(fc.shape)
+            expected = f"[{draft['hidden_size']}, {width}] for layers {layers}"
+            raise RefusedError(f"{draft_dir}: fc.weight", found, expected, _NEXT)
