@@ -8,25 +8,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.draft_trainer.training_process import train_here
+from tests.draft_trainer.training_process import HEADS, train_here
 
 _COMMAND = (sys.executable, "-m", "tests.draft_trainer.training_process")
 _DEADLINE = 300
 _EPOCHS = 10
 
 
-def _run(folder: Path, *options: str) -> int:
+def _run(folder: Path, kind: str, *options: str) -> int:
     folder.mkdir(exist_ok=True)
-    command = [*_COMMAND, str(folder), "--epochs", str(_EPOCHS), *options]
+    command = [*_COMMAND, str(folder), "--epochs", str(_EPOCHS), "--kind", kind, *options]
     return subprocess.run(command, timeout=_DEADLINE, check=False, capture_output=True).returncode
 
 
-def _kill_after(folder: Path, seconds: float) -> bool:
+def _kill_after(folder: Path, kind: str, seconds: float) -> bool:
     """Start, wait until it trains, kill -9 that much later; False when it had ended by then."""
-    command = [*_COMMAND, str(folder), "--epochs", str(_EPOCHS)]
+    command = [*_COMMAND, str(folder), "--epochs", str(_EPOCHS), "--kind", kind]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
@@ -46,22 +47,23 @@ def _last_state(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(max((folder / "states").glob("state-*.safetensors")))
 
 
-def test_killed_at_any_instant_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", HEADS)
+def test_killed_at_any_instant_it_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     """Before a state has its name, before an old one goes, and at random.
 
     The step that is under way is lost and done again, and no other.
     """
     uninterrupted, run = tmp_path / "whole", tmp_path / "run"
     uninterrupted.mkdir()
-    train_here(uninterrupted, _EPOCHS)
+    train_here(uninterrupted, _EPOCHS, kind)
     for event in ("os.rename:9", "os.remove:7"):
-        assert _run(run, "--die-at", event) == -signal.SIGKILL
+        assert _run(run, kind, "--die-at", event) == -signal.SIGKILL
     killed = 0
     rng = random.Random(0)
-    while killed < 2 and _kill_after(run, rng.uniform(0.0, 0.2)):
+    while killed < 2 and _kill_after(run, kind, rng.uniform(0.0, 0.2)):
         killed += 1
     assert killed == 2, "the run is too short for this test"
-    assert _run(run) == 0
+    assert _run(run, kind) == 0
     expected = {line[1]: line[2:] for line in _lines(uninterrupted) if line[0] == "step"}
     reported = 0
     seen = set()

@@ -1,10 +1,11 @@
 """A whole offline training as a process: ``python -m tests.draft_trainer.training_process``.
 
-It trains the synthetic head from where the folder's newest state says, saves after every step, and
-appends one line per step to ``losses.txt`` once that step is saved. ``--die-at EVENT:N`` has it
-kill itself at the N-th audit event of that name about a state, which Python raises just before the
-system call. Under torchrun it is one rank of several, of which rank 0 saves and writes;
-``--ruin N`` has the last rank compute NaN in that step, ``--lose N`` kill itself before it.
+It trains a synthetic draft of a mechanism (``--kind``) from where the folder's newest state says,
+saves after every step, and appends one line per step to ``losses.txt`` once that step is saved.
+``--die-at EVENT:N`` has it kill itself at the N-th audit event of that name about a state, which
+Python raises just before the system call. Under torchrun it is one rank of several, of which rank 0
+saves and writes; ``--ruin N`` has the last rank compute NaN in that step, ``--lose N`` kill itself
+before it.
 """
 
 from __future__ import annotations
@@ -13,21 +14,26 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from draft_trainer.config import TrainingConfig
+from draft_trainer.drafters import Draft
 from draft_trainer.offline.data import steps_of
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.optimizer import Schedule
 from draft_trainer.training.ranks import RankLostError, Ranks, shares
 from draft_trainer.training.state import StateStore, head_facts
-from tests.draft_trainer.synthetic import Policy, config, head
+from tests.draft_trainer.synthetic import Policy, dflash_head, head, mtp_head
 
 CONFIG = TrainingConfig(learning_rate=5e-3, warmup_steps=5, weight_averaging=0.9, ttt_steps=3)
 SCHEDULE = Schedule(5e-3, warmup_steps=5, decay_steps=60)
+
+HEADS: dict[str, Callable[[int], Draft]] = {"eagle3": head, "mtp": mtp_head, "dflash": dflash_head}
+"""By mechanism, of a seed."""
 
 
 def main() -> None:
@@ -35,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--kind", choices=HEADS, default="eagle3")
     parser.add_argument("--die-at", default="")
     parser.add_argument("--ruin", type=int)
     parser.add_argument("--lose", type=int)
@@ -50,12 +57,13 @@ def main() -> None:
         sys.exit(f"lost: {error}; group left: {not dist.is_initialized()}")
 
 
-def train_here(folder: Path, epochs: int) -> None:
+def train_here(folder: Path, epochs: int, kind: str = "eagle3") -> None:
     """The same in the calling process, alone."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        train(argparse.Namespace(folder=folder, epochs=epochs, ruin=None, lose=None), Ranks())
+        options = {"folder": folder, "epochs": epochs, "kind": kind, "ruin": None, "lose": None}
+        train(argparse.Namespace(**options), Ranks())
     finally:
         torch.set_num_threads(threads)
 
@@ -63,14 +71,15 @@ def train_here(folder: Path, epochs: int) -> None:
 def train(options: argparse.Namespace, ranks: Ranks) -> None:
     """From the newest state to the end of the last epoch."""
     samples = Policy(0, 4.0).samples(32)
-    heads = Policy(0, 4.0).heads()
+    head = HEADS[options.kind](ranks.rank)
+    heads = Policy(0, 4.0).heads(rows=head.target_ids())
     lengths = [sample.tokens for sample in samples]
     steps = list(steps_of(lengths, 80, seed=7, epochs=options.epochs))
     # Not rank 0's weights: it must give them to the others.
-    learner = Learner(head(ranks.rank), CONFIG, ranks, SCHEDULE)
+    learner = Learner(head, CONFIG, ranks, SCHEDULE)
     done, store = 0, None
     if ranks.rank == 0:
-        store = StateStore(options.folder / "states", head_facts(config()))
+        store = StateStore(options.folder / "states", head_facts(head.config))
         state = store.load()
         if state is not None:
             learner.load_state_dict(state.tensors)
