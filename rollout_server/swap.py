@@ -351,10 +351,11 @@ def swap_contents(pairs: Iterable[Pair]) -> None:
         torch.cuda.synchronize()
     copied: set[int] = set()
     for live, standby in pairs:
-        by_content = accelerated or live.nbytes <= _SMALL
+        by_content = live.device.type != "cpu" or live.nbytes <= _SMALL
         if by_content and live.data_ptr() in copied:
             continue  # another name for a tensor that was copied
-        copied.add(live.data_ptr())
+        if live.data_ptr():
+            copied.add(live.data_ptr())
         if live.device.type != "cpu":
             _copy_both_ways(live, standby)
         elif live.nbytes <= _SMALL:
