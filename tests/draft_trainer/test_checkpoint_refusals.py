@@ -38,6 +38,8 @@ def _check_refused(folder: Path, match: str) -> None:
     [
         ("architectures", {"architectures": ["LlamaForCausalLM"]}),
         ("architectures", {"model_type": "qwen3"}),
+        ("P-EAGLE's mask_hidden", {"architectures": ["PEagleDraftModel"]}),
+        ("EAGLE-1 takes the final state", {"architectures": ["EagleLlamaForCausalLM"]}),
         ("model_type", {"model_type": "mistral"}),
         ("num_hidden_layers", {"num_hidden_layers": 2}),
         ("hidden_act", {"hidden_act": "gelu"}),

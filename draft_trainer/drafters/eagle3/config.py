@@ -58,6 +58,12 @@ _SIZES = (
 _BEYOND = 1 << 24
 _MOST_LAYERS = 64
 
+_OTHERS = {
+    "PEagle": "; P-EAGLE's mask_hidden is projected when vLLM starts, where no swap reaches it",
+    "EagleLlama": "; EAGLE-1 takes the final state alone, and accepts less than EAGLE-3",
+}
+"""Why other EAGLE heads are not trained, by what their architecture's name has."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(DraftShape):
@@ -151,7 +157,8 @@ class HeadConfig(DraftShape):
             _refuse("model_type", model_type, f"one of {list(ARCHITECTURES)}")
         known, architectures = ARCHITECTURES[model_type], config.get("architectures")
         if not architectures or any(name not in known for name in architectures):
-            _refuse("architectures", architectures, f"[{known[0]}]")
+            why = next((w for name, w in _OTHERS.items() if name in str(architectures)), "")
+            _refuse("architectures", architectures, f"[{known[0]}]{why}")
         for name, allowed in _FIXED_VALUES.items():
             if name in config and config[name] not in allowed:
                 _refuse(name, config[name], allowed[0])
