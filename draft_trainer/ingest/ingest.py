@@ -89,7 +89,7 @@ class Ingest:
         arrived: set whenever there may be something new to train on.
         directory: where clients' files of shared memory are; None: every block comes inline.
         on_accepted: told of every sample that was accepted, for a recording.
-        wanted_tokens: of a policy version, which clients are told with every answer; 0: no bound.
+        wanted: tokens of a policy version, which clients are told with every answer; 0: no bound.
 
     Attributes:
         streams: open streams by transport; of the server's event loop.
@@ -104,10 +104,11 @@ class Ingest:
         arrived: threading.Event,
         directory: Path | None = None,
         on_accepted: Callable[[Run, Sample], None] | None = None,
-        wanted_tokens: Callable[[], int] = lambda: 0,
+        wanted: Callable[[], int] = lambda: 0,
     ) -> None:
         self.expected = expected
-        self.wanted_tokens = wanted_tokens
+        self._wanted = wanted
+        self._longest = 0
         self._store = store
         self.counters = counters
         self._teacher = teacher
@@ -115,6 +116,12 @@ class Ingest:
         self._directory = directory
         self._on_accepted = on_accepted
         self.streams = {"grpc": 0, "shared_memory": 0}
+
+    def wanted_tokens(self) -> int:
+        """Of a policy version; 0: no bound. As long as the longest sample so far: a client that
+        could not send one of them would send none, and would never be told of another bound."""
+        wanted = self._wanted()
+        return max(wanted, self._longest) if wanted else 0
 
     def credit_bytes(self, most: int) -> int:
         """What a stream may have in flight: ``most``, or less where the store is small.
@@ -162,6 +169,7 @@ class Ingest:
                 run.check_policy_version(header.policy_version)
                 layout = check_header(header, self.expected)
                 sample = self._read(header, memories, layout)
+                self._longest = max(self._longest, sample.tokens)
                 read.append((ack, Arrived(sample, layout.dtype)))
             except RefusedError as error:
                 self._refuse(ack, error)

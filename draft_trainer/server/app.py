@@ -144,7 +144,7 @@ class TrainerServer:
         ingest = Ingest(
             *(expected, self._store, self._counters, TeacherCheck(ids), arrived, memory),
             on_accepted=self._recorder.offer if self._recorder else None,
-            wanted_tokens=partial(_wanted_tokens, config, economy),
+            wanted=partial(_wanted_tokens, config, economy),
         )
         self._status = Status(
             self._counters,
@@ -359,10 +359,11 @@ def _wanted_tokens(config: TrainerConfig, economy: Economy) -> int:
     """Of each policy version; while training is paused, what measures the served draft."""
     if not economy.looks_only:
         return 0
+    if not economy.measures_next:
+        return 1  # the least that is bounded: a client still sends a sample
     held_out = config.replay.held_out_fraction or HELD_OUT_LEAST
     # About half of the tokens of a rollout are the prompt's, where nothing is drafted.
-    tokens = 2 * config.gate.needed_anchors(0) / held_out
-    return math.ceil(tokens / config.gate.newest_versions)
+    return math.ceil(2 * config.gate.needed_anchors(0) / held_out)
 
 
 def _ended(future: Future[None], timeout: float) -> bool:

@@ -34,6 +34,12 @@ START, STOP = 1.2, 0.8
 LOOK_VERSIONS = 3
 """Decisions without training for want of figures; what is missing then will not come."""
 
+QUIET = 0.25
+"""Saving over cost up to which the draft holds: it is then measured again after twice as many
+versions as the last time, ``MOST_BETWEEN`` at most, and in every version beyond it."""
+
+MOST_BETWEEN = 8
+
 LEAST_ACCEPTED = 0.5
 """Share of proposed tokens below which a draft that was never trained here is trained for a
 version, whatever it has lost: it has more to learn than a policy's movement takes from it."""
@@ -107,6 +113,7 @@ class Economy:
         self._gained = 0.0
         self._lost = 0.0
         self._unknown = 0
+        self._measure_at, self._between = 0, 1
         self._seconds: float | None = None
         self._generation: float | None = None
         self._cost: float | None = None
@@ -123,6 +130,15 @@ class Economy:
         if self.last is None:
             return self.config.mode != "always"
         return not self.last.train
+
+    @property
+    def measures_next(self) -> bool:
+        """Whether the served draft is measured at the next policy version."""
+        return self.last is None or self.measures(self.last.policy_version + 1)
+
+    def measures(self, policy_version: int) -> bool:
+        """Whether the served draft is measured before that version is decided for."""
+        return policy_version >= self._measure_at
 
     def served(self, address: str, state: pb.ServerState) -> None:
         """A server's report: how long its engine has taken steps since its start, and its gain."""
@@ -223,6 +239,12 @@ class Economy:
             lasts = min(lasts, max(1.0, (length + gain - 1) / self._drift))
         saving = lasts * generation * self._saved_share(length, gain)
         train = saving > cost * (STOP if training else START)
+        if saving > cost * QUIET:
+            self._between = 1
+            self._measure_at = version + 1
+        elif version >= self._measure_at:
+            self._between = min(2 * self._between, MOST_BETWEEN)
+            self._measure_at = version + self._between
         text = (
             f"training {'pays' if train else 'does not pay'}: {gain:.3f} of acceptance length "
             f"{length:.3f} saves {saving:.3g} s of generation in {lasts:.3g} policy versions, "

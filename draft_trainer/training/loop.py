@@ -279,7 +279,7 @@ class TrainingLoop:
         last = economy.last
         if version is None or (last is not None and last.policy_version == version):
             return not economy.looks_only
-        if economy.looks_only:
+        if economy.looks_only and economy.measures(version):
             # Without candidates only this says how the served draft does on the new policy.
             gate = self.candidates.gate
             length = gate.measure(run)

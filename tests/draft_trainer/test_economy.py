@@ -234,6 +234,23 @@ def test_samples_only_measure_until_training_pays() -> None:
     assert not Economy(EconomyConfig(mode="always")).looks_only
 
 
+def test_a_draft_that_holds_is_measured_ever_more_seldom_and_one_that_drifts_at_once() -> None:
+    loop = Loop()
+    loop.economy.measured(3.0)
+    measured = []
+    while loop.version < 32:
+        if loop.economy.measures(loop.version + 1):
+            assert loop.economy.measures_next
+            measured.append(loop.version + 1)
+        loop.step(10.0)
+    assert measured == [1, 3, 7, 15, 23, 31]
+    # Half of what would be needed: 100 * 0.6 / 3 s of 30 s.
+    loop.economy.measured(2.4)
+    loop.step(10.0)
+    assert not loop.last.train
+    assert loop.economy.measures_next
+
+
 def test_one_decision_a_version() -> None:
     loop = Loop()
     first = loop.economy.decide(1)

@@ -342,7 +342,16 @@ def test_a_trainer_that_may_not_train_says_so_and_keeps_the_samples(tmp_path: Pa
         assert status.samples_pending + status.samples_held_out == 8
         training = next(found for found in status.diagnosis if found.part == "training")
         assert training.found == "training is paused: economy.mode is never"
-        # Twice 20 anchors of two versions, of the quarter of all prompts that is held out here.
+        # Twice 20 anchors, of the quarter of all prompts that is held out here.
         with Stream(client) as stream:
             stream.send(rollouts(1, seed=3)[0])
-            assert stream.wanted_tokens == 80
+            assert stream.wanted_tokens == 160
+
+
+def test_a_paused_trainer_wants_a_whole_sample_at_least(tmp_path: Path) -> None:
+    config = make_config(tmp_path, economy={"mode": "never"}, gate={"min_anchors": 1})
+    sample = rollouts(1)[0]
+    with feeding(config) as (_, client), Stream(client) as stream:
+        stream.send(sample)
+        # 8 tokens would measure the draft.
+        assert stream.wanted_tokens == sample.tokens > 8
