@@ -153,6 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = options("plan_measured", (__doc__ or "").split("\n\n")[1])
     parser.add_argument("--policy", nargs="+", choices=[*TASKS], default=[*TASKS])
     parser.add_argument("--seconds", type=float, default=3.0, help="of load on each cell")
+    parser.add_argument("--lengths", nargs="+", type=int, help="0 and these, instead of all")
     parsed = parser.parse_args(argv)
     end_on_sigterm()
     cells: list[dict[str, Any]] = []
@@ -160,10 +161,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for task in parsed.policy:
             expected = predicted(task, folder)
-            lengths = sorted({k for _, k, _ in expected})
+            lengths = sorted({k for _, k, _ in expected} & {0, *(parsed.lengths or range(17))})
             found = measured(task, lengths, parsed.seconds, folder)
-            for (draft, k, requests), (step, gain) in expected.items():
-                took, speed = found[draft, k, requests]
+            for (draft, k, requests), (took, speed) in found.items():
+                step, gain = expected[draft, k, requests]
                 real = speed / found[draft, 0, requests][1]
                 cells.append(
                     {"policy": task, "draft": draft, "k": k, "requests": requests}
