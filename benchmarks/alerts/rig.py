@@ -119,6 +119,7 @@ class Rig:
             "training": {"ttt_steps": 3, "batch_tokens": 1024},
             # Nothing that was trained here is to go live: what does is put there by hand.
             "gate": {"min_gain": 9.0},
+            "economy": {"mode": "always"},
             "publish": {"rollout_servers": [self.servers[index].control for index in servers]},
         }
         for name, values in sections.items():

@@ -37,6 +37,8 @@ nice = 0
 cpu_kernels = "off"
 [gate]
 min_anchors = 1000000
+[economy]
+mode = "always"
 """
 
 

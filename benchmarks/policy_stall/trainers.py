@@ -75,7 +75,8 @@ class Trainer(AbstractContextManager["Trainer"]):
             + f'[draft]\ninitial = "{draft.resolve()}"\nregistry = "releases"\n'
             # Beside the rest: a trainer that is killed leaves nothing behind elsewhere.
             + f'[replay]\ndirectory = "samples"\ncapacity_bytes = {REPLAY_BYTES}\n'
-            + f"[training]\nnice = 19\n{NO_TRAINING}"
+            # A trainer that pauses wants fewer samples.
+            + f'[economy]\nmode = "always"\n[training]\nnice = 19\n{NO_TRAINING}'
         )
         command = [*NICE, script("draft-trainer"), "serve", "--config", str(config)]
         if full_memory:

@@ -34,6 +34,8 @@ held_out_fraction = 0.98
 cpu_kernels = "off"
 [gate]
 min_anchors = 100000000
+[economy]
+mode = "always"
 """
 
 

@@ -70,6 +70,7 @@ def main() -> None:
                     "registry": str(Path(folder) / "registry"),
                 },
                 "replay": {"capacity_bytes": chosen.replay_bytes},
+                "economy": {"mode": "always"},
             }
         )
         use_kernels(config.training.cpu_kernels)

@@ -193,6 +193,10 @@ class Economy:
         self._waited_before = waited
         with self._lock:
             generated, self._generated = self._generated, {}
+            if generated:
+                # Servers that left count no longer.
+                kept = generated.keys() & self._speed_ups.keys()
+                self._speed_ups = {address: self._speed_ups[address] for address in kept}
         trained, gained, lost = self._trained, self._gained, self._lost
         self._trained = self._gained = self._lost = 0.0
         if first:

@@ -224,6 +224,20 @@ def test_servers_on_which_no_draft_ever_paid_are_no_reason_to_train() -> None:
     assert loop.last.saving_seconds == 0.0
 
 
+def test_a_server_that_left_says_nothing_any_more() -> None:
+    loop = Loop()
+    loop.judge(4.0, 4.0, released=True)
+    for _ in range(20):
+        loop.step(10.0, training=5.0, speed_up=2.0)
+    loop.economy.served("c", ServerState(engine_seconds=1.0, speculation_enabled=False))
+    loop.step(10.0, speed_up=2.0)
+    loop.economy.measured(3.0)
+    loop.step(10.0, speed_up=1.5)
+    lost = 0.5
+    lasts = min(HORIZON, 3.0 / lost)
+    assert loop.last.saving_seconds == pytest.approx(lasts * 10.0 * 0.25, rel=0.01)
+
+
 def test_samples_only_measure_until_training_pays() -> None:
     loop = Loop()
     assert loop.economy.looks_only
