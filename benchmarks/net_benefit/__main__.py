@@ -43,7 +43,7 @@ from benchmarks.harness import (
     write,
 )
 from benchmarks.net_benefit.policy_loop import Workload, train
-from draft_trainer.training.economy import waited_seconds
+from draft_trainer.training.economy import CoreSeconds, core_seconds
 from examples.arithmetic_grpo.processes import Service, Services, free_port
 from examples.local_services import (
     ARITHMETIC,
@@ -98,7 +98,7 @@ def run_arm(name: str, arm: str, workload: Workload, seed: int, folder: Path) ->
     )
     draft = None if arm == NONE else ARITHMETIC / "draft"
     given = ("--draft-kind", "none") if arm == NONE else ("--speculation", "auto")
-    at_start = [0.0, 0.0]
+    at_start: list[CoreSeconds] = []
     with ExitStack() as stack:
         server = RolloutServer(folder / "rollout-server.log", *given, draft=draft)
         stack.enter_context(server)
@@ -118,24 +118,23 @@ def run_arm(name: str, arm: str, workload: Workload, seed: int, folder: Path) ->
             server.commit(f"policy-{version}")
 
         def begun() -> None:
-            at_start[:] = _used(trainer)
+            at_start.append(_cores(trainer))
 
         run = train(model, workload, seed, server.http, push, bridge, begun)
         state = server.state()
         found = asdict(run) | {"counters": _counters(server)}
         found |= {"draft_commits": state.draft_commits, "engine_seconds": state.engine_seconds}
         if trainer is not None:
-            names = ("trainer_cpu_seconds", "trainer_waited_seconds")
-            found |= {n: b - a for n, a, b in zip(names, at_start, _used(trainer), strict=True)}
+            cores = _cores(trainer)
+            found["trainer_cpu_seconds"] = cores.ran - at_start[0].ran
+            found["trainer_took_seconds"] = cores.taken_since(at_start[0])
             found |= _status(trainer.health)
     return found
 
 
-def _used(trainer: Service | None) -> tuple[float, float]:
-    """CPU seconds, and seconds waited for a core: about what it took from the loop."""
-    if trainer is None:
-        return 0.0, 0.0
-    return trainer.usage()[0], waited_seconds(trainer.pid) or 0.0
+def _cores(trainer: Service | None) -> CoreSeconds:
+    found = core_seconds(trainer.pid) if trainer else None
+    return found or CoreSeconds(0.0, 0.0)
 
 
 def _counters(server: RolloutServer) -> list[dict[str, int]]:
@@ -220,7 +219,7 @@ def rows_of(name: str, found: dict[str, list[dict[str, Any]]]) -> list[list[str]
                 f"{statistics.median(ratios(generation, seconds)):.2f}",
                 f"{statistics.median(generation):.1f}",
                 f"{statistics.median(cpu):.1f}",
-                f"{statistics.median(run.get('trainer_waited_seconds', 0.0) for run in runs):.1f}",
+                f"{statistics.median(run.get('trainer_took_seconds', 0.0) for run in runs):.1f}",
                 str(runs[-1].get("releases", "")),
             ]
         )

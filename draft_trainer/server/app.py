@@ -47,7 +47,7 @@ from draft_trainer.server.service import (
 )
 from draft_trainer.server.status import SNAPSHOT_SECONDS, FleetView, RecentAcceptance, Status
 from draft_trainer.server.web import serve_web
-from draft_trainer.training.economy import Economy, waited_seconds
+from draft_trainer.training.economy import Economy, core_seconds
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.loop import Candidates, TrainingLoop
@@ -126,8 +126,8 @@ class TrainerServer:
         acceptance = RecentAcceptance()
         self._fleet = Fleet(publish, fleet_view.looked, self._credentials)
         # A shared GPU does not say what training takes of it.
-        waited = waited_seconds if config.training.device == "cpu" else lambda: None
-        economy = Economy(config.economy, waited=waited)
+        cores = core_seconds if config.training.device == "cpu" else lambda: None
+        economy = Economy(config.economy, cores=cores)
         self._watch = AcceptanceWatch(self._fleet, acceptance.grew, economy.served)
         known = newest.HasField("trained_against_policy_version")
         against = newest.trained_against_policy_version if known else None

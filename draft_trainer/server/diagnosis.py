@@ -75,9 +75,12 @@ def _samples(status: TrainerStatus, config: TrainerConfig) -> Found:
         )
     if not accepted:
         return WAITING, "no sample has arrived", "ship sequences with completion tokens"
+    # A trainer that may pause lets samples grow old on purpose.
+    always = config.economy.mode == "always"
+    reasons = ("capacity", "stale", "damaged") if always else ("damaged",)
     lost = {
         reason: status.evicted_by_reason[reason]
-        for reason in ("capacity", "stale", "damaged")
+        for reason in reasons
         if status.evicted_by_reason.get(reason, 0) > EVICTED_SHARE * accepted
     }
     if lost:

@@ -34,35 +34,56 @@ START, STOP = 1.2, 0.8
 LOOK_VERSIONS = 3
 """Decisions without training for want of figures; what is missing then will not come."""
 
-QUIET = 0.25
+QUIET = 0.1
 """Saving over cost up to which the draft holds: it is then measured again after twice as many
 versions as the last time, ``MOST_BETWEEN`` at most, and in every version beyond it."""
 
-MOST_BETWEEN = 8
+MOST_BETWEEN = 4
+
+ASSUMED_SHARE = 0.5
+"""Of a version's seconds, that training for it takes, before that was measured: between nothing, on
+cores that nobody wants, and all of it."""
 
 LEAST_ACCEPTED = 0.5
 """Share of proposed tokens below which a draft that was never trained here is trained for a
 version, whatever it has lost: it has more to learn than a policy's movement takes from it."""
 
 
-def waited_seconds(pid: int | None = None) -> float | None:
-    """That a process's threads were ready to run and another had the core, since their start.
+@dataclass(frozen=True)
+class CoreSeconds:
+    """Of a process's threads since their start, summed: seconds that they ran on a core, and that
+    they were ready to and another had it."""
 
-    The kernel shares a contended core evenly, so this is also about what they took from others.
-    None where the kernel does not say. Source: Linux, Documentation/scheduler/sched-stats.rst.
+    ran: float
+    waited: float
+
+    def taken_since(self, before: CoreSeconds) -> float:
+        """About how long others waited because of this process.
+
+        The kernel shares a contended core evenly: two that want it wait for each other as long as
+        they run. Who waits for several takes no more than it runs.
+        """
+        return max(0.0, min(self.ran - before.ran, self.waited - before.waited))
+
+
+def core_seconds(pid: int | None = None) -> CoreSeconds | None:
+    """What the kernel counts; None where it does not.
+
+    Source: Linux, Documentation/scheduler/sched-stats.rst.
 
     Args:
         pid: of the process; None: this one.
     """
     if sys.platform != "linux":
         return None
-    total = 0
+    ran = waited = 0
     for task in Path(f"/proc/{pid or 'self'}/task").iterdir():
         try:
-            total += int((task / "schedstat").read_text().split()[1])
+            counts = (task / "schedstat").read_text().split()
         except (FileNotFoundError, ProcessLookupError):
             continue  # the thread ended meanwhile, or the kernel does not count
-    return total / 1e9 if total else None
+        ran, waited = ran + int(counts[0]), waited + int(counts[1])
+    return CoreSeconds(ran / 1e9, waited / 1e9) if ran else None
 
 
 @dataclass(frozen=True)
@@ -91,24 +112,24 @@ class Economy:
     Args:
         config: the [economy] section.
         clock: monotonic seconds.
-        waited: seconds that this process waited for a core so far, or None where unknown.
+        cores: what this process has had of the cores so far; None where unknown.
     """
 
     def __init__(
         self,
         config: EconomyConfig,
         clock: Callable[[], float] = time.monotonic,
-        waited: Callable[[], float | None] = waited_seconds,
+        cores: Callable[[], CoreSeconds | None] = core_seconds,
     ) -> None:
         self.config = config
         self.last: Decision | None = None
-        self._clock, self._waited = clock, waited
+        self._clock, self._cores = clock, cores
         self._lock = threading.Lock()
         self._busy: dict[str, float] = {}
         self._generated: dict[str, float] = {}
         self._speed_ups: dict[str, float] = {}
         self._began = clock()
-        self._waited_before = waited()
+        self._cores_before = cores()
         self._trained = 0.0
         self._gained = 0.0
         self._lost = 0.0
@@ -133,8 +154,9 @@ class Economy:
 
     @property
     def measures_next(self) -> bool:
-        """Whether the served draft is measured at the next policy version."""
-        return self.last is None or self.measures(self.last.policy_version + 1)
+        """Whether the states that the next policy version's step captures serve to measure the
+        served draft: that is in the version after it."""
+        return self.last is None or self.measures(self.last.policy_version + 2)
 
     def measures(self, policy_version: int) -> bool:
         """Whether the served draft is measured before that version is decided for."""
@@ -185,12 +207,12 @@ class Economy:
         return self.last
 
     def _end_version(self, first: bool) -> None:
-        now, waited = self._clock(), self._waited()
+        now, cores = self._clock(), self._cores()
         seconds, self._began = now - self._began, now
         took = None
-        if waited is not None and self._waited_before is not None:
-            took = max(0.0, waited - self._waited_before)
-        self._waited_before = waited
+        if cores is not None and self._cores_before is not None:
+            took = cores.taken_since(self._cores_before)
+        self._cores_before = cores
         with self._lock:
             generated, self._generated = self._generated, {}
             if generated:
@@ -206,14 +228,14 @@ class Economy:
         if generated:
             # Engines generate side by side: a version takes what one of them takes.
             mean = sum(generated.values()) / len(generated)
-            self._generation = _smoothed(self._generation, mean)
+            # The first version's reports may come after it.
+            if mean or self._generation is not None:
+                self._generation = _smoothed(self._generation, mean)
         if trained:
             share = self.config.training_share
-            if share is None and took is not None:
-                cost = took
-            else:
-                cost = trained * (1.0 if share is None else share)
-            self._cost = _smoothed(self._cost, cost)
+            if share is not None or took is None:
+                took = trained * (1.0 if share is None else share)
+            self._cost = _smoothed(self._cost, took)
             self._progress = _smoothed(self._progress, gained)
 
     def _decide(self, version: int, training: bool) -> Decision:
@@ -232,8 +254,7 @@ class Economy:
             return Decision(version, self._unknown > LOOK_VERSIONS, f"not known yet: {names}")
         cost, assumed = self._cost, ""
         if cost is None:
-            share = self.config.training_share
-            cost, assumed = seconds * (1.0 if share is None else share), " (assumed)"
+            cost, assumed = seconds * self._assumed_share(), " (assumed)"
             if self._proposed and length - 1 < LEAST_ACCEPTED * self._proposed:
                 reason = f"{length:.3f} of {1 + self._proposed} possible: training is tried"
                 return Decision(version, True, f"acceptance length {reason}", None, cost)
@@ -255,6 +276,12 @@ class Economy:
             f"training for one takes {cost:.3g} s{assumed}"
         )
         return Decision(version, train, text, saving, cost)
+
+    def _assumed_share(self) -> float:
+        share = self.config.training_share
+        if share is not None:
+            return share
+        return 1.0 if self._cores_before is None else ASSUMED_SHARE
 
     def _saved_share(self, length: float, gain: float) -> float:
         """Of a version's generation, by a draft that is better by ``gain``."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from draft_trainer.training.economy import waited_seconds
+from draft_trainer.training.economy import core_seconds
 from examples.arithmetic_grpo.live_table import LiveTable
 from examples.arithmetic_grpo.loop import GrpoLoop, LoopSettings
 from examples.arithmetic_grpo.make_mtp import first_layers, policy_with_mtp
@@ -126,14 +126,16 @@ def _run(options: argparse.Namespace, seed: int, directory: Path, began: float) 
             trainer=trainer.health,
             model="policy",
         )
-        waited = waited_seconds(trainer.pid) or 0.0
+        before = core_seconds(trainer.pid)
         try:
             _train(
                 options, seed, run, rollouts, services, ports["bridge"] if options.watch else None
             )
             seconds, peak = trainer.usage()
             run.cost |= {"trainer_cpu_seconds": seconds, "trainer_peak_bytes": float(peak)}
-            run.cost["trainer_waited_seconds"] = (waited_seconds(trainer.pid) or 0.0) - waited
+            after = core_seconds(trainer.pid)
+            if before is not None and after is not None:
+                run.cost["trainer_took_seconds"] = after.taken_since(before)
         finally:
             rollouts.close()
     run.total_seconds = time.perf_counter() - began

@@ -98,5 +98,5 @@ class RunRecord:
     bridge: dict[str, object] = field(default_factory=dict)
     trainer: dict[str, object] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
-    """The trainer's CPU seconds, the seconds that it waited for a core meanwhile, its peak memory,
-    and the bytes of states sent per step."""
+    """The trainer's CPU seconds, how many of them others wanted, its peak memory, and the bytes of
+    states sent per step."""

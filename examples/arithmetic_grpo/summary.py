@@ -199,7 +199,7 @@ class Net:
 
     Attributes:
         saved: seconds of generation less than with the frozen draft.
-        cost: seconds that the trainer took from the rest: what it waited for the cores itself.
+        cost: seconds that the trainer took from the rest, on cores that both wanted.
         speed: of the whole run, over one without speculation and without a trainer.
         speed_over_frozen: the same, over one with the frozen draft and without a trainer.
     """
@@ -212,7 +212,7 @@ class Net:
 
 def net(run: RunRecord) -> Net:
     """Every step has as many rollouts as all of this run's arms together, and its other phases."""
-    cost = run.cost["trainer_waited_seconds"]
+    cost = run.cost["trainer_took_seconds"]
     rest = sum(sum(step.seconds.values()) - step.seconds["generation"] for step in run.steps)
     adapted = rest + len(ARMS) * sum(step.arms[ADAPTED].seconds for step in run.steps)
 

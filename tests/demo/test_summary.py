@@ -192,7 +192,7 @@ def test_whether_adapting_paid_is_said_with_its_figures(run: RunRecord) -> None:
     assert saved_seconds(run, FROZEN) == pytest.approx(saved)
     assert saved_seconds(run, OFF) == pytest.approx(saved)
     # A step of such a run: four phases of a second and four arms of 0.4; without drafts four of 1.
-    run.cost |= {"trainer_cpu_seconds": 50.0, "trainer_waited_seconds": 1.2}
+    run.cost |= {"trainer_cpu_seconds": 50.0, "trainer_took_seconds": 1.2}
     found = net(run)
     assert (found.saved, found.cost) == (pytest.approx(4 * saved), 1.2)
     assert found.speed == found.speed_over_frozen == pytest.approx((8 - 0.2) / 5.6)

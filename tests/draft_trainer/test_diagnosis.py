@@ -10,6 +10,7 @@ import pytest
 
 from draft_trainer.cli.doctor import first_problem
 from draft_trainer.cli.main import main
+from draft_trainer.config import EconomyConfig
 from draft_trainer.config_file import load_config, parse_config
 from draft_trainer.server.diagnosis import OK, PROBLEM, WAITING, ProblemLog, diagnose
 from slipstream.v1.console_pb2 import Diagnosis, ServerView, TrialView
@@ -61,6 +62,13 @@ def test_a_trainer_that_releases_has_nothing_to_say() -> None:
     assert [one.part for one in diagnosis] == [
         *("policy", "samples", "training", "gate", "release", "servers", "trial")
     ]
+
+
+def test_a_trainer_that_may_pause_lets_samples_grow_old() -> None:
+    status = healthy(evicted_by_reason={"stale": 600})
+    pausing = CONFIG.model_copy(update={"economy": EconomyConfig(mode="when-it-pays")})
+    assert found(status)["samples"].severity == PROBLEM
+    assert {one.severity for one in diagnose(status, pausing)} == {OK}
 
 
 FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
