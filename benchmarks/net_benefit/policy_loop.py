@@ -36,6 +36,7 @@ class Workload:
         turns: median and sigma of the lognormal number of turns of a group's rollouts, and the most
             there may be. A turn is a problem and its solution; a rollout's next turn begins when
             all of its group have ended the one before.
+        trained: turns of a step, drawn, that the policy is trained on: what its step costs.
         learning_rate: of the policy's AdamW, constant.
         updates: optimizer steps of a GRPO step, each on a part of its groups.
         steps: GRPO steps of the run.
@@ -45,6 +46,7 @@ class Workload:
     groups: int
     samples: int
     turns: tuple[float, float, int]
+    trained: int
     learning_rate: float
     updates: int
     steps: int
@@ -144,18 +146,22 @@ def train(
             before = time.perf_counter()
             answers = asyncio.run(_rollouts(http, asked, workload.samples))
             run.generation.append(time.perf_counter() - before)
-        problems = [problem for group in asked for problem in group]
-        completions = [turn for group in answers for turn in group]
-        rows = [row for turn in completions for row in turn]
-        run.tokens += sum(map(len, rows))
+        turns = [
+            turn
+            for group, answered in zip(asked, answers, strict=True)
+            for turn in zip(group, answered, strict=True)
+        ]
+        run.tokens += sum(len(row) for _, completions in turns for row in completions)
+        turns = rng.sample(turns, min(workload.trained, len(turns)))
+        rows = [row for _, completions in turns for row in completions]
         grades = [
             grade(problem, completion_text(row))
-            for problem, turn in zip(problems, completions, strict=True)
-            for row in turn
+            for problem, completions in turns
+            for row in completions
         ]
         run.ornate = sum(graded.style_share for graded in grades) / len(grades)
         batch = pad_batch(
-            [prompt_ids(problem) for problem in problems for _ in range(workload.samples)],
+            [prompt_ids(problem) for problem, _ in turns for _ in range(workload.samples)],
             rows,
             group_advantages(torch.tensor([reward(g) for g in grades]), workload.samples),
             PAD_ID,
