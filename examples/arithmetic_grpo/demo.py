@@ -304,7 +304,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--policy", type=Path, default=HERE / "policy", help="checkpoint to train")
     parser.add_argument(
         "--draft-kind",
-        choices=["eagle3", "mtp", "draft_model"],
+        choices=["eagle3", "mtp", "draft_model", "dflash"],
         default="eagle3",
         help="the draft's mechanism; mtp writes the policy as a model with an MTP head first, "
         "draft_model begins with the policy's first layers",
@@ -313,7 +313,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the figures here, without the steps")
     parser.add_argument("--out", type=Path, help="run directory (default: runs/<date-time>)")
     options = parser.parse_args(argv)
-    given = {"eagle3": HERE / "draft", "mtp": HERE / "mtp"}
+    given = {"eagle3": HERE / "draft", "mtp": HERE / "mtp", "dflash": HERE / "dflash"}
     options.draft = options.draft or given.get(options.draft_kind)
     for name in ("policy", "draft"):
         folder = getattr(options, name)

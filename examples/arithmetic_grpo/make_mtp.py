@@ -1,19 +1,15 @@
-"""Makes the example's MTP head, and the policy that it belongs to.
+"""The example's policy with a native MTP head, and as a smaller draft model.
 
 A Qwen3 policy is a Qwen3-Next policy whose layers all have full attention and a dense MLP: its
 norms are centred on 0, and its attention's gate is a constant one half, made up for in o_proj. The
 conversion therefore changes no output. ``policy_with_mtp`` makes it of the example's policy where a
-run needs it; the head, which starts from random weights, is trained here on recorded final states.
-
-Run ``python -m examples.arithmetic_grpo.make_mtp --out DIR`` from the repository root.
+run needs it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +19,6 @@ from torch import Tensor
 
 from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE
 from draft_trainer.drafters import DRAFTERS, Draft
-from examples.arithmetic_grpo import task
-from examples.arithmetic_grpo.make_draft import DRAFT_LENGTH, record, run
-
-HERE = Path(__file__).parent
 
 
 def policy_with_mtp(policy: Path, out: Path) -> Path:
@@ -96,35 +88,3 @@ def new_head(policy: Path, seed: int) -> Draft:
         fused.mul_(0.5)
         fused[:, size:] += torch.eye(size)
     return head
-
-
-def main() -> None:
-    """Command line entry."""
-    parser = argparse.ArgumentParser(
-        description="Make the example's MTP head from scratch (CPU).",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--policy", type=Path, default=HERE / "policy", help="Qwen3 checkpoint")
-    parser.add_argument("--out", type=Path, required=True, help="the head; must not exist")
-    parser.add_argument("--rollouts", type=int, default=4096, help="to train on")
-    parser.add_argument("--epochs", type=int, default=4, help="passes over them")
-    parser.add_argument("--seed", type=int, default=0, help="of rollouts, weights and order")
-    parser.add_argument("--threads", type=int, default=1, help="torch CPU threads")
-    options = parser.parse_args()
-
-    torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        states, initial = Path(folder) / "states", Path(folder) / "initial"
-        record(task, options.policy, states, options.rollouts, options.seed, ())
-        initial.mkdir()
-        converted = policy_with_mtp(options.policy, Path(folder) / "policy")
-        DRAFTERS["mtp"].save(initial, new_head(converted, options.seed), torch.float32)
-        # bfloat16 is twice as fast on current CPUs; master weights are float32.
-        how = ("--learning-rate", 2e-3, "--batch-tokens", 512, "--compute-dtype", "bfloat16")
-        length = ("--epochs", options.epochs, "--draft-length", DRAFT_LENGTH)
-        made = ("--draft-kind", "mtp", "--states", states, "--seed", options.seed)
-        run("fit", "--draft", initial, *length, *how, *made, "--out", options.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""MTP heads and draft models on real vLLM: the replay predicts acceptance, and swaps lose nothing.
+"""MTP heads, draft models and DFlash on real vLLM: the replay predicts, and swaps lose nothing.
 
 The MTP head's policy is the example's, written as the Qwen3-Next model that it is; the draft model
 is the first layers of the example's policy. Tolerance and rollouts are those of ``test_replay``.
@@ -43,7 +43,7 @@ class Case:
     least: tuple[float, float]
 
 
-@pytest.fixture(scope="module", params=["mtp", "draft_model"])
+@pytest.fixture(scope="module", params=["mtp", "draft_model", "dflash"])
 def case(
     request: pytest.FixtureRequest,
     serve,  # type: ignore[no-untyped-def]
@@ -54,6 +54,8 @@ def case(
     if request.param == "mtp":
         policy = policy_with_mtp(policy_dir, folder / "policy")
         draft, least = ARITHMETIC / "mtp", (2.0, 1.3)
+    elif request.param == "dflash":
+        policy, draft, least = policy_dir, ARITHMETIC / "dflash", (2.0, 1.3)
     else:
         policy, draft, least = policy_dir, first_layers(policy_dir, folder / "draft"), (1.1, 1.1)
     live = serve("--draft-kind", request.param, policy=policy, draft=draft)
@@ -90,7 +92,7 @@ def test_swaps_with_requests_in_flight_lose_nothing(case: Case) -> None:
     state = live.state()
     assert (state.draft_version, state.draft_commits, state.not_ready) == (SWAPS, SWAPS, "")
     assert live.counters()[1].drafts > 0
-    if case.kind == "mtp":
+    if case.kind != "draft_model":
         for name in ("lm_head.weight", "model.embed_tokens.weight"):
             with pytest.raises(RefusedError, match=name.removeprefix("model.")):
                 live.stage("draft", "theirs", 99, draft | {name: torch.zeros(128, 192)})
@@ -116,7 +118,7 @@ def test_replay_predicts_measured_acceptance(case: Case, pushed: bool) -> None:
     draft = DRAFTERS[case.kind].read(case.draft, case.policy).draft()
     predicted = expected_acceptance(
         draft,
-        record(model, tokens[: len(completions)], completions, ()),
+        record(model, tokens[: len(completions)], completions, draft.config.aux_layer_ids),
         policy_heads(model, draft.target_ids()),
         DRAFT_LENGTH,
         "probabilistic",
