@@ -1,4 +1,4 @@
-"""Splits vLLM's speculative counters by the draft version that proposed, and watches them.
+"""Splits vLLM's speculative counters by the versions that were live, and watches them.
 
 vLLM reports, per engine step, how many drafts were verified and how many of their tokens were
 accepted. The first step after a commit verifies drafts that were proposed before it, so a commit
@@ -6,6 +6,10 @@ is reported as "the first N verification steps belong to what came before", for 
 (``engine_core.VerificationSteps``). A report is not split: it belongs to the version of its first
 draft. With nothing in flight the boundary is exact; with requests in flight it may be late by the
 drafts of requests that ended in the steps around the commit, never early.
+
+Counters are kept by draft version, and by pair of draft and policy version, both those that were
+live when the draft was proposed: the first step after a policy commit, which the new policy
+verifies, counts for the policy before it.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout_server.policy_spans import PolicySpans
 from slipstream.v1 import rollout_server_pb2 as pb
 
 KEPT_VERSIONS = 64
@@ -71,35 +76,41 @@ class RecentAcceptance:
         return tuple(rates) or None
 
 
+Pair = tuple[int, int | None]
+"""Draft and policy version; no policy version before one was pushed."""
+
+
 @dataclass
 class _Boundaries:
-    """Which version the reports of one engine core belong to.
+    """Which pair the reports of one engine core belong to.
 
     Attributes:
-        version: of the next report; None before the first.
+        pair: of the next report; None before the first.
         seen: verification steps in the reports so far.
-        ahead: (verification steps before it, version), ascending; still to come.
+        ahead: (verification steps before it, pair), ascending; still to come.
     """
 
-    version: int | None
+    pair: Pair | None
     seen: int = 0
-    ahead: list[tuple[int, int]] = field(default_factory=list)
+    ahead: list[tuple[int, Pair]] = field(default_factory=list)
 
-    def switch(self, version: int, steps_before: int) -> None:
+    def switch(self, pair: Pair, steps_before: int) -> None:
         if self.ahead and self.ahead[-1][0] == steps_before:
-            # The version before it drafted nothing: without load the list does not grow.
+            # The pair before it drafted nothing: without load the list does not grow.
             self.ahead.pop()
-        self.ahead.append((steps_before, version))
+        self.ahead.append((steps_before, pair))
 
-    def of_next(self, drafts: int) -> int | None:
+    def of_next(self, drafts: int) -> Pair | None:
         while self.ahead and self.seen >= self.ahead[0][0]:
-            self.version = self.ahead.pop(0)[1]
+            self.pair = self.ahead.pop(0)[1]
         self.seen += drafts
-        return self.version
+        return self.pair
 
 
 class AcceptanceTracker:
-    """Counts per draft version; owned by the API server's event loop.
+    """Counts per draft version, and per pair with the policy version.
+
+    Owned by the API server's event loop.
 
     Attributes:
         recent: of the live draft, since its commit.
@@ -107,6 +118,7 @@ class AcceptanceTracker:
         speed_up: of generation over no speculation in the last minute; None while unknown.
         all: every version since the start, including those that are forgotten.
         live: version that proposes; None before ``start``.
+        spans: which policy version sampled the tokens of requests.
     """
 
     def __init__(self) -> None:
@@ -115,24 +127,38 @@ class AcceptanceTracker:
         self.recent = RecentAcceptance()
         self.engine_seconds = 0.0
         self.speed_up: float | None = None
-        self._started: int | None = None
+        self.spans = PolicySpans()
+        self._started: Pair | None = None
         self._engines: dict[int, _Boundaries] = {}
         self._counters: OrderedDict[int, pb.AcceptanceCounters] = OrderedDict()
+        self._pairs: OrderedDict[Pair, pb.AcceptanceCounters] = OrderedDict()
         self._changed = asyncio.Event()
 
     def start(self, version: int) -> None:
         """The version that drafts from the first step on."""
-        self._started = self.live = version
+        self.live = version
+        self._started = (version, self.spans.version)
         for boundaries in self._engines.values():
-            boundaries.version = version
+            boundaries.pair = self._started
 
     def switch(self, version: int, steps_before: Sequence[int]) -> None:
-        """Another version is live; the first ``steps_before`` steps of each engine core do not
+        """Another draft is live; the first ``steps_before`` steps of each engine core do not
         belong to it."""
         self.live = version
         self.recent = RecentAcceptance()
+        self._switch((version, self.spans.version), steps_before)
+
+    def switch_policy(
+        self, version: int, steps_before: Sequence[int], requests: Mapping[str, int]
+    ) -> None:
+        """Another policy is live; ``requests``: see ``PolicySpans.commit``."""
+        self.spans.commit(version, requests)
+        if self.live is not None:
+            self._switch((self.live, version), steps_before)
+
+    def _switch(self, pair: Pair, steps_before: Sequence[int]) -> None:
         for engine, steps in enumerate(steps_before):
-            self._boundaries(engine).switch(version, steps)
+            self._boundaries(engine).switch(pair, steps)
         self.wake()
 
     def record(
@@ -147,13 +173,17 @@ class AcceptanceTracker:
 
         Before ``start`` only steps are counted: they belong to the calibration.
         """
-        version = self._boundaries(engine).of_next(drafts)
-        if version is None:
+        pair = self._boundaries(engine).of_next(drafts)
+        if pair is None:
             return
+        version, policy = pair
         tries = tried(drafts, draft_tokens, per_position)
         if version == self.live:
             self.recent.add(drafts, tries, per_position)
-        for counters in (self._of(version), self.all):
+        kept = [self._of(version), self.all]
+        if policy is not None:
+            kept.append(self._of_pair(pair))
+        for counters in kept:
             counters.drafts += drafts
             counters.draft_tokens += draft_tokens
             counters.accepted_tokens += accepted
@@ -170,6 +200,10 @@ class AcceptanceTracker:
     def counters(self) -> dict[int, pb.AcceptanceCounters]:
         """By version, for the most recent versions that have drafted."""
         return {v: c for v, c in self._counters.copy().items() if c.drafts}
+
+    def pairs(self) -> list[pb.AcceptanceCounters]:
+        """By pair of draft and policy version, for the most recent pairs that have drafted."""
+        return list(self._pairs.copy().values())
 
     def exposed(self) -> dict[int, pb.AcceptanceCounters]:
         """By version, with ``live`` always among them: a series must not begin with its first
@@ -189,6 +223,14 @@ class AcceptanceTracker:
         if len(self._counters) > KEPT_VERSIONS:
             oldest = next(kept for kept in self._counters if kept != self.live)
             del self._counters[oldest]
+        return counters
+
+    def _of_pair(self, pair: Pair) -> pb.AcceptanceCounters:
+        fresh = pb.AcceptanceCounters(draft_version=pair[0], policy_version=pair[1])
+        counters = self._pairs.setdefault(pair, fresh)
+        self._pairs.move_to_end(pair)
+        if len(self._pairs) > KEPT_VERSIONS:
+            self._pairs.popitem(last=False)
         return counters
 
     def wake(self) -> None:

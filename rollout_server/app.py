@@ -32,6 +32,7 @@ from rollout_server.draft_length import LengthChooser, LengthControl, calibrate
 from rollout_server.engine import Description, Engine, VllmEngine
 from rollout_server.metrics import CommitCounts, Observed, RolloutCollector, negotiate
 from rollout_server.plugins import API, Settings, is_active
+from rollout_server.policy_spans import PolicyVersions
 from rollout_server.served import SERVED, Served
 from rollout_server.service import ControlServer, RolloutService, refuse_shared
 from rollout_server.step_costs import CostWatch, StepCosts
@@ -56,8 +57,9 @@ class ControlPlaneEndpoint:
     required_tasks: Any = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """Only ``/metrics``: the control plane has its own port."""
+        """``/metrics`` and a header of completions: the control plane has its own port."""
         negotiate(app, REGISTRY)
+        app.add_middleware(PolicyVersions, spans=API.tracker.spans)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Start the control plane. An exception here ends the server."""

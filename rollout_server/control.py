@@ -332,6 +332,8 @@ class RolloutControl:
             if weights.kind == DRAFT and weights.version is not None:
                 self.report(READ_BACK, "")
                 self.tracker.switch(weights.version, result.steps_before)
+            elif weights.version is not None:
+                self.tracker.switch_policy(weights.version, result.steps_before, result.requests)
         result = replace(result, seconds=time.perf_counter() - arrival)
         self._committed(label, "ok", result)
         self.tracker.wake()

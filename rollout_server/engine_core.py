@@ -117,6 +117,37 @@ class SchedulerSwitch:
         scheduler.dynamic_sd_lookup = self._when_on if enabled else zeros
 
 
+class RequestsSeen:
+    """Where requests stood at a policy commit: what was sampled before it is the old policy's.
+
+    With asynchronous scheduling the tokens of a step in flight count as sampled after it.
+    """
+
+    MOST = 1 << 16
+    """Requests remembered between two policy commits; those before them are forgotten."""
+
+    def __init__(self, engine_core: Any) -> None:
+        self._scheduler = engine_core.scheduler
+        self._add = engine_core.scheduler.add_request
+        engine_core.scheduler.add_request = self._note
+        self._ids: dict[str, None] = {}
+
+    def _note(self, request: Any) -> Any:
+        self._ids[request.request_id] = None
+        if len(self._ids) > self.MOST:
+            del self._ids[next(iter(self._ids))]
+        return self._add(request)
+
+    def at_commit(self) -> dict[str, int]:
+        """Tokens that each request has so far, -1 of those that have ended since the last one."""
+        present = self._scheduler.requests
+        tokens = {
+            name: present[name].num_output_tokens if name in present else -1 for name in self._ids
+        }
+        self._ids = dict.fromkeys(name for name in self._ids if name in present)
+        return tokens
+
+
 class StepClock:
     """Sums engine steps and their seconds by kind, number of requests and draft length.
 
@@ -201,6 +232,7 @@ class EngineHooks:
         self._rpc = engine_core.collective_rpc
         self._salt = PrefixCacheSalt(engine_core)
         self._steps = VerificationSteps(engine_core)
+        self._requests = RequestsSeen(engine_core)
         self._switch = SchedulerSwitch(engine_core)
         self._clock = StepClock(engine_core, self._switch)
         self._clock.measure(True)
@@ -236,10 +268,12 @@ class EngineHooks:
             undone = [Result(**r) for r in self._rpc("slipstream_apply", timeout, (undo,))]
             found = not any(each.error for each in undone)
             result = replace(result, restored=result.restored and found)
+        requests: dict[str, int] = {}
         if not result.error and any(change.kind == "policy" for change in changes):
             self._salt.advance()
+            requests = self._requests.at_commit()
         self._clock.interrupted()
-        return asdict(replace(result, steps_before=(steps_before,)))
+        return asdict(replace(result, steps_before=(steps_before,), requests=requests))
 
     def set_speculation(self, enabled: bool, timeout: float) -> float:
         """Switch drafting in workers and scheduler. Answers the slowest worker's seconds."""

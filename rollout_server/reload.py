@@ -18,7 +18,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +67,7 @@ class Result:
         steps_before: of each engine core, verification steps of the draft before it
             (``AcceptanceTracker.switch``).
         seconds: from the call's arrival to the workers' answer.
+        requests: of a policy: tokens of each request before it (``PolicySpans.commit``).
     """
 
     worker_seconds: float
@@ -74,6 +75,7 @@ class Result:
     restored: bool = True
     steps_before: tuple[int, ...] = (0,)
     seconds: float = 0.0
+    requests: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def all_of(cls, results: Sequence[Result]) -> Result:
@@ -83,6 +85,7 @@ class Result:
             "; ".join(dict.fromkeys(result.error for result in results if result.error)),
             all(result.restored for result in results),
             tuple(steps for result in results for steps in result.steps_before),
+            requests={name: n for result in results for name, n in result.requests.items()},
         )
 
 

@@ -344,8 +344,10 @@ class RolloutService(pb_grpc.RolloutServerServicer):
                 pass
 
     def _report(self) -> pb.AcceptanceReport:
-        counters = self._control.tracker.counters().values()
-        return pb.AcceptanceReport(state=self._control.state(), counters=counters)
+        tracker = self._control.tracker
+        return pb.AcceptanceReport(
+            state=self._control.state(), counters=tracker.counters().values(), pairs=tracker.pairs()
+        )
 
     async def _committed(self, change: Awaitable[Result]) -> pb.CommitResponse:
         took = await change

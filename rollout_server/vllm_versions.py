@@ -106,12 +106,13 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_CORE, "EngineCore.collective_rpc", ("self", "method", "timeout", "args")),
     Hook(_SCHEDULER, "Scheduler.make_spec_decoding_stats"),
     Hook(_SCHEDULER, "Scheduler.schedule"),
+    Hook(_SCHEDULER, "Scheduler.add_request", ("self", "request")),
     Hook(_SCHEDULER, "Scheduler.update_from_output", ("self", "scheduler_output", "...")),
     *_hooks(
         _SCHEDULER,
         "Scheduler",
         *("dynamic_sd_lookup", "num_spec_tokens", "max_num_running_reqs", "running"),
-        "has_requests",
+        *("has_requests", "requests"),
     ),
     *_hooks(
         "vllm.v1.core.sched.output",
@@ -120,6 +121,10 @@ HOOKS: tuple[Hook, ...] = (
         *("total_num_scheduled_tokens", "scheduled_new_reqs"),
     ),
     *_hooks("vllm.v1.request", "Request", "cache_salt", "spec_token_ids"),
+    *_hooks("vllm.v1.request", "Request", "request_id", "num_output_tokens"),
+    # Names of requests: policy_spans.py.
+    Hook("vllm.v1.engine.parallel_sampling", "ParentRequest.get_child_info", ("self", "index")),
+    Hook("vllm.v1.engine.input_processor", "InputProcessor.assign_request_id", ("request",)),
     # Workers: worker.py.
     *_hooks(_WORKER, "Worker", "get_model", "get_draft_model", "model_runner", "requested_memory"),
     Hook(_WORKER, "Worker.determine_available_memory", ("self",)),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
 class Completions(BaseHTTPRequestHandler):
-    """Answers each request with what ``answer`` says."""
+    """Answers each request with what ``answer`` says, and the headers in ``extra``."""
+
+    extra: Mapping[str, str] = {}
 
     def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
         """Status and choices for a request."""
@@ -24,6 +26,8 @@ class Completions(BaseHTTPRequestHandler):
         data = json.dumps({"choices": choices}).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
+        for name, value in self.extra.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from typing import Any, Protocol
 
 import httpx
 
-from slipstream.errors import RefusedError
+from slipstream.errors import RefusedError, clean
 
 _IDLE_SECONDS = 2.0
+_VERSIONS = "x-slipstream-policy-versions"
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,20 @@ class Completion:
         logprobs: log-probability of each token as the server reports it; None where
             it had none. Raw ones (temperature 1) unless the server was started with
             ``--logprobs-mode processed_logprobs``.
+        spans: first token and policy version of each stretch of tokens that one version sampled,
+            in order; a version is None until one was pushed. Empty where the server does not say.
     """
 
     token_ids: list[int]
     logprobs: list[float | None]
+    spans: tuple[tuple[int, int | None], ...] = ()
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Of the versions that sampled it; None where one is not known."""
+        versions = [version for _, version in self.spans]
+        known = [version for version in versions if version is not None]
+        return min(known) if known and len(known) == len(versions) else None
 
 
 class Rollouts(Protocol):
@@ -121,15 +133,36 @@ class CompletionsClient:
             "logprobs": 0,
             "return_token_ids": True,
         }
-        answer = client.post("/v1/completions", json=body)
+        answer = client.post("/v1/completions", json=body, headers={_VERSIONS: "1"})
         answer.raise_for_status()
-        choices = [_completion(choice) for choice in answer.json()["choices"]]
+        found = answer.json()["choices"]
+        choices = [
+            _completion(choice, spans)
+            for choice, spans in zip(found, _spans(answer.headers, len(found)), strict=True)
+        ]
         if len(choices) != samples:
             raise RefusedError("choices", len(choices), samples, "see the server's log")
         return choices
 
 
-def _completion(choice: Mapping[str, Any]) -> Completion:
+def _spans(headers: httpx.Headers, samples: int) -> list[tuple[tuple[int, int | None], ...]]:
+    """Of each sample of the one prompt. Raises RefusedError: not what rollout-server answers."""
+    text = headers.get(_VERSIONS)
+    if text is None:
+        return [()] * samples
+    try:
+        told = json.loads(text)
+        alone, spans = [(0, told["version"])], told["spans"]
+        return [
+            tuple((int(at), None if version is None else int(version)) for at, version in found)
+            for found in (spans.get(f"0/{number}", alone) for number in range(samples))
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        expected, step = "the policy versions of each sample", "ask for fewer samples in a request"
+        raise RefusedError(_VERSIONS, clean(text, 64), expected, step) from error
+
+
+def _completion(choice: Mapping[str, Any], spans: tuple[tuple[int, int | None], ...]) -> Completion:
     """One choice of the answer, checked: a missing log-probability must not shift the rest."""
     tokens = choice.get("token_ids")
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
@@ -140,4 +173,4 @@ def _completion(choice: Mapping[str, Any]) -> Completion:
             "one log-probability for each of at least one token id",
             "serve with rollout-server; vLLM before 0.11 does not return token ids",
         )
-    return Completion(list(tokens), list(logprobs))
+    return Completion(list(tokens), list(logprobs), spans)

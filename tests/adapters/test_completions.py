@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from policy_bridge.adapters.completions import CompletionsClient
+from policy_bridge.adapters.completions import Completion, CompletionsClient
 from slipstream.errors import RefusedError
 from tests.completions_server import Completions, choice, serving
 
@@ -71,3 +71,34 @@ def test_a_failed_request_and_no_server_are_errors(served: tuple[str, Requests])
         client.generate([[93, 2]], {})
     with pytest.raises(RefusedError):
         CompletionsClient([], "policy")
+
+
+def with_versions(value: str, samples: int) -> list[Completion]:
+    """Completions of one prompt by a server that answers this header."""
+    extra = {"x-slipstream-policy-versions": value}
+    handler = type("Handler", (Answers,), {"received": [], "extra": extra})
+    with (
+        serving(handler) as port,
+        CompletionsClient([f"http://127.0.0.1:{port}"], "policy") as client,
+    ):
+        return client.generate([[1, 2]] * samples, {})
+
+
+def test_a_completion_says_which_policy_version_sampled_which_of_its_tokens() -> None:
+    told = '{"version":4,"spans":{"0/1":[[0,2],[1,4]],"0/2":[[0,null],[1,4]]}}'
+    found = with_versions(told, 3)
+    assert [c.spans for c in found] == [((0, 4),), ((0, 2), (1, 4)), ((0, None), (1, 4))]
+    assert [c.oldest_version for c in found] == [4, 2, None]
+    assert with_versions('{"version":null,"spans":{}}', 1)[0].oldest_version is None
+
+
+def test_versions_are_not_known_where_the_server_does_not_say(served: tuple[str, Requests]) -> None:
+    with CompletionsClient([served[0]], "policy") as client:
+        found = client.generate([[1, 2]], {})[0]
+    assert found.spans == () and found.oldest_version is None
+
+
+@pytest.mark.parametrize("told", ["too long", '{"version":1}', '{"version":1,"spans":{"0/0":[3]}}'])
+def test_versions_that_cannot_be_read_are_refused(told: str) -> None:
+    with pytest.raises(RefusedError, match="x-slipstream-policy-versions"):
+        with_versions(told, 1)

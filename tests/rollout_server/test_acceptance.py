@@ -52,6 +52,59 @@ def test_only_the_newest_versions_are_kept(tracker: AcceptanceTracker) -> None:
     assert len(tracker.counters()) == KEPT_VERSIONS
 
 
+def pairs(tracker: AcceptanceTracker) -> dict[tuple[int, int], tuple[int, int]]:
+    return {
+        (c.draft_version, c.policy_version): (c.drafts, c.accepted_tokens) for c in tracker.pairs()
+    }
+
+
+def test_drafts_count_for_the_pair_that_proposed_them(tracker: AcceptanceTracker) -> None:
+    tracker.record(4, 12, 6, [4, 1, 1])
+    assert pairs(tracker) == {}, "no policy was pushed"
+    tracker.switch_policy(1, [4], {})
+    tracker.record(4, 12, 5, [3, 1, 1])
+    # Its answer overtakes the statistics of a step of 4 drafts.
+    tracker.switch_policy(2, [12], {})
+    tracker.record(4, 12, 3, [3, 0, 0])
+    tracker.record(2, 6, 1, [1, 0, 0])
+    # A commit of both: the policy may come first or last.
+    tracker.switch(7, [14])
+    tracker.switch_policy(3, [14], {})
+    tracker.record(5, 15, 15, [5, 5, 5])
+    assert pairs(tracker) == {(0, 1): (8, 8), (0, 2): (2, 1), (7, 3): (5, 15)}
+    assert {v: c.drafts for v, c in tracker.counters().items()} == {0: 14, 7: 5}
+
+
+def test_each_engine_core_reaches_a_pair_by_itself(tracker: AcceptanceTracker) -> None:
+    tracker.record(2, 6, 0, [0, 0, 0], engine=1)
+    tracker.switch_policy(1, [0, 4], {})
+    tracker.record(3, 9, 3, [3, 0, 0], engine=0)
+    tracker.record(2, 6, 0, [0, 0, 0], engine=1)
+    tracker.record(1, 3, 3, [1, 1, 1], engine=1)
+    assert pairs(tracker) == {(0, 1): (4, 6)}
+
+
+def test_recent_acceptance_begins_anew_with_a_draft_and_goes_on_over_a_policy() -> None:
+    tracker = AcceptanceTracker()
+    tracker.start(0)
+    tracker.record(100, 100, 50, [50])
+    tracker.switch_policy(1, [100], {})
+    tracker.record(1, 1, 0, [0])
+    assert tracker.recent.rates() is not None
+    tracker.switch(1, [101])
+    tracker.switch_policy(2, [101], {})
+    tracker.record(1, 1, 0, [0])
+    assert tracker.recent.rates() is None
+
+
+def test_only_the_newest_pairs_are_kept(tracker: AcceptanceTracker) -> None:
+    for version in range(1, 3 * KEPT_VERSIONS):
+        tracker.switch_policy(version, [version - 1], {})
+        tracker.record(1, 3, 0, [0, 0, 0])
+    kept = [c.policy_version for c in tracker.pairs()]
+    assert kept == [*range(2 * KEPT_VERSIONS, 3 * KEPT_VERSIONS)]
+
+
 def test_no_drafts_are_no_finding_and_one_accepted_token_in_a_hundred_is_enough() -> None:
     tracker = AcceptanceTracker()
     tracker.start(3)

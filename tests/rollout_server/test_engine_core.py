@@ -221,6 +221,8 @@ def hooks() -> EngineHooks:
             schedule=None,
             update_from_output=None,
             running=[drafting, SimpleNamespace(spec_token_ids=[])],
+            requests={},
+            add_request=lambda request: None,
         ),
     )
     hooks = EngineHooks(core)
@@ -244,6 +246,43 @@ def test_a_commit_answers_the_steps_before_it_and_salts_policies_only(hooks: Eng
     assert salt_of(hooks) is None
     hooks.apply([change("draft"), change("policy")], 1.0)
     assert salt_of(hooks) == "slipstream-1:"
+
+
+def test_a_policy_commit_says_where_every_request_stands(hooks: EngineHooks) -> None:
+    scheduler = hooks.core.scheduler  # type: ignore[attr-defined]
+
+    def enter(name: str, tokens: int) -> None:
+        scheduler.add_request(SimpleNamespace(request_id=name))
+        scheduler.requests[name] = SimpleNamespace(num_output_tokens=tokens)
+
+    enter("runs", 7)
+    enter("waits", 0)
+    enter("ended", 9)
+    del scheduler.requests["ended"]
+    assert hooks.apply([change("draft")], 1.0)["requests"] == {}
+    answer = hooks.apply([change("policy")], 1.0)
+    assert answer["requests"] == {"runs": 7, "waits": 0, "ended": -1}
+    scheduler.requests["runs"].num_output_tokens = 12
+    del scheduler.requests["waits"]
+    answer = hooks.apply([change("draft"), change("policy")], 1.0)
+    assert answer["requests"] == {"runs": 12, "waits": -1}
+
+
+def test_a_policy_commit_that_failed_says_nothing_and_forgets_nothing(hooks: EngineHooks) -> None:
+    scheduler = hooks.core.scheduler  # type: ignore[attr-defined]
+    scheduler.add_request(SimpleNamespace(request_id="a"))
+    hooks.core.collective_rpc.errors = ["no memory", "no memory"]  # type: ignore[attr-defined]
+    assert hooks.apply([change("policy")], 1.0)["requests"] == {}
+    assert hooks.apply([change("policy")], 1.0)["requests"] == {"a": -1}
+
+
+def test_requests_between_two_policy_commits_are_bounded(
+    hooks: EngineHooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_server.engine_core.RequestsSeen, "MOST", 2)
+    for name in "abc":
+        hooks.core.scheduler.add_request(SimpleNamespace(request_id=name))  # type: ignore
+    assert hooks.apply([change("policy")], 1.0)["requests"] == {"b": -1, "c": -1}
 
 
 def test_workers_that_disagree_get_the_old_weights_back(hooks: EngineHooks) -> None:
