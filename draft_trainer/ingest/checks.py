@@ -81,6 +81,13 @@ def check_header(header: pb.VerifierStates, expected: Expected) -> Layout:
         raise RefusedError(
             "prompt", f"{len(header.prompt)} bytes", f"{PROMPT_BYTES} or none", "send a hash"
         )
+    # How far the rollout is behind does not matter: its states are of this pass.
+    if header.HasField("rollout_policy_version"):
+        sampled = header.rollout_policy_version
+        if sampled > header.policy_version:
+            expected_version = f"at most {header.policy_version}, that of the states"
+            advice = "sync the version that samples before its states are captured"
+            raise RefusedError("rollout_policy_version", sampled, expected_version, advice)
     _check_sampling(header.sampling, expected.vocab_size)
     packed, hidden = header.packed, expected.hidden_size
     if not 3 <= packed.tokens <= expected.max_tokens:

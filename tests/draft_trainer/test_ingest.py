@@ -114,6 +114,7 @@ BAD: list[tuple[str, Mutation, str, str]] = [
     ("temperature", field("temperature", 0.0), "0.0", "> 0"),
     ("temperature", field("temperature", float("nan")), "nan", "> 0"),
     ("prompt", field("prompt", b"short"), "5 bytes", "16"),
+    ("rollout_policy_version", field("rollout_policy_version", 2), "2", "at most 1"),
     ("sampling.top_p", field("sampling.top_p", 1.5), "1.5", "1]"),
     ("sampling.min_p", field("sampling.min_p", -0.1), "-0.1", "[0, 1]"),
     ("sampling.repetition_penalty", field("sampling.repetition_penalty", 0.0), "0.0", "inf"),

@@ -108,6 +108,21 @@ def test_one_sample_larger_than_the_replay_is_refused_and_not_remembered(tmp_pat
             assert "at most 64 bytes" in ack.refusal.expected
 
 
+def test_a_rollout_may_be_of_any_older_version_as_long_as_its_teacher_is_new(
+    tmp_path: Path,
+) -> None:
+    with running(make_config(tmp_path), train=False) as (_, client):
+        client.open()
+        for version in range(1, 10):
+            client.announce(version)
+        new, old = rollouts(1, seed=1, version=9), rollouts(1, seed=2, version=1)
+        for sample in (*new, *old):
+            sample.header.rollout_policy_version = 1
+        acks = client.send(*new, *old)
+    assert [ack.status for ack in acks] == [pb.ACK_STATUS_ACCEPTED, pb.ACK_STATUS_REFUSED]
+    assert (acks[1].refusal.field, acks[1].refusal.found) == ("policy_version", "1, 8 behind")
+
+
 def test_policy_lag(tmp_path: Path) -> None:
     with running(make_config(tmp_path), train=False) as (_, client):
         client.open()
