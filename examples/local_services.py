@@ -34,13 +34,14 @@ def script(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
-def draft_trainer(out: Path, server: str, *sections: str) -> Service:
+def draft_trainer(out: Path, server: str, *sections: str, training: str = "") -> Service:
     """``draft-trainer serve`` for the arithmetic draft.
 
     Args:
         out: where its configuration, log and releases go.
         server: control address of the rollout server that it publishes to.
         sections: more of the configuration, for example ``"[gate]\\nmin_gain = 0.1"``.
+        training: more keys of ``[training]``.
     """
     port, config = free_port(), out / "draft-trainer.toml"
     draft, releases = ARITHMETIC / "draft", (out / "releases").resolve()
@@ -50,6 +51,7 @@ def draft_trainer(out: Path, server: str, *sections: str) -> Service:
         f'[draft]\ninitial = "{draft}"\nregistry = "{releases}"\n'
         "[replay]\nheld_out_fraction = 0.2\nmax_epochs = 6\n"
         "[training]\nlearning_rate = 2e-3\nttt_steps = 3\nbatch_tokens = 1024\n"
+        f"{training}\n"
         '[economy]\nmode = "always"\n'
         f'[publish]\nrollout_servers = ["{server}"]\n' + "\n".join(sections)
     )
@@ -177,10 +179,14 @@ class RolloutServer:
 
     def counters(self) -> dict[int, pb.AcceptanceCounters]:
         """vLLM's speculative counters by draft version."""
+        return {counters.draft_version: counters for counters in self.acceptance().counters}
+
+    def acceptance(self) -> pb.AcceptanceReport:
+        """vLLM's speculative counters."""
         call = self.stub.WatchAcceptance(pb.WatchAcceptanceRequest(), timeout=CALL_SECONDS)
-        report = next(iter(call))
+        report: pb.AcceptanceReport = next(iter(call))
         call.cancel()
-        return {counters.draft_version: counters for counters in report.counters}
+        return report
 
     def metric(self, name: str, **labels: str) -> float:
         """One sample of ``/metrics``; of a name alone, without labels or whatever they are, the

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ class GrpoBatch:
         old_log_probs: log-probabilities of ``input_ids`` under the policy that sampled them,
             float32 (samples, tokens), read only where ``completion_mask`` holds; None for a single
             on-policy update, whose ratio is 1.
+        rollout_versions: policy version that sampled each row, the oldest of them where it were
+            several, int64 (samples,); None: that of the update.
     """
 
     input_ids: Tensor
@@ -29,16 +33,18 @@ class GrpoBatch:
     completion_mask: Tensor
     advantages: Tensor
     old_log_probs: Tensor | None = None
+    rollout_versions: Tensor | None = None
 
     def rows(self, chosen: Tensor) -> GrpoBatch:
         """Some of the samples."""
-        old = self.old_log_probs
+        old, versions = self.old_log_probs, self.rollout_versions
         return GrpoBatch(
             self.input_ids[chosen],
             self.attention_mask[chosen],
             self.completion_mask[chosen],
             self.advantages[chosen],
             None if old is None else old[chosen],
+            None if versions is None else versions[chosen],
         )
 
 
@@ -63,8 +69,12 @@ def pad_batch(
     completions: Sequence[Sequence[int]],
     advantages: Tensor,
     pad_id: int,
+    log_probs: Sequence[Sequence[float]] | None = None,
 ) -> GrpoBatch:
-    """Joins each prompt to its completion and right-pads the rows to one length."""
+    """Joins each prompt to its completion and right-pads the rows to one length.
+
+    ``log_probs``: of each completion's tokens, by the policy that sampled them.
+    """
     width = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
     input_ids = torch.full((len(prompts), width), pad_id)
     attention_mask = torch.zeros_like(input_ids)
@@ -74,7 +84,11 @@ def pad_batch(
         input_ids[row, :end] = torch.tensor([*prompt, *completion])
         attention_mask[row, :end] = 1
         completion_mask[row, len(prompt) : end] = True
-    return GrpoBatch(input_ids, attention_mask, completion_mask, advantages)
+    old = None
+    if log_probs is not None:
+        old = torch.zeros(input_ids.shape)
+        old[completion_mask] = torch.tensor([value for row in log_probs for value in row])
+    return GrpoBatch(input_ids, attention_mask, completion_mask, advantages, old)
 
 
 def log_prob_forward(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -123,26 +137,39 @@ def update(
     micro_batch: int = 32,
     clip: float = 0.2,
     max_gradient_norm: float = 1.0,
+    capture: AbstractContextManager[Any] | None = None,
 ) -> UpdateStats:
-    """One optimizer step on the batch, token-mean loss, gradients summed over micro-batches."""
+    """One optimizer step on the batch, token-mean loss, gradients summed over micro-batches.
+
+    ``capture``: a ``bridge.capture(training=True)``, told of every micro-batch's pass and left
+    before the optimizer's step.
+    """
     total = int(batch.completion_mask.sum())
     optimizer.zero_grad(set_to_none=True)
     loss_sum, clipped_sum = 0.0, 0
-    for start in range(0, len(batch.input_ids), micro_batch):
-        rows = slice(start, start + micro_batch)
-        width = int(batch.attention_mask[rows].sum(1).max())
-        mask = batch.completion_mask[rows, :width]
-        log_probs = log_prob_forward(
-            model, batch.input_ids[rows, :width], batch.attention_mask[rows, :width]
-        )
-        if batch.old_log_probs is None:
-            old = log_probs.detach()
-        else:
-            old = batch.old_log_probs[rows, :width]
-        loss, clipped = policy_loss(log_probs, old, batch.advantages[rows], mask, clip)
-        (loss / total).backward()
-        loss_sum += float(loss.detach())
-        clipped_sum += int(clipped)
+    with capture or nullcontext() as taken:
+        for start in range(0, len(batch.input_ids), micro_batch):
+            part = batch.rows(torch.arange(len(batch.input_ids))[start : start + micro_batch])
+            width = int(part.attention_mask.sum(1).max())
+            ids, attention = part.input_ids[:, :width], part.attention_mask[:, :width]
+            mask = part.completion_mask[:, :width]
+            log_probs = log_prob_forward(model, ids, attention)
+            if part.old_log_probs is None:
+                old = log_probs.detach()
+            else:
+                old = part.old_log_probs[:, :width]
+            loss, clipped = policy_loss(log_probs, old, part.advantages, mask, clip)
+            (loss / total).backward()
+            if taken is not None:
+                taken.ship(
+                    ids,
+                    attention_mask=attention,
+                    loss_mask=mask,
+                    sampled_logprobs=log_probs,
+                    rollout_versions=part.rollout_versions,
+                )
+            loss_sum += float(loss.detach())
+            clipped_sum += int(clipped)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_gradient_norm)
     optimizer.step()
     return UpdateStats(loss_sum / total, float(norm), clipped_sum / total)

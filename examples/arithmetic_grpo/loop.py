@@ -100,7 +100,8 @@ class GrpoLoop:
             model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: _rate(step, settings.warmup_steps, settings.steps)
+            self._optimizer,
+            lambda step: learning_rate_share(step, settings.warmup_steps, settings.steps),
         )
         self.policy_version = 0
         self.swaps: list[SwapRecord] = []
@@ -115,21 +116,21 @@ class GrpoLoop:
     def step(self, index: int) -> StepRecord:
         """One GRPO step; returns what happened in it."""
         seconds: dict[str, float] = {}
-        with _timed(seconds, "data"):
+        with timed(seconds, "data"):
             problems = [self._task.sample_problem(self._rng) for _ in range(self._settings.prompts)]
             prompts = [prompt_ids(problem, self._task) for problem in problems]
         served = self._rollouts.state()
-        with _timed(seconds, "generation"):
+        with timed(seconds, "generation"):
             rounds = self._generate(index, prompts, served.draft_version)
-        with _timed(seconds, "data"):
+        with timed(seconds, "data"):
             grades, arms, batch = self._grade(problems, prompts, rounds)
-        with _timed(seconds, "log_prob"):
+        with timed(seconds, "log_prob"):
             surprise, variance = self._log_prob(batch)
-        with _timed(seconds, "training"):
+        with timed(seconds, "training"):
             update(self._model, self._optimizer, batch, micro_batch=32)
             self._schedule.step()
         version = self.policy_version
-        with _timed(seconds, "sync"):
+        with timed(seconds, "sync"):
             self.policy_version += 1
             self._sync()
         status = self._rollouts.status()
@@ -292,14 +293,14 @@ def _arm_record(played: _Round, grades: list[Grade], surprise: float, variance: 
     )
 
 
-def _rate(step: int, warmup: int, steps: int) -> float:
+def learning_rate_share(step: int, warmup: int, steps: int) -> float:
     """Share of the highest learning rate at a 0-based step."""
     done = min(max(step - warmup, 0) / max(steps - warmup, 1), 1.0)
     return min((step + 1) / (warmup + 1), 1.0) * (0.75 + 0.25 * math.cos(math.pi * done))
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - began

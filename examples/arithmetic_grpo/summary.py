@@ -258,15 +258,15 @@ def targets_of(run: RunRecord) -> list[Target]:
         targets.append(at_least(f"generation, adapted / no speculation, batch {batch}", median, 1))
     live = [swap.call_seconds for swap in run.swaps if swap.requests_in_flight]
     failed = sum(arm.failed for step in run.steps for arm in step.arms.values())
-    targets.append(_at_most("live swap, median seconds from call to answer", _median(live), 0.150))
-    targets.append(_at_most("failed requests", failed, 0))
+    targets.append(at_most("live swap, median seconds from call to answer", _median(live), 0.150))
+    targets.append(at_most("failed requests", failed, 0))
     uncounted = float(str(run.trainer["swaps_made"])) - float(str(run.trainer["swaps_counted"]))
-    targets.append(_at_most("swaps made less swaps counted by the server", abs(uncounted), 0))
+    targets.append(at_most("swaps made less swaps counted by the server", abs(uncounted), 0))
     for arm in ARMS:
         if arm != OFF:
             name = f"losslessness: |z| of {arm} against no speculation"
-            targets.append(_at_most(name, abs(surprise_against_off(run, arm)[1]), Z_BOUND))
-    targets.append(_at_most("seconds of the whole demo", run.total_seconds, 600))
+            targets.append(at_most(name, abs(surprise_against_off(run, arm)[1]), Z_BOUND))
+    targets.append(at_most("seconds of the whole demo", run.total_seconds, 600))
     return targets
 
 
@@ -379,5 +379,5 @@ def at_least(name: str, value: float | None, bound: float) -> Target:
     return Target(name, value, f">= {bound:g}", value is not None and value >= bound)
 
 
-def _at_most(name: str, value: float | None, bound: float) -> Target:
+def at_most(name: str, value: float | None, bound: float) -> Target:
     return Target(name, value, f"<= {bound:g}", value is not None and value <= bound)

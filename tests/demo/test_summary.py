@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.arithmetic_grpo.loop import _rate
+from examples.arithmetic_grpo.loop import learning_rate_share
 from examples.arithmetic_grpo.records import (
     ADAPTED,
     ARMS,
@@ -176,7 +176,7 @@ def test_every_seeds_targets_are_reported(run: RunRecord, tmp_path: Path) -> Non
 
 
 def test_the_policy_moves_to_the_end_of_the_run() -> None:
-    rates = [_rate(step, 4, 36) for step in range(36)]
+    rates = [learning_rate_share(step, 4, 36) for step in range(36)]
     assert max(rates) == rates[4] == 1.0
     assert min(rates[4:]) == rates[-1] > 0.5 and rates[0] == pytest.approx(0.2)
 

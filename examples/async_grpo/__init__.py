@@ -1,0 +1,1 @@
+"""GRPO whose generation and training overlap, on real vLLM."""

@@ -1,0 +1,191 @@
+"""The asynchronous loop without vLLM: what is generated when, how old it is, what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from examples.arithmetic_grpo.grpo import pad_batch, update
+from examples.async_grpo.__main__ import Arm, document_of, main, table_of, targets_of
+from examples.async_grpo.loop import Ahead, AsyncGrpo, AsyncSettings, AsyncStep
+from policy_bridge.adapters.completions import Completion
+
+SETTINGS = AsyncSettings(steps=5, lag=1, prompts=2, samples=2, learning_rate=1e-4)
+
+
+class Server:
+    """Completions of the version that is live, and a bridge that makes versions live."""
+
+    def __init__(self, fails: int | None = None) -> None:
+        self.version = -1
+        self.begun: list[int] = []
+        self.shipped: list[dict[str, Any]] = []
+        self._fails, self._lock = fails, threading.Lock()
+        self._rng = random.Random(0)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
+    ) -> list[Completion]:
+        with self._lock:
+            self.begun.append(self.version)
+            if len(self.begun) == self._fails:
+                raise httpx.ReadError("the server left")
+            rows = [[self._rng.randrange(3, 20) for _ in range(5)] for _ in prompts]
+        return [Completion(row, [-1.0] * len(row), ((0, self.version),)) for row in rows]
+
+    # The bridge's side.
+
+    def sync(self, version: int) -> Server:
+        self.version = version
+        return self
+
+    def capture(self, training: bool) -> Server:
+        assert training
+        return self
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def push_policy(self) -> None:
+        pass
+
+    def ship(self, ids: torch.Tensor, **named: Any) -> None:
+        self.shipped.append({"ids": ids, "version": self.version, **named})
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 4])
+def test_a_batch_begins_once_the_version_that_its_lag_allows_is_live(lag: int) -> None:
+    server = Server()
+    ahead = Ahead(server, replace(SETTINGS, lag=lag), seed=0)
+    for index in range(SETTINGS.steps):
+        server.version = index
+        ahead.live(index)
+        begun = min(index + lag, SETTINGS.steps - 1) + 1
+        assert ahead._next == begun
+        # Taken at once: what follows is begun by the next version at the earliest.
+        generated = ahead.take(index)
+        assert len(generated.groups) == SETTINGS.prompts
+        ages = [index - row.spans[0][1] for _, _, rows in generated.groups for row in rows]  # type: ignore[operator]
+        assert max(ages) <= lag
+    ahead.close()
+    assert len(server.begun) == SETTINGS.steps * SETTINGS.prompts
+
+
+def test_problems_of_a_batch_are_the_same_whatever_the_lag() -> None:
+    prompts = []
+    for lag in (0, 4):
+        ahead = Ahead(Server(), replace(SETTINGS, lag=lag), seed=3)
+        ahead.live(4)
+        prompts.append([[p for _, p, _ in ahead.take(index).groups] for index in range(5)])
+        ahead.close()
+    assert prompts[0] == prompts[1]
+
+
+@pytest.fixture(scope="module")
+def model(policy_dir: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        policy_dir, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def test_a_run_ships_its_training_passes_with_the_versions_of_the_rollouts(model: Any) -> None:
+    server = Server(fails=3)
+    steps = AsyncGrpo(model, server, server, SETTINGS, seed=0).run()  # type: ignore[arg-type]
+    assert [step.step for step in steps] == [0, 1, 2, 3, 4] and server.version == 5
+    assert sum(len(step.failed) for step in steps) == 1
+    assert "ReadError" in next(text for step in steps for text in step.failed)
+    assert max(step.lag for step in steps) <= 1
+    rows = sum(len(shipped["ids"]) for shipped in server.shipped)
+    assert rows == SETTINGS.steps * SETTINGS.prompts * SETTINGS.samples - SETTINGS.samples
+    for shipped in server.shipped:
+        ages = shipped["version"] - shipped["rollout_versions"]
+        assert int(ages.min()) >= 0 and int(ages.max()) <= 1
+        assert (shipped["loss_mask"].sum(1) == 5).all()
+        # Of the pass itself, not the rollouts' own.
+        assert not (shipped["sampled_logprobs"][shipped["loss_mask"]] == -1.0).any()
+
+
+def test_the_update_takes_the_rollouts_log_probs_and_its_capture_changes_no_bit(model: Any) -> None:
+    tokens = [[5, 6, 7], [8, 9, 10]]
+    advantages = torch.tensor([1.0, -1.0])
+    batch = pad_batch([[1, 4], [1, 4, 5]], tokens, advantages, 0, [[-3.0, -2.0, -1.0]] * 2)
+    assert batch.old_log_probs is not None
+    assert batch.old_log_probs[0].tolist() == [0.0, 0.0, -3.0, -2.0, -1.0, 0.0]
+    batch = replace(batch, rollout_versions=torch.tensor([3, 4]))
+    gradients, norms = [], []
+    for capture in (None, Server()):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        norms.append(update(model, optimizer, batch, micro_batch=1, capture=capture).gradient_norm)
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert norms[0] == norms[1] > 0
+    assert all(map(torch.equal, *gradients))
+    on_policy = update(model, optimizer, replace(batch, old_log_probs=None), micro_batch=1)
+    assert on_policy.gradient_norm != norms[0]
+
+
+def step_of(index: int, exposed: float, lag: int) -> AsyncStep:
+    seconds = {"generation": exposed, "data": 0.1, "training": 1.0, "sync": 0.2}
+    return AsyncStep(index, seconds, 3.0, 1000, [], lag, {1: 3, 2: 1}, 0.5)
+
+
+def arm_of(lag: int, speculation: str, exposed: float, accepted: int) -> Arm:
+    pairs = {(0, 1): (100, accepted), (1, 1): (100, accepted)} if accepted else {}
+    steps = [step_of(index, exposed if index else 100.0, lag) for index in range(3)]
+    return Arm(lag, speculation, 0, steps, pairs, policy_commits=4)
+
+
+def test_targets_compare_the_arms_of_a_seed_without_the_step_that_fills_the_pipeline() -> None:
+    arms = [
+        arm_of(0, "off", 4.0, 0),
+        arm_of(0, "adapted", 3.0, 200),
+        arm_of(1, "off", 2.0, 0),
+        arm_of(1, "adapted", 1.0, 196),
+    ]
+    found = {target.name: target for target in targets_of(arms)}
+    exposed = found["seed 0, lag 1: exposed generation, adapted / no speculation"]
+    assert exposed.value == pytest.approx(0.5) and exposed.ok
+    name = "seed 0, lag 1: difference of the acceptance length from the synchronous run's"
+    assert found[name].value == pytest.approx(1 - 2.96 / 3) and found[name].ok
+    assert all(target.ok for target in found.values())
+    arms[3].steps[1] = replace(arms[3].steps[1], lag=2, failed=["x"])
+    arms[3].pairs = {(0, 1): (100, 150)}
+    missed = {target.name for target in targets_of(arms) if not target.ok}
+    assert missed == {name, "failed requests", "steps with a rollout older than the lag allows"}
+    lines = table_of(arms).splitlines()
+    assert len(lines) == 5 and lines[1].split()[1:5] == ["synchronous", "off", "5.30", "4.00"]
+
+
+def test_a_document_is_json_with_every_pair_and_step() -> None:
+    import argparse
+
+    document = json.loads(
+        json.dumps(document_of([arm_of(1, "adapted", 1.0, 50)], argparse.Namespace(steps=3), 9.0))
+    )
+    [arm] = document["figures"]["arms"]
+    assert arm["pairs"][1] == {"draft": 1, "policy": 1, "drafts": 100, "accepted": 50}
+    assert len(arm["steps"]) == 3 and arm["acceptance_length"] == 1.5
+    assert arm["completions_by_policy_versions"] == {"1": 9, "2": 3}
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--lags", "3"], ["--samples", "1"], ["--steps", "0"], ["--draft", "nowhere"]]
+)
+def test_options_that_cannot_be_used_are_refused(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(wrong)
+    assert wrong[0] in capsys.readouterr().err
