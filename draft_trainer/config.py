@@ -45,10 +45,6 @@ HELD_OUT_MOST, HELD_OUT_LEAST = 0.25, 0.1
 """Shares of prompts that are held out where ``replay.held_out_fraction`` is not set."""
 ENOUGH_PROMPTS = 8
 """Held-out prompts with which an interval over prompts is no longer wide for their number alone."""
-BATCH_TOKENS = (256, 4096)
-LEAST_STEPS = 64
-"""Least and most tokens of an optimizer step, and how many of them a policy version should make,
-where ``training.batch_tokens`` is not set."""
 
 
 class Section(BaseModel):
@@ -204,8 +200,7 @@ class TrainingConfig(Section):
         compute_dtype: of matrix products; bfloat16 where ``device`` is "cuda". Weights, gradients
             and moments are float32 either way.
         cpu_kernels: whether the C kernels run: "auto" where they compile.
-        batch_tokens: tokens of one optimizer step; None: what a policy version brings makes
-            ``LEAST_STEPS`` steps, of ``BATCH_TOKENS`` tokens.
+        batch_tokens: tokens of one optimizer step; None: ``training.pace`` says.
         forward_tokens: tokens, padding included, of one forward pass; a step accumulates
             gradients over as many passes as its samples need. 8192 where ``device`` is "cuda".
         linger_s: how long to wait for more samples before a step that is not full.

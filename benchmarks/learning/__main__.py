@@ -1,9 +1,10 @@
-"""``python -m benchmarks.learning``: what a random head has learned after so many tokens.
+"""``python -m benchmarks.learning``: what a random head learns, and a good one on a moving policy.
 
-Two policies (the examples'), three seeds, one pass over the policy's own rollouts. Acceptance
-length is the replay's on held-out rollouts, of the weights rounded as they are released. CPU
-seconds are the training step's own, on one thread, without the measurement. Both trainers get the
-same sequences in the same order, start from the same weights, and compute in bfloat16.
+Two policies (the examples'), three seeds. From scratch: acceptance length after so many tokens of
+the policy's own rollouts, by the replay on held-out ones, of the weights rounded as they are
+released. CPU seconds are the training step's own, on one thread, without the measurement. Both
+trainers get the same sequences, start from the same weights, and compute in bfloat16. Online: see
+``moving``, with the defaults and with others.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from transformers import AutoModelForCausalLM
 from benchmarks.draft_training.case import Case
 from benchmarks.draft_training.contestants import default_directory, python_of
 from benchmarks.harness import Target, finish, options, say, spread_text, table, write
+from benchmarks.learning.moving import Course, Versions, considered, drawn, follow, move
 from benchmarks.workers import WorkerProcess
 from draft_trainer.checkpoints.policy import read_policy
-from draft_trainer.config import BATCH_TOKENS, TrainingConfig
-from draft_trainer.drafters import Draft
+from draft_trainer.config import ReplayConfig, TrainingConfig
+from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.eagle3.initial import choose_draft_vocabulary, init_draft
@@ -38,7 +40,9 @@ from draft_trainer.recordings.recording import Recording
 from draft_trainer.training.learner import Learner
 from examples.arithmetic_grpo import task as arithmetic
 from examples.arithmetic_grpo.sampling import solutions
+from examples.arithmetic_grpo.summary import interval
 from examples.sorting_grpo import task as sorting
+from slipstream.sample import Sample
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 POLICIES: dict[str, tuple[Path, Any, int]] = {
@@ -47,6 +51,7 @@ POLICIES: dict[str, tuple[Path, Any, int]] = {
 }
 """Checkpoint, task, draft vocabulary."""
 
+PARTS = ("scratch", "online")
 MARKS = (40_000, 70_000, 100_000)
 """Tokens after which acceptance is measured."""
 
@@ -55,7 +60,19 @@ ROLLOUTS_AT_ONCE = 512
 HELD_OUT = 160
 LEARNING_RATE = TrainingConfig().learning_rate
 
-OURS, OURS_LARGE = "slipstream", "slipstream, 1,024 tokens a step"
+OURS, OURS_ONCE = "slipstream", "slipstream, one pass"
+EPOCHS = {OURS: ReplayConfig().max_epochs, OURS_ONCE: 1}
+VERSION_TOKENS = 4096
+"""That come at once."""
+
+ONLINE: dict[str, dict[str, Any]] = {
+    "the defaults": {},
+    "64 tokens a step": {"batch_tokens": 64},
+    "learning rate 3e-4": {"learning_rate": 3e-4},
+    "weights of the last step": {"weight_averaging": 0.0},
+}
+"""[training] beside the defaults."""
+
 PEERS = {"speculators, 1 sequence a step": 1, "speculators, 256 tokens a step": 256}
 """Least tokens of a step."""
 
@@ -118,22 +135,29 @@ def record(name: str, folder: Path) -> Data:
     return Data(name, *data)
 
 
-def ours(data: Data, seed: int, order: Sequence[int], batch_tokens: int) -> list[Mark]:
-    """The trainer's own steps, with its defaults."""
+def ours(data: Data, seed: int, order: Sequence[int], epochs: int) -> list[Mark]:
+    """The trainer's own steps with its defaults, as it takes them when versions come."""
     config = TrainingConfig(ttt_steps=TTT_STEPS, compute_dtype="bfloat16")
     learner = Learner(data.start(seed), config)
-    used, seconds, number = 0, 0.0, 0
+    served: Draft = data.start(seed)
+    learner.restart_optimizer()
+    order, gated = order[:-HELD_OUT], [data.recording[i] for i in order[-HELD_OUT:]]
+    used, seconds, number, steps = 0, 0.0, 0, 0
     found: list[Mark] = []
     while len(found) < len(MARKS):
-        chosen, tokens = [], 0
-        while tokens < batch_tokens:
-            chosen.append(data.recording[order[number]])
-            tokens += chosen[-1].tokens
+        version: list[Sample] = []
+        least = min(VERSION_TOKENS, MARKS[len(found)] - used)
+        while sum(sample.tokens for sample in version) < least:
+            version.append(data.recording[order[number]])
             number += 1
-        began = time.process_time()
-        learner.step(chosen, data.heads)
-        seconds += time.process_time() - began
-        used += tokens
+        used += sum(sample.tokens for sample in version)
+        for samples in drawn(version, epochs, learner, random.Random(number)):
+            began = time.process_time()
+            learner.step(samples, data.heads)
+            seconds += time.process_time() - began
+            steps += 1
+            if steps >= learner.pace.steps_per_candidate(config.steps_per_candidate):
+                served, steps = considered(learner, served, gated, data.heads).served, 0
         if used >= MARKS[len(found)]:
             found.append(Mark(used, seconds, data.acceptance(learner.snapshot())))
     return found
@@ -219,10 +243,93 @@ def targets_of(found: Mapping[str, Sequence[Sequence[Mark]]], name: str) -> list
     return targets
 
 
+def scratch(
+    data: Data, seeds: Sequence[int], folder: Path, python: Path | None
+) -> dict[str, list[list[Mark]]]:
+    """By arm the marks of every seed."""
+    found: dict[str, list[list[Mark]]] = {}
+    for seed in seeds:
+        order = random.Random(seed).sample(range(len(data.recording)), len(data.recording))
+        say(f"{data.name} from scratch, seed {seed}")
+        for arm, epochs in EPOCHS.items():
+            found.setdefault(arm, []).append(ours(data, seed, order, epochs))
+        for arm, size in PEERS.items() if python else ():
+            marks = peer(data, seed, order, size, folder, python)  # type: ignore[arg-type]
+            found.setdefault(arm, []).append(marks)
+    rows = [
+        [arm]
+        + [spread_text([run[place].acceptance_length for run in runs]) for place in range(3)]
+        + [f"{statistics.median(run[-1].seconds for run in runs):.1f}"]
+        for arm, runs in found.items()
+    ]
+    columns = ["", *(f"{tokens:,} tokens" for tokens in MARKS), "CPU s"]
+    print(table(f"\n{data.name}: acceptance length at k = {DRAFT_LENGTH}", columns, rows))
+    return found
+
+
+def online(name: str, seeds: Sequence[int], folder: Path) -> dict[str, list[Course]]:
+    """By arm the course of every seed, from the example's draft."""
+    policy, task, _ = POLICIES[name]
+    found: dict[str, list[Course]] = {}
+    for seed in seeds:
+        path = folder / f"{name}-moving-{seed}"
+        if not path.exists():
+            move(policy, task, seed, path)
+        versions = Versions(path, _draft(policy).target_ids())
+        say(f"{name} online, seed {seed}")
+        for arm, changed in ONLINE.items():
+            course = follow(versions, lambda: _draft(policy), TrainingConfig(**changed))
+            found.setdefault(arm, []).append(course)
+    rows = []
+    for arm, runs in found.items():
+        candidates = [one for run in runs for one in run.candidates]
+        rows.append(
+            [
+                arm,
+                interval_text([statistics.fmean(run.adapted[1:]) for run in runs]),
+                interval_text([run.kept for run in runs]),
+                f"{sum(one.worse for one in candidates)} of {len(candidates)}",
+                f"{statistics.median(run.seconds for run in runs):.1f}",
+            ]
+        )
+    frozen = interval_text([statistics.fmean(run.frozen[1:]) for run in found["the defaults"]])
+    title = f"\n{name}, moving; mean over seeds and 95 % interval; frozen draft {frozen}"
+    columns = ["", "acceptance length", "kept of what drift took", "candidates worse", "CPU s"]
+    print(table(title, columns, rows))
+    return found
+
+
+def interval_text(values: Sequence[float]) -> str:
+    """Mean and half-width over seeds."""
+    if len(values) < 2:
+        return f"{values[0]:.2f}"
+    found = interval(values)
+    return f"{found['mean']:.2f} ± {found['half_width']:.2f}"
+
+
+def online_targets(runs: Sequence[Course], name: str) -> list[Target]:
+    """Of the defaults."""
+    candidates = [one for run in runs for one in run.candidates]
+    worse = sum(one.worse for one in candidates) / len(candidates)
+    label = f"{name}, online"
+    return [
+        # What chance alone makes of candidates that are as good as the draft they began as.
+        Target.at_most(f"{label}: share of candidates that are significantly worse", worse, 0.025),
+        Target.at_least(
+            f"{label}: share kept of what drift took, least seed", min(r.kept for r in runs), 0.5
+        ),
+    ]
+
+
+def _draft(policy: Path) -> Draft:
+    return DRAFTERS["eagle3"].read(policy.parent / "draft").draft()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line entry; the exit status is 0 only if every target is met."""
     parser = options("learning", __doc__.partition("\n\n")[2])
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--data", type=Path, help="folder of the recordings, kept for another run")
     parser.add_argument("--alone", action="store_true", help="without speculators")
@@ -230,38 +337,25 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     use_kernels("auto")
     python = None if chosen.alone else python_of("speculators", default_directory())
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = {name: {} for name in chosen.policies}
     targets: list[Target] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = chosen.data or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         for name in chosen.policies:
-            data = record(name, folder)
-            found: dict[str, list[list[Mark]]] = {}
-            for seed in chosen.seeds:
-                order = random.Random(seed).sample(range(len(data.recording)), len(data.recording))
-                say(f"{name}, seed {seed}")
-                for arm, size in ((OURS, BATCH_TOKENS[0]), (OURS_LARGE, 1024)):
-                    found.setdefault(arm, []).append(ours(data, seed, order, size))
-                for arm, size in PEERS.items() if python else ():
-                    found.setdefault(arm, []).append(
-                        peer(data, seed, order, size, folder, python)  # type: ignore[arg-type]
-                    )
-            rows = [
-                [arm]
-                + [
-                    spread_text([run[place].acceptance_length for run in runs])
-                    for place in range(3)
-                ]
-                + [f"{statistics.median(run[-1].seconds for run in runs):.1f}"]
-                for arm, runs in found.items()
-            ]
-            columns = ["", *(f"{tokens:,} tokens" for tokens in MARKS), "CPU s"]
-            print(table(f"\n{name}: acceptance length at k = {DRAFT_LENGTH}", columns, rows))
-            figures[name] = {
-                arm: [[asdict(mark) for mark in run] for run in runs] for arm, runs in found.items()
-            }
-            targets += targets_of(found, name)
+            if "scratch" in chosen.parts:
+                marks = scratch(record(name, folder), chosen.seeds, folder, python)
+                figures[name]["scratch"] = {
+                    arm: [[asdict(mark) for mark in run] for run in runs]
+                    for arm, runs in marks.items()
+                }
+                targets += targets_of(marks, name)
+            if "online" in chosen.parts:
+                courses = online(name, chosen.seeds, folder)
+                figures[name]["online"] = {
+                    arm: [run.figures for run in runs] for arm, runs in courses.items()
+                }
+                targets += online_targets(courses["the defaults"], name)
             write(chosen.json, figures, targets)
     return finish(chosen.json, figures, targets)
 

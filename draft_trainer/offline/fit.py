@@ -27,7 +27,6 @@ from rich.progress import Progress, TaskID
 
 from draft_trainer.checkpoints.draft import WEIGHTS_FILE
 from draft_trainer.checkpoints.policy import read_policy
-from draft_trainer.config import BATCH_TOKENS
 from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.files import folder_written_whole, fsync
@@ -44,6 +43,7 @@ from draft_trainer.offline.report import (
 from draft_trainer.recordings.recording import INDEX_FILE
 from draft_trainer.training.learner import Learner, StepMetrics
 from draft_trainer.training.optimizer import Schedule
+from draft_trainer.training.pace import BATCH_TOKENS
 from draft_trainer.training.ranks import Ranks, shares
 from draft_trainer.training.state import Facts, StateStore, head_facts
 from slipstream.errors import RefusedError

@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -17,13 +17,12 @@ from draft_trainer.drafters.batch import Batch, batches
 from draft_trainer.drafters.loss import METRICS, step_weights, ttt_objective, valid_targets
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.training.optimizer import DraftOptimizer, Schedule
+from draft_trainer.training.pace import Pace
 from draft_trainer.training.ranks import Ranks
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 
-_COUNTERS = ("steps", "steps_skipped", "anchors_trained", "steps_since_restart", "halvings")
-_SHARES = (1.0, 0.5, 0.25)
-_MOST_HALVINGS = 4
+_COUNTERS = ("steps", "steps_skipped", "anchors_trained", "steps_since_restart")
 _STEPS_UNTIL_GROWTH = 64
 DEVICE_MEMORY = "device_memory"
 """Field of the refusal of a step that found too little memory on its device."""
@@ -72,17 +71,15 @@ class StepMetrics:
 class Learner:
     """Owns the head's float32 master weights and their optimizer. Not thread-safe.
 
-    A head far from its best gains with every step, whatever its noise; near its best, steps of the
-    same size only add noise, and a candidate is worse than the draft that it started from. Which
-    of the two it is, is measured: candidates lie on the line from the served weights to the
-    learner's, and the share of it that accepts most decides how training goes on (``settle``).
+    Candidates lie on the line from the served weights to the learner's; the share of it that
+    accepts most decides how training goes on (``settle``).
 
     Two learners that start from the same weights and take the same steps have the same bits, on
     the same hardware with the same number of threads; on a GPU, whether torch uses deterministic
     algorithms is the caller's choice.
 
     Attributes:
-        halvings: of the learning rate, 0 to 4.
+        pace: step size and update size.
 
     Args:
         head: trained in place, on its device.
@@ -105,7 +102,7 @@ class Learner:
         self.steps_skipped = 0
         self.anchors_trained = 0
         self.steps_since_restart = 0
-        self.halvings = 0
+        self.pace = Pace()
         self._schedule = schedule or Schedule(config.learning_rate, config.warmup_steps)
         self._weights = step_weights(config.ttt_steps, config.step_weight_decay)
         self._optimizer = DraftOptimizer(head, config)
@@ -154,9 +151,15 @@ class Learner:
             raise _too_little_memory(f"{self._pass_tokens} tokens" if failed else "another rank's")
         self._ranks.sum_gradients(self._optimizer.with_gradients())
         norm = self._optimizer.gradient_norm()
-        rate = self._schedule.rate(self.steps, self.steps_since_restart) * 0.5**self.halvings
+        sums = totals[1:-1].view(steps, len(METRICS))
+        means = sums / torch.where(counts > 0, counts, torch.nan)[:, None]
+        columns = {name: tuple(means[:, i].tolist()) for i, name in enumerate(METRICS)}
         finite = bool(totals.isfinite().all()) and norm < float("inf")
         skipped = not finite or int(counts[0]) == 0
+        if not skipped and not self.pace.measured:
+            self.pace.begin(columns["acceptance"])
+        since = self.config.warmup_steps if self.pace.far else self.steps_since_restart
+        rate = self._schedule.rate(self.steps, since) * self.pace.rate
         self.steps_skipped += not finite
         if not skipped:
             self._wait_for_copy()
@@ -168,9 +171,6 @@ class Learner:
             self.steps_since_restart += 1
             self.anchors_trained += int(counts[0])
         self._optimizer.clear_gradients()
-        sums = totals[1:-1].view(steps, len(METRICS))
-        means = sums / torch.where(counts > 0, counts, torch.nan)[:, None]
-        columns = {name: tuple(means[:, i].tolist()) for i, name in enumerate(METRICS)}
         return StepMetrics(
             skipped=skipped,
             loss=float(totals[0]),
@@ -209,14 +209,9 @@ class Learner:
             parameter.copy_(weights[name].to(dtype))
         return head
 
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """Of the line from the served weights, the candidates that are worth measuring."""
-        return _SHARES if self.halvings else _SHARES[:1]
-
     @torch.no_grad()
     def settle(self, served: Draft, share: float, gain: float) -> None:
-        """Go on from the best candidate, at a rate that suits the distance from the served draft.
+        """Go on from the best candidate, at a pace that suits the distance from the served draft.
 
         Args:
             served: the draft that candidates were compared with.
@@ -228,18 +223,14 @@ class Learner:
             for name, weight in self._on_the_line(served, share).items():
                 self.head.get_parameter(name).copy_(weight)
                 self._optimizer.averaged[name].copy_(weight)
-        slower = share < 1.0 or gain <= 0.0
-        self.halvings = min(max(self.halvings + (1 if slower else -1), 0), _MOST_HALVINGS)
+        self.pace.settle(share, gain)
 
     def restart_optimizer(self) -> None:
-        """Fresh moments and a new warm-up: for another policy, whose gradients are other ones.
-
-        The first candidate after it is measured at every share.
-        """
+        """Fresh moments and a new pace: for another policy, whose gradients are other ones."""
         self._wait_for_copy()
         self._optimizer.restart()
         self.steps_since_restart = 0
-        self.halvings = 1
+        self.pace.restart()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, average, moments and counters, copied to the CPU, for a ``StateStore``.
@@ -253,6 +244,7 @@ class Learner:
         """What ``state_dict`` copies, where it is; the counters are copies."""
         named = {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}
         counters = {f"counter.{name}": torch.tensor(getattr(self, name)) for name in _COUNTERS}
+        counters |= {f"counter.{n}": torch.tensor(int(v)) for n, v in asdict(self.pace).items()}
         return {n: t.detach() for n, t in (named | self._optimizer.tensors | counters).items()}
 
     def change_after(self, copied: torch.cuda.Event) -> None:
@@ -270,7 +262,9 @@ class Learner:
         """
         self._wait_for_copy()
         own = self.tensors
-        state = {"counter.halvings": torch.tensor(0), **state}  # states of older versions
+        # States of older versions have no pace, or the half of it.
+        new = {f"counter.{name}": torch.tensor(int(v)) for name, v in asdict(Pace()).items()}
+        state = {**new, **state}
         if not self.config.weight_averaging:
             state = {k: v for k, v in state.items() if not k.startswith("average.")}
         elif not any(name.startswith("average.") for name in state):
@@ -388,6 +382,8 @@ class Learner:
     def _take_counters(self, state: Mapping[str, Tensor]) -> None:
         for name in _COUNTERS:
             setattr(self, name, int(state[f"counter.{name}"]))
+        far, halvings, measured = (int(state[f"counter.{name}"]) for name in asdict(self.pace))
+        self.pace = Pace(bool(far), halvings, bool(measured))
 
 
 def _too_little_memory(what: str) -> RefusedError:

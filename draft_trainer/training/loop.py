@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from draft_trainer.config import BATCH_TOKENS, LEAST_STEPS, TrainerConfig
+from draft_trainer.config import TrainerConfig
 from draft_trainer.counters import Counters
 from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.gate import Gate
@@ -74,7 +74,7 @@ class Candidates:
         Returns:
             The new release, if the candidate passed and was written.
         """
-        served, shares = self.gate.incumbent, learner.shares
+        served, shares = self.gate.incumbent, learner.pace.shares
         result, best = self.gate.judge(
             lambda: (learner.snapshot(served=served, share=share) for share in shares),
             run,
@@ -159,7 +159,7 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         self._config = self.candidates.config.training
-        self._batch_tokens = self._config.batch_tokens or BATCH_TOKENS[0]
+        self._arrived = 0
         self._thread = threading.Thread(target=self._run, name="training", daemon=True)
 
     def start(self) -> None:
@@ -199,11 +199,10 @@ class TrainingLoop:
             if run is None:
                 self._sleep()
                 continue
-            self._size_batches(run)
             if not self._pays(run):
                 self._sleep()
                 continue
-            drawn = self._stored(partial(run.draw, self._batch_tokens))
+            drawn = self._stored(partial(run.draw, self._batch_tokens(run)))
             if drawn is None:
                 self.followers.keep_alive()
                 self._stopping.wait(_RETRY_S)
@@ -246,7 +245,8 @@ class TrainingLoop:
                 self._trained_against = metrics.policy_version
                 self.states.after_step(learner, self.position)
             seconds = time.monotonic() - self._first_step_at
-            enough = self._steps_since_candidate >= config.steps_per_candidate
+            due = learner.pace.steps_per_candidate(config.steps_per_candidate)
+            enough = self._steps_since_candidate >= due
             if enough or seconds >= config.candidate_seconds:
                 self._consider(run)
 
@@ -259,19 +259,16 @@ class TrainingLoop:
         self._stopping.wait(self._retry_s)
         self._retry_s = min(2 * self._retry_s, _MOST_RETRY_S)
 
-    def _size_batches(self, run: Run) -> None:
-        """Steps of a size of which what a policy version brings makes several."""
+    def _batch_tokens(self, run: Run) -> int:
+        """Of the next step."""
+        if self._config.batch_tokens is not None:
+            return self._config.batch_tokens
         now = time.monotonic()
-        if self._config.batch_tokens is not None or now < self._sized_at + _RETRY_S:
-            return
-        self._sized_at = now
-        least, most = BATCH_TOKENS
+        if now >= self._sized_at + _RETRY_S:
+            self._sized_at = now
+            self._arrived = self._stored(run.store.tokens_of_a_version) or 0
         epochs = self.candidates.config.replay.max_epochs
-        arrived = self._stored(run.store.tokens_of_a_version) or 0
-        size = min(max(arrived * epochs // LEAST_STEPS, least), most)
-        if size != self._batch_tokens:
-            self._batch_tokens = size
-            logger.debug("steps of %d tokens: a policy version brings %d", size, arrived)
+        return self.learner.pace.batch_tokens(self._arrived * epochs)
 
     def _pays(self, run: Run) -> bool:
         """Whether to train on what is stored, by the economy's decision for this policy version."""

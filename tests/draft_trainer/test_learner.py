@@ -122,11 +122,12 @@ def test_the_best_share_decides_where_and_how_fast_training_goes_on() -> None:
     policy, served = Policy(0, 4.0), head(0)
     config = CONFIG.model_copy(update={"weight_averaging": 0.9, "warmup_steps": 0})
     learner = Learner(head(0), config)
-    assert learner.shares == (1.0,)
+    assert learner.pace.shares == (1.0,)
     learner.restart_optimizer()
+    learner.pace.begin((0.9, 0.9))
     samples, heads = policy.samples(20), policy.heads()
     assert learner.step(samples, heads).learning_rate == pytest.approx(1.5e-3)
-    assert learner.shares == (1.0, 0.5, 0.25)
+    assert learner.pace.shares == (1.0, 0.5, 0.25)
     far = learner.snapshot(torch.float32)
     near = learner.snapshot(torch.float32, served, 0.25)
     begin, end = served.fc.weight.detach(), far.get_parameter("fc.weight")
@@ -138,10 +139,10 @@ def test_the_best_share_decides_where_and_how_fast_training_goes_on() -> None:
     assert learner.step(samples, heads).learning_rate == pytest.approx(0.75e-3)
     for gain, halvings in ((0.1, 1), (0.1, 0), (0.1, 0), (-0.1, 1)):
         learner.settle(served, 1.0, gain)
-        assert learner.halvings == halvings
+        assert learner.pace.halvings == halvings
     for _ in range(9):
         learner.settle(served, 0.5, gain=0.1)
-    assert learner.halvings == 4
+    assert learner.pace.halvings == 4
     again = Learner(head(1), config)
     again.load_state_dict(learner.state_dict())
-    assert again.halvings == 4
+    assert again.pace.halvings == 4

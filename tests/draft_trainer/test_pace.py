@@ -1,0 +1,109 @@
+"""A draft far from its best takes many small steps, one near it careful ones."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.learning.moving import considered, drawn
+from draft_trainer.checkpoints.policy import read_policy
+from draft_trainer.config import TrainingConfig
+from draft_trainer.drafters import DRAFTERS
+from draft_trainer.drafters.acceptance import expected_acceptance
+from draft_trainer.drafters.eagle3.initial import init_draft
+from draft_trainer.drafters.policy import PolicyHeads
+from draft_trainer.offline.record import Recorder
+from draft_trainer.recordings.recording import Recording
+from draft_trainer.training.learner import Learner
+from draft_trainer.training.pace import FAR_GAIN, Pace
+from examples.arithmetic_grpo.sampling import solutions
+from slipstream.sample import Sample
+from tests.draft_trainer.synthetic import Policy, head
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic_grpo"
+ARRIVES = 8192
+
+
+def test_what_was_measured_says_how_training_goes_on() -> None:
+    pace = Pace()
+    pace.restart()
+    assert (pace.far, pace.rate, pace.shares) == (False, 0.5, (1.0, 0.5, 0.25))
+    assert (pace.batch_tokens(ARRIVES), pace.batch_tokens(64_000)) == (256, 1000)
+    pace.begin((0.3, 0.4))
+    assert pace.far and pace.rate == 1.0 and pace.shares == (1.0,)
+    assert (pace.batch_tokens(ARRIVES), pace.batch_tokens(64_000)) == (64, 250)
+    # As many tokens between two candidates.
+    assert pace.steps_per_candidate(50) * pace.batch_tokens(ARRIVES) == 50 * 256
+    pace.settle(1.0, FAR_GAIN)
+    assert pace.far
+    for share, gain in ((1.0, FAR_GAIN / 2), (0.5, 1.0)):
+        pace.settle(1.0, 1.0)
+        pace.settle(share, gain)
+        assert not pace.far
+    for rates in ((0.4, 0.5), (0.9, 0.8), (math.nan, math.nan)):
+        pace.restart()
+        pace.begin(rates)
+        assert not pace.far and pace.measured and pace.rate == 0.5
+
+
+def test_the_first_step_of_a_run_measures_and_a_state_keeps_it() -> None:
+    policy = Policy(0, 4.0)
+    config = TrainingConfig(ttt_steps=2, learning_rate=3e-3)
+    learner = Learner(head(0), config)
+    # Not restarted: an offline fit has a schedule of its own.
+    assert learner.step(policy.samples(8), policy.heads()).learning_rate < 3e-3
+    learner.restart_optimizer()
+    metrics = learner.step(policy.samples(8), policy.heads())
+    assert metrics.step_acceptance[0] < 0.3
+    assert learner.pace.far and metrics.learning_rate == pytest.approx(3e-3)
+    resumed = Learner(head(1), config)
+    resumed.load_state_dict(learner.state_dict())
+    assert resumed.pace == learner.pace
+    old = {k: v for k, v in learner.state_dict().items() if k[8:] not in ("far", "measured")}
+    resumed.load_state_dict(old)
+    assert not resumed.pace.far and resumed.pace.measured
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Sample], PolicyHeads]:
+    """Rollouts of the arithmetic example's policy."""
+    model = AutoModelForCausalLM.from_pretrained(EXAMPLE / "policy", dtype=torch.float32).eval()
+    out = tmp_path_factory.mktemp("recorded") / "recording"
+    with Recorder(model, out) as recorder:
+        for part in solutions(model, 448, seed=0):
+            recorder.add(part)
+    recording = Recording(out)
+    draft = DRAFTERS["eagle3"].read(EXAMPLE / "draft").draft()
+    return [recording[i] for i in range(len(recording))], recording.policy_heads(draft.target_ids())
+
+
+def test_a_random_draft_learns_more_from_as_many_tokens(
+    samples: tuple[list[Sample], PolicyHeads], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Than one that is treated as a good one is."""
+    recorded, heads = samples
+    held, training = recorded[:96], recorded[96:]
+    ids = DRAFTERS["eagle3"].read(EXAMPLE / "draft").draft().target_ids()
+    found = []
+    for far in (True, False):
+        if not far:
+            monkeypatch.setattr(Pace, "begin", lambda self, rates: None)
+            monkeypatch.setattr("draft_trainer.training.pace.FAR_GAIN", math.inf)
+        config = TrainingConfig(ttt_steps=3, compute_dtype="bfloat16")
+        served = init_draft(read_policy(EXAMPLE / "policy"), ids, seed=0)
+        learner, steps = Learner(init_draft(read_policy(EXAMPLE / "policy"), ids), config), 0
+        learner.restart_optimizer()
+        for number in range(0, len(training), 88):
+            for batch in drawn(training[number : number + 88], 2, learner, random.Random(number)):
+                learner.step(batch, heads)
+                steps += 1
+                if steps >= learner.pace.steps_per_candidate(50):
+                    served, steps = considered(learner, served, held, heads).served, 0
+        estimate = expected_acceptance(learner.snapshot(), held, heads, 3, "probabilistic")
+        found.append(estimate.acceptance_length)
+    assert found[0] > found[1] + 0.3, found
