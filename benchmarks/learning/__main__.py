@@ -156,7 +156,7 @@ def ours(data: Data, seed: int, order: Sequence[int], epochs: int) -> list[Mark]
             learner.step(samples, data.heads)
             seconds += time.process_time() - began
             steps += 1
-            if steps >= learner.pace.steps_per_candidate(config.steps_per_candidate):
+            if steps >= learner.pace.steps_per_candidate(config):
                 served, steps = considered(learner, served, gated, data.heads).served, 0
         if used >= MARKS[len(found)]:
             found.append(Mark(used, seconds, data.acceptance(learner.snapshot())))

@@ -116,7 +116,7 @@ def drawn(
     for _ in range(epochs):
         for one in rng.sample(version, len(version)):
             tokens = sum(part.tokens for part in step) + one.tokens
-            most = learner.config.batch_tokens or learner.pace.batch_tokens(arrived)
+            most = learner.pace.batch_tokens(learner.config, arrived)
             if step and tokens > most:
                 yield step
                 step = []
@@ -212,7 +212,7 @@ def follow(versions: Versions, draft: Callable[[], Draft], config: TrainingConfi
         for batch in batches:
             learner.step(batch, versions.heads)
             steps += 1
-            if steps >= learner.pace.steps_per_candidate(config.steps_per_candidate):
+            if steps >= learner.pace.steps_per_candidate(config):
                 course.candidates.append(considered(learner, served, held, versions.heads))
                 served, steps = course.candidates[-1].served, 0
         if steps:

@@ -245,8 +245,7 @@ class TrainingLoop:
                 self._trained_against = metrics.policy_version
                 self.states.after_step(learner, self.position)
             seconds = time.monotonic() - self._first_step_at
-            due = learner.pace.steps_per_candidate(config.steps_per_candidate)
-            enough = self._steps_since_candidate >= due
+            enough = self._steps_since_candidate >= learner.pace.steps_per_candidate(config)
             if enough or seconds >= config.candidate_seconds:
                 self._consider(run)
 
@@ -261,14 +260,12 @@ class TrainingLoop:
 
     def _batch_tokens(self, run: Run) -> int:
         """Of the next step."""
-        if self._config.batch_tokens is not None:
-            return self._config.batch_tokens
         now = time.monotonic()
         if now >= self._sized_at + _RETRY_S:
             self._sized_at = now
             self._arrived = self._stored(run.store.tokens_of_a_version) or 0
         epochs = self.candidates.config.replay.max_epochs
-        return self.learner.pace.batch_tokens(self._arrived * epochs)
+        return self.learner.pace.batch_tokens(self._config, self._arrived * epochs)
 
     def _pays(self, run: Run) -> bool:
         """Whether to train on what is stored, by the economy's decision for this policy version."""

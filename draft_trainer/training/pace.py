@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
+from draft_trainer.config import TrainingConfig
+
 BATCH_TOKENS = (256, 4096)
 LEAST_STEPS = 64
 """Least and most tokens of a step, and how many steps what a policy version brings should make,
@@ -79,16 +81,20 @@ class Pace:
         self.halvings = min(max(self.halvings + (1 if slower else -1), 0), MOST_HALVINGS)
         self.far = share == 1.0 and gain >= FAR_GAIN
 
-    def batch_tokens(self, arrived: int) -> int:
+    def batch_tokens(self, config: TrainingConfig, arrived: int) -> int:
         """Tokens of a step.
 
         Args:
+            config: [training].
             arrived: what a policy version brings, as often as it is trained on.
         """
+        if config.batch_tokens is not None:
+            return config.batch_tokens
         least, most = BATCH_TOKENS
         times = FAR_STEPS if self.far else 1
         return min(max(arrived // LEAST_STEPS, least), most) // times
 
-    def steps_per_candidate(self, near: int) -> int:
-        """Steps between two gate decisions: as many tokens far from the best as near it."""
-        return near * FAR_STEPS if self.far else near
+    def steps_per_candidate(self, config: TrainingConfig) -> int:
+        """Steps between two gate decisions: of as many tokens far from the best as near it."""
+        smaller = self.far and config.batch_tokens is None
+        return config.steps_per_candidate * (FAR_STEPS if smaller else 1)

@@ -27,18 +27,24 @@ from tests.draft_trainer.synthetic import Policy, head
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic_grpo"
 ARRIVES = 8192
+NONE_SET = TrainingConfig()
 
 
 def test_what_was_measured_says_how_training_goes_on() -> None:
     pace = Pace()
     pace.restart()
     assert (pace.far, pace.rate, pace.shares) == (False, 0.5, (1.0, 0.5, 0.25))
-    assert (pace.batch_tokens(ARRIVES), pace.batch_tokens(64_000)) == (256, 1000)
+    assert (pace.batch_tokens(NONE_SET, ARRIVES), pace.batch_tokens(NONE_SET, 64_000)) == (
+        256,
+        1000,
+    )
     pace.begin((0.3, 0.4))
     assert pace.far and pace.rate == 1.0 and pace.shares == (1.0,)
-    assert (pace.batch_tokens(ARRIVES), pace.batch_tokens(64_000)) == (64, 250)
+    assert (pace.batch_tokens(NONE_SET, ARRIVES), pace.batch_tokens(NONE_SET, 64_000)) == (64, 250)
     # As many tokens between two candidates.
-    assert pace.steps_per_candidate(50) * pace.batch_tokens(ARRIVES) == 50 * 256
+    assert pace.steps_per_candidate(NONE_SET) * pace.batch_tokens(NONE_SET, ARRIVES) == 50 * 256
+    given = TrainingConfig(batch_tokens=512)
+    assert (pace.batch_tokens(given, ARRIVES), pace.steps_per_candidate(given)) == (512, 50)
     pace.settle(1.0, FAR_GAIN)
     assert pace.far
     for share, gain in ((1.0, FAR_GAIN / 2), (0.5, 1.0)):
@@ -102,7 +108,7 @@ def test_a_random_draft_learns_more_from_as_many_tokens(
             for batch in drawn(training[number : number + 88], 2, learner, random.Random(number)):
                 learner.step(batch, heads)
                 steps += 1
-                if steps >= learner.pace.steps_per_candidate(50):
+                if steps >= learner.pace.steps_per_candidate(config):
                     served, steps = considered(learner, served, held, heads).served, 0
         estimate = expected_acceptance(learner.snapshot(), held, heads, 3, "probabilistic")
         found.append(estimate.acceptance_length)
