@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from scipy.stats import chi2
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 MIN_EXPECTED = 10.0
 """Cells that expect fewer samples are pooled into one (Cochran's rule asks for 5)."""
@@ -81,6 +81,30 @@ class Surprise:
         return max(abs(self.nll), abs(self.argmax))
 
 
+class SurpriseSums:
+    """Adds up ``Surprise`` over completions."""
+
+    def __init__(self) -> None:
+        self._sums, self._variances = torch.zeros(2, 2, dtype=torch.float64)
+        self._tokens = 0
+
+    def add(self, log_p: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Tokens [N] that were drawn, and the log-distributions float64 [N, V] they had."""
+        p, chosen = log_p.exp(), log_p.gather(-1, tokens[:, None]).squeeze(-1)
+        entropy = -(p * log_p).sum(-1)
+        best, place = p.max(-1)
+        found = torch.stack([-chosen - entropy, (place == tokens).double() - best])
+        spread = torch.stack([(p * log_p.square()).sum(-1) - entropy.square(), best * (1 - best)])
+        self._sums += found.sum(1)
+        self._variances += spread.sum(1)
+        self._tokens += len(tokens)
+
+    def result(self) -> Surprise:
+        """Of all that was added."""
+        nll, argmax = (self._sums / self._variances.sqrt()).tolist()
+        return Surprise(nll, argmax, self._tokens)
+
+
 @torch.no_grad()
 def surprise(
     model: PreTrainedModel,
@@ -88,8 +112,7 @@ def surprise(
     completions: Sequence[Sequence[int]],
 ) -> Surprise:
     """z of both sums for completions at T = 1, ``completions[i]`` of ``prompts[i]``."""
-    sums = torch.zeros(2, dtype=torch.float64)
-    variances, tokens = torch.zeros_like(sums), 0
+    sums = SurpriseSums()
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]) + len(completions[row]))
     for start in range(0, len(order), 64):
         rows = [[*prompts[row], *completions[row]] for row in order[start : start + 64]]
@@ -100,13 +123,28 @@ def surprise(
         inside = torch.zeros(ids[:, 1:].shape, dtype=torch.bool)
         for index, row in enumerate(order[start : start + 64]):
             inside[index, len(prompts[row]) - 1 : len(rows[index]) - 1] = True
-        p, chosen = log_p.exp(), log_p.gather(-1, ids[:, 1:, None]).squeeze(-1)
-        entropy = -(p * log_p).sum(-1)
-        best, place = p.max(-1)
-        found = torch.stack([-chosen - entropy, (place == ids[:, 1:]).double() - best])
-        spread = torch.stack([(p * log_p.square()).sum(-1) - entropy.square(), best * (1 - best)])
-        sums += (found * inside).sum((1, 2))
-        variances += (spread * inside).sum((1, 2))
-        tokens += int(inside.sum())
-    nll, argmax = (sums / variances.sqrt()).tolist()
-    return Surprise(nll, argmax, tokens)
+        sums.add(log_p[inside], ids[:, 1:][inside])
+    return sums.result()
+
+
+@torch.no_grad()
+def log_probs_over_versions(
+    models: Sequence[PreTrainedModel],
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    starts: Sequence[int],
+) -> torch.Tensor:
+    """Log-distributions float64 [N, V] of a completion's N tokens, with keys and values as kept.
+
+    ``models[i]`` samples from token ``starts[i]`` on. It computes the keys and values from the last
+    token before that on, which nobody had computed; those before are of the models before.
+    """
+    ids = torch.tensor([[*prompt, *completion]])
+    cache = DynamicCache(config=models[0].config)
+    ends = [*(len(prompt) - 1 + start for start in starts[1:]), ids.shape[1] - 1]
+    at, parts = 0, []
+    for model, end in zip(models, ends, strict=True):
+        output = model(input_ids=ids[:, at:end], past_key_values=cache, use_cache=True)
+        parts.append(output.logits[0].double().log_softmax(-1))
+        at = end
+    return torch.cat(parts)[len(prompt) - 1 :]
