@@ -4,9 +4,9 @@ The file is what ``publish.rollout_servers = ["file:..."]`` of the draft trainer
 trainer knows nothing of Ray. Three processes for each server:
 
 - the **actor** (``Replica``) starts the server, watches it and ends itself when the server has
-  ended or hangs; Ray then starts the actor again, on this node or another, with the same arguments.
-  On the same node it gets the same ports: the policy's process keeps the addresses that it read at
-  its start.
+  ended or hangs, or its node's raylet has ended; Ray then starts the actor again, on this node or
+  another, with the same arguments. On the same node it gets the same ports: the policy's process
+  keeps the addresses that it read at its start.
 - the **supervisor** (``python -m rollout_server.ray_fleet COMMAND ...``) ends the server when the
   actor dies, however it dies. A killed Ray worker leaves its children behind otherwise: a server on
   a port that the next replica needs, with a GPU's memory.
@@ -104,6 +104,7 @@ class Replica:
         self._report = Report(os.getpid())
         self._server: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
+        self._raylet = os.getppid()
         self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
         self._thread.start()
 
@@ -156,12 +157,15 @@ class Replica:
                     self._stopping.wait(0.2)
 
     def _watch(self, server: subprocess.Popen[bytes]) -> str:
-        """Until the server ended or hangs; which of the two."""
+        """Until the server ended or hangs, or the node is lost; which of them."""
         deadline = time.monotonic() + self._plan.ready_seconds
         with open_channel(self._control, credentials=self._plan.credentials) as channel:
             while server.poll() is None:
                 with suppress(subprocess.TimeoutExpired):
                     server.wait(HEALTH_SECONDS)
+                # Ray takes the node for lost and starts its actors on another.
+                if os.getppid() != self._raylet:
+                    return "lost its node"
                 try:
                     if serving(channel) and not self._report.control:
                         http = f"http://{self._host}:{self._port}"
@@ -189,27 +193,39 @@ class RayFleet:
         self, plan: FleetPlan, on_change: Callable[[dict[int, Report]], None] = lambda r: None
     ) -> None:
         import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._plan = plan
         self._on_change = on_change
         self._reports: dict[int, Report] = {}
         self._asked: dict[int, Any] = {}
         write_members(plan.members, ())
-        actor = ray.remote(Replica).options(
-            num_cpus=plan.cpus,
-            num_gpus=plan.gpus,
-            max_restarts=-1,
-            # Replicas on two nodes survive the loss of one.
-            scheduling_strategy="SPREAD",
-        )
-        self._replicas = [actor.remote(plan, index) for index in range(plan.replicas)]
+        # All places at once, over the nodes: replicas on two survive the loss of one. For those of
+        # a lost node Ray finds places on the others, or on one that joins later.
+        wanted = {"CPU": plan.cpus, "GPU": plan.gpus}
+        bundle = {name: amount for name, amount in wanted.items() if amount}
+        self._places = placement_group([bundle] * plan.replicas, strategy="SPREAD")
+        self._placed = self._places.ready()
+        self._place_by = time.monotonic() + plan.ready_seconds
+        self._replicas = [
+            ray.remote(Replica)
+            .options(
+                num_cpus=plan.cpus,
+                num_gpus=plan.gpus,
+                max_restarts=-1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._places, index),
+            )
+            .remote(plan, index)
+            for index in range(plan.replicas)
+        ]
 
     def keep(self, stop: threading.Event) -> None:
         """Keep the file up to date until ``stop`` is set.
 
         Raises:
-            RefusedError: a server refuses its options at its first start, or Ray cannot
-                start its actor.
+            RefusedError: a server refuses its options at its first start, Ray cannot start its
+                actor, or the cluster has no place for all of them in ``ready_seconds``.
         """
         while not stop.is_set():
             self._poll()
@@ -218,17 +234,20 @@ class RayFleet:
     def close(self) -> None:
         """Empty the file; end every server and its actor."""
         import ray
+        from ray.util.placement_group import remove_placement_group
 
         write_members(self._plan.members, ())
         ending = [replica.stop.remote() for replica in self._replicas]
         ray.wait(ending, num_returns=len(ending), timeout=self._plan.stop_seconds + 5)
         for replica in self._replicas:
             ray.kill(replica)
+        remove_placement_group(self._places)
 
     def _poll(self) -> None:
         import ray
         from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+        self._check_placed()
         # One question at a time: while Ray starts an actor again, its questions wait.
         for index, replica in enumerate(self._replicas):
             if index not in self._asked:
@@ -263,6 +282,24 @@ class RayFleet:
             controls = [report.control for report in now.values() if report.control]
             write_members(self._plan.members, sorted(controls))
             self._on_change(now)
+
+    def _check_placed(self) -> None:
+        import ray
+
+        if self._placed is None:
+            return
+        if ray.wait([self._placed], timeout=0)[0]:
+            self._placed = None
+        elif time.monotonic() > self._place_by:
+            plan = self._plan
+            free = ray.available_resources()
+            raise RefusedError(
+                "--replicas",
+                f"{plan.replicas} of {plan.cpus:g} CPUs and {plan.gpus:g} GPUs each, on a cluster "
+                f"with {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free",
+                f"a place for each in {plan.ready_seconds:.0f} s",
+                "ask for fewer, or add nodes",
+            )
 
 
 def write_members(path: Path, addresses: Sequence[str]) -> None:
@@ -312,6 +349,9 @@ def fleet(arguments: Sequence[str]) -> int:
     args, serve = build_parser().parse_known_args(list(arguments))
     if args.replicas < 1:
         raise RefusedError("--replicas", args.replicas, "at least 1", "say how many")
+    if args.cpus < 0 or args.gpus < 0 or not args.cpus + args.gpus:
+        found = f"{args.cpus:g} and {args.gpus:g} of a replica"
+        raise RefusedError("--cpus, --gpus", found, "more than none of one", "say what it needs")
     for option in _ADDRESSES:
         if any(word == option or word.startswith(f"{option}=") for word in serve):
             raise RefusedError(option, "given", "not given", "use the first ports; Ray gives hosts")

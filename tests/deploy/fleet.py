@@ -1,4 +1,4 @@
-"""Two rollout servers that Ray places, with the trainer that publishes to them."""
+"""Rollout servers that Ray places, with the trainer that publishes to them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,16 @@ from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 
 
+def share_packages() -> None:
+    """Have Ray's workers find packages where we found them."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+
+
 def start_ray() -> None:
-    """A cluster of this machine alone, with workers that find the packages where we found them."""
+    """A cluster of this machine alone."""
     import ray
 
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    share_packages()
     ray.init(
         # Its own, whatever cluster runs on this machine, or has left its address behind.
         address="local",
@@ -43,23 +48,30 @@ def start_ray() -> None:
 
 
 class Kept:
-    """A fleet of two whose file is kept by a thread; ``command`` starts a server."""
+    """A fleet whose file is kept by a thread; ``command`` starts a server."""
 
-    def __init__(self, folder: Path, command: Sequence[str], stop_seconds: float = 10.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str],
+        replicas: int = 2,
+        ready_seconds: float = 600.0,
+    ) -> None:
         self.members = folder / "fleet"
         self.reports: dict[int, Report] = {}
         self.refusal: RefusedError | None = None
         first = free_port()
         self.plan = FleetPlan(
             tuple(command),
-            replicas=2,
+            replicas=replicas,
             members=self.members,
             first_port=first,
-            first_control_port=first + 2,
-            stop_seconds=stop_seconds,
+            first_control_port=first + replicas,
+            ready_seconds=ready_seconds,
+            stop_seconds=10.0,
             host="127.0.0.1",
         )
-        self.controls = [first + 2, first + 3]
+        self.controls = [first + replicas + index for index in range(replicas)]
         self._stop = threading.Event()
         self._fleet = RayFleet(self.plan, lambda reports: self.reports.update(reports))
         self._thread = threading.Thread(target=self._run)
@@ -82,8 +94,10 @@ class Kept:
 
 
 @contextmanager
-def kept(folder: Path, command: Sequence[str]) -> Iterator[Kept]:
-    fleet = Kept(folder, command)
+def kept(
+    folder: Path, command: Sequence[str], replicas: int = 2, ready_seconds: float = 600.0
+) -> Iterator[Kept]:
+    fleet = Kept(folder, command, replicas, ready_seconds)
     try:
         yield fleet
     finally:
@@ -102,6 +116,12 @@ def trainer_of(folder: Path, draft: Path) -> Service:
     command = [script("draft-trainer"), "serve", "--config", str(config)]
     log = folder / "trainer.log"
     return Service("draft-trainer", command, log, f"127.0.0.1:{port}", ONE_THREAD)
+
+
+def memory_server(folder: Path, draft: str) -> list[str]:
+    """The command of a server without vLLM."""
+    module = [sys.executable, "-m", "tests.deploy.memory_server"]
+    return [*module, draft, "--folder", str(folder)]
 
 
 def wait_for(what: Callable[[], bool], seconds: float = 60.0) -> float:

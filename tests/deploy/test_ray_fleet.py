@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,16 @@ from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.processes import Services
 from rollout_server.cli import main as rollout_server
 from rollout_server.ray_fleet import write_members
-from tests.deploy.fleet import kept, pids, second_release, served, start_ray, trainer_of, wait_for
+from tests.deploy.fleet import (
+    kept,
+    memory_server,
+    pids,
+    second_release,
+    served,
+    start_ray,
+    trainer_of,
+    wait_for,
+)
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream-rl[ray]'")
 
@@ -31,12 +39,6 @@ def cluster() -> Iterator[None]:
     start_ray()
     yield
     ray.shutdown()
-
-
-def memory_server(folder: Path, draft: str) -> list[str]:
-    """The command of a server without vLLM."""
-    module = [sys.executable, "-m", "tests.deploy.memory_server"]
-    return [*module, draft, "--folder", str(folder)]
 
 
 def test_a_fleet_of_two_is_published_to_loses_one_and_heals(
@@ -80,6 +82,14 @@ def test_a_server_that_refuses_its_first_start_ends_the_fleet(tmp_path: Path) ->
     assert "refused to start" in str(fleet.refusal)
 
 
+def test_a_cluster_without_a_place_for_all_is_refused_and_none_is_started(tmp_path: Path) -> None:
+    with kept(tmp_path, memory_server(tmp_path, "draft"), 3, ready_seconds=1.0) as fleet:
+        wait_for(lambda: fleet.refusal is not None)
+        assert not any(map(pids, fleet.controls))
+    assert fleet.refusal is not None and fleet.refusal.field == "--replicas"
+    assert "3 of 1 CPUs" in str(fleet.refusal) and "add nodes" in str(fleet.refusal)
+
+
 def test_bad_options_are_refused_before_ray_is_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +97,7 @@ def test_bad_options_are_refused_before_ray_is_asked(
     members = ["--members", str(tmp_path / "fleet")]
     for options, found in (
         (["--replicas", "0", *members, *model], "--replicas"),
+        (["--replicas", "2", "--cpus", "0", *members, *model], "--cpus, --gpus"),
         (["--replicas", "2", *members, *model, "--control-port=1"], "--control-port"),
         (["--replicas", "2", "--members", str(tmp_path / "no" / "fleet"), *model], "--members"),
     ):
