@@ -28,7 +28,10 @@ ELSEWHERE = {
     "security.md": "tests/security/test_processes.py",
 }
 """Pages whose blocks need what those before them made, and the test that runs them in order."""
-NEVER_RUN = ("verl", "NeMo RL and Megatron: pipeline stages", "OpenRLHF")
+NEVER_RUN = (
+    *("TRL's asynchronous trainer", "verl", "NeMo RL and Megatron: pipeline stages"),
+    *("SkyRL", "OpenRLHF"),
+)
 """Sections of recipes for frameworks that need a GPU; they say that they are untested."""
 SURROUNDINGS = """\
 import torch

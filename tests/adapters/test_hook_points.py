@@ -1,0 +1,111 @@
+"""The places in other frameworks that the recipes of docs/integrations.md name, where installed.
+
+A framework is read, not imported: most need a GPU's libraries for that. What moved in a new version
+fails here by name. Packages for one run: ``pip install --no-deps --target DIR verl skyrl openrlhf``
+and ``PYTHONPATH=DIR``.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
+VERL_WORKER = "verl/workers/engine_workers.py"
+VERL_ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"
+SKYRL_WORKER = "skyrl/backends/skyrl_train/workers/worker.py"
+SKYRL_FSDP = "skyrl/backends/skyrl_train/workers/fsdp/fsdp_worker.py"
+OPENRLHF_ACTOR = "openrlhf/trainer/ray/ppo_actor.py"
+TRL_ASYNC = "trl/experimental/async_grpo/async_grpo_trainer.py"
+
+Hook = tuple[str, str, tuple[str, ...]]
+HOOKS: Sequence[Hook] = (
+    (VERL_WORKER, "ActorRolloutRefWorker.compute_log_prob", ("data",)),
+    (VERL_WORKER, "ActorRolloutRefWorker.compute_ref_log_prob", ("data",)),
+    (VERL_WORKER, "ActorRolloutRefWorker.update_actor", ("data",)),
+    (VERL_WORKER, "ActorRolloutRefWorker.update_weights", ("global_steps", "mode")),
+    (VERL_ENGINE, "FSDPEngineWithLMHead.forward_step",
+     ("micro_batch", "loss_function", "forward_only")),
+    (VERL_ENGINE, "FSDPEngine.get_per_tensor_param", ()),
+    ("verl/checkpoint_engine/base.py", "CheckpointEngineRegistry.register", ("backend",)),
+    (SKYRL_WORKER, "PolicyWorkerBase.forward_backward", ("data", "loss_fn", "loss_fn_config")),
+    (SKYRL_WORKER, "PolicyWorkerBase._forward_backward_micro",
+     ("experience", "microbatch_weight", "loss_fn", "loss_fn_config")),
+    (SKYRL_FSDP, "FSDPPolicyWorkerBase.broadcast_to_inference_engines",
+     ("inference_engine_client", "inference_engine_cfg", "model_id")),
+    (SKYRL_FSDP, "FSDPWeightExtractor.extract_weights", ("dtype",)),
+    (OPENRLHF_ACTOR, "PolicyModelActor.forward", ("sequences", "action_mask", "attention_mask")),
+    (OPENRLHF_ACTOR, "PolicyModelActor.broadcast_to_vllm", ()),
+    (OPENRLHF_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", ()),
+    ("openrlhf/models/actor.py", "Actor.forward", ()),
+    ("trl/trainer/grpo_trainer.py", "GRPOTrainer._generate", ()),
+    ("trl/trainer/grpo_trainer.py", "GRPOTrainer._get_per_token_logps_and_entropies", ()),
+    (TRL_ASYNC, "AsyncGRPOTrainer.__init__", ("rollout_worker", "weight_transfer")),
+    (TRL_ASYNC, "AsyncGRPOTrainer.compute_loss", ("model", "inputs")),
+    (TRL_ASYNC, "AsyncGRPOTrainer.training_step", ("model", "inputs")),
+    (TRL_ASYNC, "WeightTransferProtocol.send_weights", ("iterator",)),
+    (TRL_ASYNC, "WeightTransferProtocol.init_weight_transfer", ()),
+    (TRL_ASYNC, "RolloutWorkerProtocol.update_model_version", ("model_version",)),
+)  # fmt: skip
+# Inside these, because a recipe replaces them or calls them from there.
+TEXTS: Sequence[tuple[str, str]] = (
+    (VERL_WORKER, "self.actor.infer_batch(data)"),
+    (VERL_WORKER, "self.actor.train_mini_batch(data=data)"),
+    (SKYRL_FSDP, "self.weight_extractor ="),
+    (TRL_ASYNC, "fused_lm_head=True"),
+)
+
+
+def folder_of(package: str) -> Path:
+    """Where a package's files are; the test is skipped where it is not installed."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{package} is not installed")
+    return Path(spec.submodule_search_locations[0]).parent
+
+
+def parameters_of(source: str, name: str) -> list[str] | None:
+    """Of a method "Class.method"; None where it is not there."""
+    wanted, method = name.split(".")
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ClassDef) or node.name != wanted:
+            continue
+        for part in node.body:
+            if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) and part.name == method:
+                found = (*part.args.posonlyargs, *part.args.args, *part.args.kwonlyargs)
+                return [parameter.arg for parameter in found]
+    return None
+
+
+@pytest.mark.parametrize(("file", "name", "parameters"), HOOKS, ids=lambda value: str(value)[:60])
+def test_a_place_that_a_recipe_names_is_there(
+    file: str, name: str, parameters: tuple[str, ...]
+) -> None:
+    path = folder_of(file.partition("/")[0]) / file
+    assert path.is_file(), f"{file} moved"
+    found = parameters_of(path.read_text(encoding="utf-8"), name)
+    assert found is not None, f"{file}: no {name}"
+    assert set(parameters) <= set(found), f"{file}: {name}({', '.join(found)})"
+
+
+@pytest.mark.parametrize(("file", "text"), TEXTS)
+def test_a_call_that_a_recipe_replaces_is_there(file: str, text: str) -> None:
+    path = folder_of(file.partition("/")[0]) / file
+    assert text in path.read_text(encoding="utf-8"), f"{file}: no {text}"
+
+
+def test_every_place_is_in_the_page() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for file, name, _ in HOOKS:
+        assert name.split(".")[1].removeprefix("__init__") in page, name
+        assert file.rpartition("/")[2] in page or file.startswith("trl/"), file
+
+
+def test_parameters_are_read_without_an_import() -> None:
+    source = "class A:\n async def f(self, x, /, y, *, z=1): ...\nclass B:\n def f(self): ...\n"
+    assert parameters_of(source, "A.f") == ["self", "x", "y", "z"]
+    assert parameters_of(source, "A.g") is None and parameters_of(source, "C.f") is None
