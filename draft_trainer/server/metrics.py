@@ -86,7 +86,7 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
     ),
     _is(
         "training_saves_seconds",
-        "Seconds of generation that training is expected to save over `economy.horizon_versions`. "
+        "Seconds of generation that training is expected to save while its gain lasts. "
         "No series unless `economy.mode` is when-it-pays, and while not known.",
     ),
     _is(
