@@ -75,9 +75,8 @@ def _samples(status: TrainerStatus, config: TrainerConfig) -> Found:
         )
     if not accepted:
         return WAITING, "no sample has arrived", "ship sequences with completion tokens"
-    # A trainer that may pause lets samples grow old on purpose.
-    always = config.economy.mode == "always"
-    reasons = ("capacity", "stale", "damaged") if always else ("damaged",)
+    # While training is paused samples grow old on purpose.
+    reasons = ("damaged",) if status.training_paused else ("capacity", "stale", "damaged")
     lost = {
         reason: status.evicted_by_reason[reason]
         for reason in reasons

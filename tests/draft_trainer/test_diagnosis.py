@@ -10,7 +10,6 @@ import pytest
 
 from draft_trainer.cli.doctor import first_problem
 from draft_trainer.cli.main import main
-from draft_trainer.config import EconomyConfig
 from draft_trainer.config_file import load_config, parse_config
 from draft_trainer.server.diagnosis import OK, PROBLEM, WAITING, ProblemLog, diagnose
 from slipstream.v1.console_pb2 import Diagnosis, ServerView, TrialView
@@ -64,11 +63,11 @@ def test_a_trainer_that_releases_has_nothing_to_say() -> None:
     ]
 
 
-def test_a_trainer_that_may_pause_lets_samples_grow_old() -> None:
-    status = healthy(evicted_by_reason={"stale": 600})
-    pausing = CONFIG.model_copy(update={"economy": EconomyConfig(mode="when-it-pays")})
-    assert found(status)["samples"].severity == PROBLEM
-    assert {one.severity for one in diagnose(status, pausing)} == {OK}
+def test_while_training_is_paused_samples_may_grow_old() -> None:
+    lost = {"stale": 600, "capacity": 600}
+    assert found(healthy(evicted_by_reason=lost))["samples"].severity == PROBLEM
+    paused = healthy(evicted_by_reason=lost, training_paused=True)
+    assert found(paused)["samples"].severity == OK
 
 
 FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
