@@ -134,8 +134,9 @@ def _run(options: argparse.Namespace, seed: int, directory: Path, began: float) 
             seconds, peak = trainer.usage()
             run.cost |= {"trainer_cpu_seconds": seconds, "trainer_peak_bytes": float(peak)}
             after = core_seconds(trainer.pid)
-            if before is not None and after is not None:
-                run.cost["trainer_took_seconds"] = after.taken_since(before)
+            # Where the kernel does not say how much of it others wanted: all of it, at most.
+            took = after.taken_since(before) if before and after else seconds
+            run.cost["trainer_took_seconds"] = took
         finally:
             rollouts.close()
     run.total_seconds = time.perf_counter() - began
