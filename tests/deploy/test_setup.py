@@ -47,6 +47,17 @@ def test_at_such_a_path_it_is_in_the_cache_folder_and_linked(tmp_path: Path, nam
     assert environment not in other
 
 
+def test_git_ignores_the_environment_and_the_link_to_it(tmp_path: Path) -> None:
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".venv").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "folder" / ".venv").mkdir(parents=True)
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    ignored = ["git", "check-ignore", ".venv", "folder/.venv"]
+    done = subprocess.run(ignored, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [".venv", "folder/.venv"]
+
+
 def test_a_cache_folder_with_a_space_is_refused_before_anything_is_done(tmp_path: Path) -> None:
     done = set_up(tmp_path / "a b", tmp_path / "c d")
     assert done.returncode != 0 and not done.stdout
