@@ -149,13 +149,13 @@ class CaptureGuard:
             return refusal
         if not self._config.bytes_per_step:
             return "bytes_per_step is 0"
+        wanted = self.connection.session if self.connection is not None else None
+        run_refusal = self._counters.run_refusal
+        if wanted is None and run_refusal is not None:
+            return str(run_refusal)
         if self.version is None:
             return "no policy version was synced yet"
-        wanted = self.connection.session if self.connection is not None else None
         if wanted is None:
-            run_refusal = self._counters.run_refusal
-            if run_refusal is not None:
-                return str(run_refusal)
             return f"the draft trainer at {self._config.trainer} was not reached"
         if self.session is None or not self.session.same_shape(wanted):
             # Which rows to copy is known from the trainer: this version's were not copied.

@@ -1,0 +1,116 @@
+"""A trainer in the policy's own process: fed, trained, and gone when its block ends."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from draft_trainer.local import LocalTrainer
+from examples.local_services import ROOT
+from slipstream.client import open_channel
+from slipstream.errors import RefusedError
+from tests.draft_trainer.rig import Client
+
+NOTEBOOK = ROOT / "examples" / "notebook" / "local_trainer.ipynb"
+
+
+@pytest.fixture
+def model(policy_dir: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)  # type: ignore[no-any-return]
+
+
+def threads() -> set[threading.Thread]:
+    """Those of this process, but gRPC's own poller, which all of a process's channels share."""
+    return {one for one in threading.enumerate() if "_poll_wrapper" not in one.name}
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary folders are made."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "state"))
+    (tmp_path / "state").mkdir()
+    return tmp_path / "state"
+
+
+def feed(trainer: LocalTrainer, model: PreTrainedModel) -> None:
+    with trainer.bridge.sync(0):
+        pass
+    ids = torch.randint(17, 27, (16, 24))
+    mask = torch.arange(24).expand_as(ids) >= 6
+    with torch.no_grad(), trainer.bridge.capture(temperature=1.0) as capture:
+        model(ids)
+        capture.ship(ids, loss_mask=mask)
+    assert trainer.bridge.flush(30.0)
+
+
+def test_it_trains_on_what_the_bridge_captures_and_leaves_nothing(
+    model: PreTrainedModel, draft_dir: Path, state: Path
+) -> None:
+    before = threads()
+    training = {"batch_tokens": 64}
+    with LocalTrainer(model, draft_dir, {"training": training}, run_id="mine") as trainer:
+        assert trainer.releases.is_relative_to(state)
+        feed(trainer, model)
+        assert trainer.bridge.stats().accepted == 16
+        with open_channel(trainer.address) as channel:
+            status = Client(channel).wait_for(lambda found: found.train_steps > 0)
+        assert status.run_id == "mine"
+        assert httpx.get(trainer.url).status_code == 200
+    assert list(state.iterdir()) == []
+    assert threads() <= before
+    with open_channel(trainer.address) as channel, pytest.raises(grpc.RpcError):
+        Client(channel).status()
+    trainer.close()
+
+
+def test_releases_stay_in_a_folder_that_is_named(
+    model: PreTrainedModel, draft_dir: Path, state: Path, tmp_path: Path
+) -> None:
+    named = {"draft": {"registry": str(tmp_path / "releases")}}
+    with LocalTrainer(model, draft_dir, named) as trainer:
+        assert trainer.releases == tmp_path / "releases"
+    assert list(trainer.releases.glob("*/model.safetensors")) and not list(state.iterdir())
+
+
+def test_a_draft_of_another_policy_is_refused_and_nothing_is_left(
+    model: PreTrainedModel, state: Path
+) -> None:
+    before = threads()
+    with pytest.raises(
+        RefusedError, match=r"^draft: found .*hidden_size: found 192.*draft-trainer init"
+    ):
+        LocalTrainer(model, ROOT / "examples" / "sorting_grpo" / "draft")
+    assert list(state.iterdir()) == []
+    assert threads() <= before
+
+
+def test_one_of_several_ranks_is_refused(
+    model: PreTrainedModel, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RefusedError, match=r"WORLD_SIZE: found 2.*draft-trainer serve"):
+        LocalTrainer(model, draft_dir)
+
+
+@pytest.mark.timeout(500)
+def test_the_notebook_runs_and_its_newest_release_follows(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) >= 5 and not any(cell.get("outputs") for cell in cells)
+    variables: dict[str, object] = {"__name__": "notebook"}
+    for text in code:
+        exec(compile(text, str(NOTEBOOK), "exec"), variables)
+    frozen, adapted = (float(variables[name]) for name in ("frozen", "adapted"))  # type: ignore[arg-type]
+    assert adapted > 1.05 * frozen > 1.05, capsys.readouterr().out
+    assert list(state.iterdir()) == []
