@@ -1,4 +1,4 @@
-"""Every PromQL expression that is delivered: rules, dashboard, runbook."""
+"""Every PromQL expression that is delivered: rules, dashboard, documentation."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def annotations() -> list[Expression]:
     return [Expression(entry["name"], filled_in(entry["expr"])) for entry in listed]
 
 
-def runbook() -> list[Expression]:
-    """What the runbook asks Prometheus; ``where`` is the section."""
-    return [Expression(where, text) for where, kind, text in code_blocks() if kind == "promql"]
+def documented() -> list[Expression]:
+    """What the pages ask Prometheus; ``where`` is the section."""
+    return [Expression(where, text) for where, text in code_blocks("promql")]
 
 
-def code_blocks() -> Iterator[tuple[str, str, str]]:
-    """Section, language and text of each code block of the runbook."""
-    for section in re.split(r"^## ", RUNBOOK.read_text(), flags=re.MULTILINE):
-        for kind, text in re.findall(
-            r"^ *```(\w+)\n(.*?)^ *```", section, re.DOTALL | re.MULTILINE
-        ):
-            yield section.splitlines()[0], kind, text
+def code_blocks(language: str) -> Iterator[tuple[str, str]]:
+    """Section and text of each code block of the documentation in a language."""
+    block = re.compile(rf"^ *```{language}\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE):
+            for text in block.findall(section):
+                yield section.splitlines()[0], text
 
 
 def filled_in(expression: str) -> str:

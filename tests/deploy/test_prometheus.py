@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import yaml
@@ -26,7 +27,7 @@ ALL = [
     *expressions.alerts(),
     *expressions.panels(),
     *expressions.annotations(),
-    *expressions.runbook(),
+    *expressions.documented(),
 ]
 LABELS = {
     name: metric.labels
@@ -110,6 +111,20 @@ def test_configuration_and_rules_are_valid() -> None:
     config = PROMETHEUS / "prometheus.yml"
     done = subprocess.run(
         ["promtool", "check", "config", "--lint=all", "--lint-fatal", str(config)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+@pytest.mark.parametrize("text", [text for _, text in expressions.code_blocks("yaml")])
+def test_a_scrape_configuration_of_the_documentation_is_valid(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "prometheus.yml"
+    path.write_text(text)
+    done = subprocess.run(
+        ["promtool", "check", "config", "--syntax-only", str(path)],
         capture_output=True,
         text=True,
         check=False,

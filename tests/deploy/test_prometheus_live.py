@@ -119,7 +119,7 @@ def test_every_query_is_answered(watched: Watched) -> None:
     asked = [
         *expressions.panels(),
         *expressions.annotations(),
-        *expressions.runbook(),
+        *expressions.documented(),
         *(Expression(rule.where, rule.where) for rule in expressions.recorded()),
     ]
     answers: dict[str, bool] = {}

@@ -19,8 +19,12 @@ import pytest
 from draft_trainer.cli.main import parse
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*/README.md")),
+]
+_BLOCK = re.compile(r"^ *```sh\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 # A program that is not ours, and the test that runs it as the documentation does.
 ELSEWHERE = {
     ".": "tests/docs/test_tutorial.py",
@@ -37,8 +41,11 @@ ELSEWHERE = {
         ("umask", "openssl", "printf", "for", "export"), "tests/security/test_processes.py"
     ),
 }
-VLLM_OPTIONS = ("--served-model-name", "--max-model-len", "--enforce-eager")
-"""vLLM's own, which the tutorial's test gives to a server."""
+VLLM_OPTIONS = (
+    *("--served-model-name", "--max-model-len", "--enforce-eager"),
+    *("--data-parallel-size", "--enable-expert-parallel"),
+)
+"""vLLM's own, which the tests of the tutorial and of data-parallel ranks give to a server."""
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:

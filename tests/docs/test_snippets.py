@@ -1,4 +1,4 @@
-"""Every Python and TOML block of README and docs runs, or is read, as it is printed.
+"""Every block of README and docs runs, or is read, as it is printed: Python and TOML here.
 
 What a block may take from the reader's surroundings is what ``SURROUNDINGS`` names, and ports: the
 trainer's is one on which nothing listens, the rollout server's is answered by a double.
@@ -33,6 +33,21 @@ NEVER_RUN = (
     *("SkyRL", "OpenRLHF"),
 )
 """Sections of recipes for frameworks that need a GPU; they say that they are untested."""
+OTHERS = {
+    "sh": "tests/docs/test_commands.py",
+    "promql": "tests/deploy/test_prometheus.py",
+    "yaml": "tests/deploy/test_prometheus.py",
+}
+"""Languages of other blocks, and the test that reads them."""
+NOT_CODE = {
+    ("architecture.md", ""): "drawings",
+    ("first_hour.md", ""): "what docs/first_hour.py typed and read",
+    (
+        "integrations.md",
+        "Policies through vLLM's own weight transfer",
+    ): "tests/rollout_server/test_external_policy.py has the engine that it needs",
+}
+"""Blocks that are none of these, by page and section, and why."""
 SURROUNDINGS = """\
 import torch
 from transformers import AutoModelForCausalLM
@@ -133,6 +148,25 @@ def test_a_python_block_runs(
     assert done.returncode == 0, done.stderr[-3000:]
     if "capture_off_reason" in text:
         assert "was not reached" in done.stdout
+
+
+def test_every_block_is_run_or_named_here() -> None:
+    seen = set()
+    for page in PAGES:
+        section = ""
+        for title, language in re.findall(
+            r"^## ([^\n]*)$|^ *```(\w*)\n.*?^ *```", page.read_text(), re.MULTILINE | re.DOTALL
+        ):
+            if title:
+                section = title
+            elif language not in ("python", "toml", *OTHERS):
+                whole = (page.name, "")
+                place = whole if whole in NOT_CODE else (page.name, section)
+                assert place in NOT_CODE, f"{place}: a block in {language or 'no language'}"
+            seen.add(language)
+    assert {"python", "toml", *OTHERS} <= seen
+    for test in (*ELSEWHERE.values(), *OTHERS.values()):
+        assert (ROOT / test).exists()
 
 
 @pytest.mark.parametrize(("page", "section", "text"), blocks("toml"), ids=lambda v: str(v)[:40])
