@@ -57,11 +57,11 @@ class Version:
     correct: float
 
 
-def trainer_toml(ports: tuple[int, int], folder: Path, server: str) -> str:
+def trainer_toml(ports: tuple[int, int], draft: Path, folder: Path, server: str) -> str:
     """The draft, the servers and ``economy.mode``; the ports are this machine's free ones."""
     return (
         f"[server]\nport = {ports[0]}\nmetrics_port = {ports[1]}\n"
-        f'[draft]\ninitial = "{HERE / "draft"}"\nregistry = "{folder / "releases"}"\n'
+        f'[draft]\ninitial = "{draft.resolve()}"\nregistry = "{folder / "releases"}"\n'
         f'[publish]\nrollout_servers = ["{server}"]\n[economy]\nmode = "always"\n'
     )
 
@@ -70,13 +70,15 @@ def drift(options: argparse.Namespace, seed: int, folder: Path) -> list[Version]
     """One run; returns what each policy version met."""
     torch.manual_seed(seed)
     servers = [
-        RolloutServer(folder / f"{name}.log", policy=HERE / "policy", draft=HERE / "draft")
+        RolloutServer(folder / f"{name}.log", policy=options.policy, draft=options.draft)
         for name in ("adapted", "frozen")
     ]
     ports = (free_port(), free_port())
     config = folder / "trainer.toml"
     more = options.toml.read_text() if options.toml else ""
-    config.write_text(trainer_toml(ports, folder.resolve(), servers[0].control) + more)
+    config.write_text(
+        trainer_toml(ports, options.draft, folder.resolve(), servers[0].control) + more
+    )
     command = [script("draft-trainer"), "serve", "--config", str(config)]
     trainer = Service(
         "draft-trainer", command, folder / "trainer.log", f"127.0.0.1:{ports[0]}", ONE_THREAD
@@ -86,7 +88,7 @@ def drift(options: argparse.Namespace, seed: int, folder: Path) -> list[Version]
         for service in services:
             service.wait_ready(2 * READY_TIMEOUT)
         model = AutoModelForCausalLM.from_pretrained(
-            HERE / "policy", dtype=torch.float32, attn_implementation="eager"
+            options.policy, dtype=torch.float32, attn_implementation="eager"
         )
         controls = tuple(server.control for server in servers)
         clients = [RolloutClient(s.http, s.control, trainer.health, "policy") for s in servers]
@@ -222,6 +224,8 @@ def main(argv: list[str] | None = None) -> int:
         description="A drifting policy, its draft adapted with default settings, and a frozen one.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    parser.add_argument("--policy", type=Path, default=HERE / "policy", help="that is trained")
+    parser.add_argument("--draft", type=Path, default=HERE / "draft", help="that both start with")
     parser.add_argument("--versions", type=int, default=20, help="policy versions after the first")
     parser.add_argument("--prompts", type=int, default=24, help="of each version")
     parser.add_argument("--samples", type=int, default=4, help="of each prompt and server")

@@ -16,7 +16,7 @@ from examples.sorting_grpo.drift import Version, document_of, over_seeds, traine
 
 
 def test_the_trainer_is_told_the_draft_and_the_servers_alone(tmp_path: Path) -> None:
-    given = tomllib.loads(trainer_toml((1, 2), tmp_path, "127.0.0.1:3"))
+    given = tomllib.loads(trainer_toml((1, 2), tmp_path / "draft", tmp_path, "127.0.0.1:3"))
     assert {name: set(keys) for name, keys in given.items()} == {
         "server": {"port", "metrics_port"},
         "draft": {"initial", "registry"},
@@ -24,6 +24,7 @@ def test_the_trainer_is_told_the_draft_and_the_servers_alone(tmp_path: Path) -> 
         "economy": {"mode"},
     }
     config = parse_config(given)
+    assert config.draft.initial == tmp_path / "draft"
     for section in ("replay", "training", "gate", "canary"):
         default = TrainerConfig.model_fields[section].default
         assert getattr(config, section) == default, section
