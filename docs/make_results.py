@@ -1,4 +1,7 @@
-"""``python -m docs.make_results``: the committed JSON as docs/results.md and README's table."""
+"""``python -m docs.make_results``: the committed JSON as docs/results.md and two pages' tables.
+
+These are the gains and costs in README.md and the architectures in docs/integrations.md.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 PAGE = Path(__file__).resolve().parent / "results.md"
 README = PAGE.parents[1] / "README.md"
+INTEGRATIONS = PAGE.parent / "integrations.md"
 DEMO = RESULTS / "demo.json"
+SERVED = RESULTS / "architectures.json"
 _BEGIN, _END = "<!-- make_results: begin -->\n", "<!-- make_results: end -->\n"
 
 _HEAD = """\
@@ -51,11 +56,48 @@ def _row(target: dict[str, Any]) -> str:
 
 def readme() -> str:
     """README with the gains and the costs of the committed run of the demo."""
-    before, _, rest = README.read_text(encoding="utf-8").partition(_BEGIN)
+    return _with_table(README, _gains(json.loads(DEMO.read_text(encoding="utf-8"))))
+
+
+def integrations() -> str:
+    """The page of integrations with the architectures that were served, if there are results."""
+    if not SERVED.exists():
+        return _with_table(INTEGRATIONS, "")
+    found = json.loads(SERVED.read_text(encoding="utf-8"))
+    return _with_table(INTEGRATIONS, _architectures(found["architectures"]))
+
+
+def _with_table(path: Path, table: str) -> str:
+    before, _, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not end:
-        raise ValueError(f"{README}: no table between {_BEGIN.strip()} and {_END.strip()}")
-    return before + _BEGIN + _gains(json.loads(DEMO.read_text(encoding="utf-8"))) + _END + after
+        raise ValueError(f"{path}: no table between {_BEGIN.strip()} and {_END.strip()}")
+    return before + _BEGIN + table + _END + after
+
+
+def _architectures(found: list[dict[str, Any]]) -> str:
+    text = (
+        "Of these architectures a tiny trained policy was served by real vLLM on a CPU with an "
+        "untrained draft; the draft that `draft-trainer init` and `fit` made from its states was "
+        "swapped in while it served. Acceptance lengths are vLLM's own counts at temperature 1 "
+        "with three drafted tokens, the estimate is the gate's on states of the same rollouts "
+        "([benchmarks](benchmarks.md#architectures), [results](results.md#architectures)):"
+    )
+    rows = [
+        *textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False),
+        "",
+        "| policy | class | untrained draft | adapted draft | its estimate | greedy completions "
+        "as without a draft |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for one in found:
+        before, after, prompts = one["untrained"], one["adapted"], one["prompts"]
+        equal = min(before["greedy_equal"], after["greedy_equal"])
+        rows.append(
+            f"| {one['name']} | `{one['model_class']}` | {before['measured']:.2f} "
+            f"| {after['measured']:.2f} | {after['replayed']:.2f} | {equal} of {prompts} |"
+        )
+    return "\n".join((*rows, ""))
 
 
 def _gains(demo: dict[str, Any]) -> str:
@@ -97,3 +139,4 @@ def _gains(demo: dict[str, Any]) -> str:
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
     README.write_text(readme(), encoding="utf-8")
+    INTEGRATIONS.write_text(integrations(), encoding="utf-8")

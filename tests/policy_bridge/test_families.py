@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from docs.make_families import PAGE, row
+from docs.make_families import PAGE, eagle3_in_vllm, row
 from policy_bridge import BridgeConfig, ModulePaths, PolicyBridge
 from policy_bridge.logits import form_of
 from slipstream.errors import RefusedError
@@ -41,7 +41,7 @@ def test_a_family_is_trained_on_its_own_distribution_or_refused_and_the_matrix_s
     # Not by how much logits are off: that depends on the processor.
     table = re.sub(r"[\d.]+%", "%", PAGE.read_text())
     line = re.sub(r"[\d.]+%", "%", row(family, exact))
-    assert f"\n{line}\n" in table, "run python -m docs.make_families"
+    assert f"\n{line} " in table, "run python -m docs.make_families"
     for found in (exact, rounded):
         if family in REFUSED:
             assert REFUSED[family] in found.refused and "Next step: " in found.refused
@@ -51,6 +51,13 @@ def test_a_family_is_trained_on_its_own_distribution_or_refused_and_the_matrix_s
         assert found.most == pytest.approx(1.0, abs=5e-3)
         # Near the logarithm of the vocabulary: the draft is random.
         assert math.isfinite(found.loss) and 3.0 < found.loss < 6.0
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mixtral", "CodeGen"])
+def test_the_matrix_says_for_which_vllm_serves_eagle3(family: str) -> None:
+    pytest.importorskip("vllm")
+    line = next(x for x in PAGE.read_text().splitlines() if x.startswith(f"| {family} |"))
+    assert line.endswith(f"| {eagle3_in_vllm(FAMILIES[family][0])} |")
 
 
 @pytest.mark.parametrize("family", SOME)

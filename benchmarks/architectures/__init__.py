@@ -1,0 +1,1 @@
+"""Policies of several architectures in real vLLM, each with an adapted draft."""

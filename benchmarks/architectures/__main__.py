@@ -1,0 +1,313 @@
+"""``python -m benchmarks.architectures``: policies of several architectures with an adapted draft.
+
+For each a trained tiny policy (``policies``) is sampled, its states are recorded through the
+bridge's capture, and a draft is made and trained on them by the commands of ``draft-trainer``. A
+real vLLM server then serves the policy with the untrained draft, and the trained one is swapped in
+live. Acceptance is vLLM's own count; beside it is the replay's estimate on states of the very
+rollouts that were counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.architectures.policies import POLICIES, policy_of
+from benchmarks.gate_calibration.acceptance import Acceptance, rollouts
+from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
+from draft_trainer.checkpoints.draft import WEIGHTS_FILE
+from draft_trainer.drafters.acceptance import expected_acceptance
+from draft_trainer.drafters.eagle3.checkpoint import Eagle3
+from draft_trainer.offline.fit import PLOT_FILE
+from draft_trainer.offline.record import Recorder
+from draft_trainer.recordings.recording import Recording
+from examples.arithmetic_grpo.make_draft import DRAFT_LENGTH, record, run
+from examples.arithmetic_grpo.rollouts import RolloutClient
+from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
+from examples.local_services import RolloutServer
+from examples.task import Task
+
+SAMPLES = 4
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Served:
+    """A draft in the server.
+
+    Attributes:
+        measured: acceptance length by vLLM's counters, tokens per verification step.
+        standard_error: of it.
+        replayed: the gate's estimate, on states of the rollouts that were counted.
+        drafts: verification steps.
+        greedy_equal: greedy completions that are those without speculation.
+        tokens: of the rollouts at temperature 1.
+        seconds: of these rollouts.
+    """
+
+    measured: float
+    standard_error: float
+    replayed: float
+    drafts: int
+    greedy_equal: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An architecture.
+
+    Attributes:
+        name: of ``policies.POLICIES``.
+        model_class: as config.json has it.
+        parameters: of the policy.
+        aux_layers: that the draft reads ("after L layers").
+        prompts: completed greedily, and ``SAMPLES`` times at temperature 1.
+        untrained: as ``draft-trainer init`` makes it.
+        adapted: after ``draft-trainer fit``, swapped in live.
+        draft_bytes: sent for the swap.
+        seconds: of serving and measuring.
+    """
+
+    name: str
+    model_class: str
+    parameters: int
+    aux_layers: tuple[int, ...]
+    prompts: int
+    untrained: Served
+    adapted: Served
+    draft_bytes: int
+    seconds: float
+
+
+class Greedy:
+    """Greedy completions of a server, compared with those that it makes without a draft."""
+
+    def __init__(self, server: RolloutServer, prompts: Sequence[list[int]]) -> None:
+        self._server, self._prompts = server, prompts
+        server.speculate(False)
+        self._expected = self._completions()
+        server.speculate(True)
+
+    def equal(self) -> int:
+        """How many completions are equal now."""
+        pairs = zip(self._completions(), self._expected, strict=True)
+        return sum(found == expected for found, expected in pairs)
+
+    def _completions(self) -> list[list[int]]:
+        # It asks a trainer only for releases, of which there are none.
+        server = self._server
+        client = RolloutClient(server.http, server.control, server.control, "policy")
+        try:
+            generation, _ = client.generate(self._prompts, 1, temperature=0.0)
+        finally:
+            client.close()
+        if generation.failed:
+            raise RuntimeError(f"{len(generation.failed)} failed: {generation.failed[0]}")
+        return generation.completions
+
+
+def drafts_of(
+    task: Task[Any], policy: Path, folder: Path, recorded: int, epochs: int
+) -> tuple[Path, Path]:
+    """The untrained and the trained draft of a policy, as the commands make them, once."""
+    states, untrained, trained = (folder / name for name in ("states", "untrained", "trained"))
+    if not (trained / PLOT_FILE).exists():
+        for left in (states, untrained, trained):
+            shutil.rmtree(left, ignore_errors=True)
+        record(task, policy, states, recorded, SEED, None)
+        common = ("--states", states, "--seed", SEED, "--out")
+        run("init", "--policy", policy, "--draft-vocab", 64, *common, untrained)
+        how = ("--learning-rate", 2e-3, "--batch-tokens", 512, "--compute-dtype", "bfloat16")
+        length = ("--epochs", epochs, "--draft-length", DRAFT_LENGTH)
+        run("fit", "--policy", policy, "--draft", untrained, *length, *how, *common, trained)
+    return untrained, trained
+
+
+def served(
+    server: RolloutServer,
+    version: int,
+    draft: Path,
+    model: PreTrainedModel,
+    prompts: Sequence[list[int]],
+    greedy: Greedy,
+    folder: Path,
+) -> Served:
+    """Swap a draft in, count, and replay what was counted.
+
+    Raises RuntimeError: a request failed.
+    """
+    server.swap(version, load_file(draft / WEIGHTS_FILE))
+    began = time.perf_counter()
+    counted, completions = rollouts(server, version, prompts, SAMPLES)
+    seconds = time.perf_counter() - began
+    equal = greedy.equal()
+    rows = [prompts[number // SAMPLES] for number in range(len(completions))]
+    states = folder / f"measured-{version}"
+    with Recorder(model, states) as recorder:
+        recorder.add(list(zip(rows, completions, strict=True)))
+    replayed = _replayed(draft, Recording(states))
+    tokens = sum(map(len, completions))
+    return _served(counted, replayed, equal, tokens, seconds)
+
+
+def _served(
+    counted: Acceptance, replayed: float, equal: int, tokens: int, seconds: float
+) -> Served:
+    return Served(
+        counted.length, counted.standard_error, replayed, counted.drafts, equal, tokens, seconds
+    )
+
+
+def _replayed(draft: Path, recording: Recording) -> float:
+    head = Eagle3().read(draft).draft()
+    recording.fit_to(head.config)
+    samples = [recording[number] for number in range(len(recording))]
+    heads = recording.policy_heads(head.target_ids())
+    estimate = expected_acceptance(head, samples, heads, DRAFT_LENGTH, "probabilistic")
+    return estimate.acceptance_length
+
+
+def made(name: str, chosen: argparse.Namespace) -> tuple[Path, Path, Path]:
+    """Policy, untrained and trained draft of an architecture."""
+    policy = policy_of(name, chosen.work / "policies", chosen.minutes)
+    folder = chosen.work / "drafts" / name
+    task = POLICIES[name].task
+    return policy, *drafts_of(task, policy, folder, chosen.recorded, chosen.epochs)
+
+
+def outcome(name: str, chosen: argparse.Namespace, folder: Path) -> Outcome:
+    """Everything of one architecture."""
+    policy, untrained, trained = made(name, chosen)
+    began = time.perf_counter()
+    task = POLICIES[name].task
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+    problems = held_out_problems(chosen.prompts, task)
+    prompts = [prompt_ids(problem, task) for problem in problems]
+    random.Random(SEED).shuffle(prompts)
+    say(f"{name}: starting rollout-server (real vLLM)")
+    # float32: of two equally probable tokens rounding would choose by the batch's shape.
+    log, how = folder / "rollout-server.log", ("--dtype", "float32")
+    with RolloutServer(log, *how, policy=policy, draft=untrained) as server:
+        greedy = Greedy(server, prompts)
+        # Version 0 has drafted while the server warmed up.
+        first, second = (
+            served(server, version, draft, model, prompts, greedy, folder)
+            for version, draft in ((1, untrained), (2, trained))
+        )
+    return Outcome(
+        name=name,
+        model_class=model.config.architectures[0],
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        aux_layers=Eagle3().read(trained).draft().config.aux_layer_ids,
+        prompts=len(prompts),
+        untrained=first,
+        adapted=second,
+        draft_bytes=(trained / WEIGHTS_FILE).stat().st_size,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def targets(found: Sequence[Outcome]) -> list[Target]:
+    """What every architecture is held to."""
+    listed = [Target.at_least("architectures served with an adapted draft", len(found), 6)]
+    for one in found:
+        both = (one.untrained, one.adapted)
+        gain = one.adapted.measured / one.untrained.measured
+        off_by = max(abs(draft.replayed / draft.measured - 1) for draft in both)
+        differ = sum(one.prompts - draft.greedy_equal for draft in both)
+        listed += [
+            Target.at_least(f"{one.name}: acceptance length, adapted / untrained", gain, 1.5),
+            Target.at_most(f"{one.name}: greatest |replayed / measured - 1|", off_by, 0.03),
+            Target.at_most(f"{one.name}: greedy completions that differ", differ, 0),
+        ]
+    return listed
+
+
+COLUMNS = ["policy", "class", "untrained", "replayed", "adapted", "replayed", "greedy", "seconds"]
+
+
+def row(one: Outcome) -> list[str]:
+    """An architecture's line of the table."""
+    before, after = one.untrained, one.adapted
+    equal = f"{before.greedy_equal}, {after.greedy_equal} of {one.prompts}"
+    return [
+        *(one.name, one.model_class),
+        *(f"{before.measured:.2f}", f"{before.replayed:.2f}"),
+        *(f"{after.measured:.2f}", f"{after.replayed:.2f}", equal, f"{one.seconds:.0f}"),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry; the exit status is 0 only if every target is met."""
+    parser = options("architectures", (__doc__ or "").split("\n\n")[1])
+    add = parser.add_argument
+    add("--only", nargs="+", choices=list(POLICIES), default=list(POLICIES),
+        help="architectures")  # fmt: skip
+    add("--work", type=Path, default=Path("runs/architectures"),
+        help="policies and drafts, made where they are not there")  # fmt: skip
+    add("--prepare", action="store_true", help="make them and end")
+    add("--minutes", type=float, default=2.0, help="of pretraining, for what is not converted")
+    add("--recorded", type=int, default=1024, help="rollouts to train the draft on")
+    add("--epochs", type=int, default=3, help="passes over them")
+    add("--prompts", type=int, default=128, help="that the server completes")
+    chosen = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    end_on_sigterm()
+    if chosen.prepare:
+        for name in chosen.only:
+            made(name, chosen)
+        return 0
+    found = _measured_before(chosen)
+    for name in chosen.only:
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = outcome(name, chosen, Path(folder))
+        say("  ".join(row(found[name])))
+        write(chosen.json, _figures(chosen, found), targets(list(found.values())))
+    print(table("Acceptance length", COLUMNS, [row(one) for one in found.values()]))
+    return finish(chosen.json, _figures(chosen, found), targets(list(found.values())))
+
+
+def _measured_before(chosen: argparse.Namespace) -> dict[str, Outcome]:
+    """What ``--json`` has of other architectures than ``--only``: a run can be made in parts."""
+    if chosen.json is None or not chosen.json.exists():
+        return {}
+    found = {}
+    for one in json.loads(chosen.json.read_text(encoding="utf-8"))["architectures"]:
+        if one["name"] not in chosen.only:
+            drafts = {name: Served(**one[name]) for name in ("untrained", "adapted")}
+            layers = {"aux_layers": tuple(one["aux_layers"])}
+            found[one["name"]] = Outcome(**one | drafts | layers)
+    return found
+
+
+def _figures(chosen: argparse.Namespace, found: Mapping[str, Outcome]) -> dict[str, Any]:
+    return {
+        "settings": {
+            "pretraining_minutes": chosen.minutes,
+            "recorded_rollouts": chosen.recorded,
+            "epochs": chosen.epochs,
+            "draft_length": DRAFT_LENGTH,
+            "temperature": 1.0,
+            "samples": SAMPLES,
+        },
+        "architectures": [asdict(found[name]) for name in POLICIES if name in found],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
