@@ -1,13 +1,15 @@
 """Takes the pictures in docs/ from real services: ``python -m docs.screenshots``.
 
-Runs the demo (a real trainer, a real vLLM server, a policy that learns) and, once it has come far
-enough, takes ``docs/web.png`` from the page in Chromium and ``docs/top.png`` from
-``draft-trainer top`` in tmux. Needs ``apt-get install chromium tmux fonts-dejavu-core``.
+Runs the demo (a real trainer, a real vLLM server, a policy that learns) and, once a release of its
+own is served and the policy has come far enough, takes ``docs/web.png`` from the page in Chromium
+and ``docs/top.png`` from ``draft-trainer top`` in tmux: both, or none where one was not taken.
+Needs ``apt-get install chromium tmux fonts-dejavu-core``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import shlex
@@ -31,6 +33,9 @@ from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
 DOCS = Path(__file__).resolve().parent
 COLUMNS, ROWS = 104, 34
+END_SECONDS = 120.0
+"""How long the demo may take to end its services."""
+
 CELL = (9, 19)
 """Pixels of a character at 15 px."""
 
@@ -53,8 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m docs.screenshots", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--policy-version", type=int, default=30, help="to stop at (default: 30)")
-    parser.add_argument("--seconds", type=float, default=540.0, help="to stop at (default: 540)")
+    parser.add_argument("--policy-version", type=int, default=16, help="to stop at (default: 16)")
+    parser.add_argument("--release", type=int, default=2, help="that is served then (default: 2)")
+    parser.add_argument("--seconds", type=float, default=540.0, help="to give up at (default: 540)")
     parser.add_argument("--prompts", type=int, default=12, help="of the demo, a step (default: 12)")
     parser.add_argument("--out", type=Path, default=DOCS, help="folder (default: docs)")
     options = parser.parse_args(argv)
@@ -70,21 +76,38 @@ def main(argv: list[str] | None = None) -> int:
                 *("--steps", "500", "--prompts", str(options.prompts), "--out", str(run)),
             ]
         )
+        taken = Path(folder) / "taken"
+        taken.mkdir()
         try:
             server = _wait(demo, run, options)
-            take_top(f"127.0.0.1:{server['port']}", options.out / "top.png", Path(folder))
+            take_top(f"127.0.0.1:{server['port']}", taken / "top.png", Path(folder))
             url = f"http://127.0.0.1:{server['metrics_port']}/"
-            take_page(url, options.out / "web.png", Path(folder), 1400, 1480)
+            take_page(url, taken / "web.png", Path(folder), 1400, 1480)
         finally:
-            demo.send_signal(signal.SIGINT)
-            demo.wait(120)
+            _end(demo)
+        for picture in taken.iterdir():
+            shutil.copy(picture, options.out)
     return 0
+
+
+def _end(demo: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C does, so that it stops its services; without that, by force."""
+    if demo.poll() is None:
+        demo.send_signal(signal.SIGINT)
+    try:
+        demo.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        demo.kill()
+        raise SystemExit(f"the demo did not end in {END_SECONDS:.0f} s; see its services") from None
 
 
 def _wait(
     demo: subprocess.Popen[bytes], run: Path, options: argparse.Namespace
 ) -> dict[str, object]:
-    """Until the policy has come far enough; the [server] section of the trainer's config."""
+    """Until the policy has come far enough; the [server] section of the trainer's config.
+
+    Raises SystemExit: the demo ended, or it did not come so far in ``--seconds``.
+    """
     end = time.monotonic() + options.seconds
     config = run / "draft-trainer.toml"
     while not config.exists():
@@ -92,17 +115,19 @@ def _wait(
         time.sleep(0.5)
     server = tomllib.loads(config.read_text())["server"]
     with open_channel(f"127.0.0.1:{server['port']}") as channel:
-        stub = pb_grpc.DraftTrainerStub(channel)
+        stub, status = pb_grpc.DraftTrainerStub(channel), pb.TrainerStatus()
         while time.monotonic() < end:
             _check(demo)
-            try:
+            with contextlib.suppress(grpc.RpcError):  # it does not listen yet
                 status = stub.GetStatus(pb.GetStatusRequest(), timeout=5)
-            except grpc.RpcError:
-                status = pb.TrainerStatus()
-            if status.policy_version >= options.policy_version and status.last_minute:
-                break
+            far = status.policy_version >= options.policy_version
+            if far and status.served_release >= options.release and status.last_minute:
+                return server
             time.sleep(0.5)
-    return server
+    raise SystemExit(
+        f"in {options.seconds:.0f} s the demo came to policy version {status.policy_version} and "
+        f"release {status.served_release}; give --policy-version, --release or --seconds"
+    )
 
 
 def _check(demo: subprocess.Popen[bytes]) -> None:
@@ -130,6 +155,8 @@ def take_top(address: str, picture: Path, scratch: Path) -> None:
             screen = subprocess.run(capture, capture_output=True, text=True, check=True).stdout
     finally:
         subprocess.run([*tmux, "kill-server"], check=False)
+    if "── events" not in screen:
+        raise SystemExit(f"draft-trainer top drew no events in 60 s, but:\n{screen}")
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     # One decoder for all lines: tmux says only what changes from one to the next.
     for line in AnsiDecoder().decode(screen):
