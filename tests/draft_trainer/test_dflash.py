@@ -31,7 +31,9 @@ from draft_trainer.drafters.dflash.initial import init_dflash
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
+from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2
+from tests.draft_trainer.rig import make_config, running, train_until_released
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, dflash_document, dflash_head
 
 STEPS = 3
@@ -258,3 +260,21 @@ def test_a_new_draft_is_one_that_vllm_would_be_given(
     for layers in ((7, 2), (2, 10), (0, 2)):
         with pytest.raises(RefusedError, match="--aux-layers"):
             init_dflash(policy, 127, aux_layer_ids=layers)
+
+
+def test_a_trainer_that_is_fed_releases_a_draft_that_accepts_more(tmp_path: Path) -> None:
+    """Over the wire, its layers asked for, the whole vocabulary announced, judged by the gate."""
+    write(tmp_path / "initial", dflash_head())
+    policy = Policy()
+    tensors = {"lm_head.weight": policy.lm_head, "embed_tokens.weight": policy.embed}
+    with running(make_config(tmp_path, draft={"kind": "dflash"})) as (_, client):
+        opened = client.open()
+        assert (opened.draft_kind, [*opened.aux_layers.ids]) == ("dflash", [2, 4, 5])
+        client.announce(1, policy, tensors)
+        version = train_until_released(client)
+        releases = client.stub.ListReleases(pb.ListReleasesRequest(), timeout=10).releases
+    newest = releases[-1]
+    assert (newest.draft_version, newest.draft_kind) == (version, "dflash")
+    assert newest.gate.candidate_acceptance_length > newest.gate.incumbent_acceptance_length
+    folder = Registry(tmp_path / "registry").path(version)
+    assert load_file(folder / "model.safetensors").keys() == dflash_head().state_dict().keys()
