@@ -38,6 +38,7 @@ ARMS: dict[str, Path | None] = {
     "ngram": None,
     "eagle3": ARITHMETIC / "draft",
     "mtp": ARITHMETIC / "mtp",
+    "draft_model": ARITHMETIC / "draft_model",
     "dflash": ARITHMETIC / "dflash",
 }
 CORE = 0
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps = {kind: tokens_per_step(server) for kind, server in servers.items()}
     slow = max(statistics.median(cell["over_none"]["ngram"]) for cell in cells)
     targets.append(Target.at_most("n-gram / none, at its best batch size", slow, 1.0))
-    for kind in ("eagle3", "mtp", "dflash"):
+    for kind in ("eagle3", "mtp", "draft_model", "dflash"):
         single = statistics.median(cells[0]["over_none"][kind])
         targets.append(Target.at_least(f"{kind} / none, {cells[0]['requests']} at once", single, 1))
     print(

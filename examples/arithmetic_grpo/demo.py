@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from draft_trainer.training.economy import core_seconds
 from examples.arithmetic_grpo.live_table import LiveTable
 from examples.arithmetic_grpo.loop import GrpoLoop, LoopSettings
-from examples.arithmetic_grpo.make_mtp import first_layers, policy_with_mtp
+from examples.arithmetic_grpo.make_mtp import policy_with_mtp
 from examples.arithmetic_grpo.processes import Service, ServiceError, Services, free_port
 from examples.arithmetic_grpo.records import ADAPTED, FROZEN, MIXED, OFF, RunRecord
 from examples.arithmetic_grpo.report import write_report
@@ -82,9 +82,6 @@ def _run(options: argparse.Namespace, seed: int, directory: Path, began: float) 
     if options.draft_kind == "mtp":
         policy = policy_with_mtp(options.policy, directory / "policy")
         options = argparse.Namespace(**{**vars(options), "policy": policy})
-    elif options.draft_kind == "draft_model" and options.draft is None:
-        draft = first_layers(options.policy, directory / "draft")
-        options = argparse.Namespace(**{**vars(options), "draft": draft})
     kind = ("--draft-kind", options.draft_kind)
     server = RolloutServer(
         directory / "rollout-server.log", *kind, policy=options.policy, draft=options.draft
@@ -307,15 +304,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--draft-kind",
         choices=["eagle3", "mtp", "draft_model", "dflash"],
         default="eagle3",
-        help="the draft's mechanism; mtp writes the policy as a model with an MTP head first, "
-        "draft_model begins with the policy's first layers",
+        help="the draft's mechanism; mtp writes the policy as a model with an MTP head first",
     )
     parser.add_argument("--draft", type=Path, help="release 0 (default: the example's)")
     parser.add_argument("--json", type=Path, help="also write the figures here, without the steps")
     parser.add_argument("--out", type=Path, help="run directory (default: runs/<date-time>)")
     options = parser.parse_args(argv)
-    given = {"eagle3": HERE / "draft", "mtp": HERE / "mtp", "dflash": HERE / "dflash"}
-    options.draft = options.draft or given.get(options.draft_kind)
+    named = "draft" if options.draft_kind == "eagle3" else options.draft_kind
+    options.draft = options.draft or HERE / named
     for name in ("policy", "draft"):
         folder = getattr(options, name)
         if folder is not None and not (folder / "config.json").exists():

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from draft_trainer.drafters import DRAFTERS
+from draft_trainer.files import check_free
 from examples.arithmetic_grpo import task
 from examples.arithmetic_grpo.make_draft import AUX_LAYERS, DRAFT_LENGTH, record, run
 from examples.arithmetic_grpo.make_mtp import first_layers, new_head, policy_with_mtp
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="torch CPU threads")
     options = parser.parse_args()
 
+    check_free(options.out, "--out")
     torch.set_num_threads(options.threads)
     kind, seed = options.draft_kind, options.seed
     with tempfile.TemporaryDirectory() as name:
