@@ -139,7 +139,8 @@ def _steps(server: RolloutServer, k: int, requests: int) -> tuple[float, float]:
     # The server reads the engine's sums once a second.
     time.sleep(1.5)
     kind = "speculative" if k else "plain"
-    labels = {"kind": kind, "requests": str(requests), "draft_length": str(k)}
+    # In the order in which /metrics has them.
+    labels = {"draft_length": str(k), "kind": kind, "requests": str(requests)}
     name = "slipstream_rollout_engine_step"
     try:
         steps = server.metric(f"{name}s_total", **labels)
