@@ -178,6 +178,20 @@ class Counters:
             "reason",
             ("other_version", "other_content", "not_ready"),
         )
+        self.staged_bytes = self._counter(
+            "staged_bytes",
+            "Bytes of releases that went to rollout servers, by who sent them: the trainer, or "
+            "another server that holds the release.",
+            "source",
+            ("trainer", "server"),
+        )
+        self.sources_dropped = self._counter(
+            "sources_dropped",
+            "Servers that gave others a release and were no source of it any more: `altered` bytes "
+            "had another hash, or it `failed` to answer or to hold it.",
+            "reason",
+            ("altered", "failed"),
+        )
         self.stage_seconds = self._histogram(
             "stage_seconds", "Seconds to stage on one server.", SECONDS_BUCKETS
         )

@@ -31,6 +31,7 @@ from rollout_server.control import DRAFT, POLICY, Committed, RolloutControl, Wei
 from rollout_server.draft_length import LengthChooser, LengthControl, calibrate
 from rollout_server.engine import Description, Engine, VllmEngine
 from rollout_server.metrics import CommitCounts, Observed, RolloutCollector, negotiate
+from rollout_server.peers import Peers
 from rollout_server.plugins import API, Settings, is_active
 from rollout_server.policy_spans import PolicyVersions
 from rollout_server.served import SERVED, Served
@@ -40,6 +41,7 @@ from rollout_server.store import ContentStore, WeightSource, make_directory
 from rollout_server.vllm_patches import EMBEDDING
 from rollout_server.vllm_versions import DRAFT_LENGTHS_V2, Sources, installed_source
 from slipstream.errors import RefusedError
+from slipstream.security import NONE
 from slipstream.tensors import spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 
@@ -114,7 +116,7 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
         RolloutCollector(
             Observed(
                 *(API.tracker, control, store, commits, costs, settings.access.refusals),
-                *(settings.draft_length, chooser),
+                *(settings.draft_length, service.peers, chooser),
             ),
             vllm_version,
         )
@@ -191,6 +193,9 @@ async def control_plane(
     shown.num_speculative_tokens = settings.draft_length
     shown.draft_sample_method = settings.draft_sample_method
     shown.draft_kind = served.name
+    peers = Peers(settings.peers or NONE)
+    # Without credentials of its own it would be refused by servers that ask for some.
+    shown.fetches = settings.peers is not None or settings.access.open
     control = RolloutControl(engine, store, tracker, committed, draft, policy, shown)
     expected = {
         DRAFT: _expected_draft(draft, description, served),
@@ -199,7 +204,7 @@ async def control_plane(
             quantized=quantization(read_config(settings.model_dir, "MODEL"), policy_layout),
         ),
     }
-    return control, RolloutService(control, expected, served)
+    return control, RolloutService(control, expected, served, peers)
 
 
 def _stage_first_draft(draft_dir: Path, store: ContentStore) -> Weights:

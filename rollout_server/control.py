@@ -164,6 +164,20 @@ class RolloutControl:
             raise RefusedError("stage_id", found, expected, "commit or abort them", code)
         return False
 
+    def draft_content(self, sha256: bytes) -> Key:
+        """A tensor of a draft that is held here, to be read by another server.
+
+        Raises RefusedError: there is none (NOT_FOUND).
+        """
+        drafts = [self.live[DRAFT], *self.staged.values()]
+        drafts += [self.previous_draft] if self.previous_draft is not None else []
+        for weights in drafts:
+            for key in weights.keys if weights.kind == DRAFT else ():
+                if key.sha256 == sha256.hex() and key in self.store:
+                    return key
+        expected, code = "a tensor of a draft that is held", StatusCode.NOT_FOUND
+        raise RefusedError("sha256", sha256.hex()[:64], expected, "ask another server", code)
+
     def add_stage(self, weights: Weights) -> None:
         """A verified stage, ready to commit; its content is in the store."""
         if not self.already_staged(weights):

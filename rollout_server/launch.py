@@ -27,7 +27,7 @@ from rollout_server.preflight import check_paths, check_port_free
 from rollout_server.served import SERVED, WithoutWeights, served_by
 from slipstream.errors import RefusedError
 from slipstream.hub import local_folder
-from slipstream.security import Access, Role, open_access
+from slipstream.security import Access, ClientCredentials, Role, open_access
 
 PLUGIN = "slipstream"
 DRAFT_FIELDS = (
@@ -185,6 +185,13 @@ def build_parser() -> Any:
         f"({vllm_versions.KNOWN[0]} to {vllm_versions.KNOWN[-1]} are), if it has what is needed.",
     )
     add_access_options(group)
+    for option, what in (
+        ("--peer-token-file", "File whose first token is shown to other servers' control planes."),
+        ("--peer-ca", "PEM of the CA that signed their certificates; turns TLS on towards them."),
+        ("--peer-certificate", "PEM of this server's own certificate as their client."),
+        ("--peer-key", "PEM of its private key."),
+    ):
+        group.add_argument(option, type=Path, metavar="FILE", help=what)
     return vllm_versions.load("make_arg_parser")(parser)
 
 
@@ -240,7 +247,17 @@ def settings_of(args: argparse.Namespace) -> Settings:
     given = {
         field.name: getattr(args, field.name) for field in fields(Settings) if field.name in args
     }
-    return Settings(model_dir=Path(args.model), access=access, **given)
+    return Settings(Path(args.model), access=access, peers=_peers(args), **given)
+
+
+def _peers(args: argparse.Namespace) -> ClientCredentials | None:
+    """What other servers are shown. Raises RefusedError: a file cannot be used."""
+    files = (args.peer_ca, args.peer_certificate, args.peer_key, args.peer_token_file)
+    if not any(files):
+        return None
+    credentials = ClientCredentials(*files, allow_plaintext=args.control_allow_plaintext)
+    credentials.check("--peer-")
+    return credentials
 
 
 def draft_fields(given: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.control import DRAFT, POLICY, RolloutControl
 from rollout_server.draft_length import LengthChooser, sizes_to_measure
+from rollout_server.peers import FAILURES, Peers
 from rollout_server.reload import Result
 from rollout_server.step_costs import StepCosts
 from rollout_server.store import ContentStore
@@ -95,6 +96,7 @@ class Observed:
     costs: StepCosts
     refusals: Refusals
     draft_length: int
+    peers: Peers
     lengths: LengthChooser | None = None
 
 
@@ -271,6 +273,23 @@ FACTS: tuple[Fact[Observed], ...] = (
         "staged_capacity_bytes",
         "Bound of `staged_bytes` (`--stage-bytes`).",
         lambda o: o.store.capacity,
+    ),
+    _counter(
+        "fetched_bytes",
+        "Bytes of drafts that other servers sent to this one.",
+        lambda o: o.peers.fetched_bytes,
+    ),
+    _counter(
+        "served_bytes",
+        "Bytes of drafts that this server sent to others.",
+        lambda o: o.peers.served_bytes,
+    ),
+    _counter(
+        "sources_given_up",
+        "Servers that this one fetched a draft from and gave up for that stage: `altered` bytes of "
+        "another hash, or `failed` to answer or to hold it.",
+        lambda o: dict(o.peers.failures),
+        {"reason": FAILURES},
     ),
     Fact("stages", "Stages that are held and not live.", lambda o: len(o.control.staged)),
     Fact("ready", "1 while requests may be sent there.", lambda o: not o.control.not_ready),

@@ -10,32 +10,31 @@ heap as soon as it is complete and verified.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
 
 from rollout_server.acceptance import AcceptanceGuard
-from rollout_server.checkpoint import Expected, check_finite
+from rollout_server.checkpoint import Expected
 from rollout_server.control import ACCEPTANCE, DRAFT, POLICY, RolloutControl, Weights
 from rollout_server.engine import Description
+from rollout_server.peers import MAX_SERVED, MAX_SOURCES, Peers
 from rollout_server.reload import Result
 from rollout_server.served import Served
-from rollout_server.store import ContentStore, Key, Reservation, WeightSource
+from rollout_server.store import WeightSource
+from rollout_server.upload import Upload
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.guard import CHUNK_MESSAGE_BYTES, Guard, Limit
 from slipstream.security import Access
 from slipstream.serving import GrpcServer, Workers
-from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
-from slipstream.v1 import tensor_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +60,7 @@ capacity of the store at its start, and a byte a minute would hold it for ever."
 
 LIMITS: Mapping[str, Limit] = {
     f"/{SERVICE}/Stage": Limit(32, CHUNK_MESSAGE_BYTES),
+    f"/{SERVICE}/Fetch": Limit(MAX_SERVED),
     f"/{SERVICE}/Commit": Limit(8),
     f"/{SERVICE}/RollBack": Limit(8),
     f"/{SERVICE}/SetSpeculation": Limit(8),
@@ -115,98 +115,6 @@ def transfer_of(header: pb.StageHeader) -> str:
     return header.transfer_update
 
 
-class Upload:
-    """The missing tensors of one stage, while they arrive.
-
-    Inside ``opened`` the store holds what arrives; without ``keep`` at its end it is forgotten.
-
-    Attributes:
-        needed: names of tensors that the store lacked at first.
-        missing: those that have not arrived yet.
-        keep: set once the stage was accepted.
-    """
-
-    def __init__(
-        self,
-        specs: Sequence[tensor_pb2.TensorSpec],
-        weights: Weights,
-        store: ContentStore,
-        workers: Workers,
-    ) -> None:
-        self._store = store
-        self._workers = workers
-        self._keys = {tensor.name: tensor.key for tensor in weights.source.tensors}
-        self.missing: dict[str, tensor_pb2.TensorSpec] = {}
-        contents: set[Key] = set()
-        for spec in specs:
-            key = self._keys[spec.name]
-            if key not in store and key not in contents:
-                self.missing[spec.name] = spec
-                contents.add(key)
-        self.needed = list(self.missing)
-        self.needed_bytes = sum(self._keys[name].size for name in self.needed)
-        self._arriving: dict[str, ChunkAssembler] = {}
-        self._arrived: list[Key] = []
-        self.keep = False
-        self._reservation = Reservation(0)
-        self.bytes_received = 0
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Reserve capacity and retain the content while the upload lasts."""
-        keys = list(self._keys.values())
-        self._store.retain(keys)
-        try:
-            with self._store.reserve(self.needed_bytes) as reservation:
-                self._reservation = reservation
-                yield
-        finally:
-            self._store.release(keys)
-            if not self.keep:
-                self._store.drop(self._arrived)
-
-    async def feed(self, chunk: tensor_pb2.TensorChunk) -> None:
-        """Take one chunk. Raises RefusedError: unasked for, damaged, or not finite."""
-        if chunk.name not in self.missing:
-            raise RefusedError(
-                "chunk.name",
-                clean(chunk.name),
-                "a name in StageNeeded",
-                "send what is needed, once",
-            )
-        spec = self.missing[chunk.name]
-        if chunk.name not in self._arriving:
-            self._arriving[chunk.name] = ChunkAssembler([spec], self._keys[chunk.name].size)
-        assembler = self._arriving[chunk.name]
-        assembler.feed(chunk)
-        self.bytes_received += len(chunk.data)
-        if assembler.bytes_received == self._keys[chunk.name].size:
-            await self._store_one(spec, assembler)
-
-    async def finish(self) -> None:
-        """The sender has no more. Raises RefusedError if a tensor is short."""
-        for name, spec in list(self.missing.items()):
-            assembler = self._arriving.get(name) or ChunkAssembler([spec], self._keys[name].size)
-            await self._store_one(spec, assembler)
-
-    async def _store_one(self, spec: tensor_pb2.TensorSpec, assembler: ChunkAssembler) -> None:
-        key = self._keys[spec.name]
-        # Hashing and writing would hold up the API server's event loop.
-        await self._workers.run(_verify_and_write, spec, assembler, self._store, key)
-        self._store.add(key, self._reservation)
-        self._arrived.append(key)
-        del self.missing[spec.name]
-        self._arriving.pop(spec.name, None)
-
-
-def _verify_and_write(
-    spec: tensor_pb2.TensorSpec, assembler: ChunkAssembler, store: ContentStore, key: Key
-) -> None:
-    tensor = assembler.finish()[spec.name]
-    check_finite(spec.name, tensor)
-    store.write(key, tensor)
-
-
 def refuse_shared(found: Description, served: Served) -> None:
     """Refuse to stage where a swap would write into the verifier, or leave half of the draft.
 
@@ -239,11 +147,16 @@ class RolloutService(pb_grpc.RolloutServerServicer):
     """Translates between messages and ``RolloutControl``; ``Guard`` makes refusals statuses."""
 
     def __init__(
-        self, control: RolloutControl, expected: Mapping[str, Expected], served: Served
+        self,
+        control: RolloutControl,
+        expected: Mapping[str, Expected],
+        served: Served,
+        peers: Peers,
     ) -> None:
         self._control = control
         self._served = served
         self._expected = expected
+        self.peers = peers
         self.workers = Workers(_WORKERS, "stage")
 
     async def Stage(
@@ -265,12 +178,20 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         weights = Weights.of(kind, header.version, header.tensors, store, header.stage_id, against)
         held = self._control.already_staged(weights)
         self._expected[kind].check(header.tensors)
+        _check_sources(header)
         upload = Upload(header.tensors, weights, store, self.workers)
         if not held:
             refuse_shared(await self._control.engine.describe(), self._served)
         end = start + CHUNK_SECONDS + upload.needed_bytes / STAGE_BYTES_PER_SECOND
         with upload.opened():
-            yield pb.StageResponse(needed=pb.StageNeeded(names=upload.needed))
+            given_up = await self.peers.fetch(upload, header.sources)
+            yield pb.StageResponse(
+                needed=pb.StageNeeded(
+                    names=list(upload.missing),
+                    altered_sources=given_up["altered"],
+                    failed_sources=given_up["failed"],
+                )
+            )
             while upload.missing:
                 request = await _next(request_iterator, end - time.perf_counter())
                 if request is None:
@@ -282,7 +203,6 @@ class RolloutService(pb_grpc.RolloutServerServicer):
                 else:
                     await upload.feed(request.chunk)
             self._control.add_stage(weights)
-            upload.keep = True
         staged = time.perf_counter()
         not_prepared = await self._control.prepare(weights)
         end = time.perf_counter()
@@ -293,8 +213,15 @@ class RolloutService(pb_grpc.RolloutServerServicer):
                 seconds=end - start,
                 prepare_seconds=end - staged,
                 not_prepared=not_prepared,
+                bytes_from_sources=upload.bytes_fetched,
             )
         )
+
+    async def Fetch(
+        self, request: pb.FetchRequest, context: Any
+    ) -> AsyncIterator[pb.FetchResponse]:
+        async for response in self.peers.serve(self._control, request, self.workers):
+            yield response
 
     async def _stage_transfer(self, header: pb.StageHeader) -> None:
         """Hold a policy that vLLM's weight-transfer engine will receive inside the commit."""
@@ -353,6 +280,13 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         took = await change
         return pb.CommitResponse(
             state=self._control.state(), seconds=took.seconds, worker_seconds=took.worker_seconds
+        )
+
+
+def _check_sources(header: pb.StageHeader) -> None:
+    if len(header.sources) > MAX_SOURCES:
+        raise RefusedError(
+            "sources", f"{len(header.sources)}", f"at most {MAX_SOURCES}", "name fewer servers"
         )
 
 

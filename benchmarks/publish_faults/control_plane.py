@@ -13,7 +13,7 @@ from rollout_server.plugins import Settings
 from rollout_server.reload import Result
 from rollout_server.service import ControlServer
 from rollout_server.store import ContentStore
-from slipstream.security import Access
+from slipstream.security import Access, ClientCredentials
 from slipstream.v1 import rollout_server_pb2 as pb
 
 
@@ -26,6 +26,7 @@ async def control_plane(
     draft_dir: Path,
     access: Access,
     tracker: AcceptanceTracker | None = None,
+    peers: ClientCredentials | None = None,
 ) -> Callable[[], ControlServer]:
     """What makes a server of one and the same state, again after each that was stopped.
 
@@ -35,9 +36,10 @@ async def control_plane(
         draft_dir: the draft that it starts with; it serves as the policy's layout too.
         access: who may use it.
         tracker: counts what is drafted.
+        peers: what other servers are shown.
     """
     tracker = tracker or AcceptanceTracker()
-    settings = Settings(draft_dir, draft_dir, access)
+    settings = Settings(draft_dir, draft_dir, access, peers=peers)
     layout = read_layout(draft_dir, "draft")
     del layout["t2d"]
     shown = pb.ServerState(model="policy", http_port=1)

@@ -6,17 +6,21 @@ never by assuming.
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from draft_trainer.releases.fleet import DraftPayload, Failure, RolloutClient
+from draft_trainer.releases.fleet import DraftPayload, Failure, Fleet, RolloutClient
 from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError
 from slipstream.tensors import digest_of_specs
 from slipstream.v1 import rollout_server_pb2 as pb
+
+MOST_SOURCES = 3
+"""That a server which is put right is told of."""
 
 
 @dataclass
@@ -97,13 +101,17 @@ class Payloads:
 
 
 def stage_on(
-    client: RolloutClient, version: int, payloads: Payloads, stage_id: str
+    client: RolloutClient, version: int, payloads: Payloads, stage_id: str, fleet: Fleet
 ) -> pb.StageResult | Failure:
-    """Stage a release on one server; an unreadable release is a failure like others."""
+    """Stage a release on one server, from others that serve it and from the trainer what they do
+    not give; an unreadable release is a failure like others."""
     try:
-        return client.stage(payloads.get(version), stage_id)
+        draft = payloads.get(version)
     except RefusedError as error:
         return Failure(f"{client.address}: {error}", error.code)
+    serving = [address for address in fleet.sources(draft) if address != client.address]
+    sources = random.sample(serving, min(MOST_SOURCES, len(serving)))
+    return client.stage(draft, stage_id, sources=sources)
 
 
 def commit_on(
@@ -160,7 +168,9 @@ def _committed(
     return answer
 
 
-def put_on(client: RolloutClient, version: int, payloads: Payloads) -> pb.ServerState | Failure:
+def put_on(
+    client: RolloutClient, version: int, payloads: Payloads, fleet: Fleet
+) -> pb.ServerState | Failure:
     """Put one server on a release: from its own memory if it has it, else by staging."""
     state = client.state()
     if isinstance(state, Failure) or payloads.is_served(state, version):
@@ -169,5 +179,5 @@ def put_on(client: RolloutClient, version: int, payloads: Payloads) -> pb.Server
         back = client.roll_back()
         if not isinstance(back, Failure) and payloads.is_served(back, version):
             return back
-    staged = stage_on(client, version, payloads, f"draft-{version}")
+    staged = stage_on(client, version, payloads, f"draft-{version}", fleet)
     return staged if isinstance(staged, Failure) else client.commit([f"draft-{version}"])

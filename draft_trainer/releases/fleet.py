@@ -10,20 +10,23 @@ outlives its fleet. Texts that servers send are bounded and cleaned here, where 
 from __future__ import annotations
 
 import logging
+import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 import torch
 
 from draft_trainer.config import DNS, FILE, PublishConfig
 from draft_trainer.drafters.acceptance import Method
-from slipstream.client import open_channel, split_address, stage
+from slipstream.client import Progress, open_channel, split_address, stage
 from slipstream.errors import RefusedError, clean, failure_text
 from slipstream.security import NONE, ClientCredentials
 from slipstream.tensors import digest_of_specs
@@ -119,6 +122,11 @@ class DraftPayload:
         return f"draft-{self.version}"
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
     def sha256(self) -> bytes:
         """``ServerState.draft_sha256`` of a server that serves it."""
         return digest_of_specs(self.specs)
@@ -141,9 +149,25 @@ class RolloutClient:
         timeout = self._config.state_timeout_s
         return self._call(lambda: cleaned(self._stub.GetState(request, timeout=timeout)))
 
-    def stage(self, draft: DraftPayload, stage_id: str = "") -> pb.StageResult | Failure:
-        """Let it pull and verify a release while it generates, under its usual id or another."""
-        return self._call(
+    def stage(
+        self,
+        draft: DraftPayload,
+        stage_id: str = "",
+        *,
+        sources: Sequence[str] = (),
+        most_sent: int | None = None,
+        progress: Progress | None = None,
+    ) -> pb.StageResult | Failure:
+        """Let it pull and verify a release while it generates, under its usual id or another.
+
+        Args:
+            draft: the release.
+            stage_id: the other one.
+            sources: servers from which it fetches.
+            most_sent, progress: as of ``slipstream.client.stage``.
+        """
+        began = time.monotonic()
+        answer = self._call(
             lambda: stage(
                 self._stub,
                 stage_id=stage_id or draft.stage_id,
@@ -152,9 +176,16 @@ class RolloutClient:
                 tensors=draft.tensors,
                 specs=draft.specs,
                 trained_against_policy_version=draft.trained_against_policy_version,
+                sources=sources,
+                most_sent=most_sent,
+                progress=progress,
                 timeout=self._config.stage_timeout_s,
             )
         )
+        if not isinstance(answer, Failure):
+            answer.seconds = time.monotonic() - began
+            answer.bytes_from_sources = min(answer.bytes_from_sources, draft.nbytes)
+        return answer
 
     def commit(self, stage_ids: Sequence[str]) -> pb.ServerState | Failure:
         """Make the named stages live in one worker call; the state after it."""
@@ -204,7 +235,9 @@ class RolloutClient:
             # A call object carries its status; a bare RpcError (channel closed) does not.
             code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNAVAILABLE
             return Failure(f"{self.address}: {failure_text(error)}", code)
-        except (RefusedError, ConnectionError, ValueError) as error:
+        except RefusedError as error:
+            return Failure(f"{self.address}: {error}", error.code)
+        except (ConnectionError, ValueError) as error:
             # ValueError: grpc's answer to a call on a closed channel.
             return Failure(f"{self.address}: {error}", grpc.StatusCode.UNAVAILABLE)
 
@@ -218,6 +251,52 @@ def cleaned(state: pb.ServerState) -> pb.ServerState:
     del state.staged[:]
     state.staged.extend(staged)
     return state
+
+
+class Quorum:
+    """How long to wait for the rest once enough servers have done something.
+
+    Args:
+        needed: servers that are enough.
+        patience: seconds for the others from then on.
+    """
+
+    def __init__(self, needed: int, patience: float) -> None:
+        self.needed = needed
+        self.patience = patience
+        self.over_at: float | None = None
+        self._done = 0
+        self.clock = time.monotonic
+
+    def count(self, done: bool) -> None:
+        """One more server answered, and did it or did not."""
+        self._done += done
+        if self._done >= self.needed and self.over_at is None:
+            self.over_at = self.clock() + self.patience
+
+
+class Calls(Generic[T]):
+    """Calls in progress in a pool's threads, and their answers in the order in which they end."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._ended: queue.SimpleQueue[tuple[str, Future[T]]] = queue.SimpleQueue()
+
+    def start(self, name: str, call: Callable[[], T]) -> None:
+        """Begin one as soon as a thread is free."""
+        future = self._pool.submit(call)
+        future.add_done_callback(lambda future: self._ended.put((name, future)))
+
+    def next(self, quorum: Quorum | None = None) -> tuple[str, T] | None:
+        """Wait for the next one's name and answer; None when ``quorum`` is over."""
+        wait = None
+        if quorum is not None and quorum.over_at is not None:
+            wait = max(0.0, quorum.over_at - quorum.clock())
+        try:
+            name, future = self._ended.get(timeout=wait)
+        except queue.Empty:
+            return None
+        return name, future.result()
 
 
 class Fleet:
@@ -239,6 +318,7 @@ class Fleet:
         self._refreshing = threading.Lock()
         self._lock = threading.Lock()
         self._clients: dict[str, RolloutClient] = {}
+        self._states: dict[str, pb.ServerState] = {}
         self._said: tuple[int, str] = ASSUMED
         self._pool = ThreadPoolExecutor(self.MAX_CALLS, thread_name_prefix="fleet")
         self.refresh()
@@ -279,19 +359,34 @@ class Fleet:
             client.close()
         return client
 
+    def calls(self) -> Calls[Any]:
+        """What is asked of servers in parallel."""
+        return Calls(self._pool)
+
     def each(
         self, ask: Callable[[RolloutClient], T], addresses: Iterable[str] | None = None
     ) -> dict[str, T]:
         """Ask servers in parallel and wait for all; every ``ask`` ends by its own deadlines."""
         chosen = self.addresses if addresses is None else tuple(addresses)
-        futures = {a: self._pool.submit(ask, self.client(a)) for a in chosen}
-        return {address: future.result() for address, future in futures.items()}
+        calls: Calls[T] = self.calls()
+        for address in chosen:
+            calls.start(address, partial(ask, self.client(address)))
+        answers = dict(calls.next() for _ in chosen)  # type: ignore[misc]
+        return {address: answers[address] for address in chosen}
+
+    def sources(self, draft: DraftPayload) -> list[str]:
+        """Servers that fetch from others and serve this release, as they said last."""
+        with self._lock:
+            states = dict(self._states)
+        return [a for a, s in states.items() if s.fetches and s.draft_sha256 == draft.sha256]
 
     def states(self, read_back: bool = False) -> dict[str, pb.ServerState | Failure]:
         """What every server serves now."""
         states = self.each(lambda client: client.state(read_back))
-        reached = [state for state in states.values() if not isinstance(state, Failure)]
-        said = [(s.num_speculative_tokens, s.draft_sample_method) for s in reached]
+        reached = {a: state for a, state in states.items() if not isinstance(state, Failure)}
+        with self._lock:
+            self._states = reached
+        said = [(s.num_speculative_tokens, s.draft_sample_method) for s in reached.values()]
         self._said = max((one for one in said if one[0]), default=self._said)
         self._on_states(states)
         return states

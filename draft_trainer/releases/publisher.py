@@ -35,6 +35,7 @@ from draft_trainer.releases.commits import (
 from draft_trainer.releases.fleet import DraftLag, Failure, Fleet, RolloutClient
 from draft_trainer.releases.promotions import Promotions, Trial
 from draft_trainer.releases.registry import Registry
+from draft_trainer.releases.spread import Spread
 from slipstream.errors import RefusedError, StatusCode
 
 logger = logging.getLogger(__name__)
@@ -274,16 +275,16 @@ class Publisher:
         # No other draft will be committed: what is left there would only take this one's memory.
         self.fleet.abort_strays(states, (draft.stage_id,))
 
-        def stage(client: RolloutClient) -> None:
-            outcome, began = outcomes[client.address], time.monotonic()
-            answer = client.stage(draft)
+        fetching = {address for address, state in reached.items() if state.fetches}
+        holders = [a for a in self.fleet.sources(draft) if a in reached and a not in behind]
+        spread = Spread(self.fleet, draft, fetching, holders, self.counters)
+        for address, answer in spread.to(behind).items():
+            outcome = outcomes[address]
             if isinstance(answer, Failure):
                 outcome.error = f"staging failed: {answer.text}"
             else:
-                outcome.staged, outcome.stage_seconds = True, time.monotonic() - began
+                outcome.staged, outcome.stage_seconds = True, answer.seconds
                 self.counters.stage_seconds.observe(outcome.stage_seconds)
-
-        self.fleet.each(stage, behind)
         failed = [address for address in behind if not outcomes[address].staged]
         if not failed:
             return PublishResult(version, outcomes, True, draft)
@@ -457,7 +458,7 @@ class Publisher:
 
         def restore(client: RolloutClient) -> None:
             outcome = restored[client.address]
-            answer = put_on(client, target, self.payloads)
+            answer = put_on(client, target, self.payloads, self.fleet)
             outcome.draft_committed = False
             outcome.committed = not isinstance(answer, Failure)
             outcome.state = None if isinstance(answer, Failure) else answer

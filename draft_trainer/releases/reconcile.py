@@ -185,7 +185,7 @@ class Reconciler:
         # An id of its own: what is live under the usual one would be answered, not applied.
         self._stages += 1
         stage_id = f"draft-{wanted}-healed-{self._stages}"
-        staged = stage_on(client, wanted, publisher.payloads, stage_id)
+        staged = stage_on(client, wanted, publisher.payloads, stage_id, publisher.fleet)
         if isinstance(staged, Failure):
             return staged
         with publisher.committed_alone():
@@ -194,7 +194,7 @@ class Reconciler:
                 answer = client.commit([stage_id])
             else:
                 client.abort([stage_id])
-                answer = put_on(client, now, publisher.payloads)
+                answer = put_on(client, now, publisher.payloads, publisher.fleet)
         if isinstance(answer, Failure):
             client.abort([stage_id])
         return answer

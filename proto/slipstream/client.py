@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -95,6 +96,21 @@ class _SendToken(
     intercept_stream_stream = intercept_unary_unary
 
 
+@dataclass
+class Progress:
+    """What came of a stage, whether it succeeded or not.
+
+    Attributes:
+        sent: bytes of tensors.
+        altered: sources that sent the server bytes of another hash.
+        failed: sources that did not answer it, or lacked what it needed.
+    """
+
+    sent: int = 0
+    altered: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+
+
 def stage(
     stub: pb_grpc.RolloutServerStub,
     *,
@@ -105,6 +121,9 @@ def stage(
     specs: Sequence[tensor_pb2.TensorSpec] | None = None,
     trained_against_policy_version: int | None = None,
     transfer_update: str = "",
+    sources: Sequence[str] = (),
+    most_sent: int | None = None,
+    progress: Progress | None = None,
     timeout: float,
 ) -> pb.StageResult:
     """Stage ``tensors`` on one rollout server and wait until it holds them.
@@ -112,9 +131,15 @@ def stage(
     Without tensors and with ``transfer_update`` (``StageHeader``), a policy that vLLM's own
     weight-transfer engine brings.
 
+    Args:
+        sources: other servers' control planes, from which it fetches what it lacks.
+        most_sent: bytes that this client sends; None: whatever the sources could not give.
+        progress: kept up to date.
+
     Raises:
         grpc.RpcError: refused (see ``slipstream.errors``), unreachable or too late.
-        RefusedError: the server asks for a tensor that it was not offered.
+        RefusedError: the server asks for a tensor that it was not offered, or (ABORTED) for more
+            than ``most_sent``; what the sources gave it stays there for a while.
     """
     header = pb.StageHeader(
         stage_id=stage_id,
@@ -125,7 +150,9 @@ def stage(
         if specs is not None
         else [spec_of(name, tensor) for name, tensor in tensors.items()],
         transfer_update=transfer_update,
+        sources=sources,
     )
+    progress = progress or Progress()
     needed: queue.SimpleQueue[Sequence[str] | None] = queue.SimpleQueue()
 
     def requests() -> Iterator[pb.StageRequest]:
@@ -134,16 +161,31 @@ def stage(
         if names is None:
             return
         for chunk in chunks_of({name: tensors[name] for name in names}):
+            progress.sent += len(chunk.data)
             yield pb.StageRequest(chunk=chunk)
 
+    call = stub.Stage(requests(), timeout=timeout)
     try:
-        for response in stub.Stage(requests(), timeout=timeout):
+        for response in call:
             if response.WhichOneof("kind") == "needed":
                 names = list(response.needed.names)
                 unknown = next((name for name in names if name not in tensors), None)
                 if unknown is not None:
                     raise RefusedError(
                         "needed.names", clean(unknown), "a name that was offered", "look at its log"
+                    )
+                progress.altered = tuple(map(clean, response.needed.altered_sources))
+                progress.failed = tuple(map(clean, response.needed.failed_sources))
+                size = sum(tensors[name].nbytes for name in names)
+                if most_sent is not None and size > most_sent:
+                    # Before the requests end: to the server that would be a stage cut short.
+                    call.cancel()
+                    raise RefusedError(
+                        "sources",
+                        f"{size} bytes that none of {', '.join(sources)} gave",
+                        f"at most {most_sent}",
+                        "look at these servers' logs, or name others",
+                        grpc.StatusCode.ABORTED,
                     )
                 needed.put(names)
             else:

@@ -59,7 +59,7 @@ METHODS: Mapping[str, Role | None] = {
     ),
     **_methods(
         "RolloutServer",
-        observe="GetState WatchAcceptance",
+        observe="Fetch GetState WatchAcceptance",
         operate="Stage Commit Abort RollBack SetSpeculation",
     ),
     # Probes have no credentials, and what they learn is whether a port serves.
@@ -187,6 +187,11 @@ class Access:
     def anonymous(self) -> bool:
         """Whether everybody may do everything."""
         return not self._tokens and not self._names
+
+    @property
+    def open(self) -> bool:
+        """Whether a client needs neither a credential nor a CA."""
+        return self.anonymous and self.tls is None
 
     def judge(
         self,
@@ -406,7 +411,7 @@ class ClientCredentials:
 
 
 def _named(prefix: str, name: str) -> str:
-    return prefix + (name.replace("_", "-") if prefix == "--" else name)
+    return prefix + (name.replace("_", "-") if prefix.startswith("--") else name)
 
 
 NONE = ClientCredentials()

@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 from rollout_server.acceptance import KEPT_VERSIONS, AcceptanceTracker
 from rollout_server.control import DRAFT, POLICY, RolloutControl
 from rollout_server.metrics import FACTS, CommitCounts, Observed, RolloutCollector, negotiate
+from rollout_server.peers import Peers
 from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, StepCosts, StepSum
 from rollout_server.store import ContentStore
 from slipstream.errors import Refusals, StatusCode
@@ -49,6 +50,7 @@ class Server:
         observed = Observed(
             *(self.tracker, self.control, self.store, self.commits, self.costs, self.refused),
             draft_length=3,
+            peers=Peers(),
         )
         self.collector = RolloutCollector(observed, vllm="0.32.0")
 

@@ -1,0 +1,177 @@
+"""Stages one release on many servers: from the trainer on a few, from one another on the rest.
+
+A server that holds the release sends it to ``FAN_OUT`` others at a time, so with every round there
+are ``1 + FAN_OUT`` times as many that hold it, and what the trainer sends does not depend on the
+size of the fleet. A server that gets nowhere with ``TRIES`` sets of sources gets it from the
+trainer. Servers that do not fetch (``ServerState.fetches``) always do.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+import grpc
+
+from draft_trainer.counters import Counters
+from draft_trainer.releases.fleet import Calls, DraftPayload, Failure, Fleet, Quorum
+from slipstream.client import Progress
+from slipstream.v1 import rollout_server_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+SEEDS = 3
+"""Servers that the trainer sends a release to at a time, while no other one holds it."""
+
+FAN_OUT = 2
+"""Servers that one which holds it sends it to at a time."""
+
+OTHERS = 2
+"""Further sources that a server is told of, for the case that the first gives up."""
+
+TRIES = 3
+"""Sets of sources that a server tries before the trainer sends it what is missing."""
+
+MOST_SENT = 4
+"""Times its size that the trainer sends a release to servers that fetch. More only where nothing
+else gets a server further, and to one server at a time."""
+
+Staged = pb.StageResult | Failure
+
+
+class Spread:
+    """One release on its way to the servers that lack it.
+
+    Args:
+        fleet: whose servers.
+        draft: the release.
+        fetching: servers that take sources; they serve as one once they hold it.
+        holders: those that hold it already.
+        counters: of bytes and of sources that were dropped.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        draft: DraftPayload,
+        fetching: Collection[str],
+        holders: Iterable[str],
+        counters: Counters,
+    ) -> None:
+        self._fleet = fleet
+        self._draft = draft
+        self._fetching = fetching
+        self._counters = counters
+        self._calls: Calls[Staged] = fleet.calls()
+        self._holders: list[str] = []
+        self._free: deque[str] = deque()
+        self._dropped: set[str] = set()
+        self._tries: Counter[str] = Counter()
+        self._running: dict[str, _Call] = {}
+        self._sent = 0
+        for address in holders:
+            self._holds(address)
+
+    def to(self, addresses: Iterable[str], quorum: Quorum | None = None) -> dict[str, Staged]:
+        """Stage on servers. Without those that have not answered when ``quorum`` is over."""
+        waiting: deque[str] = deque()
+        for address in addresses:
+            if address in self._fetching:
+                waiting.append(address)
+            else:
+                self._start(address, _Call((), None))
+        staged: dict[str, Staged] = {}
+        while waiting or self._running:
+            while waiting and (call := self._call_for(waiting[0])) is not None:
+                self._start(waiting.popleft(), call)
+            ended = self._calls.next(quorum)
+            if ended is None:
+                break
+            address, answer = ended
+            if self._ended(address, answer):
+                staged[address] = answer
+                if quorum is not None:
+                    quorum.count(not isinstance(answer, Failure))
+            else:
+                waiting.append(address)
+        return staged
+
+    def _call_for(self, address: str) -> _Call | None:
+        """How to stage on a server now; None: later, because every source is taken."""
+        fetches = self._tries[address] < TRIES
+        while fetches and self._free:
+            source = self._free.popleft()
+            if source not in self._dropped:
+                drawn = random.sample(self._holders, min(OTHERS + 1, len(self._holders)))
+                others = [other for other in drawn if other != source]
+                return _Call((source, *others[:OTHERS]), 0)
+        if fetches and self._holders:
+            return None
+        size = self._draft.nbytes
+        sending = sum(size for call in self._running.values() if call.most_sent == size)
+        within = self._sent + sending + size <= MOST_SENT * size
+        if (within and sending < SEEDS * size) or not self._running:
+            return _Call((), size)
+        return None
+
+    def _start(self, address: str, call: _Call) -> None:
+        self._running[address] = call
+        client, draft = self._fleet.client(address), self._draft
+        self._calls.start(
+            address,
+            lambda: client.stage(
+                draft,
+                sources=call.sources,
+                most_sent=call.most_sent,
+                progress=call.progress,
+            ),
+        )
+
+    def _ended(self, address: str, answer: Staged) -> bool:
+        """Take note; False where the server is to try other sources."""
+        call = self._running.pop(address)
+        progress = call.progress
+        self._counters.staged_bytes.labels("trainer").inc(progress.sent)
+        if call.most_sent is not None:
+            self._sent += progress.sent
+        self._free.extend(call.sources[:1])
+        for source in {*progress.altered, *progress.failed} & {*call.sources} - self._dropped:
+            self._drop(source, "altered" if source in progress.altered else "failed")
+        if isinstance(answer, Failure):
+            if call.sources and answer.code == grpc.StatusCode.ABORTED:
+                self._tries[address] += 1
+                return False
+            return True
+        self._counters.staged_bytes.labels("server").inc(answer.bytes_from_sources)
+        if address in self._fetching:
+            self._holds(address)
+        return True
+
+    def _holds(self, address: str) -> None:
+        if address not in self._dropped:
+            self._holders.append(address)
+            self._free.extend([address] * FAN_OUT)
+
+    def _drop(self, source: str, why: str) -> None:
+        self._dropped.add(source)
+        self._holders.remove(source)
+        self._counters.sources_dropped.labels(why).inc()
+        logger.warning("%s is no source of draft %d any more: %s", source, self._draft.version, why)
+
+
+@dataclass
+class _Call:
+    """A stage in progress: whom it may fetch from, and what the trainer sends at most.
+
+    Attributes:
+        sources: empty: the trainer.
+        most_sent: bytes; None where the server does not fetch.
+        progress: what came of it.
+    """
+
+    sources: tuple[str, ...]
+    most_sent: int | None
+    progress: Progress = field(default_factory=Progress)

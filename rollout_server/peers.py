@@ -1,0 +1,167 @@
+"""Other rollout servers as sources of a draft: fetch its content by hash, and serve what is held.
+
+A source is trusted with nothing: every tensor is verified as if a client had sent it. One whose
+bytes have another hash is not asked again for that stage, and named in the stage's result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import grpc
+
+from rollout_server.control import RolloutControl
+from rollout_server.upload import Upload
+from slipstream.client import OPTIONS, split_address
+from slipstream.errors import RefusedError, clean, failure_text
+from slipstream.security import NONE, ClientCredentials
+from slipstream.serving import Workers
+from slipstream.tensors import CHUNK_BYTES
+from slipstream.v1 import rollout_server_pb2 as pb
+from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
+
+logger = logging.getLogger(__name__)
+
+MAX_SOURCES = 4
+"""Of one stage."""
+
+MAX_SERVED = 8
+"""Tensors that this server sends to others at a time."""
+
+ANSWER_SECONDS = 5.0
+"""Longest wait for a source's next bytes."""
+
+FAILURES = ("altered", "failed")
+"""Why a source was given up: its bytes had another hash, or it did not answer or lacked them."""
+
+Metadata = tuple[tuple[str, str], ...]
+
+_MAX_ADDRESS_CHARACTERS = 256
+
+
+class Peers:
+    """Fetches from other servers, and counts.
+
+    Attributes:
+        credentials: shown to other servers' control planes.
+        fetched_bytes: that arrived from them.
+        served_bytes: that went to them.
+        failures: sources that were given up, by ``FAILURES``.
+    """
+
+    def __init__(self, credentials: ClientCredentials = NONE) -> None:
+        self.credentials = credentials
+        self.fetched_bytes = 0
+        self.served_bytes = 0
+        self.failures: Counter[str] = Counter(dict.fromkeys(FAILURES, 0))
+
+    async def fetch(self, upload: Upload, sources: Sequence[str]) -> Mapping[str, list[str]]:
+        """Fetch what ``upload`` misses from the first source that has it; the rest stays missing.
+
+        Returns:
+            The sources that were given up, by ``FAILURES``.
+
+        Raises:
+            RefusedError: this server's own store is full, or a tensor is not finite.
+        """
+        given_up: dict[str, list[str]] = {why: [] for why in FAILURES}
+        for address in sources:
+            if not upload.missing:
+                break
+            try:
+                why, text = await self._fetch_from(address, upload)
+            except (grpc.RpcError, TimeoutError) as error:
+                why = "failed"
+                text = failure_text(error) if isinstance(error, grpc.RpcError) else "no answer"
+            if why:
+                given_up[why].append(address)
+                self.failures[why] += 1
+                logger.warning("source %s given up (%s): %s", clean(address), why, clean(text))
+        for name in upload.missing:
+            upload.forget(name)
+        return given_up
+
+    async def serve(
+        self, control: RolloutControl, request: pb.FetchRequest, workers: Workers
+    ) -> AsyncIterator[pb.FetchResponse]:
+        """The bytes of one tensor of a draft. Raises RefusedError (NOT_FOUND): it is not held."""
+        key, store = control.draft_content(request.sha256), control.store
+        if request.offset > key.size:
+            raise RefusedError("offset", request.offset, f"at most {key.size}", "begin at 0")
+        # It may be superseded while a slow reader takes it.
+        store.retain([key])
+        try:
+            with store.path(key).open("rb") as file:
+                for offset in range(request.offset, key.size, CHUNK_BYTES):
+                    data = await workers.run(os.pread, file.fileno(), CHUNK_BYTES, offset)
+                    self.served_bytes += len(data)
+                    yield pb.FetchResponse(data=data)
+        finally:
+            store.release([key])
+
+    async def _fetch_from(self, address: str, upload: Upload) -> tuple[str, str]:
+        """Fetch everything from one source; why and with what text it is given up, or empty."""
+        try:
+            channel, metadata = self._connect(address)
+        except RefusedError as error:
+            return "failed", str(error)
+        async with channel:
+            stub = pb_grpc.RolloutServerStub(channel)
+            for name in list(upload.missing):
+                if not await self._fetch_one(stub, metadata, upload, name):
+                    return "altered", f"{name} has another hash"
+        return "", ""
+
+    async def _fetch_one(
+        self, stub: pb_grpc.RolloutServerStub, metadata: Metadata, upload: Upload, name: str
+    ) -> bool:
+        """Fetch one tensor; whether the source's bytes have its hash."""
+        begun = upload.begun(name)
+        try:
+            await self._read(stub, metadata, upload, name)
+        except RefusedError as error:
+            upload.forget(name)
+            if error.field not in (name, f"{name}.data", f"{name}.sha256"):
+                # Not the source's: the store is full, or the release itself is bad.
+                raise
+            # A beginning that another source sent may be at fault.
+            return begun > 0 and await self._fetch_one(stub, metadata, upload, name)
+        return True
+
+    async def _read(
+        self, stub: pb_grpc.RolloutServerStub, metadata: Metadata, upload: Upload, name: str
+    ) -> None:
+        request = pb.FetchRequest(sha256=upload.missing[name].sha256, offset=upload.begun(name))
+        call = stub.Fetch(request, metadata=metadata)
+        answers = aiter(call)
+        try:
+            while name in upload.missing:
+                response = await asyncio.wait_for(anext(answers, None), ANSWER_SECONDS)
+                if response is None:
+                    await upload.finish([name])
+                    return
+                self.fetched_bytes += len(response.data)
+                await upload.fetched(name, response.data)
+        finally:
+            call.cancel()
+
+    def _connect(self, address: str) -> tuple[grpc.aio.Channel, Metadata]:
+        """Raises RefusedError: no address, or one that these credentials are not for."""
+        try:
+            split_address(clean(address, _MAX_ADDRESS_CHARACTERS))
+        except ValueError as error:
+            raise RefusedError("sources", error, "host:port", "name control planes") from None
+        credentials = self.credentials
+        credentials.check_address(address, "sources")
+        options: list[tuple[str, int | str]] = list(OPTIONS)
+        if credentials.server_name:
+            options.append(("grpc.ssl_target_name_override", credentials.server_name))
+        token, tls = credentials.token(), credentials.tls()
+        metadata = () if token is None else (("authorization", f"Bearer {token.now()}"),)
+        if tls is None:
+            return grpc.aio.insecure_channel(address, options), metadata
+        return grpc.aio.secure_channel(address, tls, options), metadata

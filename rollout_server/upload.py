@@ -1,0 +1,129 @@
+"""The tensors of one stage that the content store lacks, while they arrive."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from rollout_server.checkpoint import check_finite
+from rollout_server.control import Weights
+from rollout_server.store import ContentStore, Key, Reservation
+from slipstream.errors import RefusedError, clean
+from slipstream.serving import Workers
+from slipstream.tensors import ChunkAssembler
+from slipstream.v1 import tensor_pb2
+
+
+class Upload:
+    """The missing tensors of one stage, while they arrive.
+
+    Inside ``opened`` the store holds what arrives. A stage that is refused leaves nothing; one that
+    was cut off leaves the tensors that were whole, until their room is needed: staged again, it
+    goes on from there.
+
+    Attributes:
+        missing: tensors that have not arrived yet, by name.
+        needed_bytes: of those that the store lacked at first.
+        bytes_received: that the client sent.
+        bytes_fetched: that sources sent.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[tensor_pb2.TensorSpec],
+        weights: Weights,
+        store: ContentStore,
+        workers: Workers,
+    ) -> None:
+        self._store = store
+        self._workers = workers
+        self._keys = {tensor.name: tensor.key for tensor in weights.source.tensors}
+        self.missing: dict[str, tensor_pb2.TensorSpec] = {}
+        contents: set[Key] = set()
+        for spec in specs:
+            key = self._keys[spec.name]
+            if key not in store and key not in contents:
+                self.missing[spec.name] = spec
+                contents.add(key)
+        self.needed_bytes = sum(self._keys[name].size for name in self.missing)
+        self._arriving: dict[str, ChunkAssembler] = {}
+        self._arrived: list[Key] = []
+        self._reservation = Reservation(0)
+        self.bytes_received = 0
+        self.bytes_fetched = 0
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Reserve capacity and retain the content while the upload lasts."""
+        keys, refused = list(self._keys.values()), False
+        self._store.retain(keys)
+        try:
+            with self._store.reserve(self.needed_bytes) as reservation:
+                self._reservation = reservation
+                yield
+        except RefusedError:
+            refused = True
+            raise
+        finally:
+            self._store.release(keys)
+            if refused:
+                self._store.drop(self._arrived)
+
+    async def feed(self, chunk: tensor_pb2.TensorChunk) -> None:
+        """Take one chunk. Raises RefusedError: unasked for, damaged, or not finite."""
+        if chunk.name not in self.missing:
+            raise RefusedError(
+                "chunk.name",
+                clean(chunk.name),
+                "a name in StageNeeded",
+                "send what is needed, once",
+            )
+        self.bytes_received += len(chunk.data)
+        await self._take(chunk)
+
+    def begun(self, name: str) -> int:
+        """Bytes of a missing tensor that have arrived."""
+        return self._arriving[name].bytes_received if name in self._arriving else 0
+
+    def forget(self, name: str) -> None:
+        """Have a missing tensor sent from its first byte again."""
+        self._arriving.pop(name, None)
+
+    async def fetched(self, name: str, data: bytes) -> None:
+        """Take a source's next bytes. Raises RefusedError as ``feed``."""
+        self.bytes_fetched += len(data)
+        chunk = tensor_pb2.TensorChunk(name=name, offset=self.begun(name), data=data)
+        await self._take(chunk)
+
+    async def finish(self, names: Sequence[str] = ()) -> None:
+        """Nothing more comes, of ``names`` or of all. Raises RefusedError if a tensor is short."""
+        for name in list(names or self.missing):
+            await self._store_one(self.missing[name])
+
+    async def _take(self, chunk: tensor_pb2.TensorChunk) -> None:
+        spec, size = self.missing[chunk.name], self._keys[chunk.name].size
+        self._assembler(spec).feed(chunk)
+        if self.begun(chunk.name) == size:
+            await self._store_one(spec)
+
+    def _assembler(self, spec: tensor_pb2.TensorSpec) -> ChunkAssembler:
+        if spec.name not in self._arriving:
+            self._arriving[spec.name] = ChunkAssembler([spec], self._keys[spec.name].size)
+        return self._arriving[spec.name]
+
+    async def _store_one(self, spec: tensor_pb2.TensorSpec) -> None:
+        key, assembler = self._keys[spec.name], self._assembler(spec)
+        # Hashing and writing would hold up the API server's event loop.
+        await self._workers.run(_verify_and_write, spec, assembler, self._store, key)
+        self._store.add(key, self._reservation)
+        self._arrived.append(key)
+        del self.missing[spec.name]
+        self._arriving.pop(spec.name, None)
+
+
+def _verify_and_write(
+    spec: tensor_pb2.TensorSpec, assembler: ChunkAssembler, store: ContentStore, key: Key
+) -> None:
+    tensor = assembler.finish()[spec.name]
+    check_finite(spec.name, tensor)
+    store.write(key, tensor)

@@ -1,0 +1,341 @@
+"""Releases that servers fetch from one another: real control planes, over engines in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from benchmarks.publish_faults.control_plane import control_plane
+from benchmarks.publish_faults.server_process import Fault, MemoryEngine
+from draft_trainer.config import PublishConfig
+from draft_trainer.counters import Counters
+from draft_trainer.releases.fleet import Fleet
+from draft_trainer.releases.publisher import Publisher
+from draft_trainer.releases.registry import Registry, open_promotions
+from draft_trainer.releases.spread import FAN_OUT, MOST_SENT, Spread
+from rollout_server import peers
+from rollout_server.store import ContentStore
+from rollout_server.upload import Upload
+from slipstream.security import Access, ClientCredentials, Role, TokenFiles, open_to_all
+from slipstream.serving import SERVER_OPTIONS, LoopThread, Workers
+from slipstream.tensors import bytes_of, spec_of
+from slipstream.v1 import release_pb2
+from slipstream.v1 import rollout_server_pb2 as pb
+from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
+from tests.draft_trainer.fleet_double import RolloutDouble
+from tests.draft_trainer.rig import write_draft
+from tests.draft_trainer.synthetic import head
+from tests.security.certificates import write_token
+
+# ruff: noqa: N802
+
+
+class Plane:
+    """A rollout server's control plane in this process."""
+
+    def __init__(
+        self,
+        loop: LoopThread,
+        folder: Path,
+        draft: Path,
+        access: Access | None = None,
+        credentials: ClientCredentials | None = None,
+    ) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.store = ContentStore(folder, 1 << 24)
+        access = access or open_to_all()
+
+        async def start() -> None:
+            engine = MemoryEngine(Fault(folder / "fault"))
+            plane = await control_plane(engine, self.store, draft, access, None, credentials)
+            self.server = plane()
+            await self.server.start("127.0.0.1", 0)
+
+        loop.run(start())
+        self._loop = loop
+        self.address = f"127.0.0.1:{self.server.port}"
+        self.peers = self.server._service.peers
+        self.control = self.server._control
+
+    def stop(self) -> None:
+        self._loop.run(self.server.stop())
+
+
+class Rig:
+    """Planes, a registry of three releases, a publisher."""
+
+    def __init__(self, folder: Path, count: int, extra: tuple[str, ...] = ()) -> None:
+        self.loop = LoopThread("planes")
+        draft = write_draft(folder / "initial")
+        self.planes = [Plane(self.loop, folder / f"plane-{n}", draft) for n in range(count)]
+        self.registry = Registry(folder / "registry")
+        self.registry.import_initial(draft)
+        for seed in (1, 2):
+            manifest = release_pb2.ReleaseManifest(parent_version=seed - 1, run_id="run")
+            self.registry.create(head(seed), manifest)
+        self.counters = Counters()
+        addresses = (*(plane.address for plane in self.planes), *extra)
+        self.fleet = Fleet(PublishConfig(rollout_servers=addresses, reconcile_s=0.2))
+        promotions = open_promotions(self.registry)
+        self.publisher = Publisher(self.fleet, self.registry, promotions, self.counters)
+        self.size = self.publisher.payloads.get(1).nbytes
+
+    def sent(self, source: str) -> float:
+        """Bytes of releases that the trainer, or servers, sent."""
+        return self.counters.staged_bytes.labels(source)._value.get()
+
+    def served(self) -> list[int]:
+        return [plane.control.live["draft"].version or 0 for plane in self.planes]
+
+    def spread(self, holders: list[str]) -> Spread:
+        """Of release 1, from those that hold it already."""
+        addresses = [plane.address for plane in self.planes]
+        draft = self.publisher.payloads.get(1)
+        return Spread(self.fleet, draft, addresses, holders, self.counters)
+
+    def hold(self, *planes: Plane) -> list[str]:
+        """Have the trainer stage release 1 there; their addresses."""
+        for plane in planes:
+            answer = self.fleet.client(plane.address).stage(self.publisher.payloads.get(1))
+            assert isinstance(answer, pb.StageResult)
+        return [plane.address for plane in planes]
+
+    def close(self) -> None:
+        self.fleet.close()
+        self.registry.close()
+        for plane in self.planes:
+            plane.stop()
+        assert self.loop.close(10)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def start(*arguments: object) -> Rig:
+        rigs.append(Rig(tmp_path, *arguments))  # type: ignore[arg-type]
+        return rigs[-1]
+
+    yield start
+    for rig in rigs:
+        rig.close()
+
+
+def test_what_the_trainer_sends_does_not_grow_with_the_fleet(make: Callable[..., Rig]) -> None:
+    rig = make(14)
+    result = rig.publisher.promote(1, pin=False)
+    assert rig.served() == [1] * 14
+    assert all(outcome.error == "" for outcome in result.outcomes.values())
+    assert 0 < rig.sent("trainer") <= MOST_SENT * rig.size
+    # What every release has in common is on every server before.
+    arrived = rig.sent("trainer") + rig.sent("server")
+    assert arrived % 14 == 0 and 0 < arrived / 14 <= rig.size
+    assert sum(plane.peers.fetched_bytes for plane in rig.planes) == rig.sent("server")
+    assert sum(plane.peers.served_bytes for plane in rig.planes) == rig.sent("server")
+    assert max(plane.peers.served_bytes for plane in rig.planes) < rig.sent("server") / 2
+
+
+def test_a_source_serves_few_at_a_time(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make(9)
+    holders = rig.hold(rig.planes[0])
+    busy: list[str] = []
+    most: list[int] = []
+    real = Spread._start
+
+    def start(self: Spread, address: str, call: object) -> None:
+        real(self, address, call)  # type: ignore[arg-type]
+        busy[:] = [running.sources[0] for running in self._running.values()]
+        most.append(max(busy.count(source) for source in busy))
+
+    monkeypatch.setattr(Spread, "_start", start)
+    staged = rig.spread(holders).to([plane.address for plane in rig.planes[1:]])
+    assert all(isinstance(answer, pb.StageResult) for answer in staged.values())
+    assert max(most) == FAN_OUT
+    assert rig.sent("trainer") == 0
+
+
+def test_altered_bytes_are_refused_and_their_source_is_dropped(make: Callable[..., Rig]) -> None:
+    rig = make(4)
+    bad, good, *rest = rig.planes
+    holders = rig.hold(bad, good)
+    for weights in bad.control.staged.values():
+        for tensor in weights.source.tensors:
+            data = bytearray(Path(tensor.path).read_bytes())
+            data[-1] ^= 1
+            Path(tensor.path).write_bytes(data)
+    staged = rig.spread(holders).to([plane.address for plane in rest])
+    assert all(isinstance(answer, pb.StageResult) for answer in staged.values())
+    assert rig.counters.sources_dropped.labels("altered")._value.get() == 1
+    assert sum(plane.peers.failures["altered"] for plane in rest) >= 1
+    assert rig.sent("trainer") == 0, "the other source has it"
+    for plane in rest:
+        _assert_holds(rig, plane)
+
+
+def test_a_source_that_lacks_what_it_should_hold_is_dropped(make: Callable[..., Rig]) -> None:
+    rig = make(2)
+    liar, asker = rig.planes
+    staged = rig.spread([liar.address]).to([asker.address])
+    assert isinstance(staged[asker.address], pb.StageResult)
+    assert rig.counters.sources_dropped.labels("failed")._value.get() == 1
+    assert asker.peers.failures == {"altered": 0, "failed": 1}
+    assert rig.sent("trainer") > 0, "nobody else has it"
+    _assert_holds(rig, asker)
+
+
+def test_servers_that_do_not_fetch_get_it_from_the_trainer(make: Callable[..., Rig]) -> None:
+    old = RolloutDouble()
+    rig = make(2, (old.address,))
+    try:
+        result = rig.publisher.promote(1, pin=False)
+        assert all(outcome.error == "" for outcome in result.outcomes.values())
+        assert old.state.draft_version == 1 and rig.served() == [1, 1]
+        assert not old.state.fetches and old.address not in rig.fleet.sources(
+            rig.publisher.payloads.get(1)
+        )
+    finally:
+        old.stop()
+
+
+def test_a_server_that_is_put_right_fetches_from_those_that_serve_it(
+    make: Callable[..., Rig],
+) -> None:
+    rig = make(3)
+    rig.publisher.promote(1, pin=False)
+    rig.fleet.states()
+    sent = rig.sent("trainer")
+    rig.loop.run(rig.planes[0].control.roll_back())
+    for key in list(rig.planes[0].store._resident):
+        if key not in rig.planes[0].store._references:
+            rig.loop.run(_drop(rig.planes[0], key))
+    fetched = rig.planes[0].peers.fetched_bytes
+    rig.publisher._restore(1, [rig.planes[0].address], {})
+    assert rig.served() == [1, 1, 1]
+    assert rig.planes[0].peers.fetched_bytes > fetched
+    assert rig.sent("trainer") == sent
+
+
+class HalfSource(pb_grpc.RolloutServerServicer):
+    """Sends a part of a tensor, from wherever it is asked to, then breaks or goes on."""
+
+    def __init__(self, data: bytes, stop_at: int) -> None:
+        self.data, self.stop_at = data, stop_at
+        self.offsets: list[int] = []
+        self._server = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS)
+        pb_grpc.add_RolloutServerServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def Fetch(
+        self, request: pb.FetchRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.FetchResponse]:
+        self.offsets.append(request.offset)
+        for start in range(request.offset, self.stop_at, 10):
+            yield pb.FetchResponse(data=self.data[start : min(start + 10, self.stop_at)])
+        if self.stop_at < len(self.data):
+            context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
+
+    def stop(self) -> None:
+        self._server.stop(None).wait(5)
+
+
+@pytest.mark.parametrize("altered", [False, True])
+def test_a_tensor_whose_source_breaks_is_resumed(tmp_path: Path, altered: bool) -> None:
+    tensor = torch.arange(40, dtype=torch.float32)
+    whole = bytes(bytes_of(tensor))
+    first = HalfSource(b"\1" + whole[1:] if altered else whole, 60)
+    second = HalfSource(whole, len(whole))
+    store = ContentStore(tmp_path, 1000)
+    workers, fetcher = Workers(1, "test"), peers.Peers()
+    from rollout_server.control import DRAFT, Weights
+
+    async def fetch() -> Upload:
+        spec = spec_of("w", tensor)
+        upload = Upload([spec], Weights.of(DRAFT, 1, [spec], store), store, workers)
+        with upload.opened():
+            given_up = await fetcher.fetch(upload, [first.address, second.address])
+        assert given_up == {"altered": [], "failed": [first.address]}
+        return upload
+
+    upload = asyncio.run(fetch())
+    first.stop(), second.stop()
+    workers.close()
+    assert not upload.missing
+    # A beginning of another source is not taken for this one's fault: it is fetched again.
+    assert (first.offsets, second.offsets) == ([0], [60, 0] if altered else [60])
+    assert upload.bytes_fetched == (60 + 100 + 160 if altered else 160)
+    (path,) = tmp_path.iterdir()
+    assert path.read_bytes() == whole
+
+
+def test_what_a_cut_stage_fetched_is_not_fetched_again(make: Callable[..., Rig]) -> None:
+    rig = make(2)
+    part, asker = rig.planes
+    draft = rig.publisher.payloads.get(1)
+    rig.hold(part)
+    lost = next(iter(part.control.staged.values())).source.tensors[-1]
+    Path(lost.path).unlink()
+    del part.store._resident[lost.key]
+    client = rig.fleet.client(asker.address)
+    refused = client.stage(draft, sources=[part.address], most_sent=0)
+    assert not isinstance(refused, pb.StageResult)
+    assert refused.code == grpc.StatusCode.ABORTED and "none of" in refused.text
+    fetched = asker.peers.fetched_bytes
+    assert fetched > 0
+    answer = client.stage(draft)
+    assert isinstance(answer, pb.StageResult)
+    assert answer.bytes_received == lost.key.size
+    assert asker.peers.fetched_bytes == fetched
+
+
+def test_a_source_asks_who_fetches(tmp_path: Path) -> None:
+    loop = LoopThread("planes")
+    draft = write_draft(tmp_path / "initial")
+    token = write_token(tmp_path / "token", "observe" * 8)
+    access = Access(None, TokenFiles({Role.OBSERVE: [token]}, "token"), {})
+    source = Plane(loop, tmp_path / "source", draft, access)
+    assert not source.control.state().fetches, "it has nothing to show to others"
+    workers = Workers(1, "test")
+    tensor = torch.zeros(3)
+
+    async def fetch(credentials: ClientCredentials) -> tuple[list[str], str]:
+        from rollout_server.control import DRAFT, Weights
+
+        store = ContentStore(tmp_path, 1000)
+        spec = source.control.live[DRAFT].source.tensors[0]
+        wire = spec_of(spec.name, spec.map())
+        upload = Upload([wire], Weights.of(DRAFT, 1, [wire], store), store, workers)
+        fetcher = peers.Peers(credentials)
+        with upload.opened():
+            given_up = await fetcher.fetch(upload, [source.address])
+        return given_up["failed"], ",".join(upload.missing)
+
+    assert tensor.numel() == 3
+    failed, missing = asyncio.run(fetch(ClientCredentials()))
+    assert failed == [source.address] and missing
+    assert asyncio.run(fetch(ClientCredentials(token_file=token))) == ([], "")
+    workers.close()
+    source.stop()
+    assert loop.close(10)
+
+
+def _assert_holds(rig: Rig, plane: Plane) -> None:
+    """Exactly the release's bytes are staged there."""
+    (weights,) = plane.control.staged.values()
+    tensors = rig.registry.tensors(1)
+    assert {t.name for t in weights.source.tensors} == set(tensors)
+    for tensor in weights.source.tensors:
+        assert torch.equal(tensor.map(), tensors[tensor.name])
+
+
+async def _drop(plane: Plane, key: object) -> None:
+    plane.store.drop([key])  # type: ignore[list-item]
