@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import sqlite3
 import tempfile
 import threading
@@ -73,6 +74,7 @@ class State:
 
     def __init__(self, root: Path, write: bool = True) -> None:
         self.path = root / STATE_FILE
+        self.owner = ""
         self.lock = threading.RLock()
         self._lock_file: int | None = None
         self._after_commit: list[Callable[[], None]] | None = None
@@ -148,6 +150,12 @@ class State:
                 "run the release of slipstream that wrote it, or begin another draft.registry",
                 StatusCode.FAILED_PRECONDITION,
             )
+        (number,) = self._db.execute("PRAGMA application_id").fetchone()
+        if make and not number:
+            # SQLite keeps it in the file's header for whoever made it.
+            number = secrets.randbelow(2**31 - 1) + 1
+            self._db.execute(f"PRAGMA application_id = {number}")
+        self.owner = f"{number:08x}"
         damage = [text for (text,) in self._db.execute("PRAGMA quick_check")]
         if damage != ["ok"]:
             raise self.damaged("; ".join(damage[:3]))

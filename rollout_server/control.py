@@ -8,6 +8,7 @@ Knows nothing of gRPC services or Prometheus.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -24,8 +25,10 @@ from slipstream.v1 import rollout_server_pb2 as pb
 from slipstream.v1 import tensor_pb2
 
 DRAFT, POLICY = "draft", "policy"
-READ_BACK, ACCEPTANCE = "read-back", "acceptance"
+READ_BACK, ACCEPTANCE, RELEASE = "read-back", "acceptance", "release"
 MAX_STAGED = 16
+CLAIM_SECONDS = 60.0
+"""Silence after which a trainer's servers may be another's."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class RolloutControl:
         self._speculation_pays = True
         self.untrusted = asyncio.Event()
         self._against: dict[str, str] = {}
+        self._trainer, self._claimed_at = "", -math.inf
         store.retain(draft.keys)
 
     @property
@@ -127,6 +131,47 @@ class RolloutControl:
         if not reason:
             del self._against[source]
 
+    def heard(self, trainer: str) -> None:
+        """A trainer reads the state; its claim goes on if this server belongs to it."""
+        if trainer and trainer == self._trainer:
+            self._claimed_at = time.monotonic()
+
+    def check_claim(self, trainer: str, claims: bool = False) -> None:
+        """A trainer changes something; with ``claims`` the server belongs to it from now on.
+
+        Raises RefusedError: it belongs to another one (FAILED_PRECONDITION).
+        """
+        if not trainer:
+            return
+        silent = time.monotonic() - self._claimed_at
+        if self.trainer not in ("", trainer):
+            raise RefusedError(
+                "publish.rollout_servers",
+                f"a server of trainer {self.trainer}, heard {silent:.0f} s ago",
+                f"servers that no trainer but this one ({trainer}) publishes to",
+                "give every trainer servers of its own (docs/deployment.md), or stop the other one",
+                StatusCode.FAILED_PRECONDITION,
+            )
+        if claims:
+            self._trainer = trainer
+        self.heard(trainer)
+
+    @property
+    def trainer(self) -> str:
+        """The trainer that this server belongs to; empty: none was heard for ``CLAIM_SECONDS``."""
+        return self._trainer if time.monotonic() - self._claimed_at < CLAIM_SECONDS else ""
+
+    def expect(self, version: int, sha256: bytes) -> None:
+        """Not ready while another draft than this one is served; a change of the draft ends it."""
+        live = self.live[DRAFT].version
+        served = (live, self._draft_sha256()) == (version, sha256)
+        text = f"serves {'another ' if live == version else ''}draft {live}, the fleet {version}"
+        self.report(RELEASE, "" if served else text)
+
+    def _draft_sha256(self) -> bytes:
+        tensors = self.live[DRAFT].source.tensors
+        return release_digest((tensor.name, tensor.key.sha256) for tensor in tensors)
+
     def state(self) -> pb.ServerState:
         """What is served, as a message."""
         draft, previous = self.live[DRAFT], self.previous_draft
@@ -139,8 +184,9 @@ class RolloutControl:
             speculation_enabled=self.speculation_enabled,
             draft_commits=self.commits[DRAFT],
             policy_commits=self.commits[POLICY],
-            draft_sha256=release_digest((t.name, t.key.sha256) for t in draft.source.tensors),
+            draft_sha256=self._draft_sha256(),
             not_ready=self.not_ready,
+            trainer=self.trainer,
             engine_seconds=self.tracker.engine_seconds,
             speed_up=self.tracker.speed_up,
         )
@@ -345,6 +391,7 @@ class RolloutControl:
             self.commits[weights.kind] += 1
             if weights.kind == DRAFT and weights.version is not None:
                 self.report(READ_BACK, "")
+                self.report(RELEASE, "")
                 self.tracker.switch(weights.version, result.steps_before)
             elif weights.version is not None:
                 self.tracker.switch_policy(weights.version, result.steps_before, result.requests)

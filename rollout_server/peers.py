@@ -17,7 +17,7 @@ import grpc
 from rollout_server.control import RolloutControl
 from rollout_server.upload import Upload
 from slipstream.client import OPTIONS, split_address
-from slipstream.errors import RefusedError, clean, failure_text
+from slipstream.errors import RefusedError, StatusCode, clean, failure_text
 from slipstream.security import NONE, ClientCredentials
 from slipstream.serving import Workers
 from slipstream.tensors import CHUNK_BYTES
@@ -34,6 +34,9 @@ MAX_SERVED = 8
 
 ANSWER_SECONDS = 5.0
 """Longest wait for a source's next bytes."""
+
+AT_ONCE = 2
+"""Tensors that are fetched at a time: one arrives while the other is verified."""
 
 FAILURES = ("altered", "failed")
 """Why a source was given up: its bytes had another hash, or it did not answer or lacked them."""
@@ -59,8 +62,15 @@ class Peers:
         self.served_bytes = 0
         self.failures: Counter[str] = Counter(dict.fromkeys(FAILURES, 0))
 
-    async def fetch(self, upload: Upload, sources: Sequence[str]) -> Mapping[str, list[str]]:
+    async def fetch(
+        self, upload: Upload, sources: Sequence[str], seconds: float
+    ) -> Mapping[str, list[str]]:
         """Fetch what ``upload`` misses from the first source that has it; the rest stays missing.
+
+        Args:
+            upload: of a stage.
+            sources: control planes.
+            seconds: that all of it may take.
 
         Returns:
             The sources that were given up, by ``FAILURES``.
@@ -69,11 +79,13 @@ class Peers:
             RefusedError: this server's own store is full, or a tensor is not finite.
         """
         given_up: dict[str, list[str]] = {why: [] for why in FAILURES}
+        over_at = asyncio.get_running_loop().time() + seconds
         for address in sources:
             if not upload.missing:
                 break
             try:
-                why, text = await self._fetch_from(address, upload)
+                async with asyncio.timeout_at(over_at):
+                    why, text = await self._fetch_from(address, upload)
             except (grpc.RpcError, TimeoutError) as error:
                 why = "failed"
                 text = failure_text(error) if isinstance(error, grpc.RpcError) else "no answer"
@@ -100,6 +112,11 @@ class Peers:
                     data = await workers.run(os.pread, file.fileno(), CHUNK_BYTES, offset)
                     self.served_bytes += len(data)
                     yield pb.FetchResponse(data=data)
+        except OSError as error:
+            expected, code = "a file that can be read", StatusCode.NOT_FOUND
+            raise RefusedError(
+                "sha256", error.strerror, expected, "ask another server", code
+            ) from error
         finally:
             store.release([key])
 
@@ -110,11 +127,22 @@ class Peers:
         except RefusedError as error:
             return "failed", str(error)
         async with channel:
-            stub = pb_grpc.RolloutServerStub(channel)
-            for name in list(upload.missing):
-                if not await self._fetch_one(stub, metadata, upload, name):
-                    return "altered", f"{name} has another hash"
-        return "", ""
+            stub, names = pb_grpc.RolloutServerStub(channel), iter(list(upload.missing))
+
+            async def some() -> str:
+                for name in names:
+                    if not await self._fetch_one(stub, metadata, upload, name):
+                        return name
+                return ""
+
+            fetching = [asyncio.ensure_future(some()) for _ in range(AT_ONCE)]
+            try:
+                altered = "".join([name for name in await asyncio.gather(*fetching) if name][:1])
+            finally:
+                for task in fetching:
+                    task.cancel()
+                await asyncio.wait(fetching)
+        return ("altered", f"{altered} has another hash") if altered else ("", "")
 
     async def _fetch_one(
         self, stub: pb_grpc.RolloutServerStub, metadata: Metadata, upload: Upload, name: str

@@ -29,6 +29,7 @@ from rollout_server.reload import Result
 from rollout_server.served import Served
 from rollout_server.store import WeightSource
 from rollout_server.upload import Upload
+from slipstream.client import TRAINER
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.guard import CHUNK_MESSAGE_BYTES, Guard, Limit
 from slipstream.security import Access
@@ -60,6 +61,7 @@ capacity of the store at its start, and a byte a minute would hold it for ever."
 
 LIMITS: Mapping[str, Limit] = {
     f"/{SERVICE}/Stage": Limit(32, CHUNK_MESSAGE_BYTES),
+    f"/{SERVICE}/Pull": Limit(32, CHUNK_MESSAGE_BYTES),
     f"/{SERVICE}/Fetch": Limit(MAX_SERVED),
     f"/{SERVICE}/Commit": Limit(8),
     f"/{SERVICE}/RollBack": Limit(8),
@@ -165,33 +167,17 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         start = time.perf_counter()
         header = await _header(request_iterator)
         kind = kind_of(header)
+        self._control.check_claim(_trainer(context), claims=kind == DRAFT)
         if header.kind == pb.STAGE_KIND_POLICY_EXTERNAL:
             await self._stage_transfer(header)
             yield pb.StageResponse(needed=pb.StageNeeded())
             seconds = time.perf_counter() - start
             yield pb.StageResponse(staged=pb.StageResult(stage_id=header.stage_id, seconds=seconds))
             return
-        against = None
-        if header.HasField("trained_against_policy_version") and kind == DRAFT:
-            against = header.trained_against_policy_version
-        store = self._control.store
-        weights = Weights.of(kind, header.version, header.tensors, store, header.stage_id, against)
-        held = self._control.already_staged(weights)
-        self._expected[kind].check(header.tensors)
-        _check_sources(header)
-        upload = Upload(header.tensors, weights, store, self.workers)
-        if not held:
-            refuse_shared(await self._control.engine.describe(), self._served)
-        end = start + CHUNK_SECONDS + upload.needed_bytes / STAGE_BYTES_PER_SECOND
+        weights, upload = await self._begin(header, kind)
+        end = start + _longest(upload)
         with upload.opened():
-            given_up = await self.peers.fetch(upload, header.sources)
-            yield pb.StageResponse(
-                needed=pb.StageNeeded(
-                    names=list(upload.missing),
-                    altered_sources=given_up["altered"],
-                    failed_sources=given_up["failed"],
-                )
-            )
+            yield pb.StageResponse(needed=await self._fetched(header, upload))
             while upload.missing:
                 request = await _next(request_iterator, end - time.perf_counter())
                 if request is None:
@@ -203,18 +189,58 @@ class RolloutService(pb_grpc.RolloutServerServicer):
                 else:
                     await upload.feed(request.chunk)
             self._control.add_stage(weights)
+        yield pb.StageResponse(staged=await self._prepared(weights, upload, start))
+
+    async def Pull(self, request: pb.StageHeader, context: Any) -> pb.PullResponse:
+        start = time.perf_counter()
+        if request.kind != pb.STAGE_KIND_DRAFT:
+            raise RefusedError("kind", request.kind, "a draft", "stage a policy")
+        kind = kind_of(request)
+        self._control.check_claim(_trainer(context), claims=True)
+        weights, upload = await self._begin(request, kind)
+        with upload.opened():
+            needed = await self._fetched(request, upload)
+            if upload.missing:
+                return pb.PullResponse(needed=needed)
+            self._control.add_stage(weights)
+        staged = await self._prepared(weights, upload, start)
+        return pb.PullResponse(needed=needed, staged=staged)
+
+    async def _begin(self, header: pb.StageHeader, kind: str) -> tuple[Weights, Upload]:
+        """Check what is to be staged before anything of it is sent."""
+        against = None
+        if header.HasField("trained_against_policy_version") and kind == DRAFT:
+            against = header.trained_against_policy_version
+        store = self._control.store
+        weights = Weights.of(kind, header.version, header.tensors, store, header.stage_id, against)
+        held = self._control.already_staged(weights)
+        self._expected[kind].check(header.tensors)
+        if len(header.sources) > MAX_SOURCES:
+            found, expected = f"{len(header.sources)}", f"at most {MAX_SOURCES}"
+            raise RefusedError("sources", found, expected, "name fewer servers")
+        if not held:
+            refuse_shared(await self._control.engine.describe(), self._served)
+        return weights, Upload(header.tensors, weights, store, self.workers)
+
+    async def _fetched(self, header: pb.StageHeader, upload: Upload) -> pb.StageNeeded:
+        given_up = await self.peers.fetch(upload, header.sources, _longest(upload))
+        return pb.StageNeeded(
+            names=list(upload.missing),
+            altered_sources=given_up["altered"],
+            failed_sources=given_up["failed"],
+        )
+
+    async def _prepared(self, weights: Weights, upload: Upload, start: float) -> pb.StageResult:
         staged = time.perf_counter()
         not_prepared = await self._control.prepare(weights)
         end = time.perf_counter()
-        yield pb.StageResponse(
-            staged=pb.StageResult(
-                stage_id=header.stage_id,
-                bytes_received=upload.bytes_received,
-                seconds=end - start,
-                prepare_seconds=end - staged,
-                not_prepared=not_prepared,
-                bytes_from_sources=upload.bytes_fetched,
-            )
+        return pb.StageResult(
+            stage_id=weights.stage_id,
+            bytes_received=upload.bytes_received,
+            seconds=end - start,
+            prepare_seconds=end - staged,
+            not_prepared=not_prepared,
+            bytes_from_sources=upload.bytes_fetched,
         )
 
     async def Fetch(
@@ -240,21 +266,31 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         self._control.add_stage(Weights(POLICY, header.version, source, header.stage_id))
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
+        self._control.check_claim(_trainer(context))
         return await self._committed(self._control.commit(request.stage_ids))
 
     async def RollBack(self, request: pb.RollBackRequest, context: Any) -> pb.CommitResponse:
+        self._control.check_claim(_trainer(context))
         return await self._committed(self._control.roll_back())
 
     async def SetSpeculation(
         self, request: pb.SetSpeculationRequest, context: Any
     ) -> pb.CommitResponse:
+        self._control.check_claim(_trainer(context))
         return await self._committed(self._control.set_speculation(request.enabled))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        self._control.check_claim(_trainer(context))
         self._control.abort(request.stage_ids)
         return pb.AbortResponse()
 
+    async def Expect(self, request: pb.ExpectRequest, context: Any) -> pb.ServerState:
+        self._control.check_claim(_trainer(context))
+        self._control.expect(request.draft_version, request.draft_sha256)
+        return self._control.state()
+
     async def GetState(self, request: pb.GetStateRequest, context: Any) -> pb.ServerState:
+        self._control.heard(_trainer(context))
         if request.read_back:
             await self._control.read_back()
         return self._control.state()
@@ -283,11 +319,16 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         )
 
 
-def _check_sources(header: pb.StageHeader) -> None:
-    if len(header.sources) > MAX_SOURCES:
-        raise RefusedError(
-            "sources", f"{len(header.sources)}", f"at most {MAX_SOURCES}", "name fewer servers"
-        )
+def _longest(upload: Upload) -> float:
+    return CHUNK_SECONDS + upload.needed_bytes / STAGE_BYTES_PER_SECOND
+
+
+def _trainer(context: Any) -> str:
+    """Which trainer calls; empty for a bridge and for people."""
+    for key, value in context.invocation_metadata() or ():
+        if key == TRAINER:
+            return clean(str(value), 64)
+    return ""
 
 
 async def _header(requests: AsyncIterator[pb.StageRequest]) -> pb.StageHeader:

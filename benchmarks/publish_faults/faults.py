@@ -45,7 +45,7 @@ def run(rig: Rig, fault: Fault, turn: int) -> None:
     rig.start()
     before = rig.settled()
     rig.watch(turn % len(rig.addresses))
-    version = _after(before)
+    version = following_on(before)
     fault.inflict(rig, version, turn)
     rig.start()
     after = rig.settled()
@@ -53,7 +53,7 @@ def run(rig: Rig, fault: Fault, turn: int) -> None:
     if fault.published is not None:
         expected = version if fault.published else before
         assert after == expected, f"{fault.name}: on draft {after}, not {expected}"
-    following = _after(version)
+    following = following_on(version)
     answer = rig.ask("promote", following)
     deadline = time.monotonic() + RECONNECT_SECONDS
     # The trainer's connection to a server that has just come back may still be waiting to be tried.
@@ -64,7 +64,7 @@ def run(rig: Rig, fault: Fault, turn: int) -> None:
     rig.check()
 
 
-def _after(version: int) -> int:
+def following_on(version: int) -> int:
     """The next release, in a circle: when its turn comes, servers have forgotten its content."""
     return version % (RELEASES - 1) + 1
 
@@ -138,7 +138,7 @@ def _at_rest(rig: Rig, version: int, turn: int) -> None:
 
 
 def _two_at_once(rig: Rig, version: int, turn: int) -> None:
-    other = _after(version)
+    other = following_on(version)
     answer = rig.ask("promote-both", version, other)
     assert "version" in answer["first"] and "version" in answer["second"], answer
     rig.ask("promote", version)

@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 import signal
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,14 @@ class Rig:
     """
 
     canary = CanaryConfig()
+    publish: Mapping[str, Any] = {}
+    """Of the trainer's [publish], over what suits processes that die."""
 
     def __init__(self, folder: Path, servers: int) -> None:
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload([server_process.__name__, trainer_process.__name__])
         self.root = folder / "registry"
-        self._write_releases()
+        write_releases(self.root, RELEASES)
         self._ports = [free_port() for _ in range(servers)]
         self._faults = [folder / f"fault-{index}" for index in range(servers)]
         self.addresses = tuple(f"127.0.0.1:{port}" for port in self._ports)
@@ -95,7 +98,7 @@ class Rig:
         self._pipe, theirs = self._context.Pipe()
         self._trainer = self._context.Process(
             target=trainer_process.run,
-            args=(str(self.root), self.addresses, theirs, self.canary),
+            args=(str(self.root), self.addresses, theirs, self.canary, self.publish),
             daemon=True,
         )
         self._trainer.start()
@@ -107,7 +110,7 @@ class Rig:
         pipe, theirs = self._context.Pipe()
         process = self._context.Process(
             target=trainer_process.run,
-            args=(str(self.root), self.addresses, theirs, self.canary),
+            args=(str(self.root), self.addresses, theirs, self.canary, self.publish),
             daemon=True,
         )
         process.start()
@@ -201,19 +204,22 @@ class Rig:
             os.kill(process.pid, signal.SIGKILL)
             process.join(PATIENCE)
 
-    def _write_releases(self) -> None:
-        registry = Registry(self.root)
-        registry.import_initial(DRAFT)
-        head = Eagle3().read(registry.path(0)).draft()
-        generator = torch.Generator().manual_seed(0)
-        for version in range(1, RELEASES):
-            with torch.no_grad():
-                for parameter in head.parameters():
-                    noise = torch.randn(parameter.shape, generator=generator)
-                    parameter.add_(0.01 * parameter.std() * noise)
-            registry.create(
-                head,
-                release_pb2.ReleaseManifest(
-                    parent_version=version - 1, trained_against_policy_version=version
-                ),
-            )
+
+def write_releases(root: Path, count: int) -> Registry:
+    """A registry of the example's draft and others that are a little off it."""
+    registry = Registry(root)
+    registry.import_initial(DRAFT)
+    head = Eagle3().read(registry.path(0)).draft()
+    generator = torch.Generator().manual_seed(0)
+    for version in range(1, count):
+        with torch.no_grad():
+            for parameter in head.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(0.01 * parameter.std() * noise)
+        registry.create(
+            head,
+            release_pb2.ReleaseManifest(
+                parent_version=version - 1, trained_against_policy_version=version
+            ),
+        )
+    return registry

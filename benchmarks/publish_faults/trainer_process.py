@@ -23,7 +23,7 @@ import torch
 import slipstream.client
 from draft_trainer.config import CanaryConfig, PublishConfig
 from draft_trainer.counters import Counters
-from draft_trainer.releases import publisher as phases
+from draft_trainer.releases import commits
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
 from draft_trainer.releases.commits import Payloads
 from draft_trainer.releases.fleet import DraftPayload, Fleet, RolloutClient
@@ -41,6 +41,7 @@ def run(
     addresses: tuple[str, ...],
     pipe: Connection,
     canary_config: CanaryConfig,
+    publish: Mapping[str, Any],
 ) -> None:
     """Publish as told until the pipe closes. The process's whole life."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -55,10 +56,11 @@ def run(
     fleet = Fleet(
         PublishConfig(
             rollout_servers=addresses,
-            state_timeout_s=2.0,
-            stage_timeout_s=10.0,
-            commit_timeout_s=5.0,
-            reconcile_s=0.1,
+            **{
+                **{"state_timeout_s": 2.0, "stage_timeout_s": 10.0, "commit_timeout_s": 5.0},
+                "reconcile_s": 0.1,
+                **publish,
+            },
         )
     )
     watch = AcceptanceWatch(fleet)
@@ -104,6 +106,13 @@ def _promote_both(publisher: Publisher, first: int, second: int) -> dict[str, An
 
 def _wanted(publisher: Publisher) -> dict[str, Any]:
     return {"wanted": publisher.promotions.now.live}
+
+
+def _sent(publisher: Publisher) -> dict[str, Any]:
+    sent = {
+        s: publisher.counters.staged_bytes.labels(s)._value.get() for s in ("trainer", "server")
+    }
+    return {**sent, "size": publisher.payloads.get(publisher.promotions.now.live).nbytes}
 
 
 def _pointer(publisher: Publisher) -> dict[str, Any]:
@@ -280,6 +289,7 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "arm": _arm,
     "wanted": _wanted,
     "pointer": _pointer,
+    "sent": _sent,
     "roll-back": _roll_back,
 }
 
@@ -288,7 +298,7 @@ _ARMS: dict[str, Callable[..., None]] = {
     "die-before-stage": lambda: _patched(RolloutClient, "stage", None, before=True),
     "die-during-stage": lambda: _patched(RolloutClient, "stage", _die),
     "die-before-commit": lambda: _patched(Promotions, "intends", _die),
-    "die-between-commits": lambda: _patched(phases, "commit_on", _die),
+    "die-between-commits": lambda: _patched(commits, "commit_on", _die),
     "die-after-commits": lambda: _patched(Promotions, "on_trial", None, before=True),
     "flip": _flip,
     "nan": _bad(_nan),

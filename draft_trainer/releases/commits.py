@@ -6,14 +6,16 @@ never by assuming.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from draft_trainer.releases.fleet import DraftPayload, Failure, Fleet, RolloutClient
+from draft_trainer.releases.fleet import DraftPayload, Failure, Fleet, Quorum, RolloutClient
 from draft_trainer.releases.registry import Registry
 from slipstream.errors import RefusedError
 from slipstream.tensors import digest_of_specs
@@ -57,11 +59,19 @@ class PublishResult:
     changes: bool = False
     """A draft is staged (``prepare``) or was committed."""
     draft: DraftPayload | None = None
+    enough: int = 0
+    """Servers that have to commit the draft for it to go live."""
 
     @property
     def holders(self) -> list[str]:
         """The servers that hold the staged draft."""
         return [address for address, outcome in self.outcomes.items() if outcome.staged]
+
+    @property
+    def without(self) -> dict[str, str]:
+        """Why servers do not hold it that were reached and should."""
+        reached = {a: o for a, o in self.outcomes.items() if o.state is not None}
+        return {address: outcome.error for address, outcome in reached.items() if outcome.error}
 
 
 class Payloads:
@@ -114,22 +124,70 @@ def stage_on(
     return client.stage(draft, stage_id, sources=sources)
 
 
+def commit_on_all(
+    fleet: Fleet,
+    draft: DraftPayload | None,
+    holders: Collection[str],
+    policy_version: int,
+    policy_stage_id: str,
+    outcomes: dict[str, ServerOutcome],
+    enough: int,
+) -> None:
+    """Commit a draft on its holders, and a policy on every server of ``outcomes``.
+
+    A policy has to be live everywhere: with one, every answer is waited for. Without, the holders
+    have ``publish.straggler_s`` once there are ``enough``.
+    """
+    waits = policy_stage_id or not holders or enough >= len(holders)
+    quorum = Quorum(enough, math.inf if waits else fleet.config.straggler_s)
+    chosen = frozenset(holders)
+    answered = fleet.each(
+        lambda client: commit_on(
+            client,
+            draft if client.address in chosen else None,
+            policy_version,
+            policy_stage_id,
+            outcomes[client.address],
+        ),
+        tuple(outcomes),
+        quorum,
+    )
+    for address in outcomes.keys() - answered.keys():
+        # A new one: the call goes on, and writes what comes of it to the other.
+        outcomes[address] = ServerOutcome(error=quorum.late.text)
+
+
+def expect_on(fleet: Fleet, draft: DraftPayload, stragglers: Iterable[str]) -> None:
+    """Have servers that lack the release that went live be not ready until they have it.
+
+    Nobody waits for them: ``reconcile`` tells them again and gives it to them.
+    """
+    calls = fleet.calls()
+    for address in stragglers:
+        calls.start(address, partial(fleet.client(address).expect, draft))
+
+
 def commit_on(
     client: RolloutClient,
     draft: DraftPayload | None,
     policy_version: int,
     policy_stage_id: str,
     outcome: ServerOutcome,
-) -> None:
-    """Commit on one server; a draft that fails there does not keep the policy back."""
+) -> bool:
+    """Commit on one server; a draft that fails there does not keep the policy back.
+
+    Returns:
+        Whether the draft is live.
+    """
     policy = [policy_stage_id] if policy_stage_id else []
     if draft is None and not policy:
-        return outcome.saw(client.state())
+        outcome.saw(client.state())
+        return False
     if draft is not None:
         answer = _committed(client, draft, policy_version, policy, outcome)
         if not isinstance(answer, Failure):
             outcome.draft_committed = True
-            return
+            return True
         client.abort([draft.stage_id])
         outcome.error = f"{draft.stage_id} was not committed: {answer.text}"
     if policy:
@@ -137,10 +195,11 @@ def commit_on(
         if not isinstance(answer, Failure):
             if outcome.error:
                 outcome.error += f"; {policy_stage_id} was committed without it"
-            return
+            return False
         alone = f"; {policy_stage_id} alone failed too: " if outcome.error else "commit failed: "
         outcome.error += alone + answer.text
     outcome.saw(client.state())
+    return False
 
 
 def _committed(

@@ -1,4 +1,4 @@
-"""The rollout servers: who they are, one client each, and one server's part of a publish.
+"""The rollout servers: one client each, and how several are asked at the same time.
 
 Every call has a deadline, and calls to several servers run in parallel. What happened is decided by
 an answer or, where the answer was lost, by reading the server's state; never by assuming.
@@ -10,23 +10,23 @@ outlives its fleet. Texts that servers send are bounded and cleaned here, where 
 from __future__ import annotations
 
 import logging
+import math
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import grpc
 import torch
 
-from draft_trainer.config import DNS, FILE, PublishConfig
+from draft_trainer.config import PublishConfig
 from draft_trainer.drafters.acceptance import Method
-from slipstream.client import Progress, open_channel, split_address, stage
+from draft_trainer.releases.members import Members
+from slipstream.client import TRAINER, Progress, open_channel, stage
 from slipstream.errors import RefusedError, clean, failure_text
 from slipstream.security import NONE, ClientCredentials
 from slipstream.tensors import digest_of_specs
@@ -46,52 +46,6 @@ ASSUMED = (3, "probabilistic")
 
 UNKNOWN_FATE = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "UNKNOWN")
 """Codes after which the server may or may not have done what it was asked."""
-
-
-class Members:
-    """Rollout-server discovery: addresses, DNS names, membership files. Not thread-safe.
-
-    A name service that does not answer, or a file that is no list of addresses, says nothing about
-    the fleet: its last answer stays in force until there is another.
-    """
-
-    def __init__(self, entries: Sequence[str]) -> None:
-        self._known: dict[str, tuple[str, ...]] = dict.fromkeys(entries, ())
-        self._failed: set[str] = set()
-
-    def addresses(self) -> tuple[str, ...]:
-        """``host:port`` of every control plane, each once. Never raises."""
-        for entry in self._known:
-            try:
-                self._known[entry] = tuple(look_up(entry))
-                self._failed.discard(entry)
-            except (OSError, ValueError) as error:
-                if entry not in self._failed:
-                    logger.warning("%s: %s; keeping %s", entry, error, list(self._known[entry]))
-                self._failed.add(entry)
-        return tuple(dict.fromkeys(a for known in self._known.values() for a in known))
-
-
-def look_up(entry: str) -> list[str]:
-    """The addresses that an entry stands for now.
-
-    A file holds a ``host:port`` a line and is replaced as a whole; an empty one is an empty fleet.
-
-    Raises:
-        OSError: no name service (``socket.gaierror``) or no such file.
-        ValueError: the file is no list of addresses.
-    """
-    if entry.startswith(DNS):
-        name, port = split_address(entry.removeprefix(DNS))
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-        hosts = sorted({str(info[4][0]) for info in found})
-        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
-    if entry.startswith(FILE):
-        addresses = Path(entry.removeprefix(FILE)).read_text(encoding="utf-8").split()
-        for address in addresses:
-            split_address(address)
-        return addresses
-    return [entry]
 
 
 @dataclass(frozen=True)
@@ -136,9 +90,14 @@ class RolloutClient:
     """One rollout server's control plane."""
 
     def __init__(
-        self, address: str, config: PublishConfig, credentials: ClientCredentials = NONE
+        self,
+        address: str,
+        config: PublishConfig,
+        credentials: ClientCredentials = NONE,
+        trainer: str = "",
     ) -> None:
         self.address = address
+        self._who = ((TRAINER, trainer),) if trainer else ()
         self._config = config
         self._channel = open_channel(address, credentials=credentials)
         self._stub = pb_grpc.RolloutServerStub(self._channel)
@@ -146,8 +105,8 @@ class RolloutClient:
     def state(self, read_back: bool = False) -> pb.ServerState | Failure:
         """What it serves; with ``read_back`` its workers look into their memory for it."""
         request = pb.GetStateRequest(read_back=read_back)
-        timeout = self._config.state_timeout_s
-        return self._call(lambda: cleaned(self._stub.GetState(request, timeout=timeout)))
+        answer = self._ask(self._stub.GetState, request, self._config.state_timeout_s)
+        return answer if isinstance(answer, Failure) else cleaned(answer)
 
     def stage(
         self,
@@ -155,7 +114,6 @@ class RolloutClient:
         stage_id: str = "",
         *,
         sources: Sequence[str] = (),
-        most_sent: int | None = None,
         progress: Progress | None = None,
     ) -> pb.StageResult | Failure:
         """Let it pull and verify a release while it generates, under its usual id or another.
@@ -163,11 +121,11 @@ class RolloutClient:
         Args:
             draft: the release.
             stage_id: the other one.
-            sources: servers from which it fetches.
-            most_sent, progress: as of ``slipstream.client.stage``.
+            sources: servers from which it fetches what they have; this side sends the rest.
+            progress: kept up to date.
         """
-        began = time.monotonic()
-        answer = self._call(
+        return self._staged(
+            draft,
             lambda: stage(
                 self._stub,
                 stage_id=stage_id or draft.stage_id,
@@ -177,44 +135,74 @@ class RolloutClient:
                 specs=draft.specs,
                 trained_against_policy_version=draft.trained_against_policy_version,
                 sources=sources,
-                most_sent=most_sent,
                 progress=progress,
+                metadata=self._who,
                 timeout=self._config.stage_timeout_s,
-            )
+            ),
         )
+
+    def pull(
+        self, draft: DraftPayload, sources: Sequence[str], progress: Progress
+    ) -> pb.StageResult | Failure:
+        """The same, from ``sources`` alone; ABORTED: they did not give all of it."""
+        header = pb.StageHeader(
+            stage_id=draft.stage_id,
+            kind=pb.STAGE_KIND_DRAFT,
+            version=draft.version,
+            trained_against_policy_version=draft.trained_against_policy_version,
+            tensors=draft.specs,
+            sources=sources,
+        )
+
+        def ask() -> pb.StageResult | Failure:
+            timeout = self._config.stage_timeout_s
+            answer = self._stub.Pull(header, timeout=timeout, metadata=self._who)
+            progress.saw(answer.needed)
+            if answer.HasField("staged"):
+                return answer.staged
+            text = f"{len(answer.needed.names)} tensors that none of {', '.join(sources)} gave"
+            return Failure(f"{self.address}: {text}", grpc.StatusCode.ABORTED)
+
+        return self._staged(draft, ask)
+
+    def _staged(
+        self, draft: DraftPayload, call: Callable[[], pb.StageResult | Failure]
+    ) -> pb.StageResult | Failure:
+        began = time.monotonic()
+        answer = self._call(call)
         if not isinstance(answer, Failure):
             answer.seconds = time.monotonic() - began
             answer.bytes_from_sources = min(answer.bytes_from_sources, draft.nbytes)
         return answer
 
+    def expect(self, draft: DraftPayload) -> Failure | None:
+        """Tell it which draft the fleet serves: with another one it is not ready."""
+        request = pb.ExpectRequest(draft_version=draft.version, draft_sha256=draft.sha256)
+        return self._told(self._stub.Expect, request, self._config.state_timeout_s)
+
     def commit(self, stage_ids: Sequence[str]) -> pb.ServerState | Failure:
         """Make the named stages live in one worker call; the state after it."""
-        request = pb.CommitRequest(stage_ids=stage_ids)
-        timeout = self._config.commit_timeout_s
-        return self._call(lambda: cleaned(self._stub.Commit(request, timeout=timeout).state))
+        return self._changed(self._stub.Commit, pb.CommitRequest(stage_ids=stage_ids))
 
     def abort(self, stage_ids: Sequence[str]) -> Failure | None:
         """Forget stages. Idempotent."""
         request = pb.AbortRequest(stage_ids=stage_ids)
-        timeout = self._config.state_timeout_s
-        return self._told(lambda: self._stub.Abort(request, timeout=timeout))
+        return self._told(self._stub.Abort, request, self._config.state_timeout_s)
 
     def roll_back(self) -> pb.ServerState | Failure:
         """Back to the draft it served before; the state after it."""
-        request, timeout = pb.RollBackRequest(), self._config.commit_timeout_s
-        return self._call(lambda: cleaned(self._stub.RollBack(request, timeout=timeout).state))
+        return self._changed(self._stub.RollBack, pb.RollBackRequest())
 
     def set_speculation(self, enabled: bool) -> Failure | None:
         """Turn drafting on or off between two steps."""
         request = pb.SetSpeculationRequest(enabled=enabled)
-        timeout = self._config.commit_timeout_s
-        return self._told(lambda: self._stub.SetSpeculation(request, timeout=timeout))
+        return self._told(self._stub.SetSpeculation, request, self._config.commit_timeout_s)
 
     def watch(self, interval_ms: int, timeout: float) -> Iterator[pb.AcceptanceReport]:
         """Acceptance counters as they move, for ``timeout`` seconds; ends early where it fails."""
         request = pb.WatchAcceptanceRequest(min_interval_ms=interval_ms)
         try:
-            for report in self._stub.WatchAcceptance(request, timeout=timeout):
+            for report in self._stub.WatchAcceptance(request, timeout=timeout, metadata=self._who):
                 cleaned(report.state)
                 yield report
         except (grpc.RpcError, ValueError):
@@ -224,20 +212,25 @@ class RolloutClient:
         """Give up the connection; calls in flight fail."""
         self._channel.close()
 
-    def _told(self, call: Callable[[], object]) -> Failure | None:
-        answer = self._call(call)
+    def _changed(self, method: Callable[..., Any], request: object) -> pb.ServerState | Failure:
+        answer = self._ask(method, request, self._config.commit_timeout_s)
+        return answer if isinstance(answer, Failure) else cleaned(answer.state)
+
+    def _told(self, method: Callable[..., Any], request: object, timeout: float) -> Failure | None:
+        answer = self._ask(method, request, timeout)
         return answer if isinstance(answer, Failure) else None
 
-    def _call(self, call: Callable[[], T]) -> T | Failure:
+    def _ask(self, method: Callable[..., Any], request: object, timeout: float) -> Any:
+        return self._call(lambda: method(request, timeout=timeout, metadata=self._who))
+
+    def _call(self, call: Callable[[], T | Failure]) -> T | Failure:
         try:
             return call()
         except grpc.RpcError as error:
             # A call object carries its status; a bare RpcError (channel closed) does not.
             code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNAVAILABLE
             return Failure(f"{self.address}: {failure_text(error)}", code)
-        except RefusedError as error:
-            return Failure(f"{self.address}: {error}", error.code)
-        except (ConnectionError, ValueError) as error:
+        except (RefusedError, ConnectionError, ValueError) as error:
             # ValueError: grpc's answer to a call on a closed channel.
             return Failure(f"{self.address}: {error}", grpc.StatusCode.UNAVAILABLE)
 
@@ -247,6 +240,7 @@ def cleaned(state: pb.ServerState) -> pb.ServerState:
     state.not_ready = clean(state.not_ready)
     state.model = clean(state.model)
     state.draft_sample_method = clean(state.draft_sample_method)
+    state.trainer = clean(state.trainer)
     staged = [clean(stage_id) for stage_id in state.staged[:MAX_STAGED]]
     del state.staged[:]
     state.staged.extend(staged)
@@ -258,21 +252,27 @@ class Quorum:
 
     Args:
         needed: servers that are enough.
-        patience: seconds for the others from then on.
+        patience: seconds for the others from then on; infinite: they are waited for.
     """
 
     def __init__(self, needed: int, patience: float) -> None:
         self.needed = needed
         self.patience = patience
-        self.over_at: float | None = None
+        self.over_at = math.inf
         self._done = 0
         self.clock = time.monotonic
 
     def count(self, done: bool) -> None:
         """One more server answered, and did it or did not."""
         self._done += done
-        if self._done >= self.needed and self.over_at is None:
+        if self._done >= self.needed and self.over_at == math.inf:
             self.over_at = self.clock() + self.patience
+
+    @property
+    def late(self) -> Failure:
+        """In place of an answer that had not come when it was over."""
+        text = f"no answer {self.patience:g} s after {self.needed} servers had done it"
+        return Failure(text, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class Calls(Generic[T]):
@@ -290,7 +290,7 @@ class Calls(Generic[T]):
     def next(self, quorum: Quorum | None = None) -> tuple[str, T] | None:
         """Wait for the next one's name and answer; None when ``quorum`` is over."""
         wait = None
-        if quorum is not None and quorum.over_at is not None:
+        if quorum is not None and quorum.over_at < math.inf:
             wait = max(0.0, quorum.over_at - quorum.clock())
         try:
             name, future = self._ended.get(timeout=wait)
@@ -302,16 +302,20 @@ class Calls(Generic[T]):
 class Fleet:
     """The rollout servers there are now. Owns the clients and the threads that ask them."""
 
-    MAX_CALLS = 256
-    """At a time; threads exist as calls do."""
+    MAX_CALLS = 2048
+    """At a time; threads exist as calls do. While a release spreads, a thread waits for every
+    server that fetches: with fewer, most of 10,000 servers wait for a thread."""
 
     def __init__(
         self,
         config: PublishConfig,
         on_states: Callable[[Mapping[str, pb.ServerState | Failure]], None] = lambda states: None,
         credentials: ClientCredentials = NONE,
+        trainer: str = "",
     ) -> None:
+        """``trainer`` is its ``State.owner``: servers that belong to another one refuse it."""
         self.config = config
+        self._trainer = trainer
         self._on_states = on_states
         self._members = Members(config.rollout_servers)
         self._credentials = credentials
@@ -344,7 +348,7 @@ class Fleet:
             gone = [self._clients.pop(a) for a in list(self._clients) if a not in wanted]
             for address in wanted:
                 if address not in self._clients:
-                    client = RolloutClient(address, self.config, self._credentials)
+                    client = RolloutClient(address, self.config, self._credentials, self._trainer)
                     self._clients[address] = client
         for client in gone:
             client.close()
@@ -355,7 +359,7 @@ class Fleet:
         with self._lock:
             client = self._clients.get(address)
         if client is None:
-            client = RolloutClient(address, self.config, self._credentials)
+            client = RolloutClient(address, self.config, self._credentials, self._trainer)
             client.close()
         return client
 
@@ -364,15 +368,26 @@ class Fleet:
         return Calls(self._pool)
 
     def each(
-        self, ask: Callable[[RolloutClient], T], addresses: Iterable[str] | None = None
+        self,
+        ask: Callable[[RolloutClient], T],
+        addresses: Iterable[str] | None = None,
+        quorum: Quorum | None = None,
     ) -> dict[str, T]:
-        """Ask servers in parallel and wait for all; every ``ask`` ends by its own deadlines."""
+        """Ask servers in parallel and wait for all; every ``ask`` ends by its own deadlines.
+
+        Without those that have not answered when ``quorum``, which counts true answers, is over.
+        """
         chosen = self.addresses if addresses is None else tuple(addresses)
         calls: Calls[T] = self.calls()
         for address in chosen:
             calls.start(address, partial(ask, self.client(address)))
-        answers = dict(calls.next() for _ in chosen)  # type: ignore[misc]
-        return {address: answers[address] for address in chosen}
+        answers: dict[str, T] = {}
+        while len(answers) < len(chosen) and (ended := calls.next(quorum)) is not None:
+            address, answer = ended
+            answers[address] = answer
+            if quorum is not None:
+                quorum.count(bool(answer))
+        return {address: answers[address] for address in chosen if address in answers}
 
     def sources(self, draft: DraftPayload) -> list[str]:
         """Servers that fetch from others and serve this release, as they said last."""

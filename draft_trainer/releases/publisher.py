@@ -17,6 +17,7 @@ commit waits for another commit at most, never for a publish that is still stagi
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,13 +30,19 @@ from draft_trainer.releases.commits import (
     Payloads,
     PublishResult,
     ServerOutcome,
-    commit_on,
+    commit_on_all,
+    expect_on,
     put_on,
 )
-from draft_trainer.releases.fleet import DraftLag, Failure, Fleet, RolloutClient
+from draft_trainer.releases.fleet import (
+    DraftLag,
+    Failure,
+    Fleet,
+    RolloutClient,
+)
 from draft_trainer.releases.promotions import Promotions, Trial
 from draft_trainer.releases.registry import Registry
-from draft_trainer.releases.spread import Spread
+from draft_trainer.releases.spread import spread_to
 from slipstream.errors import RefusedError, StatusCode
 
 logger = logging.getLogger(__name__)
@@ -275,25 +282,21 @@ class Publisher:
         # No other draft will be committed: what is left there would only take this one's memory.
         self.fleet.abort_strays(states, (draft.stage_id,))
 
-        fetching = {address for address, state in reached.items() if state.fetches}
-        holders = [a for a in self.fleet.sources(draft) if a in reached and a not in behind]
-        spread = Spread(self.fleet, draft, fetching, holders, self.counters)
-        for address, answer in spread.to(behind).items():
-            outcome = outcomes[address]
-            if isinstance(answer, Failure):
-                outcome.error = f"staging failed: {answer.text}"
-            else:
-                outcome.staged, outcome.stage_seconds = True, answer.seconds
-                self.counters.stage_seconds.observe(outcome.stage_seconds)
+        enough = max(1, self._enough(len(reached)) - (len(reached) - len(behind)))
+        spread_to(self.fleet, draft, outcomes, behind, enough, self.counters)
         failed = [address for address in behind if not outcomes[address].staged]
-        if not failed:
-            return PublishResult(version, outcomes, True, draft)
+        if len(behind) - len(failed) >= enough:
+            return PublishResult(version, outcomes, True, draft, enough)
         self.fleet.each(lambda client: client.abort([draft.stage_id]), behind)
         self._note("stage_failed", version, "; ".join(f"{a}: {outcomes[a].error}" for a in failed))
         for address in set(behind) - set(failed):
             error = f"{draft.stage_id} was aborted: staging failed on {', '.join(failed)}"
             outcomes[address].staged, outcomes[address].error = False, error
         return PublishResult(self.promotions.now.live, outcomes)
+
+    def _enough(self, servers: int) -> int:
+        """How many of them are a quorum."""
+        return math.ceil(self.fleet.config.quorum * servers)
 
     def _commit(
         self,
@@ -309,9 +312,10 @@ class Publisher:
         draft = staged.draft if staged is not None else None
         if settled is not None or draft is None or draft.version in (now.live, now.incumbent):
             canary = None
-        holders = staged.holders if staged is not None else []
-        chosen = canary.choose(holders) if canary is not None else tuple(holders)
-        others = tuple(address for address in holders if address not in chosen)
+        holders = dict.fromkeys(staged.holders if staged is not None else ())
+        chosen = canary.choose([*holders]) if canary is not None else tuple(holders)
+        first = frozenset(chosen)
+        others = tuple(address for address in holders if address not in first)
         refusal = ""
         if draft is not None:
             try:
@@ -327,20 +331,13 @@ class Publisher:
             else ServerOutcome()
             for address in dict.fromkeys((*self.fleet.addresses, *chosen))
         }
-        self.fleet.each(
-            lambda client: commit_on(
-                client,
-                draft if client.address in chosen else None,
-                policy_version,
-                policy_stage_id,
-                outcomes[client.address],
-            ),
-            outcomes,
-        )
-        for outcome in outcomes.values():
+        enough = self._enough(len(chosen)) if others or staged is None else staged.enough
+        commit_on_all(self.fleet, draft, chosen, policy_version, policy_stage_id, outcomes, enough)
+        without = staged.without if staged is not None else {}
+        for address, outcome in outcomes.items():
             if outcome.committed:
                 self.counters.commit_seconds.observe(outcome.commit_seconds)
-            outcome.error = outcome.error or refusal
+            outcome.error = outcome.error or refusal or without.get(address, "")
         result = PublishResult(now.live, outcomes, draft=draft)
         if draft is None or refusal:
             if policy_stage_id:
@@ -348,9 +345,10 @@ class Publisher:
                 self.counters.published("policy_failed" if missed else "policy_only")
         else:
             failed = [address for address in chosen if not outcomes[address].draft_committed]
-            why = f"it failed on {', '.join(failed)}" if failed else ""
+            live = len(chosen) - len(failed) >= enough
+            why = "" if live else f"it failed on {', '.join(failed)}"
             try:
-                if not failed:
+                if live:
                     self._went_live(draft.version, chosen, others, settled)
             except RefusedError as error:
                 # The disk does not know that it is live, so it must not be.
@@ -362,6 +360,7 @@ class Publisher:
             else:
                 result.changes = True
                 result.draft_version = now.live if others else draft.version
+                expect_on(self.fleet, draft, failed if others else [*failed, *without])
         self.lag.apply(self.fleet, {a: o.state for a, o in outcomes.items()})
         return result
 

@@ -135,6 +135,7 @@ class Reconciler:
                     version = state.draft_version
                     if self._recommits[address, version] >= MOST_RECOMMITS:
                         self._give_up = (version, f"{address}, again: {state.not_ready}")
+        self._expect(states)
         now = time.monotonic()
         due = [
             address
@@ -149,6 +150,23 @@ class Reconciler:
                 states[address] = answer
         self._count(states)
         publisher.lag.apply(fleet, states)
+
+    def _expect(self, states: Mapping[str, pb.ServerState | Failure]) -> None:
+        """With a quorum, servers on another release than wanted are not ready until they have it:
+        those that missed the publish, and were not reached when it ended."""
+        publisher = self._publisher
+        now = publisher.promotions.now
+        if publisher.fleet.config.quorum == 1.0:
+            return
+        behind = [
+            address
+            for address, found in self._diverged.items()
+            if found.reason != "not_ready" and not isinstance(states[address], Failure)
+        ]
+        if behind:
+            publisher.fleet.each(
+                lambda c: c.expect(publisher.payloads.get(now.wanted_on(c.address))), behind
+            )
 
     def _count(self, states: Mapping[str, pb.ServerState | Failure]) -> None:
         """Count servers that are known, reachable, ready, and on the release wanted on them."""

@@ -9,14 +9,17 @@ trainer. Servers that do not fetch (``ServerState.fetches``) always do.
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 
 from draft_trainer.counters import Counters
+from draft_trainer.releases.commits import ServerOutcome
 from draft_trainer.releases.fleet import Calls, DraftPayload, Failure, Fleet, Quorum
 from slipstream.client import Progress
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -40,6 +43,39 @@ MOST_SENT = 4
 else gets a server further, and to one server at a time."""
 
 Staged = pb.StageResult | Failure
+
+
+def spread_to(
+    fleet: Fleet,
+    draft: DraftPayload,
+    outcomes: Mapping[str, ServerOutcome],
+    behind: Sequence[str],
+    enough: int,
+    counters: Counters,
+) -> None:
+    """Stage a release on the servers that are ``behind``, and note how that ended.
+
+    Args:
+        fleet: whose servers.
+        draft: the release.
+        outcomes: of all servers, with the state of those that were reached.
+        behind: servers to stage on.
+        enough: of them; the others have ``publish.straggler_s`` from then on.
+        counters: of bytes, seconds and dropped sources.
+    """
+    reached = {a: o.state for a, o in outcomes.items() if o.state is not None}
+    fetching = {address for address, state in reached.items() if state.fetches}
+    holders = (reached.keys() & fleet.sources(draft)) - set(behind)
+    patience = math.inf if enough >= len(behind) else fleet.config.straggler_s
+    quorum = Quorum(enough, patience)
+    answers = Spread(fleet, draft, fetching, holders, counters).to(behind, quorum)
+    for address in behind:
+        outcome, answer = outcomes[address], answers.get(address, quorum.late)
+        if isinstance(answer, Failure):
+            outcome.error = f"staging failed: {answer.text}"
+        else:
+            outcome.staged, outcome.stage_seconds = True, answer.seconds
+            counters.stage_seconds.observe(outcome.stage_seconds)
 
 
 class Spread:
@@ -82,7 +118,7 @@ class Spread:
             if address in self._fetching:
                 waiting.append(address)
             else:
-                self._start(address, _Call((), None))
+                self._start(address, _Call(()))
         staged: dict[str, Staged] = {}
         while waiting or self._running:
             while waiting and (call := self._call_for(waiting[0])) is not None:
@@ -107,35 +143,31 @@ class Spread:
             if source not in self._dropped:
                 drawn = random.sample(self._holders, min(OTHERS + 1, len(self._holders)))
                 others = [other for other in drawn if other != source]
-                return _Call((source, *others[:OTHERS]), 0)
+                return _Call((source, *others[:OTHERS]))
         if fetches and self._holders:
             return None
         size = self._draft.nbytes
-        sending = sum(size for call in self._running.values() if call.most_sent == size)
+        sending = size * sum(call.seeds for call in self._running.values())
         within = self._sent + sending + size <= MOST_SENT * size
         if (within and sending < SEEDS * size) or not self._running:
-            return _Call((), size)
+            return _Call((), seeds=True)
         return None
 
     def _start(self, address: str, call: _Call) -> None:
         self._running[address] = call
         client, draft = self._fleet.client(address), self._draft
-        self._calls.start(
-            address,
-            lambda: client.stage(
-                draft,
-                sources=call.sources,
-                most_sent=call.most_sent,
-                progress=call.progress,
-            ),
-        )
+        if call.sources:
+            ask = partial(client.pull, draft, call.sources, call.progress)
+        else:
+            ask = partial(client.stage, draft, progress=call.progress)
+        self._calls.start(address, ask)
 
     def _ended(self, address: str, answer: Staged) -> bool:
         """Take note; False where the server is to try other sources."""
         call = self._running.pop(address)
         progress = call.progress
         self._counters.staged_bytes.labels("trainer").inc(progress.sent)
-        if call.most_sent is not None:
+        if call.seeds:
             self._sent += progress.sent
         self._free.extend(call.sources[:1])
         for source in {*progress.altered, *progress.failed} & {*call.sources} - self._dropped:
@@ -168,10 +200,10 @@ class _Call:
 
     Attributes:
         sources: empty: the trainer.
-        most_sent: bytes; None where the server does not fetch.
+        seeds: the trainer sends it to a server that fetches.
         progress: what came of it.
     """
 
     sources: tuple[str, ...]
-    most_sent: int | None
+    seeds: bool = False
     progress: Progress = field(default_factory=Progress)

@@ -124,7 +124,7 @@ class TrainerServer:
         publish = config.publish
         fleet_view = FleetView(state.events)
         acceptance = RecentAcceptance()
-        self._fleet = Fleet(publish, fleet_view.looked, self._credentials)
+        self._fleet = Fleet(publish, fleet_view.looked, self._credentials, state.owner)
         # A shared GPU does not say what training takes of it.
         cores = core_seconds if config.training.device == "cpu" else lambda: None
         economy = Economy(config.economy, cores=cores)

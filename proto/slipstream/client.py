@@ -25,6 +25,9 @@ from slipstream.v1 import tensor_pb2
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message either side takes: one sample of 2048 tokens at 32 KiB each."""
 
+TRAINER = "slipstream-trainer"
+"""Metadata of a trainer's calls to rollout servers: which trainer it is."""
+
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -110,6 +113,11 @@ class Progress:
     altered: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
 
+    def saw(self, needed: pb.StageNeeded) -> None:
+        """Take note of what the server says of its sources."""
+        self.altered = tuple(map(clean, needed.altered_sources))
+        self.failed = tuple(map(clean, needed.failed_sources))
+
 
 def stage(
     stub: pb_grpc.RolloutServerStub,
@@ -122,8 +130,8 @@ def stage(
     trained_against_policy_version: int | None = None,
     transfer_update: str = "",
     sources: Sequence[str] = (),
-    most_sent: int | None = None,
     progress: Progress | None = None,
+    metadata: tuple[tuple[str, str], ...] = (),
     timeout: float,
 ) -> pb.StageResult:
     """Stage ``tensors`` on one rollout server and wait until it holds them.
@@ -133,13 +141,12 @@ def stage(
 
     Args:
         sources: other servers' control planes, from which it fetches what it lacks.
-        most_sent: bytes that this client sends; None: whatever the sources could not give.
         progress: kept up to date.
+        metadata: of the call.
 
     Raises:
         grpc.RpcError: refused (see ``slipstream.errors``), unreachable or too late.
-        RefusedError: the server asks for a tensor that it was not offered, or (ABORTED) for more
-            than ``most_sent``; what the sources gave it stays there for a while.
+        RefusedError: the server asks for a tensor that it was not offered.
     """
     header = pb.StageHeader(
         stage_id=stage_id,
@@ -164,9 +171,8 @@ def stage(
             progress.sent += len(chunk.data)
             yield pb.StageRequest(chunk=chunk)
 
-    call = stub.Stage(requests(), timeout=timeout)
     try:
-        for response in call:
+        for response in stub.Stage(requests(), timeout=timeout, metadata=metadata):
             if response.WhichOneof("kind") == "needed":
                 names = list(response.needed.names)
                 unknown = next((name for name in names if name not in tensors), None)
@@ -174,19 +180,7 @@ def stage(
                     raise RefusedError(
                         "needed.names", clean(unknown), "a name that was offered", "look at its log"
                     )
-                progress.altered = tuple(map(clean, response.needed.altered_sources))
-                progress.failed = tuple(map(clean, response.needed.failed_sources))
-                size = sum(tensors[name].nbytes for name in names)
-                if most_sent is not None and size > most_sent:
-                    # Before the requests end: to the server that would be a stage cut short.
-                    call.cancel()
-                    raise RefusedError(
-                        "sources",
-                        f"{size} bytes that none of {', '.join(sources)} gave",
-                        f"at most {most_sent}",
-                        "look at these servers' logs, or name others",
-                        grpc.StatusCode.ABORTED,
-                    )
+                progress.saw(response.needed)
                 needed.put(names)
             else:
                 return response.staged

@@ -60,7 +60,7 @@ METHODS: Mapping[str, Role | None] = {
     **_methods(
         "RolloutServer",
         observe="Fetch GetState WatchAcceptance",
-        operate="Stage Commit Abort RollBack SetSpeculation",
+        operate="Stage Pull Commit Abort RollBack SetSpeculation Expect",
     ),
     # Probes have no credentials, and what they learn is whether a port serves.
     "/grpc.health.v1.Health/Check": None,

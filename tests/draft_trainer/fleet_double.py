@@ -42,6 +42,7 @@ class Faults:
         roll_back: refuse to roll back.
         die: cut every connection at the next commit, before or after it is done.
         evil: refuse to stage with this text.
+        waits: what "Stage" or "Commit" wait for before they do anything.
     """
 
     stage: bool = False
@@ -51,6 +52,7 @@ class Faults:
     roll_back: bool = False
     die: str = ""
     evil: str = ""
+    waits: dict[str, threading.Event] = field(default_factory=dict)
 
 
 class RolloutDouble(pb_grpc.RolloutServerServicer):
@@ -119,6 +121,7 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
         started = time.monotonic()
         header = next(request_iterator).header
         self._note("Stage", [header.stage_id])
+        self._wait("Stage")
         if self.faults.evil:
             abort_with(RefusedError(*[self.faults.evil] * 4), context)
         if self.faults.stage:
@@ -157,6 +160,7 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
 
     def Commit(self, request: pb.CommitRequest, context: grpc.ServicerContext) -> pb.CommitResponse:
         self._note("Commit", sorted(request.stage_ids))
+        self._wait("Commit")
         if self.faults.die == "before":
             self._die(context)
         if self.faults.drop:
@@ -202,6 +206,7 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
             before = self._before
             if before is not None and not self.faults.roll_back:
                 self.state.draft_version, self.live = before
+                self.state.not_ready = ""
                 self._digest()
                 self.state.ClearField("previous_draft_version")
                 self._before = None
@@ -238,6 +243,19 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
                 self.watched.set()
                 report = pb.AcceptanceReport(state=self.state, counters=self._counters.values())
             yield report
+
+    def Expect(self, request: pb.ExpectRequest, context: grpc.ServicerContext) -> pb.ServerState:
+        self._note("Expect", [str(request.draft_version)])
+        with self._lock:
+            expected = (request.draft_version, request.draft_sha256)
+            served = (self.state.draft_version, self.state.draft_sha256) == expected
+            text = f"serves draft {self.state.draft_version}, the fleet {expected[0]}"
+            self.state.not_ready = "" if served else text
+        return self._state()
+
+    def _wait(self, name: str) -> None:
+        if name in self.faults.waits:
+            assert self.faults.waits[name].wait(30)
 
     def _note(self, name: str, ids: list[str]) -> None:
         with self._lock:

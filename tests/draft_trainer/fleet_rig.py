@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import torch
@@ -33,7 +34,7 @@ class Rig:
         tmp_path: Path,
         servers: int = 3,
         canary: CanaryConfig | None = None,
-        max_draft_lag: int = 0,
+        **publish: Any,
     ) -> None:
         self.doubles = [RolloutDouble() for _ in range(servers)]
         self.registry = Registry(tmp_path / "registry")
@@ -54,11 +55,11 @@ class Rig:
         self.fleet = Fleet(
             PublishConfig(
                 rollout_servers=tuple(d.address for d in self.doubles),
-                state_timeout_s=2.0,
-                stage_timeout_s=10.0,
-                commit_timeout_s=2.0,
-                reconcile_s=0.2,
-                max_draft_lag=max_draft_lag,
+                **{
+                    **{"state_timeout_s": 2.0, "stage_timeout_s": 10.0, "commit_timeout_s": 2.0},
+                    "reconcile_s": 0.2,
+                    **publish,
+                },
             )
         )
         self.watch = AcceptanceWatch(self.fleet)

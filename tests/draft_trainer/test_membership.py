@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.config_file import load_config, parse_config
-from draft_trainer.releases.fleet import Members
+from draft_trainer.releases.members import Members
 from slipstream.errors import RefusedError
 
 

@@ -15,13 +15,17 @@ from benchmarks.publish_faults.control_plane import control_plane
 from benchmarks.publish_faults.server_process import Fault, MemoryEngine
 from draft_trainer.config import PublishConfig
 from draft_trainer.counters import Counters
-from draft_trainer.releases.fleet import Fleet
+from draft_trainer.releases.canary import AcceptanceWatch
+from draft_trainer.releases.fleet import Failure, Fleet
 from draft_trainer.releases.publisher import Publisher
+from draft_trainer.releases.reconcile import Reconciler
 from draft_trainer.releases.registry import Registry, open_promotions
 from draft_trainer.releases.spread import FAN_OUT, MOST_SENT, Spread
 from rollout_server import peers
+from rollout_server.control import DRAFT, Weights
 from rollout_server.store import ContentStore
 from rollout_server.upload import Upload
+from slipstream.client import Progress
 from slipstream.security import Access, ClientCredentials, Role, TokenFiles, open_to_all
 from slipstream.serving import SERVER_OPTIONS, LoopThread, Workers
 from slipstream.tensors import bytes_of, spec_of
@@ -256,13 +260,12 @@ def test_a_tensor_whose_source_breaks_is_resumed(tmp_path: Path, altered: bool) 
     second = HalfSource(whole, len(whole))
     store = ContentStore(tmp_path, 1000)
     workers, fetcher = Workers(1, "test"), peers.Peers()
-    from rollout_server.control import DRAFT, Weights
 
     async def fetch() -> Upload:
         spec = spec_of("w", tensor)
         upload = Upload([spec], Weights.of(DRAFT, 1, [spec], store), store, workers)
         with upload.opened():
-            given_up = await fetcher.fetch(upload, [first.address, second.address])
+            given_up = await fetcher.fetch(upload, [first.address, second.address], 20.0)
         assert given_up == {"altered": [], "failed": [first.address]}
         return upload
 
@@ -277,24 +280,28 @@ def test_a_tensor_whose_source_breaks_is_resumed(tmp_path: Path, altered: bool) 
     assert path.read_bytes() == whole
 
 
-def test_what_a_cut_stage_fetched_is_not_fetched_again(make: Callable[..., Rig]) -> None:
+def test_what_a_cut_stage_fetched_is_not_sent_again(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "AT_ONCE", 1)
     rig = make(2)
     part, asker = rig.planes
     draft = rig.publisher.payloads.get(1)
     rig.hold(part)
-    lost = next(iter(part.control.staged.values())).source.tensors[-1]
+    tensors = next(iter(part.control.staged.values())).source.tensors
+    lost = [tensor for tensor in tensors if tensor.key not in asker.store][-1]
     Path(lost.path).unlink()
     del part.store._resident[lost.key]
     client = rig.fleet.client(asker.address)
-    refused = client.stage(draft, sources=[part.address], most_sent=0)
+    progress = Progress()
+    refused = client.pull(draft, [part.address], progress)
     assert not isinstance(refused, pb.StageResult)
-    assert refused.code == grpc.StatusCode.ABORTED and "none of" in refused.text
-    fetched = asker.peers.fetched_bytes
-    assert fetched > 0
+    assert refused.code == grpc.StatusCode.ABORTED and "1 tensors that none of" in refused.text
+    assert progress.failed == (part.address,) and not asker.control.staged
+    assert asker.peers.fetched_bytes > 0
     answer = client.stage(draft)
     assert isinstance(answer, pb.StageResult)
     assert answer.bytes_received == lost.key.size
-    assert asker.peers.fetched_bytes == fetched
 
 
 def test_a_source_asks_who_fetches(tmp_path: Path) -> None:
@@ -305,27 +312,77 @@ def test_a_source_asks_who_fetches(tmp_path: Path) -> None:
     source = Plane(loop, tmp_path / "source", draft, access)
     assert not source.control.state().fetches, "it has nothing to show to others"
     workers = Workers(1, "test")
-    tensor = torch.zeros(3)
 
     async def fetch(credentials: ClientCredentials) -> tuple[list[str], str]:
-        from rollout_server.control import DRAFT, Weights
-
         store = ContentStore(tmp_path, 1000)
         spec = source.control.live[DRAFT].source.tensors[0]
         wire = spec_of(spec.name, spec.map())
         upload = Upload([wire], Weights.of(DRAFT, 1, [wire], store), store, workers)
         fetcher = peers.Peers(credentials)
         with upload.opened():
-            given_up = await fetcher.fetch(upload, [source.address])
+            given_up = await fetcher.fetch(upload, [source.address], 20.0)
         return given_up["failed"], ",".join(upload.missing)
 
-    assert tensor.numel() == 3
     failed, missing = asyncio.run(fetch(ClientCredentials()))
     assert failed == [source.address] and missing
     assert asyncio.run(fetch(ClientCredentials(token_file=token))) == ([], "")
     workers.close()
     source.stop()
     assert loop.close(10)
+
+
+def test_a_second_trainer_of_one_fleet_is_refused_by_name(
+    make: Callable[..., Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each on a registry of its own: neither takes what the other staged or serves."""
+    rig = make(3)
+    one = rig.publisher.promotions.state.owner
+    servers = rig.fleet.config
+    first, second = Fleet(servers, trainer=one), Fleet(servers, trainer="the-other")
+    try:
+        rig.publisher.fleet = first
+        rig.publisher.promotions.offer(1)
+        assert rig.publisher.prepare().changes
+        assert {plane.control.trainer for plane in rig.planes} == {one}
+        registry = Registry(tmp_path / "second")
+        registry.import_initial(tmp_path / "initial")
+        registry.create(head(9), release_pb2.ReleaseManifest(run_id="other"))
+        other = Publisher(second, registry, open_promotions(registry), Counters())
+        # What the first one holds staged is no stray to be aborted by the second.
+        Reconciler(other, AcceptanceWatch(second)).round()
+        result = other.promote(1, pin=False)
+        assert not result.changes
+        for outcome in result.outcomes.values():
+            assert f"found a server of trainer {one}" in outcome.error
+            assert "give every trainer servers of its own" in outcome.error
+            assert outcome.state is not None and outcome.state.trainer == one
+        for refused in (
+            second.client(rig.planes[0].address).commit(["draft-1"]),
+            second.client(rig.planes[0].address).roll_back(),
+            second.client(rig.planes[0].address).set_speculation(False),
+        ):
+            assert isinstance(refused, Failure) and "the-other" in refused.text
+        assert rig.publisher.complete(0, "").changes, "the first one goes on"
+        assert rig.served() == [1, 1, 1]
+        # One that is silent for long has ended: its servers are the other's.
+        monkeypatch.setattr("rollout_server.control.CLAIM_SECONDS", 0.0)
+        assert other.promote(1, pin=False).changes
+        rig.planes[0].control.heard(one)
+        assert {plane.control._trainer for plane in rig.planes} == {"the-other"}
+        registry.close()
+    finally:
+        first.close()
+        second.close()
+
+
+def test_a_trainer_that_restarts_is_the_same_and_another_registry_is_not(tmp_path: Path) -> None:
+    owners = []
+    for name in ("a", "a", "b"):
+        registry = Registry(tmp_path / name)
+        owners.append(registry.hold().owner)
+        registry.close()
+    assert owners[0] == owners[1] != owners[2]
+    assert all(int(owner, 16) for owner in owners)
 
 
 def _assert_holds(rig: Rig, plane: Plane) -> None:

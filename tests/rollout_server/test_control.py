@@ -248,3 +248,22 @@ async def test_committing_the_same_release_again_keeps_what_can_be_rolled_back_t
     assert plane.control.previous_draft.version == 0
     await plane.control.roll_back()
     assert plane.engine.live[DRAFT] == "draft-0"
+
+
+@pytest.mark.anyio
+async def test_a_server_on_another_release_than_the_fleet_is_not_ready(plane: Plane) -> None:
+    control = plane.control
+    control.expect(1, b"?" * 32)
+    assert control.not_ready == "serves draft 0, the fleet 1"
+    # Whatever is committed is newer than what was said.
+    await control.commit([plane.stage(DRAFT, 1)])
+    assert control.not_ready == ""
+    control.expect(1, control.state().draft_sha256)
+    assert control.not_ready == "", "it serves it"
+    control.expect(1, b"?" * 32)
+    assert control.not_ready == "serves another draft 1, the fleet 1", "other content"
+    await control.roll_back()
+    assert control.not_ready == ""
+    control.expect(2, b"")
+    await control.commit([plane.stage(POLICY, 4)])
+    assert "fleet 2" in control.not_ready, "a policy changes nothing about it"

@@ -148,7 +148,7 @@ def test_a_hostile_server_writes_no_log_line_of_its_own(
 
 def test_a_server_that_asks_for_what_it_was_not_offered_is_refused_by_name() -> None:
     class Asks:
-        def Stage(self, requests, timeout):  # type: ignore[no-untyped-def]
+        def Stage(self, requests, timeout, metadata):  # type: ignore[no-untyped-def]
             next(requests)
             yield rollout_pb.StageResponse(needed=rollout_pb.StageNeeded(names=["w", HOSTILE]))
 

@@ -1,0 +1,248 @@
+"""``publish.quorum``: a release goes live on enough servers; the rest is not ready without it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from pydantic import ValidationError
+
+from draft_trainer.config import CanaryConfig, PublishConfig
+from draft_trainer.releases import reconcile
+from tests.draft_trainer.fleet_double import Faults, RolloutDouble
+from tests.draft_trainer.fleet_rig import Rig
+
+# Long enough for what is compared with it never to pass by chance.
+LONG = 25.0
+
+
+@pytest.fixture(autouse=True)
+def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconcile, "FIRST_WAIT", 0.0)
+
+
+@pytest.fixture
+def quorum(make_rig: Callable[..., Rig]) -> Rig:
+    """Four servers of which three are enough; each is waited for until its own deadline."""
+    return make_rig(4, quorum=0.75, straggler_s=LONG)
+
+
+def ready(rig: Rig) -> set[int]:
+    """The releases that ready servers serve."""
+    return {d.state.draft_version for d in rig.doubles if not d.state.not_ready}
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.005)
+
+
+def told(double: RolloutDouble, version: int) -> bool:
+    return ("Expect", (str(version),)) in double.calls
+
+
+@pytest.mark.parametrize("phase", ["stage", "commit"])
+def test_enough_servers_make_a_release_live(quorum: Rig, phase: str) -> None:
+    straggler = quorum.doubles[1]
+    straggler.faults = Faults(stage=phase == "stage", commit={"draft-1"})
+    result = quorum.publisher.promote(1, pin=False)
+    assert (result.draft_version, result.changes) == (1, True)
+    assert quorum.served == [1, 0, 1, 1]
+    assert quorum.promotions.now.live == 1 and quorum.promotions.now.intent is None
+    assert result.outcomes[straggler.address].error != ""
+    assert quorum.counters.fleet_events() == {"committed": 1}
+    until(lambda: told(straggler, 1))
+    assert ready(quorum) == {1}
+    assert straggler.state.not_ready == "serves draft 0, the fleet 1"
+    straggler.faults = Faults()
+    quorum.heal()
+    assert quorum.served == [1] * 4 and ready(quorum) == {1}
+    assert straggler.state.not_ready == ""
+
+
+@pytest.mark.parametrize("phase", ["stage", "commit"])
+def test_fewer_than_enough_undo_it_everywhere(quorum: Rig, phase: str) -> None:
+    for double in quorum.doubles[:2]:
+        double.faults = Faults(stage=phase == "stage", commit={"draft-1"})
+    result = quorum.publisher.promote(1, pin=False)
+    assert (result.draft_version, result.changes) == (0, False)
+    assert quorum.served == [0] * 4 and ready(quorum) == {0}
+    assert quorum.promotions.now.live == 0 and quorum.promotions.now.intent is None
+    assert not any(told(double, 1) for double in quorum.doubles)
+
+
+def test_without_a_quorum_one_server_keeps_a_release_back(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(4)
+    rig.doubles[1].faults.commit = {"draft-1"}
+    assert not rig.publisher.promote(1, pin=False).changes
+    assert rig.served == [0] * 4
+    assert not any(told(double, 1) for double in rig.doubles)
+
+
+@pytest.mark.parametrize("phase", ["Stage", "Commit"])
+def test_a_straggler_that_answers_late_is_on_the_release(
+    make_rig: Callable[..., Rig], phase: str
+) -> None:
+    rig = make_rig(4, quorum=0.75, straggler_s=0.01, commit_timeout_s=LONG, stage_timeout_s=LONG)
+    late, go = rig.doubles[3], threading.Event()
+    late.faults.waits[phase] = go
+    result = rig.publisher.promote(1, pin=False)
+    assert (result.draft_version, result.changes) == (1, True)
+    assert "no answer 0.01 s after 3 servers had done it" in result.outcomes[late.address].error
+    until(lambda: told(late, 1))
+    assert rig.served == [1, 1, 1, 0] and ready(rig) == {1}
+    go.set()
+    if phase == "Commit":
+        until(lambda: late.state.draft_version == 1)
+        assert late.state.not_ready == "", "its commit came after it was told"
+    else:
+        until(lambda: list(late._state().staged) == ["draft-1"])
+        late.faults = Faults()
+    # What it staged too late is taken away, and it is put right like any other.
+    rig.heal()
+    assert rig.served == [1] * 4 and ready(rig) == {1}
+    assert list(late._state().staged) == []
+
+
+def test_a_commit_that_comes_after_the_next_publish_changes_nothing(
+    make_rig: Callable[..., Rig],
+) -> None:
+    """The call of release 1 lies at a server while release 2 goes live everywhere."""
+    rig = make_rig(4, quorum=0.75, straggler_s=0.01, commit_timeout_s=LONG)
+    late, go = rig.doubles[3], threading.Event()
+    late.faults.waits["Commit"] = go
+    rig.publisher.promote(1, pin=False)
+    late.faults = Faults()
+    assert rig.publisher.promote(2, pin=False).changes
+    assert rig.served == [2] * 4
+    go.set()
+    until(lambda: late.commits().count(("draft-1",)) == 1)
+    rig.heal()
+    assert rig.served == [2] * 4 and ready(rig) == {2}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_straggler_that_dies_is_told_when_it_is_back(quorum: Rig, when: str) -> None:
+    quorum.publisher.promote(1, pin=False)
+    dead = quorum.doubles[2]
+    dead.faults.die = when
+    assert quorum.publisher.promote(2, pin=False).changes
+    back = RolloutDouble(dead.port, like=dead if when == "after" else None)
+    quorum.doubles[2] = back
+    back.faults.stage = True
+    quorum.reachable(2)
+    quorum.heal()
+    assert ready(quorum) == {2}
+    assert told(back, 2) == (when == "before"), "what is on the release is not told"
+    back.faults = Faults()
+    quorum.heal()
+    assert quorum.served == [2] * 4 and ready(quorum) == {2}
+
+
+@pytest.mark.parametrize("committed", [0, 1, 2, 3])
+def test_a_trainer_that_dies_between_commits_undoes_them(quorum: Rig, committed: int) -> None:
+    """Also where enough had committed: nothing on disk says so."""
+    quorum.promotions.intends(1)
+    for double in quorum.doubles[:committed]:
+        client = quorum.fleet.client(double.address)
+        client.stage(quorum.publisher.payloads.get(1))
+        client.commit(["draft-1"])
+    quorum.restart()
+    quorum.heal()
+    assert quorum.served == [0] * 4 and ready(quorum) == {0}
+
+
+def test_a_trainer_that_dies_before_it_told_the_straggler_tells_it_when_it_is_back(
+    quorum: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straggler = quorum.doubles[0]
+    straggler.faults = Faults(commit={"draft-1"})
+    with monkeypatch.context() as patch:
+        patch.setattr("draft_trainer.releases.publisher.expect_on", lambda *_: None)
+        quorum.publisher.promote(1, pin=False)
+    assert ready(quorum) == {0, 1}
+    straggler.faults = Faults(stage=True)
+    quorum.forget()
+    quorum.heal()
+    assert ready(quorum) == {1}
+
+
+def test_a_straggler_is_ready_again_where_the_fleet_comes_back_to_its_release(quorum: Rig) -> None:
+    straggler = quorum.doubles[1]
+    straggler.faults.commit = {"draft-1"}
+    quorum.publisher.promote(1, pin=False)
+    until(lambda: told(straggler, 1))
+    quorum.publisher.roll_back("a drill")
+    assert quorum.served == [0] * 4
+    quorum.heal()
+    assert quorum.served == [0] * 4 and ready(quorum) == {0}
+    assert all(double.state.not_ready == "" for double in quorum.doubles)
+
+
+def test_a_policy_in_the_same_call_is_waited_for_everywhere(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(4, quorum=0.75, straggler_s=0.01, commit_timeout_s=LONG)
+    rig.promotions.offer(1)
+    rig.publisher.prepare()
+    late, go = rig.doubles[3], threading.Event()
+    late.faults.waits["Commit"] = go
+    stage_id = rig.stage_policy(7)
+    threading.Thread(target=lambda: (until(lambda: rig.served[:3] == [1] * 3), go.set())).start()
+    result = rig.publisher.complete(7, stage_id)
+    assert all(outcome.committed for outcome in result.outcomes.values())
+    assert rig.served == [1] * 4 and rig.policies == [7] * 4
+
+
+def test_a_trial_on_some_servers_has_its_own_quorum(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(4, CanaryConfig(share=0.5), quorum=0.75, straggler_s=LONG)
+    rig.publisher.promote(1, pin=False)
+    trial = rig.promotions.now.trial
+    assert trial is not None and len(trial.servers) == 2 and sorted(rig.served) == [0, 0, 1, 1]
+    assert not any(told(double, 1) for double in rig.doubles)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ready_servers_serve_one_release_whatever_happens(
+    make_rig: Callable[..., Rig], seed: int
+) -> None:
+    """Faults at random on any servers, publishes and repairs one after the other."""
+    rig = make_rig(5, quorum=0.6, straggler_s=LONG)
+    chance = random.Random(seed)
+    for version in (1, 2, 3):
+        for double in rig.doubles:
+            if chance.random() < 0.4:
+                fault = chance.choice(("stage", "commit", "lose", "drop", "forget"))
+                double.faults = Faults(
+                    stage=fault == "stage",
+                    commit={f"draft-{version}"} if fault == "commit" else set(),
+                    lose_answer=fault == "lose",
+                    drop={"drop": "keep", "forget": "forget"}.get(fault, ""),
+                )
+        result = rig.publisher.promote(version, pin=False)
+        live = rig.promotions.now.live
+        assert result.changes == (live == version)
+        # One round of the reconciler at most, in which a server may still refuse to be healed.
+        for double in rig.doubles:
+            double.faults = Faults(stage=double.faults.stage)
+        rig.heal()
+        assert ready(rig) == {live}
+        for double in rig.doubles:
+            double.faults = Faults()
+        rig.heal()
+        assert rig.served == [live] * 5 and ready(rig) == {live}
+
+
+def test_a_quorum_is_more_than_half_and_has_somebody_who_heals() -> None:
+    assert PublishConfig().quorum == 1.0
+    for wrong in ({"quorum": 0.5}, {"quorum": 1.1}, {"quorum": float("nan")}):
+        with pytest.raises(ValidationError, match="quorum"):
+            PublishConfig(**wrong)
+    with pytest.raises(ValidationError, match="needs reconcile_s above 0"):
+        PublishConfig(quorum=0.9, reconcile_s=0.0)
