@@ -260,7 +260,7 @@ def served_costs(exposition: str) -> tuple[StepTable, tuple[float, ...]]:
             "--server",
             f"acceptance at {len(accepted)} positions, steps of draft lengths {sorted(lengths)}",
             "a server that has generated with drafts and timed plain steps",
-            "serve with --speculation auto or --time-plain-steps, send requests, or give --step-costs",
+            "serve with --speculation auto or --time-plain-steps, or give --step-costs",
         )
     rates = tuple(accepted["", "", "", str(place)] for place in range(len(accepted)))
     return StepTable.of(rows, noise=math.inf), rates
