@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollout_server.checkpoint import read_config, read_draft_layout, read_layout
-from rollout_server.served.served import Served
+from rollout_server.served.served import Served, check_path
 from slipstream.errors import RefusedError
 
 _SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
@@ -26,6 +26,7 @@ class Mtp(Served):
 
     def check(self, model_dir: Path, draft_dir: Path) -> None:
         """See ``Served.check``."""
+        check_path(draft_dir)
         model, draft = read_config(model_dir, "MODEL"), read_config(draft_dir, "--draft")
         read_layout(model_dir, "MODEL")
         model, draft = model.get("text_config") or model, draft.get("text_config") or draft

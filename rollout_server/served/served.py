@@ -48,6 +48,25 @@ class Served(ABC):
         }
 
 
+def check_path(draft_dir: Path) -> None:
+    """Refuse a path by which vLLM would take the draft for another mechanism's.
+
+    Where the method is neither an EAGLE's nor a block draft's, vLLM 0.32 looks for these in the
+    draft's path first, whatever method was given (``SpeculativeConfig.__post_init__``).
+
+    Raises:
+        RefusedError: naming what the path has.
+    """
+    for word in ("eagle-", "eagle3", "dflash", "dspark"):
+        if word in str(draft_dir).lower():
+            raise RefusedError(
+                f"--draft {draft_dir}",
+                f"{word} in its path",
+                "a path without it: vLLM would take the draft for one of that mechanism",
+                "rename the folder, or give a symbolic link to it",
+            )
+
+
 class WithoutWeights(Served):
     """Drafts by vLLM's own rules, or not at all: nothing is trained, staged or swapped."""
 

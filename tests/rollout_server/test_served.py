@@ -99,6 +99,17 @@ def test_a_draft_model_of_another_vocabulary(tmp_path: Path) -> None:
         SERVED["draft_model"].check(model, write(draft, POLICY, vocab_size=17))
 
 
+@pytest.mark.parametrize("kind", ["mtp", "draft_model"])
+def test_a_path_by_which_vllm_would_choose_another_method(kind: str, tmp_path: Path) -> None:
+    tensors = HEAD if kind == "mtp" else POLICY
+    model = write(tmp_path / "model", POLICY)
+    for name, word in (("dm-DFlash-2", "dflash"), ("eagle3", "eagle3"), ("Eagle-x", "eagle-")):
+        draft = write(tmp_path / name, tensors)
+        with pytest.raises(RefusedError, match=f"found {word} in its path"):
+            SERVED[kind].check(model, draft)
+    SERVED[kind].check(model, write(tmp_path / "eagle", tensors))
+
+
 def test_a_dflash_draft_that_does_not_fit(tmp_path: Path) -> None:
     model, dflash = write(tmp_path / "model", POLICY), SERVED["dflash"]
     tensors = {"fc.weight": torch.zeros(8, 16), "layers.0.mlp.up_proj.weight": torch.zeros(8, 8)}
