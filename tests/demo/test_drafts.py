@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import get_args
 
@@ -23,4 +24,5 @@ def test_the_demo_has_a_draft_of_every_mechanism(kind: str, tmp_path: Path) -> N
     assert sum(file.stat().st_size for file in options.draft.iterdir()) < 3_000_000
     checkpoint = DRAFTERS[kind].read(options.draft, policy)
     assert checkpoint.as_stored and checkpoint.draft().kind == kind
-    SERVED[kind].check(policy, options.draft)
+    # The path of the checkout may name a mechanism, which the server refuses for others.
+    SERVED[kind].check(policy, shutil.copytree(options.draft, tmp_path / "draft"))
