@@ -88,6 +88,7 @@ class Reader:
         path = f"{scripts}:{os.environ['PATH']}"
         self._env = {**os.environ, "PATH": path, **(env or {})}
         self._server: ExitStack | None = None
+        self._exported: dict[str, str] = {}
         self.typed: list[Typed] = []
         self.said = ""
 
@@ -110,9 +111,16 @@ class Reader:
         """Every line of a block of shell."""
         for line in block.replace("\\\n", " ").splitlines():
             typed = " ".join(line.split())
-            words = self._here(typed).replace("$POLICY", "examples/sorting_grpo/policy").split()
-            if words[:1] in ([], ["."], ["export"]):
+            text = self._here(typed)
+            for name, value in self._exported.items():
+                text = text.replace(f"${name}", value)
+            words = text.split()
+            if words[:1] in ([], ["."]):
                 continue  # the environment is active
+            if words[0] == "export":
+                name, _, value = words[1].partition("=")
+                self._exported[name] = self._env[name] = value
+                continue
             if words[1:2] == ["serve"] and "--check" not in words:
                 self._start(section, typed, words)
                 continue

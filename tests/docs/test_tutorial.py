@@ -17,7 +17,6 @@ ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 
 
@@ -46,6 +45,17 @@ def test_every_step_works_as_it_is_printed(tmp_path: Path) -> None:
     ]
     lengths = [e["acceptance_length"] for e in events if e["event"] == "evaluation"]
     assert max(lengths) > 1.5 > lengths[0]
+
+
+def test_what_is_exported_is_there_for_the_commands_after_it(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        reader = Reader(tmp_path, Path(sys.executable).parent, stack)
+        reader.shell("", "export WORD=one  # why\nprintenv WORD")
+        assert reader.said == "one\n"
+        reader.shell("", "basename folder/$WORD")
+        assert reader.said == "one\n" and [one.command for one in reader.typed][1:] == [
+            "basename folder/$WORD"
+        ]
 
 
 def test_a_log_has_every_command_its_seconds_and_the_end_of_its_output() -> None:
