@@ -352,7 +352,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=2, help="completions of each problem")
     # Few: generation takes longer than training then, as it does where speculation is used.
     parser.add_argument(
-        "--at-once", type=int, default=2, help="completions that the server generates at a time"
+        "--at-once", type=int, default=3, help="completions that the server generates at a time"
     )
     parser.add_argument("--learning-rate", type=float, default=8e-4, help="of the policy")
     parser.add_argument(
