@@ -10,7 +10,7 @@ Workloads: "short" has one turn a rollout, 96 at once, the demo's task and learn
 24 rollouts with a lognormal number of turns (median 4, sigma 0.9, at most 40), so that few run for
 most of a step; "still" is "tail" at a learning rate of 1e-7. A turn ends where the policy ends it.
 A policy step is a log-prob forward and one pass of updates, in four mini-batches, over all turns of
-"short" and over eight drawn ones of the others: that leaves generation about two thirds of their
+"short" and over twelve drawn ones of the others: that leaves generation about two thirds of their
 plain step, as in published loops. The share that it really was is printed.
 """
 
@@ -63,8 +63,8 @@ NONE, FROZEN, ALWAYS, PAYS = ARMS = ("none", "frozen", "always", "when-it-pays")
 TAIL = (4.0, 0.9, 40)
 WORKLOADS = {
     "short": Workload("short rollouts, small policy", 12, 8, (1.0, 0.0, 1), 12, 8e-4, 4, 12),
-    "tail": Workload("long-tailed rollouts", 6, 4, TAIL, 8, 8e-4, 4, 30),
-    "still": Workload("a policy that hardly moves", 6, 4, TAIL, 8, 1e-7, 4, 16),
+    "tail": Workload("long-tailed rollouts", 6, 4, TAIL, 12, 8e-4, 4, 20),
+    "still": Workload("a policy that hardly moves", 6, 4, TAIL, 12, 1e-7, 4, 12),
 }
 CALL_SECONDS = 30.0
 
