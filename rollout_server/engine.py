@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from rollout_server.read_back import SAME
 from rollout_server.reload import Change, Result
+from rollout_server.standby import READY, WORKING
 from rollout_server.step_costs import StepSum, StepSums
 from rollout_server.store import WeightSource
-from rollout_server.swap import READY, WORKING
 from slipstream.errors import RefusedError, StatusCode
 
 APPLY_SECONDS = 120.0

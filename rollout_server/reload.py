@@ -25,8 +25,9 @@ import torch
 from torch import nn
 
 from rollout_server.served.derived import is_derived
+from rollout_server.standby import Standby
 from rollout_server.store import WeightSource
-from rollout_server.swap import LOAD_FAILURES, NotSwappableError, Standby
+from rollout_server.swap import LOAD_FAILURES, NotSwappableError
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

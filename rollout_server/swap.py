@@ -17,10 +17,7 @@ layer by layer (``reload``).
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType
@@ -29,9 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout_server.read_back import GetModel, ReadBack, hashes_of
+from rollout_server.read_back import hashes_of
 from rollout_server.served.derived import derived, is_derived, rule_of
-from rollout_server.store import WeightSource
 from rollout_server.vllm_patches import storages
 
 _WRONG_VALUES = (ValueError, KeyError, TypeError, AttributeError, AssertionError)
@@ -39,9 +35,9 @@ LOAD_FAILURES = (OSError, RuntimeError, *_WRONG_VALUES)
 """What vLLM's loaders raise on weights that passed every check of a stage: a file that vanished, a
 shape that only the sharded layer knows, memory."""
 
-READY, WORKING = "ready", "working"
-_OVERWRITTEN = "the draft that was live was not the one that had been committed"
-_MOST_COPIES = 2
+MOST_COPIES = 2
+"""Standby copies of one worker."""
+
 _HEADROOM = 1.25  # of a device's free memory: engines allocate while they run
 _CALLED = "_already_called_process_weights_after_loading"
 _SMALL = 1 << 16
@@ -279,7 +275,7 @@ def standby_bytes(policy: nn.Module, draft: nn.Module) -> int:
     shared = storages(policy)
     tensors = [*draft.parameters(), *(tensor for _, tensor in derived(draft))]
     own = (t for t in tensors if t.untyped_storage().data_ptr() not in shared)
-    return _MOST_COPIES * sum(t.nbytes for t in own)
+    return MOST_COPIES * sum(t.nbytes for t in own)
 
 
 def pairs_of(modules: Iterable[tuple[nn.Module, nn.Module]]) -> list[Pair]:
@@ -377,135 +373,3 @@ def _copy_both_ways(live: torch.Tensor, standby: torch.Tensor) -> None:
         kept = one.clone()
         one.copy_(other, non_blocking=True)
         other.copy_(kept, non_blocking=True)
-
-
-@dataclass
-class _Entry:
-    copy: StandbyCopy
-    state: str = WORKING
-
-    def start(self, work: Callable[[], str], evicted: list[_Entry]) -> None:
-        """Run ``work`` in a thread, on a stream of its own; its answer is the new state."""
-        self.state = WORKING
-        name = "slipstream-prepare"
-        thread = threading.Thread(target=self._run, args=(work, evicted), name=name, daemon=True)
-        thread.start()
-
-    def _run(self, work: Callable[[], str], evicted: list[_Entry]) -> None:
-        # Frees their memory here: that takes longer than the engine has between two steps.
-        evicted.clear()
-        began = time.perf_counter()
-        state = "the preparation ended; see the worker's log"
-        try:
-            with _side_stream(self.copy.device):
-                state = work()
-            _LOG.info("standby draft %s after %.3f s", state, time.perf_counter() - began)
-        except (NotSwappableError, *LOAD_FAILURES) as error:
-            _LOG.warning("no standby copy of the draft, its commit will load it: %s", error)
-            state = f"{type(error).__name__}: {error}"
-        finally:
-            self.state = state
-
-
-class Standby:
-    """The standby copies of one worker: at most the staged draft's and the previous one's.
-
-    Called between two engine steps only. Copies are made in one thread, one after the other.
-    """
-
-    def __init__(
-        self,
-        policy: GetModel,
-        draft: GetModel,
-        read_back: ReadBack,
-        owed: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._policy, self._draft, self.read_back, self._owed = policy, draft, read_back, owed
-        self._entries: dict[WeightSource, _Entry] = {}
-
-    def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
-        """Begin to make these weights ready, or say how far that is.
-
-        Returns:
-            ``READY``, ``WORKING``, or why the commit will have to load them instead.
-        """
-        entry = self._entries.get(source)
-        if entry is not None and entry.state != _OVERWRITTEN:
-            return entry.state
-        if any(other.state == WORKING for other in self._entries.values()):
-            return WORKING
-        excess = max(0, len(self._entries) + 1 - _MOST_COPIES)
-        surplus = [other for other in self._entries if other != keep][:excess]
-        evicted = [self._entries.pop(other) for other in surplus]
-        try:
-            copy = StandbyCopy(self._policy(), self._draft(), self._owed)
-        except NotSwappableError as error:
-            return str(error)
-
-        def load() -> str:
-            copy.load(source.weights())
-            copy.pairs()
-            return READY
-
-        self._entries[source] = _Entry(copy)
-        self._entries[source].start(load, evicted)
-        return WORKING
-
-    def load(self, source: WeightSource) -> None:
-        """Make these weights ready in the engine's time, where a reload is not possible.
-
-        Raises NotSwappableError: they could not be loaded, or do not correspond to the live draft.
-        """
-        copy = StandbyCopy(self._policy(), self._draft(), self._owed)
-        try:
-            copy.load(source.weights())
-            copy.pairs()
-        except LOAD_FAILURES as error:
-            raise NotSwappableError(f"{type(error).__name__}: {error}") from error
-        self._entries = {source: _Entry(copy, READY)}
-
-    def swap(self, new: WeightSource, old: WeightSource) -> bool:
-        """Make ``new`` live in place of ``old`` if it is ready; False if it is not.
-
-        Raises RuntimeError: the device failed in the middle; nothing is ready any more.
-        """
-        entry = self._entries.get(new)
-        if entry is None or entry.state != READY:
-            return False
-        copy = entry.copy
-        try:
-            pairs = copy.pairs()
-        except NotSwappableError as error:
-            entry.state = str(error)
-            _LOG.warning("draft cannot be swapped: %s", error)
-            return False
-        dropped = [other for other in self._entries.values() if other is not entry]
-        self._entries = {}
-        before = self.read_back.committed
-        # A draft that was damaged, or lost in a sleep, is not kept.
-        keep = new != old and not self.read_back.lost
-        swap_contents(pairs)
-        self.read_back.record(copy.hashes)
-        if keep:
-            expected = copy.hashes = {name: before[name] for name in copy.hashes}
-            self._entries = {old: entry}
-            # Whether another writer changed it is found in the thread: a pass takes too long here.
-            entry.start(lambda: READY if copy.read() == expected else _OVERWRITTEN, dropped)
-        return True
-
-    def drop(self) -> None:
-        """Forget all of them: their memory is wanted, or the live draft is written to."""
-        self._entries = {}
-
-
-@contextlib.contextmanager
-def _side_stream(device: torch.device) -> Iterator[None]:
-    """On an accelerator a stream of its own, so that the engine's steps do not wait for it."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()

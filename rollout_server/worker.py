@@ -20,14 +20,9 @@ import torch
 from rollout_server.read_back import SAME, ReadBack
 from rollout_server.reload import Change, LiveModel, Result, apply_all
 from rollout_server.served.derived import unaccounted
+from rollout_server.standby import READY, Standby
 from rollout_server.store import WeightSource
-from rollout_server.swap import (
-    LOAD_FAILURES,
-    READY,
-    Standby,
-    free_bytes,
-    standby_bytes,
-)
+from rollout_server.swap import LOAD_FAILURES, free_bytes, standby_bytes
 from rollout_server.vllm_patches import shared_parameters, shares_embedding
 from slipstream.errors import RefusedError
 

@@ -15,13 +15,8 @@ from draft_trainer.drafters.dflash.initial import init_dflash
 from rollout_server.read_back import DIFFERS, SAME
 from rollout_server.reload import Change, LiveModel, apply_all
 from rollout_server.served.derived import derived, unaccounted
-from rollout_server.swap import (
-    NotSwappableError,
-    Standby,
-    StandbyCopy,
-    standby_bytes,
-    swap_contents,
-)
+from rollout_server.standby import Standby
+from rollout_server.swap import NotSwappableError, StandbyCopy, standby_bytes, swap_contents
 from tests.rollout_server.test_swap import Drafts, different, join, ready, torn_weights
 
 DERIVED = {
