@@ -25,7 +25,7 @@ from rollout_server.worker import (
     slipstream_set_speculation,
 )
 from slipstream.errors import RefusedError
-from tests.rollout_server.test_swap import Drafts, join
+from tests.rollout_server.test_swap import Drafts, eagle3_drafts, join
 
 K = 3
 
@@ -34,7 +34,7 @@ K = 3
 def drafts(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafts]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    yield Drafts(policy_dir, tmp_path_factory.mktemp("drafts"))
+    yield eagle3_drafts(policy_dir, tmp_path_factory.mktemp("drafts"))
     cleanup_dist_env_and_memory()
 
 

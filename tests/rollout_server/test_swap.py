@@ -93,18 +93,20 @@ def _one_process() -> None:
     ensure_model_parallel_initialized(1, 1)
 
 
+def eagle3_drafts(policy_dir: Path, folder: Path) -> Drafts:
+    """Three releases of one configuration."""
+    releases = [
+        checkpoints.write_draft(folder / str(seed), policy_dir, draft_vocab_size=96, seed=seed)
+        for seed in range(3)
+    ]
+    return Drafts(policy_dir, releases)
+
+
 @pytest.fixture(scope="module")
 def drafts(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafts]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    folder = tmp_path_factory.mktemp("drafts")
-    yield Drafts(
-        policy_dir,
-        [
-            checkpoints.write_draft(folder / str(seed), policy_dir, draft_vocab_size=96, seed=seed)
-            for seed in range(3)
-        ],
-    )
+    yield eagle3_drafts(policy_dir, tmp_path_factory.mktemp("drafts"))
     cleanup_dist_env_and_memory()
 
 
