@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
@@ -60,7 +62,7 @@ class Kept:
         self.members = folder / "fleet"
         self.reports: dict[int, Report] = {}
         self.refusal: RefusedError | None = None
-        first = free_port()
+        first = free_ports(2 * replicas)
         self.plan = FleetPlan(
             tuple(command),
             replicas=replicas,
@@ -91,6 +93,19 @@ class Kept:
         self._thread.join(60)
         assert not self._thread.is_alive()
         self._fleet.close()
+
+
+def free_ports(count: int) -> int:
+    """The first of ``count`` ports in a row that are free, below those of the system."""
+    while True:
+        first = random.randrange(20_000, 32_000)
+        with ExitStack() as probes:
+            try:
+                for port in range(first, first + count):
+                    probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first
 
 
 @contextmanager

@@ -112,4 +112,4 @@ def test_a_random_draft_learns_more_from_as_many_tokens(
                     served, steps = considered(learner, served, held, heads).served, 0
         estimate = expected_acceptance(learner.snapshot(), held, heads, 3, "probabilistic")
         found.append(estimate.acceptance_length)
-    assert found[0] > found[1] + 0.3, found
+    assert found[0] > found[1] + 0.15, found

@@ -13,6 +13,7 @@ import httpx
 
 from examples.local_services import RolloutServer, refused
 from slipstream.errors import RefusedError
+from slipstream.v1 import rollout_server_pb2 as pb
 
 IN_FLIGHT = 32
 Completion = tuple[int, ...]
@@ -83,6 +84,15 @@ class Live(RolloutServer):
         return {version: counters.drafts for version, counters in self.counters().items()}
 
 
+def lasting(state: pb.ServerState) -> pb.ServerState:
+    """Without what changes by itself, once the engine's steps are read."""
+    kept = pb.ServerState()
+    kept.CopyFrom(state)
+    kept.ClearField("engine_seconds")
+    kept.ClearField("speed_up")
+    return kept
+
+
 def until(condition: Callable[[], bool], seconds: float = 180.0) -> None:
     """Poll until ``condition``; AssertionError when it never holds."""
     deadline = time.monotonic() + seconds
@@ -91,4 +101,4 @@ def until(condition: Callable[[], bool], seconds: float = 180.0) -> None:
         time.sleep(0.02)
 
 
-__all__ = ["Completion", "Live", "RefusedError", "prompts", "refused", "until"]
+__all__ = ["Completion", "Live", "RefusedError", "lasting", "prompts", "refused", "until"]

@@ -21,7 +21,7 @@ from slipstream.client import stage
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.checkpoints import load, perturbed
-from tests.rollout_server.live import Live, prompts, refused
+from tests.rollout_server.live import Live, lasting, prompts, refused
 
 pytestmark = pytest.mark.vllm
 
@@ -86,7 +86,7 @@ def test_policy_and_draft_change_in_one_call_with_one_version(
 
 
 def test_an_update_that_the_engine_cannot_take_is_refused_at_the_stage(live: Live) -> None:
-    before = live.state()
+    before = lasting(live.state())
     for update, text in (
         ('{"names": []}', "FileEngine.*names"),
         ("[]", "FileEngine.*IndexError"),
@@ -95,7 +95,7 @@ def test_an_update_that_the_engine_cannot_take_is_refused_at_the_stage(live: Liv
     ):
         with pytest.raises(RefusedError, match=f"transfer_update.*{text}"):
             stage_external(live, "wrong", 12, update)
-    assert live.state() == before
+    assert lasting(live.state()) == before
 
 
 def test_a_transfer_that_fails_leaves_the_old_policy(

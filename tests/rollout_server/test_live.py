@@ -20,7 +20,15 @@ from slipstream.client import open_channel
 from slipstream.tensors import digest, spec_of
 from slipstream.v1 import rollout_server_pb2 as pb
 from tests.rollout_server.checkpoints import load, perturbed
-from tests.rollout_server.live import Completion, Live, RefusedError, prompts, refused, until
+from tests.rollout_server.live import (
+    Completion,
+    Live,
+    RefusedError,
+    lasting,
+    prompts,
+    refused,
+    until,
+)
 
 pytestmark = pytest.mark.vllm
 _VERSIONS = itertools.count(100)
@@ -221,7 +229,7 @@ def test_refused_stages_change_nothing(
         "tensors[extra]": {**draft, "extra": torch.zeros(2)},
         "embed_tokens": {**draft, "embed_tokens.weight": torch.zeros(128, 192)},
     }
-    state, held = live.state(), live.metric("slipstream_rollout_staged_bytes")
+    state, held = lasting(live.state()), live.metric("slipstream_rollout_staged_bytes")
     for text, tensors in bad.items():
         with pytest.raises(RefusedError) as refusal:
             live.stage("draft", "bad", 5, tensors)
@@ -234,7 +242,7 @@ def test_refused_stages_change_nothing(
     with pytest.raises(RefusedError) as refusal:
         live.commit("bad")
     assert refusal.value.code == grpc.StatusCode.NOT_FOUND
-    assert live.state() == state
+    assert lasting(live.state()) == state
     assert live.metric("slipstream_rollout_staged_bytes") == held
     assert live.generate(prompts(64)) == plain
 
