@@ -221,7 +221,7 @@ def page(typed: list[Typed], commit: str) -> str:
     for one in typed:
         if one.section != section:
             section = one.section
-            parts.append(f"## {section}\n")
+            parts.append(f"## {section or 'The folder'}\n")
         block = f"$ {one.command}\n{one.said}".rstrip()
         parts.append(f"{one.seconds:.0f} s:\n\n```text\n{block}\n```\n")
     return "\n".join(parts)
