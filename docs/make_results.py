@@ -121,12 +121,14 @@ def _gains(demo: dict[str, Any]) -> str:
         )
         rows += ["", *textwrap.wrap(moved, 108)]
     swap = figures["live_swap_seconds"]["median"] * 1e3
-    gain, frozen = (speeds[heaviest][arm]["median"] for arm in ("adapted", "frozen"))
+    gain, frozen = (speeds[heaviest][arm] for arm in ("adapted", "frozen"))
     text = (
         f"At the end of the demo, whose policy moves far from where it began, {heaviest} requests "
-        f"at once are generated **{gain:.2f} times as fast as without speculation** by the adapted "
-        f"draft and {frozen:.2f} times by the frozen one (medians of interleaved rounds, "
-        f"{machine['cores']} cores of an {machine['cpu']}). For that the trainer took "
+        f"at once are generated **{gain['median']:.2f} times as fast as without speculation** by "
+        f"the adapted draft ({gain['min']:.2f} to {gain['max']:.2f}) and {frozen['median']:.2f} "
+        f"times by the frozen one ({frozen['min']:.2f} to {frozen['max']:.2f}): median, least and "
+        f"most of interleaved rounds on {machine['cores']} cores of an {machine['cpu']}, whose "
+        f"speed varied by as much without speculation. For that the trainer took "
         f"{cost['trainer_cpu_seconds']:.0f} CPU seconds in the whole run and "
         f"{cost['trainer_peak_bytes'] / 2**30:.1f} GiB of memory, the loop sent "
         f"{cost['sent_bytes_per_step'] / 2**20:.0f} MiB of states a step, and a swap took "
