@@ -134,6 +134,15 @@ def _gains(demo: dict[str, Any]) -> str:
         f"{cost['sent_bytes_per_step'] / 2**20:.0f} MiB of states a step, and a swap took "
         f"{swap:.0f} ms from the call to its answer."
     )
+    net = figures["net"]
+    if net["cost"] > net["saved"]:
+        text += (
+            f" On {machine['cores']} cores that policy, server and trainer share, this does not "
+            f"pay: adapting saved {net['saved']:.0f} s of generation and took {net['cost']:.0f} s "
+            "from the run. Whether it pays depends on what generation costs and on whose hardware "
+            "trains "
+            "([does it pay?](docs/economics.md))."
+        )
     rows += ["", *textwrap.wrap(text, 108), ""]
     return "\n".join(rows)
 
