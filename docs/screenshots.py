@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -74,7 +75,9 @@ def main(argv: list[str] | None = None) -> int:
             [
                 *(sys.executable, "-m", "examples.arithmetic_grpo.demo", "--speed-rounds", "0"),
                 *("--steps", "500", "--prompts", str(options.prompts), "--out", str(run)),
-            ]
+            ],
+            # A shell has what runs in the background ignore SIGINT, and children inherit that.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         taken = Path(folder) / "taken"
         taken.mkdir()
