@@ -152,13 +152,13 @@ def take_top(address: str, picture: Path, scratch: Path) -> None:
     )
     try:
         end, screen = time.monotonic() + 60, ""
-        while "── events" not in screen and time.monotonic() < end:
+        while "events" not in screen and time.monotonic() < end:
             time.sleep(1)
             capture = [*tmux, "capture-pane", "-e", "-p"]
             screen = subprocess.run(capture, capture_output=True, text=True, check=True).stdout
     finally:
         subprocess.run([*tmux, "kill-server"], check=False)
-    if "── events" not in screen:
+    if "events" not in screen:
         raise SystemExit(f"draft-trainer top drew no events in 60 s, but:\n{screen}")
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     # One decoder for all lines: tmux says only what changes from one to the next.
