@@ -27,6 +27,7 @@ from draft_trainer.checkpoints.draft import (
     target_ids,
 )
 from draft_trainer.drafters.batch import Batch
+from draft_trainer.drafters.block import BlockShape
 from draft_trainer.drafters.policy import PolicyHead
 from slipstream.errors import RefusedError, StatusCode
 
@@ -297,8 +298,30 @@ class Drafter(ABC):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoredShape(DraftShape):
+    """A shape that keeps the config.json which it was read from.
+
+    Attributes:
+        block: every one of its decoder layers.
+        document: the config.json.
+    """
+
+    block: BlockShape
+    document: Mapping[str, Any]
+
+    @property
+    def bounds(self) -> frozenset[str]:
+        """What the rest of its config.json says does not change the function."""
+        return frozenset(("document",))
+
+    def to_dict(self, dtype_name: str = "bfloat16") -> dict[str, Any]:
+        """Its config.json; vLLM gives the draft the element type of the policy."""
+        return dict(self.document)
+
+
 class OneLayout(Drafter):
-    """A mechanism whose checkpoints have one layout, and whose shape keeps their config.json.
+    """A mechanism whose checkpoints have one layout; their shape is a ``StoredShape``.
 
     Attributes:
         module: of its drafts.

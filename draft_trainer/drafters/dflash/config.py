@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from draft_trainer.checkpoints.policy import size_of
 from draft_trainer.drafters.block import BlockShape
-from draft_trainer.drafters.draft import DraftShape
+from draft_trainer.drafters.draft import StoredShape
 from draft_trainer.drafters.rope import Rope
 from slipstream.errors import RefusedError
 
@@ -38,34 +38,21 @@ _FIXED_NESTED: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DflashConfig(DraftShape):
-    """Everything that determines the draft's function besides its weights; see ``DraftShape``.
+class DflashConfig(StoredShape):
+    """Everything that determines the draft's function besides its weights; see ``StoredShape``.
 
     Attributes:
-        block: every one of its decoder layers.
         num_hidden_layers: how many.
         mask_token_id: the policy's token whose embedding stands at every place to be proposed.
-        document: its config.json.
     """
 
-    block: BlockShape
     num_hidden_layers: int
     mask_token_id: int
-    document: Mapping[str, Any]
 
     @property
     def plain_logits(self) -> bool:
         """As vLLM's DFlash drafts, whatever the policy does."""
         return True
-
-    @property
-    def bounds(self) -> frozenset[str]:
-        """What the rest of its config.json says does not change the function."""
-        return frozenset(("document",))
-
-    def to_dict(self, dtype_name: str = "bfloat16") -> dict[str, Any]:
-        """Its config.json; vLLM gives the draft the element type of the policy."""
-        return dict(self.document)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> DflashConfig:

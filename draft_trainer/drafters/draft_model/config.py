@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from draft_trainer.checkpoints.policy import size_of
 from draft_trainer.drafters.block import BlockShape
-from draft_trainer.drafters.draft import DraftShape
+from draft_trainer.drafters.draft import StoredShape
 from draft_trainer.drafters.rope import Rope
 from slipstream.errors import RefusedError
 
@@ -27,29 +27,16 @@ _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LmConfig(DraftShape):
-    """Everything that determines the model's function besides its weights; see ``DraftShape``.
+class LmConfig(StoredShape):
+    """Everything that determines the model's function besides its weights; see ``StoredShape``.
 
     Attributes:
-        block: every one of its decoder layers.
         num_hidden_layers: how many.
         tied: the embeddings are its lm_head as well.
-        document: its config.json.
     """
 
-    block: BlockShape
     num_hidden_layers: int
     tied: bool
-    document: Mapping[str, Any]
-
-    @property
-    def bounds(self) -> frozenset[str]:
-        """What the rest of its config.json says does not change the function."""
-        return frozenset(("document",))
-
-    def to_dict(self, dtype_name: str = "bfloat16") -> dict[str, Any]:
-        """Its config.json; vLLM gives the draft the element type of the policy."""
-        return dict(self.document)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> LmConfig:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from draft_trainer.checkpoints.policy import size_of
 from draft_trainer.drafters.block import BlockShape
-from draft_trainer.drafters.draft import DraftShape
+from draft_trainer.drafters.draft import StoredShape
 from draft_trainer.drafters.rope import Rope
 from slipstream.errors import RefusedError
 
@@ -97,8 +97,8 @@ _MROPE = ("mrope_section", "mrope_interleaved")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpConfig(DraftShape):
-    """Everything that determines the head's function besides its weights; also see ``DraftShape``.
+class MtpConfig(StoredShape):
+    """Everything that determines the head's function besides its weights; also see ``StoredShape``.
 
     Attributes:
         family: one of ``FAMILIES``.
@@ -107,22 +107,11 @@ class MtpConfig(DraftShape):
     """
 
     family: str
-    block: BlockShape
-    document: Mapping[str, Any]
 
     @property
     def plain_logits(self) -> bool:
         """As vLLM's MTP heads, whatever the policy does."""
         return True
-
-    @property
-    def bounds(self) -> frozenset[str]:
-        """What the rest of the policy's config.json says does not concern the head."""
-        return frozenset(("document",))
-
-    def to_dict(self, dtype_name: str = "bfloat16") -> dict[str, Any]:
-        """The policy's config.json; vLLM gives the head the element type of the policy."""
-        return dict(self.document)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> MtpConfig:
