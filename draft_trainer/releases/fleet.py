@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -75,12 +75,12 @@ class DraftPayload:
         """The name it is committed or aborted by."""
         return f"draft-{self.version}"
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    @property
+    @cached_property
     def sha256(self) -> bytes:
         """``ServerState.draft_sha256`` of a server that serves it."""
         return digest_of_specs(self.specs)
