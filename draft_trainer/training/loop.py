@@ -261,7 +261,7 @@ class TrainingLoop:
     def _batch_tokens(self, run: Run) -> int:
         """Of the next step."""
         now = time.monotonic()
-        if now >= self._sized_at + _RETRY_S:
+        if self._config.batch_tokens is None and now >= self._sized_at + _RETRY_S:
             self._sized_at = now
             self._arrived = self._stored(run.store.tokens_of_a_version) or 0
         epochs = self.candidates.config.replay.max_epochs
