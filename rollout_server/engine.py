@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollout_server.read_back import SAME
@@ -183,10 +183,9 @@ class VllmEngine:
         """
         results = await self._apply_on_each(changes)
         result = Result.all_of(results)
-        if result.error and result.restored and not all(each.error for each in results):
+        if result.restored and result.split(results):
             undone = await self._apply_on_each([change.undone() for change in changes])
-            found = not any(each.error for each in undone)
-            result = replace(result, restored=found)
+            result = result.taken_back(undone)
         return result
 
     async def _apply_on_each(self, changes: Sequence[Change]) -> list[Result]:

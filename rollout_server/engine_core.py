@@ -263,11 +263,10 @@ class EngineHooks:
         results = [Result(**r) for r in self._rpc("slipstream_apply", timeout, (messages,))]
         result = Result.all_of(results)
         changes = [Change.from_message(message) for message in messages]
-        if result.error and not all(each.error for each in results):
+        if result.split(results):
             undo = [change.undone().to_message() for change in changes]
             undone = [Result(**r) for r in self._rpc("slipstream_apply", timeout, (undo,))]
-            found = not any(each.error for each in undone)
-            result = replace(result, restored=result.restored and found)
+            result = result.taken_back(undone)
         requests: dict[str, int] = {}
         if not result.error and any(change.kind == "policy" for change in changes):
             self._salt.advance()

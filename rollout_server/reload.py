@@ -18,7 +18,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,6 +88,14 @@ class Result:
             tuple(steps for result in results for steps in result.steps_before),
             requests={name: n for result in results for name, n in result.requests.items()},
         )
+
+    def split(self, results: Sequence[Result]) -> bool:
+        """Whether some of ``results``, whose sum this is, applied it and others did not."""
+        return bool(self.error) and not all(each.error for each in results)
+
+    def taken_back(self, undone: Sequence[Result]) -> Result:
+        """This, after those that had applied it were given the old weights again."""
+        return replace(self, restored=self.restored and not any(each.error for each in undone))
 
 
 @dataclass(frozen=True)
