@@ -27,7 +27,7 @@ from draft_trainer.offline.record import Recorder, Rollout
 from draft_trainer.recordings.recording import Recording
 from draft_trainer.releases.gate import compare
 from draft_trainer.training.learner import Learner
-from examples.arithmetic_grpo.grpo import group_advantages, log_prob_forward, pad_batch, update
+from examples.arithmetic_grpo.grpo import group_advantages, old_log_probs, pad_batch, update
 from examples.arithmetic_grpo.sampling import completion_text, prompt_ids, sample
 from examples.arithmetic_grpo.tokenizer import PAD_ID
 from examples.task import reward
@@ -71,16 +71,8 @@ def _improve(
 ) -> None:
     prompts, completions = zip(*rollouts, strict=True)
     batch = pad_batch(prompts, completions, advantages, PAD_ID)
-    with torch.no_grad():
-        old = [
-            log_prob_forward(
-                model,
-                batch.input_ids[start : start + LOG_PROB_BATCH],
-                batch.attention_mask[start : start + LOG_PROB_BATCH],
-            )
-            for start in range(0, len(rollouts), LOG_PROB_BATCH)
-        ]
-    batch = replace(batch, old_log_probs=torch.cat(old))
+    old = old_log_probs(model, batch, LOG_PROB_BATCH)
+    batch = replace(batch, old_log_probs=old)
     # Mini-batches of whole groups, as GRPO trainers make them.
     for chosen in torch.arange(len(rollouts)).chunk(UPDATES):
         update(model, optimizer, batch.rows(chosen))

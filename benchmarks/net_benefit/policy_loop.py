@@ -14,7 +14,7 @@ import httpx
 import torch
 from transformers import PreTrainedModel
 
-from examples.arithmetic_grpo.grpo import group_advantages, log_prob_forward, pad_batch, update
+from examples.arithmetic_grpo.grpo import group_advantages, old_log_probs, pad_batch, update
 from examples.arithmetic_grpo.sampling import completion_text, prompt_ids
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS, Problem, grade, sample_problem
 from examples.arithmetic_grpo.tokenizer import PAD_ID
@@ -166,21 +166,10 @@ def train(
             group_advantages(torch.tensor([reward(g) for g in grades]), workload.samples),
             PAD_ID,
         )
-        old = []
         capture: AbstractContextManager[Any] = bridge.capture() if bridge else nullcontext()
-        with run.timed("log_prob"), torch.no_grad(), capture as captured:
-            for start in range(0, len(rows), LOG_PROB_BATCH):
-                some = slice(start, start + LOG_PROB_BATCH)
-                ids, mask = batch.input_ids[some], batch.attention_mask[some]
-                old.append(log_prob_forward(model, ids, mask))
-                if bridge:
-                    captured.ship(
-                        ids,
-                        attention_mask=mask,
-                        loss_mask=batch.completion_mask[some],
-                        sampled_logprobs=old[-1],
-                    )
-        batch = replace(batch, old_log_probs=torch.cat(old))
+        with run.timed("log_prob"), capture as captured:
+            old = old_log_probs(model, batch, LOG_PROB_BATCH, captured)
+        batch = replace(batch, old_log_probs=old)
         with run.timed("update"):
             # Mini-batches of whole turns: their advantages belong together.
             whole = torch.arange(len(rows)).view(-1, workload.samples)

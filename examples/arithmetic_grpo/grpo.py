@@ -108,6 +108,33 @@ def log_prob_forward(model: PreTrainedModel, input_ids: Tensor, attention_mask: 
     return torch.nn.functional.pad(chosen, (1, 0))
 
 
+def old_log_probs(
+    model: PreTrainedModel, batch: GrpoBatch, at_once: int, captured: Any = None
+) -> Tensor:
+    """``log_prob_forward`` of a batch without gradients, so many rows at a time.
+
+    Args:
+        model: the policy.
+        batch: rows.
+        at_once: rows of a pass.
+        captured: an open capture of the bridge, which ships every pass; None: nothing is shipped.
+    """
+    found = []
+    with torch.no_grad():
+        for start in range(0, len(batch.input_ids), at_once):
+            some = slice(start, start + at_once)
+            ids, mask = batch.input_ids[some], batch.attention_mask[some]
+            found.append(log_prob_forward(model, ids, mask))
+            if captured is not None:
+                captured.ship(
+                    ids,
+                    attention_mask=mask,
+                    loss_mask=batch.completion_mask[some],
+                    sampled_logprobs=found[-1],
+                )
+    return torch.cat(found)
+
+
 def policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:

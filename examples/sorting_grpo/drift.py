@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from examples.arithmetic_grpo.grpo import group_advantages, log_prob_forward, pad_batch, update
+from examples.arithmetic_grpo.grpo import group_advantages, old_log_probs, pad_batch, update
 from examples.arithmetic_grpo.processes import Service, Services, free_port
 from examples.arithmetic_grpo.rollouts import RolloutClient, SpecCounters
 from examples.arithmetic_grpo.sampling import completion_text, prompt_ids
@@ -148,19 +148,9 @@ def _versions(
             group_advantages(rewards, options.samples * len(parts)),
             PAD_ID,
         )
-        old = []
-        with torch.no_grad(), bridge.capture() as capture:
-            for start in range(0, len(rows), LOG_PROB_BATCH):
-                some = slice(start, start + LOG_PROB_BATCH)
-                ids, mask = batch.input_ids[some], batch.attention_mask[some]
-                old.append(log_prob_forward(model, ids, mask))
-                capture.ship(
-                    ids,
-                    attention_mask=mask,
-                    loss_mask=batch.completion_mask[some],
-                    sampled_logprobs=old[-1],
-                )
-        batch = replace(batch, old_log_probs=torch.cat(old))
+        with bridge.capture() as captured:
+            old = old_log_probs(model, batch, LOG_PROB_BATCH, captured)
+        batch = replace(batch, old_log_probs=old)
         # Mini-batches of whole groups, as GRPO trainers make them.
         for chosen in torch.arange(len(rows)).chunk(options.updates):
             update(model, optimizer, batch.rows(chosen))

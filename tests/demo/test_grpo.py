@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from examples.arithmetic_grpo.grpo import group_advantages, pad_batch, policy_loss
+from examples.arithmetic_grpo.grpo import (
+    group_advantages,
+    log_prob_forward,
+    old_log_probs,
+    pad_batch,
+    policy_loss,
+)
 
 
 def test_advantages_are_normalised_within_each_group() -> None:
@@ -41,3 +52,19 @@ def test_rows_are_right_padded_and_masks_cover_the_completion() -> None:
     assert batch.input_ids.tolist() == [[1, 2, 4, 5, 6], [1, 2, 3, 7, 0]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]
     assert batch.completion_mask.int().tolist() == [[0, 0, 1, 1, 1], [0, 0, 0, 1, 0]]
+
+
+def test_passes_of_a_few_rows_give_the_whole_and_each_is_shipped(policy_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32)
+    batch = pad_batch([[1, 20, 21]] * 5, [[22, 23], [24]] * 2 + [[25]], torch.zeros(5), pad_id=0)
+    shipped: list[tuple[torch.Tensor, dict[str, Any]]] = []
+    captured = SimpleNamespace(ship=lambda ids, **named: shipped.append((ids, named)))
+    found = old_log_probs(model, batch, 2, captured)
+    whole = log_prob_forward(model, batch.input_ids, batch.attention_mask)
+    assert torch.allclose(found, whole.detach(), atol=1e-5) and not found.requires_grad
+    assert [len(ids) for ids, _ in shipped] == [2, 2, 1]
+    assert torch.equal(
+        torch.cat([named["loss_mask"] for _, named in shipped]), batch.completion_mask
+    )
+    assert torch.equal(torch.cat([named["sampled_logprobs"] for _, named in shipped]), found)
+    assert torch.equal(old_log_probs(model, batch, 2), found)
