@@ -152,7 +152,7 @@ class State:
             )
         (number,) = self._db.execute("PRAGMA application_id").fetchone()
         if make and not number:
-            # SQLite keeps it in the file's header for whoever made it.
+            # A field of SQLite's file header that is free for the application.
             number = secrets.randbelow(2**31 - 1) + 1
             self._db.execute(f"PRAGMA application_id = {number}")
         self.owner = f"{number:08x}"

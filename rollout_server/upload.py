@@ -18,8 +18,8 @@ class Upload:
     """The missing tensors of one stage, while they arrive.
 
     Inside ``opened`` the store holds what arrives. A stage that is refused leaves nothing; one that
-    was cut off leaves the tensors that were whole, until their room is needed: staged again, it
-    goes on from there.
+    was cut off leaves the tensors that were whole, until the store needs their capacity: staged
+    again, it goes on from there.
 
     Attributes:
         missing: tensors that have not arrived yet, by name.
