@@ -149,7 +149,9 @@ class LengthChooser:
         on, off = seconds(best), seconds(None)
         on *= 1 - MARGIN if self.table else 1
         off *= 1 if self.table else 1 - MARGIN
-        self.table = best if on <= off else None
+        # Lengths of 0 at every size in use cost at least a step without drafts, whatever was timed.
+        drafts = any(best[min(n, self.largest)] for n in self._work)
+        self.table = best if drafts and on <= off else None
         self.speed_up = seconds(None) / seconds(self.table)
 
     def doubt(self, length: int) -> None:

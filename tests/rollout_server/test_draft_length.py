@@ -83,6 +83,17 @@ def test_nothing_is_drafted_where_no_length_pays_and_the_batch_decides_again() -
     assert chooser.table is not None and chooser.table[1] == 3
 
 
+def test_a_zero_that_was_timed_too_fast_is_not_kept_at_every_size_in_use() -> None:
+    sums = measured()
+    for n in SIZES:
+        sums[SPECULATIVE, n, 0] = StepSum(100, 99 * seconds(-1, n))
+    chooser = LengthChooser(3, 64)
+    chooser.add(sums, STALE)
+    chooser.choose(STALE)
+    assert chooser.table is None
+    assert chooser.speed_up == 1.0
+
+
 def test_a_gain_within_the_margin_changes_nothing() -> None:
     chooser = LengthChooser(3, 1)
     chooser.add({key: total for key, total in measured().items() if key[1] == 1}, FRESH)
