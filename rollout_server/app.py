@@ -225,13 +225,13 @@ def _stage_first_draft(draft_dir: Path, store: ContentStore) -> Weights:
             against = manifest.trained_against_policy_version
     specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
     weights = Weights.of(DRAFT, version, specs, store, trained_against=against)
-    for staged in weights.source.tensors:
-        if staged.key not in store:
+    contents = {staged.key: tensors[staged.name] for staged in weights.source.tensors}
+    with store.reserve(sum(key.size for key in contents)) as reservation:
+        for staged in weights.source.tensors:
             check_finite(staged.name, tensors[staged.name])
-            with store.reserve(staged.key.size) as reservation:
-                store.write(staged.key, tensors[staged.name])
-                store.add(staged.key, reservation)
-            store.retain([staged.key])
+        for key, tensor in contents.items():
+            store.write(key, tensor)
+            store.add(key, reservation)
     return weights
 
 

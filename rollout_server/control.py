@@ -245,13 +245,10 @@ class RolloutControl:
         keep = None if self.previous_draft is None else self.previous_draft.source
         return await self.engine.prepare(weights.source, keep)
 
-    def abort(self, stage_ids: Sequence[str]) -> None:
-        """Forget stages; unknown ids are ignored."""
-        for stage_id in stage_ids:
-            weights = self.staged.pop(stage_id, None)
-            if weights is not None:
-                self.store.release(weights.keys)
-                self.tracker.wake()
+    async def abort(self, stage_ids: Sequence[str]) -> None:
+        """Forget stages, after the change under way: a commit may be applying them. Unknown ids are
+        ignored."""
+        await self._to_the_end(lambda _: self._abort(stage_ids))
 
     async def commit(self, stage_ids: Sequence[str]) -> Result:
         """Make staged weights live together.
@@ -329,6 +326,14 @@ class RolloutControl:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return asyncio.shield(task)
+
+    async def _abort(self, stage_ids: Sequence[str]) -> Result:
+        for stage_id in stage_ids:
+            weights = self.staged.pop(stage_id, None)
+            if weights is not None:
+                self.store.release(weights.keys)
+                self.tracker.wake()
+        return Result(0.0)
 
     async def _commit(self, stage_ids: tuple[str, ...], arrival: float) -> Result:
         named = [self._named(stage_id) for stage_id in dict.fromkeys(stage_ids)]

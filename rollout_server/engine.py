@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -130,18 +130,20 @@ class VllmEngine:
         return "; ".join(dict.fromkeys(text for text in found if text))
 
     async def apply(self, changes: Sequence[Change]) -> Result:
+        client = self.client
         held = self.cores > 1 and any(change.kind == "policy" for change in changes)
-        if held:
-            await self.client.pause_generation(mode="keep", clear_cache=False)
         try:
+            if held:
+                pause = client.pause_generation(mode="keep", clear_cache=False)
+                await _answers("pause_generation", CALL_SECONDS, [pause])
             result = await self._apply_on_all(changes)
+            if held and result.restored:
+                await _answers("resume_generation", CALL_SECONDS, [client.resume_generation()])
         except RefusedError as error:
             # A call that failed or was late says nothing about which worker did what.
             raise UntrustedEngineError(str(error)) from error
         if not result.restored:
             raise UntrustedEngineError(result.error)
-        if held:
-            await self.client.resume_generation()
         if result.error:
             raise RefusedError(
                 "commit",
@@ -200,37 +202,38 @@ class VllmEngine:
         return [each for answer in await self._call(seconds, method, *args) for each in answer]
 
     async def _call(self, seconds: float, method: str, *args: Any) -> list[Any]:
-        """What every engine core answers.
-
-        Raises RefusedError: one of them did not, or failed.
-        """
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        limit = seconds + _STEP_SECONDS
+        """What every engine core answers. Raises RefusedError as ``_answers``."""
         core = self.client.engine_core
-        calls = [
-            asyncio.ensure_future(
-                core._call_utility_async("slipstream_call", method, list(args), engine=engine)
-            )
-            for engine in core.core_engines
-        ]
-        _, waiting = await asyncio.wait(calls, timeout=limit)
-        if waiting:
-            for call in waiting:
-                call.cancel()
-            found, code = f"no answer in {limit:.0f} s", StatusCode.DEADLINE_EXCEEDED
-            next_step = "look at the engine's log; restart the server if it hangs"
-            raise RefusedError(method, found, "an answer", next_step, code)
-        # Looked at, not caught: vLLM reports a failed call as a bare Exception.
-        errors = [error for call in calls if (error := call.exception()) is not None]
-        for error in errors:
-            if isinstance(error, EngineDeadError):
-                code = StatusCode.UNAVAILABLE
-                raise RefusedError(
-                    "engine", "dead", "running", "restart the server", code
-                ) from error
-        if errors:
-            code = StatusCode.INTERNAL
-            next_step = "look at the engine's log"
-            raise RefusedError(method, errors[0], "success", next_step, code) from errors[0]
-        return [call.result() for call in calls]
+        call, what = core._call_utility_async, ("slipstream_call", method, list(args))
+        return await _answers(
+            method, seconds, [call(*what, engine=engine) for engine in core.core_engines]
+        )
+
+
+async def _answers(method: str, seconds: float, calls: Sequence[Awaitable[Any]]) -> list[Any]:
+    """What calls of the engine answer.
+
+    Raises RefusedError: one of them did not in ``seconds`` and a step, or failed.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    limit, tasks = seconds + _STEP_SECONDS, [asyncio.ensure_future(call) for call in calls]
+    try:
+        _, waiting = await asyncio.wait(tasks, timeout=limit)
+    finally:
+        for task in tasks:
+            task.cancel()
+    if waiting:
+        found, code = f"no answer in {limit:.0f} s", StatusCode.DEADLINE_EXCEEDED
+        next_step = "look at the engine's log; restart the server if it hangs"
+        raise RefusedError(method, found, "an answer", next_step, code)
+    # Looked at, not caught: vLLM reports a failed call as a bare Exception.
+    errors = [error for task in tasks if (error := task.exception()) is not None]
+    for error in errors:
+        if isinstance(error, EngineDeadError):
+            code = StatusCode.UNAVAILABLE
+            raise RefusedError("engine", "dead", "running", "restart the server", code) from error
+    if errors:
+        code, next_step = StatusCode.INTERNAL, "look at the engine's log"
+        raise RefusedError(method, errors[0], "success", next_step, code) from errors[0]
+    return [task.result() for task in tasks]

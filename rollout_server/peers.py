@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import grpc
 
 from rollout_server.control import RolloutControl
-from rollout_server.upload import Upload
+from rollout_server.upload import BYTES_PER_SECOND, Upload
 from slipstream.client import OPTIONS, split_address
 from slipstream.errors import RefusedError, StatusCode, clean, failure_text
 from slipstream.security import NONE, ClientCredentials
@@ -62,15 +62,12 @@ class Peers:
         self.served_bytes = 0
         self.failures: Counter[str] = Counter(dict.fromkeys(FAILURES, 0))
 
-    async def fetch(
-        self, upload: Upload, sources: Sequence[str], seconds: float
-    ) -> Mapping[str, list[str]]:
+    async def fetch(self, upload: Upload, sources: Sequence[str]) -> Mapping[str, list[str]]:
         """Fetch what ``upload`` misses from the first source that has it; the rest stays missing.
 
         Args:
             upload: of a stage.
             sources: control planes.
-            seconds: that all of it may take.
 
         Returns:
             The sources that were given up, by ``FAILURES``.
@@ -79,16 +76,18 @@ class Peers:
             RefusedError: this server's own store is full, or a tensor is not finite.
         """
         given_up: dict[str, list[str]] = {why: [] for why in FAILURES}
-        over_at = asyncio.get_running_loop().time() + seconds
         for address in sources:
             if not upload.missing:
                 break
             try:
-                async with asyncio.timeout_at(over_at):
+                # Of each: one that sends a byte at a time leaves the next ones theirs.
+                async with asyncio.timeout(ANSWER_SECONDS + upload.needed_bytes / BYTES_PER_SECOND):
                     why, text = await self._fetch_from(address, upload)
             except (grpc.RpcError, TimeoutError) as error:
                 why = "failed"
-                text = failure_text(error) if isinstance(error, grpc.RpcError) else "no answer"
+                text = (
+                    failure_text(error) if isinstance(error, grpc.RpcError) else "no answer in time"
+                )
             if why:
                 given_up[why].append(address)
                 self.failures[why] += 1

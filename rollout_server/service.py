@@ -28,7 +28,7 @@ from rollout_server.peers import MAX_SERVED, MAX_SOURCES, Peers
 from rollout_server.reload import Result
 from rollout_server.served import Served
 from rollout_server.store import WeightSource
-from rollout_server.upload import Upload
+from rollout_server.upload import BYTES_PER_SECOND, Upload
 from slipstream.client import TRAINER
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.guard import CHUNK_MESSAGE_BYTES, Guard, Limit
@@ -53,16 +53,17 @@ CALLS_PER_SECOND = 500.0
 """Of one connection."""
 
 CHUNK_SECONDS = 60.0
-"""Longest wait for a client's next message while it stages."""
+"""Longest wait for a client's next message while it stages. A stage takes at most this and what
+its bytes take at ``BYTES_PER_SECOND``: it reserves capacity of the store at its start, and a byte a
+minute would hold it for ever."""
 
-STAGE_BYTES_PER_SECOND = 8 << 20
-"""A stage takes at most ``CHUNK_SECONDS`` and what its bytes take at this rate: it reserves
-capacity of the store at its start, and a byte a minute would hold it for ever."""
+FETCH_SECONDS = 300.0
+"""Longest that one tensor is read by another server: there are ``MAX_SERVED`` places."""
 
 LIMITS: Mapping[str, Limit] = {
     f"/{SERVICE}/Stage": Limit(32, CHUNK_MESSAGE_BYTES),
     f"/{SERVICE}/Pull": Limit(32, CHUNK_MESSAGE_BYTES),
-    f"/{SERVICE}/Fetch": Limit(MAX_SERVED),
+    f"/{SERVICE}/Fetch": Limit(MAX_SERVED, call_seconds=FETCH_SECONDS),
     f"/{SERVICE}/Commit": Limit(8),
     f"/{SERVICE}/RollBack": Limit(8),
     f"/{SERVICE}/SetSpeculation": Limit(8),
@@ -175,9 +176,10 @@ class RolloutService(pb_grpc.RolloutServerServicer):
             yield pb.StageResponse(staged=pb.StageResult(stage_id=header.stage_id, seconds=seconds))
             return
         weights, upload = await self._begin(header, kind)
-        end = start + _longest(upload)
         with upload.opened():
             yield pb.StageResponse(needed=await self._fetched(header, upload))
+            # After the sources: what they took is not the client's.
+            end = time.perf_counter() + CHUNK_SECONDS + upload.needed_bytes / BYTES_PER_SECOND
             while upload.missing:
                 request = await _next(request_iterator, end - time.perf_counter())
                 if request is None:
@@ -223,7 +225,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         return weights, Upload(header.tensors, weights, store, self.workers)
 
     async def _fetched(self, header: pb.StageHeader, upload: Upload) -> pb.StageNeeded:
-        given_up = await self.peers.fetch(upload, header.sources, _longest(upload))
+        given_up = await self.peers.fetch(upload, header.sources)
         return pb.StageNeeded(
             names=list(upload.missing),
             altered_sources=given_up["altered"],
@@ -281,7 +283,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         self._control.check_claim(_trainer(context))
-        self._control.abort(request.stage_ids)
+        await self._control.abort(list(request.stage_ids))
         return pb.AbortResponse()
 
     async def Expect(self, request: pb.ExpectRequest, context: Any) -> pb.ServerState:
@@ -319,10 +321,6 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         )
 
 
-def _longest(upload: Upload) -> float:
-    return CHUNK_SECONDS + upload.needed_bytes / STAGE_BYTES_PER_SECOND
-
-
 def _trainer(context: Any) -> str:
     """Which trainer calls; empty for a bridge and for people."""
     for key, value in context.invocation_metadata() or ():
@@ -357,7 +355,7 @@ async def _next(
         slow = left < CHUNK_SECONDS
         raise RefusedError(
             "stream",
-            f"less than {STAGE_BYTES_PER_SECOND} bytes a second"
+            f"less than {BYTES_PER_SECOND} bytes a second"
             if slow
             else f"nothing for {CHUNK_SECONDS:.0f} s",
             "the next chunk",

@@ -13,6 +13,9 @@ from slipstream.serving import Workers
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import tensor_pb2
 
+BYTES_PER_SECOND = 8 << 20
+"""Least rate at which a stage's bytes come, from its client or from a source."""
+
 
 class Upload:
     """The missing tensors of one stage, while they arrive.
@@ -113,17 +116,21 @@ class Upload:
 
     async def _store_one(self, spec: tensor_pb2.TensorSpec) -> None:
         key, assembler = self._keys[spec.name], self._assembler(spec)
-        # Hashing and writing would hold up the API server's event loop.
-        await self._workers.run(_verify_and_write, spec, assembler, self._store, key)
-        self._store.add(key, self._reservation)
-        self._arrived.append(key)
-        del self.missing[spec.name]
-        self._arriving.pop(spec.name, None)
+        written: list[Key] = []
 
+        def verify_and_write() -> None:
+            tensor = assembler.finish()[spec.name]
+            check_finite(spec.name, tensor)
+            self._store.write(key, tensor)
+            written.append(key)
 
-def _verify_and_write(
-    spec: tensor_pb2.TensorSpec, assembler: ChunkAssembler, store: ContentStore, key: Key
-) -> None:
-    tensor = assembler.finish()[spec.name]
-    check_finite(spec.name, tensor)
-    store.write(key, tensor)
+        try:
+            # Hashing and writing would hold up the API server's event loop.
+            await self._workers.run(verify_and_write)
+        finally:
+            # Also of a stage that was cancelled meanwhile: the file takes the store's bytes.
+            if written:
+                self._store.add(key, self._reservation)
+                self._arrived.append(key)
+                del self.missing[spec.name]
+                self._arriving.pop(spec.name, None)

@@ -114,15 +114,18 @@ class Spread:
     def to(self, addresses: Iterable[str], quorum: Quorum | None = None) -> dict[str, Staged]:
         """Stage on servers. Without those that have not answered when ``quorum`` is over."""
         waiting: deque[str] = deque()
+        # Servers that no source gave it wait for the trainer, while the others go on fetching.
+        refused: deque[str] = deque()
         for address in addresses:
             if address in self._fetching:
                 waiting.append(address)
             else:
                 self._start(address, _Call(()))
         staged: dict[str, Staged] = {}
-        while waiting or self._running:
-            while waiting and (call := self._call_for(waiting[0])) is not None:
-                self._start(waiting.popleft(), call)
+        while waiting or refused or self._running:
+            for queue in (waiting, refused):
+                while queue and (call := self._call_for(queue[0])) is not None:
+                    self._start(queue.popleft(), call)
             ended = self._calls.next(quorum)
             if ended is None:
                 break
@@ -132,7 +135,7 @@ class Spread:
                 if quorum is not None:
                     quorum.count(not isinstance(answer, Failure))
             else:
-                waiting.append(address)
+                (waiting if self._tries[address] < TRIES else refused).append(address)
         return staged
 
     def _call_for(self, address: str) -> _Call | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import grpc
 import pytest
@@ -15,8 +17,9 @@ from benchmarks.publish_faults.control_plane import control_plane
 from benchmarks.publish_faults.server_process import Fault, MemoryEngine
 from draft_trainer.config import PublishConfig
 from draft_trainer.counters import Counters
+from draft_trainer.releases import spread
 from draft_trainer.releases.canary import AcceptanceWatch
-from draft_trainer.releases.fleet import Failure, Fleet
+from draft_trainer.releases.fleet import DraftPayload, Failure, Fleet
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler
 from draft_trainer.releases.registry import Registry, open_promotions
@@ -265,7 +268,7 @@ def test_a_tensor_whose_source_breaks_is_resumed(tmp_path: Path, altered: bool) 
         spec = spec_of("w", tensor)
         upload = Upload([spec], Weights.of(DRAFT, 1, [spec], store), store, workers)
         with upload.opened():
-            given_up = await fetcher.fetch(upload, [first.address, second.address], 20.0)
+            given_up = await fetcher.fetch(upload, [first.address, second.address])
         assert given_up == {"altered": [], "failed": [first.address]}
         return upload
 
@@ -278,6 +281,99 @@ def test_a_tensor_whose_source_breaks_is_resumed(tmp_path: Path, altered: bool) 
     assert upload.bytes_fetched == (60 + 100 + 160 if altered else 160)
     (path,) = tmp_path.iterdir()
     assert path.read_bytes() == whole
+
+
+class EndlessSource(pb_grpc.RolloutServerServicer):
+    """Answers at once, and never with a byte."""
+
+    def __init__(self) -> None:
+        self._server = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS)
+        pb_grpc.add_RolloutServerServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+        self._ended = threading.Event()
+
+    def Fetch(
+        self, request: pb.FetchRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.FetchResponse]:
+        while context.is_active() and not self._ended.wait(0.01):
+            yield pb.FetchResponse()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._server.stop(None).wait(5)
+
+
+def test_a_source_that_sends_too_little_leaves_time_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "ANSWER_SECONDS", 1.0)
+    tensor = torch.arange(40, dtype=torch.float32)
+    whole = bytes(bytes_of(tensor))
+    slow, good = EndlessSource(), HalfSource(whole, len(whole))
+    store, workers = ContentStore(tmp_path, 1000), Workers(1, "test")
+
+    async def fetch() -> tuple[Mapping[str, list[str]], int]:
+        spec = spec_of("w", tensor)
+        upload = Upload([spec], Weights.of(DRAFT, 1, [spec], store), store, workers)
+        with upload.opened():
+            given_up = await peers.Peers().fetch(upload, [slow.address, good.address])
+        return given_up, len(upload.missing)
+
+    assert asyncio.run(fetch()) == ({"altered": [], "failed": [slow.address]}, 0)
+    slow.stop(), good.stop()
+    workers.close()
+
+
+def test_the_first_draft_is_given_up_like_any_other(make: Callable[..., Rig]) -> None:
+    rig = make(1)
+    (plane,) = rig.planes
+    first = set(plane.control.live[DRAFT].keys)
+    for version in (1, 2):
+        assert rig.publisher.promote(version, pin=False).changes
+    assert plane.control.previous_draft is not None
+    held = {*plane.control.live[DRAFT].keys, *plane.control.previous_draft.keys}
+    assert first - held and not (first - held) & plane.store._references.keys()
+
+
+class Scripted:
+    """A fleet whose calls end in a given order."""
+
+    def __init__(self, ends: list[tuple[str, pb.StageResult | Failure]]) -> None:
+        self.started: list[str] = []
+        self._ends = iter(ends)
+
+    def calls(self) -> Scripted:
+        return self
+
+    def client(self, address: str) -> MagicMock:
+        return MagicMock()
+
+    def start(self, name: str, call: object) -> None:
+        self.started.append(name)
+
+    def next(self, quorum: object) -> tuple[str, pb.StageResult | Failure]:
+        return next(self._ends)
+
+
+def test_a_server_that_only_the_trainer_can_serve_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trainer has sent its share: that server comes last, and others try again meanwhile."""
+    monkeypatch.setattr(spread, "TRIES", 2)
+    none, done = Failure("none of its sources gave it", grpc.StatusCode.ABORTED), pb.StageResult()
+    fleet = Scripted(
+        [
+            *(("cut-off", none), ("cut-off", none), ("again", none)),
+            *(("slow", done), ("again", done), ("cut-off", done)),
+        ]
+    )
+    draft = DraftPayload(1, None, {"w": torch.zeros(4)}, [])
+    names = ["cut-off", "again", "slow"]
+    one = Spread(fleet, draft, names, ["a", "b"], Counters())  # type: ignore[arg-type]
+    one._sent = MOST_SENT * draft.nbytes
+    assert one.to(names).keys() == set(names)
+    assert fleet.started == [*names, "cut-off", "again", "cut-off"]
 
 
 def test_what_a_cut_stage_fetched_is_not_sent_again(
@@ -320,7 +416,7 @@ def test_a_source_asks_who_fetches(tmp_path: Path) -> None:
         upload = Upload([wire], Weights.of(DRAFT, 1, [wire], store), store, workers)
         fetcher = peers.Peers(credentials)
         with upload.opened():
-            given_up = await fetcher.fetch(upload, [source.address], 20.0)
+            given_up = await fetcher.fetch(upload, [source.address])
         return given_up["failed"], ",".join(upload.missing)
 
     failed, missing = asyncio.run(fetch(ClientCredentials()))

@@ -267,3 +267,24 @@ async def test_a_server_on_another_release_than_the_fleet_is_not_ready(plane: Pl
     control.expect(2, b"")
     await control.commit([plane.stage(POLICY, 4)])
     assert "fleet 2" in control.not_ready, "a policy changes nothing about it"
+
+
+@pytest.mark.anyio
+async def test_an_abort_waits_for_the_commit_that_applies_its_stage(plane: Plane) -> None:
+    """A trainer whose commit was not answered in time aborts it while the workers apply it."""
+    for failure, live in ((None, 1), (RefusedError("commit", "x", "y", "z"), 1)):
+        plane.engine.gate, plane.engine.failure = asyncio.Event(), failure
+        stage = plane.stage(DRAFT, 1 if failure is None else 2)
+        commit = asyncio.ensure_future(plane.control.commit([stage]))
+        await asyncio.sleep(0)
+        abort = asyncio.ensure_future(plane.control.abort([stage, "never"]))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert list(plane.control.staged) == [stage], "its files are being read"
+        plane.engine.gate.set()
+        ended = await asyncio.gather(commit, return_exceptions=True)
+        await abort
+        assert isinstance(ended[0], RefusedError) == (failure is not None)
+        assert plane.control.live[DRAFT].version == live
+        assert plane.engine.live[DRAFT] == f"draft-{live}"
+        assert plane.control.staged == {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollout_server import engine
 from rollout_server.acceptance import AcceptanceTracker
 from rollout_server.engine import UntrustedEngineError, VllmEngine
 from rollout_server.reload import Change, Result
@@ -32,9 +33,12 @@ class Client:
         )
         self.errors: dict[bytes, list[str]] = {b"0": [], b"1": []}
         self.calls: list[tuple[str, str]] = []
+        self.pause: asyncio.Future[None] | None = None
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
         self.calls.append(("hold", mode))
+        if self.pause is not None:
+            await self.pause
 
     async def resume_generation(self) -> None:
         self.calls.append(("go on", ""))
@@ -84,6 +88,48 @@ def test_no_step_mixes_two_policies() -> None:
     with pytest.raises(UntrustedEngineError):
         asyncio.run(VllmEngine(client).apply([POLICY]))
     assert ("go on", "") not in client.calls, "a torn policy takes no step"
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("no pause")], ids=["silent", "failed"])
+def test_cores_that_do_not_hold_their_steps_end_the_server(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some may hold them for ever."""
+    monkeypatch.setattr(engine, "CALL_SECONDS", 0.01)
+    monkeypatch.setattr(engine, "_STEP_SECONDS", 0.0)
+    client = Client()
+
+    async def apply() -> None:
+        client.pause = asyncio.get_running_loop().create_future()
+        if error is not None:
+            client.pause.set_exception(error)
+        await asyncio.wait_for(VllmEngine(client).apply([POLICY]), 30)
+
+    with pytest.raises(UntrustedEngineError, match="pause_generation"):
+        asyncio.run(apply())
+    assert client.calls == [("hold", "keep")], "nothing was replaced"
+
+
+def test_a_caller_that_leaves_leaves_no_call_behind() -> None:
+    client = Client()
+
+    async def leave() -> int:
+        waits: list[asyncio.Future[None]] = []
+
+        async def answer(*args: Any, engine: bytes) -> None:
+            waits.append(asyncio.get_running_loop().create_future())
+            await waits[-1]
+
+        client.engine_core._call_utility_async = answer
+        caller = asyncio.ensure_future(VllmEngine(client).read_back())
+        while len(waits) < 2:
+            await asyncio.sleep(0)
+        caller.cancel()
+        await asyncio.wait({caller})
+        await asyncio.sleep(0)
+        return sum(wait.cancelled() for wait in waits)
+
+    assert asyncio.run(leave()) == 2
 
 
 def test_steps_of_all_cores_are_summed() -> None:
