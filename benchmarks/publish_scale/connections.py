@@ -75,7 +75,7 @@ class Quick(pb_grpc.RolloutServerServicer):
                 accepted_per_position=[drafts * 7 // 10, drafts // 2, drafts // 3],
             )
             yield pb.AcceptanceReport(state=self.state, counters=[counters])
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(request.min_interval_ms / 1000)
 
 
 async def serve(count: int) -> None:

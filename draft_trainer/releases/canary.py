@@ -157,6 +157,11 @@ INTERVAL_MS = 500
 STREAM_SECONDS = 600.0
 RETRY_SECONDS = 1.0
 KEPT = 2048
+"""Batches of one server, one each ``INTERVAL_MS``."""
+
+OFTEN = 64
+"""Servers that report every ``INTERVAL_MS``; of a larger fleet, as many reports a second arrive and
+as many batches are kept as of this one."""
 
 
 @dataclass(frozen=True)
@@ -191,23 +196,29 @@ class AcceptanceWatch:
         self._seen: dict[str, deque[Seen]] = {}
         self._threads: dict[str, tuple[threading.Thread, threading.Event]] = {}
         self._stopped = False
+        self._size = 0
+
+    @property
+    def _scale(self) -> float:
+        return max(1.0, self._size / OFTEN)
 
     def follow(self, addresses: Iterable[str]) -> None:
         """Watch these servers and no others."""
         wanted = set(addresses)
         with self._changed:
-            if self._stopped:
+            if self._stopped or wanted == self._threads.keys():
                 return
             for address in set(self._threads) - wanted:
                 self._threads.pop(address)[1].set()
-                self._seen.pop(address, None)
+            self._size = len(wanted)
+            kept = math.ceil(KEPT / self._scale)
+            self._seen = {a: deque(self._seen.get(a, ()), maxlen=kept) for a in wanted}
             for address in wanted - set(self._threads):
                 over = threading.Event()
                 thread = threading.Thread(
                     target=self._watch, args=(address, over), name=f"watch-{address}", daemon=True
                 )
                 self._threads[address] = (thread, over)
-                self._seen[address] = deque(maxlen=KEPT)
                 thread.start()
 
     def since(self, version: int, addresses: Iterable[str], begin: float) -> list[Batch]:
@@ -248,7 +259,8 @@ class AcceptanceWatch:
     def _watch(self, address: str, over: threading.Event) -> None:
         before: dict[int, Batch] | None = None
         while not over.is_set():
-            for report in self._fleet.client(address).watch(INTERVAL_MS, STREAM_SECONDS):
+            interval = round(INTERVAL_MS * self._scale)
+            for report in self._fleet.client(address).watch(interval, STREAM_SECONDS):
                 before = self._note(address, report, before)
                 if over.is_set():
                     return

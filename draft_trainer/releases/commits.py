@@ -160,7 +160,7 @@ def commit_on_all(
 def expect_on(fleet: Fleet, draft: DraftPayload, stragglers: Iterable[str]) -> None:
     """Have servers that lack the release that went live be not ready until they have it.
 
-    Nobody waits for them: ``reconcile`` tells them again and gives it to them.
+    Their answers are not waited for: ``reconcile`` tells them again and gives it to them.
     """
     calls = fleet.calls()
     for address in stragglers:

@@ -441,6 +441,7 @@ class DraftLag:
     def __init__(self, max_lag: int) -> None:
         self.max_lag = max_lag
         self._policy_version: int | None = None
+        self._told: dict[str, bool] = {}
 
     def fresh(self, state: pb.ServerState, policy_version: int | None = None) -> bool:
         """Whether a server's draft may propose for ``policy_version`` (the one it has now).
@@ -472,14 +473,22 @@ class DraftLag:
     def apply(self, fleet: Fleet, states: Mapping[str, pb.ServerState | Failure | None]) -> None:
         """Bring the servers' speculation in line with what they serve."""
         known = {a: s for a, s in states.items() if isinstance(s, pb.ServerState)}
+        self._told = {a: told for a, told in self._told.items() if a in known}
         if self.max_lag:
             fleet.each(
                 lambda c: self._set(c, known[c.address], self.fresh(known[c.address])), known
             )
 
-    @staticmethod
-    def _set(client: RolloutClient, state: pb.ServerState, enabled: bool) -> None:
-        if state.speculation_enabled != enabled and client.set_speculation(enabled) is None:
+    def _set(self, client: RolloutClient, state: pb.ServerState, enabled: bool) -> None:
+        # A server that may draft and does not has found that it does not pay.
+        if self._told.get(client.address) == enabled and enabled >= state.speculation_enabled:
+            return
+        if client.set_speculation(enabled) is not None:
+            return
+        self._told[client.address] = enabled
+        if state.speculation_enabled != enabled:
             switched = f"{'on' if enabled else 'off'} for draft {state.draft_version}"
             against = state.trained_against_policy_version
-            logger.warning("%s: speculation %s (policy %d)", client.address, switched, against)
+            logger.warning(
+                "%s: speculation %s, trained against policy %d", client.address, switched, against
+            )

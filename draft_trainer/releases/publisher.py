@@ -375,7 +375,7 @@ class Publisher:
 
         Args:
             version: the release.
-            servers: some of the fleet's; whoever they are where there are no others.
+            servers: some of the fleet's; not looked at where there are no others.
             others: the rest, while the release is on trial.
             settled: writes it down where a trial has its result; None: the trial begins.
 

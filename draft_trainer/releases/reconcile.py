@@ -28,7 +28,7 @@ from slipstream.v1 import rollout_server_pb2 as pb
 logger = logging.getLogger(__name__)
 
 PACE_SECONDS = 0.05
-"""Least time between two looks at a trial: every server reports ten times a second."""
+"""Least time between two looks at a trial, however many servers report."""
 
 MOST_RECOMMITS = 2
 """Of one release on a server that serves nothing acceptable with it."""

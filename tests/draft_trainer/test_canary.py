@@ -9,6 +9,7 @@ import pytest
 
 from draft_trainer.config import CanaryConfig
 from draft_trainer.releases import canary
+from draft_trainer.releases.fleet import RolloutClient
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.fleet_rig import Rig
 
@@ -264,6 +265,50 @@ def test_no_draft_is_served_further_behind_than_configured(make_rig: Callable[..
         double.state.ClearField("policy_version")
     rig.publisher.complete(16, "")
     assert speculating() == [False, False]
+
+
+def test_a_server_that_may_draft_and_does_not_is_told_once(
+    make_rig: Callable[..., Rig],
+) -> None:
+    """A server turns drafting off by itself where it does not pay."""
+    rig = make_rig(1, max_draft_lag=2)
+    (double,) = rig.doubles
+    told = lambda: [ids for name, ids in double.calls if name == "SetSpeculation"]  # noqa: E731
+    rig.publisher.promote(1, pin=False)
+    double.state.speculation_enabled = False
+    for _ in range(2):
+        rig.heal()
+    assert told() == [("True",)]
+    # With a draft that is too old it must not start again by itself.
+    double.state.policy_version = 14
+    double.state.speculation_enabled = False
+    for _ in range(2):
+        rig.heal()
+    assert told() == [("True",), ("False",)]
+
+
+def test_a_large_fleet_reports_no_more_a_second_than_a_small_one(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(canary, "OFTEN", 1)
+    monkeypatch.setattr(canary, "KEPT", 8)
+    rig = make_rig(4)
+    asked: list[int] = []
+    real = RolloutClient.watch
+
+    def watch(client: RolloutClient, interval: int, seconds: float) -> Iterator[object]:
+        asked.append(interval)
+        yield from real(client, interval, seconds)
+
+    monkeypatch.setattr(RolloutClient, "watch", watch)
+    rig.watching(0)
+    rig.draft(0, GOOD, 100)
+    assert asked == [4 * canary.INTERVAL_MS] * 4
+    assert {seen.maxlen for seen in rig.watch._seen.values()} == {2}
+    one = rig.doubles[0].address
+    rig.watch.follow([one])
+    assert rig.watch._seen.keys() == {one} and rig.watch._seen[one].maxlen == 8
+    assert rig.seen(0) == 100, "what is known of it stays"
 
 
 @pytest.mark.parametrize("servers", [3, 1], ids=["shared", "alone"])
