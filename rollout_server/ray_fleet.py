@@ -16,6 +16,7 @@ trainer knows nothing of Ray. Three processes for each server:
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import select
 import signal
@@ -36,6 +37,8 @@ from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.security import NONE, ClientCredentials
 from slipstream.serving import serving
+
+logger = logging.getLogger(__name__)
 
 REFUSED = 2
 """Exit status of a server that refuses its options."""
@@ -149,7 +152,7 @@ class Replica:
         deadline = time.monotonic() + PORTS_SECONDS
         for port in (self._port, self._control_port):
             # Still taken after that: by another program, and the server refuses it by name.
-            while time.monotonic() < deadline:
+            while time.monotonic() < deadline and not self._stopping.is_set():
                 try:
                     check_port_free("port", self._host, port)
                     break
@@ -236,7 +239,8 @@ class RayFleet:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        write_members(self._plan.members, ())
+        with suppress(OSError):
+            write_members(self._plan.members, ())
         ending = [replica.stop.remote() for replica in self._replicas]
         ray.wait(ending, num_returns=len(ending), timeout=self._plan.stop_seconds + 5)
         for replica in self._replicas:
@@ -278,10 +282,18 @@ class RayFleet:
                 "read its message above",
             )
         if now != self._reports:
-            self._reports = now
-            controls = [report.control for report in now.values() if report.control]
+            self._tell(now)
+
+    def _tell(self, now: dict[int, Report]) -> None:
+        controls = [report.control for report in now.values() if report.control]
+        try:
             write_members(self._plan.members, sorted(controls))
-            self._on_change(now)
+        except OSError as error:
+            # The servers go on; the next poll writes it.
+            logger.warning("%s was not written: %s", self._plan.members, error)
+            return
+        self._reports = now
+        self._on_change(now)
 
     def _check_placed(self) -> None:
         import ray
