@@ -41,6 +41,11 @@ DRAFT_FIELDS = (
 )
 """Fields of vLLM's ``SpeculativeConfig`` that do not concern which draft proposes how much."""
 
+_RANKS_APART = (
+    *("rank", "start-rank", "hybrid-lb", "external-lb", "multi-port-external-lb", "address"),
+)
+"""``--data-parallel-...`` of vLLM, with which ranks run on several hosts."""
+
 _LOOPBACK = "127.0.0.1"
 _CHILD_SECONDS = 10.0
 _OTHER_GROUPS = (
@@ -296,6 +301,7 @@ def _check_policy(folder: Path) -> None:
 def _check_supported(args: argparse.Namespace) -> None:
     """Refuse values of ours that are too small, and options of vLLM that do not work with us."""
     ours = "use --draft, --draft-kind, --draft-length and --draft-sample-method"
+    one_host = "start all ranks with one command: staged weights are files of this host"
     for option, most, why in (
         ("--speculative-config", None, ours),
         ("--spec-method", None, ours),
@@ -306,14 +312,9 @@ def _check_supported(args: argparse.Namespace) -> None:
         ("--uds", None, "serve on --port"),
         ("--disable-log-stats", None, "acceptance is counted from the stats"),
         ("--api-server-count", 1, "the control plane is in the API server"),
-        ("--data-parallel-rank", None, "start all ranks with one command"),
-        ("--data-parallel-start-rank", None, "start all ranks with one command"),
-        ("--data-parallel-hybrid-lb", None, "start all ranks with one command"),
-        ("--data-parallel-external-lb", None, "start all ranks with one command"),
-        ("--data-parallel-multi-port-external-lb", None, "start all ranks with one command"),
-        ("--data-parallel-address", None, "staged weights are files of this host"),
+        *((f"--data-parallel-{name}", None, one_host) for name in _RANKS_APART),
         ("--pipeline-parallel-size", 1, "use --tensor-parallel-size"),
-        ("--nnodes", 1, "staged weights are files of this host"),
+        ("--nnodes", 1, one_host),
     ):
         found = getattr(args, option.removeprefix("--").replace("-", "_"), None)
         if most is None and found is not None and found is not False:
@@ -323,12 +324,8 @@ def _check_supported(args: argparse.Namespace) -> None:
     local = args.data_parallel_size_local
     if local not in (None, args.data_parallel_size) or args.data_parallel_backend != "mp":
         found = f"{local} with --data-parallel-backend {args.data_parallel_backend}"
-        raise RefusedError(
-            "--data-parallel-size-local",
-            found,
-            f"{args.data_parallel_size}, all ranks, and mp",
-            "staged weights are files of this host: leave both out",
-        )
+        expected = f"{args.data_parallel_size}, all ranks, and mp"
+        raise RefusedError("--data-parallel-size-local", found, expected, one_host)
     for option in ("--draft-length", "--stage-bytes", "--guard-drafts"):
         found = getattr(args, option.removeprefix("--").replace("-", "_"))
         if found < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from rollout_server.checkpoint import read_config, read_layout, read_manifest
@@ -25,14 +26,9 @@ SERVED: dict[str, Served] = {
 }
 """By ``--draft-kind``."""
 
-_OTHERS = {
-    "dflash": "another one's modules than DFlashDraftModel's are not known to a swap",
-    "dspark": "vLLM serves DSpark on GPUs alone, where a swap was never tried",
-    "peagle": "its mask_hidden is projected by fc when vLLM starts, outside the draft's modules",
-    "eagle3": "",
-    "eagle": "EAGLE-1 is not trained: make an EAGLE-3 draft, which accepts more",
-}
-"""Why a draft is not served, by what its architecture's name has; the first, empty if it is."""
+_NOT_SWAPPED = re.compile("dflash|dspark|eagle(?!3)")
+"""In names of architectures that vLLM loads and a swap would tear, or that nothing here trains;
+docs/mechanisms.md says why of each."""
 
 
 def served_by(kind: str | None, draft_dir: Path | None) -> Served:
@@ -65,17 +61,14 @@ def served_by(kind: str | None, draft_dir: Path | None) -> Served:
 
 def _refuse_others(architectures: list[str], kind: str | None, draft_dir: Path) -> None:
     """Refuse drafts that vLLM loads and a swap would tear, or that nothing here trains."""
+    field = f"{draft_dir / 'config.json'}: architectures"
     for name in architectures:
-        why = next((why for part, why in _OTHERS.items() if part in name.lower()), "")
         if name == ARCHITECTURE:
-            why = "" if kind in (None, Dflash.name) else f"it is a DFlash draft, not {kind}"
-        if why:
-            raise RefusedError(
-                f"{draft_dir / 'config.json'}: architectures",
-                name,
-                f"a draft of a kind that can be swapped: {', '.join(SERVED)}",
-                f"{why}; vLLM alone may serve it",
-            )
+            if kind not in (None, Dflash.name):
+                raise RefusedError(field, name, f"{kind}, as asked for", "leave --draft-kind out")
+        elif _NOT_SWAPPED.search(name.lower()):
+            expected = f"a draft of a kind that can be swapped: {', '.join(SERVED)}"
+            raise RefusedError(field, name, expected, "vLLM alone may serve it")
 
 
 __all__ = ["SERVED", "Served", "WithoutWeights", "served_by"]

@@ -44,17 +44,17 @@ def test_the_kind_is_what_the_draft_is(tmp_path: Path, draft_dir: Path) -> None:
         served_by(None, head)
     block = write(tmp_path / "block", architectures=["DFlashDraftModel"])
     assert served_by(None, block).name == served_by("dflash", block).name == "dflash"
-    with pytest.raises(RefusedError, match="it is a DFlash draft, not eagle3"):
+    with pytest.raises(RefusedError, match="found DFlashDraftModel, expected eagle3"):
         served_by("eagle3", block)
-    for architecture, why in (
-        ("DFlash2DraftModel", "not known to a swap"),
-        ("Qwen3DSparkModel", "on GPUs alone"),
-        ("PEagleDraftModel", "mask_hidden"),
-        ("EagleLlamaForCausalLM", "EAGLE-1"),
+    for architecture in (
+        "DFlash2DraftModel",
+        "Qwen3DSparkModel",
+        "PEagleDraftModel",
+        "EagleLlamaForCausalLM",
     ):
         write(block, architectures=[architecture])
         for kind in (None, "eagle3", "dflash"):
-            with pytest.raises(RefusedError, match=f"architectures: found {architecture}.*{why}"):
+            with pytest.raises(RefusedError, match=f"architectures: found {architecture}"):
                 served_by(kind, block)
     for kind in ("ngram", "none"):
         assert isinstance(served_by(kind, None), WithoutWeights)
