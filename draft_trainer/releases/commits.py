@@ -15,8 +15,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
+from draft_trainer.counters import Counters
 from draft_trainer.releases.fleet import DraftPayload, Failure, Fleet, Quorum, RolloutClient
 from draft_trainer.releases.registry import Registry
+from slipstream.client import Progress
 from slipstream.errors import RefusedError
 from slipstream.tensors import digest_of_specs
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -111,7 +113,12 @@ class Payloads:
 
 
 def stage_on(
-    client: RolloutClient, version: int, payloads: Payloads, stage_id: str, fleet: Fleet
+    client: RolloutClient,
+    version: int,
+    payloads: Payloads,
+    stage_id: str,
+    fleet: Fleet,
+    counters: Counters,
 ) -> pb.StageResult | Failure:
     """Stage a release on one server, from others that serve it and from the trainer what they do
     not give; an unreadable release is a failure like others."""
@@ -121,7 +128,12 @@ def stage_on(
         return Failure(f"{client.address}: {error}", error.code)
     serving = [address for address in fleet.sources(draft) if address != client.address]
     sources = random.sample(serving, min(MOST_SOURCES, len(serving)))
-    return client.stage(draft, stage_id, sources=sources)
+    progress = Progress()
+    answer = client.stage(draft, stage_id, sources=sources, progress=progress)
+    counters.staged_bytes.labels("trainer").inc(progress.sent)
+    if not isinstance(answer, Failure):
+        counters.staged_bytes.labels("server").inc(answer.bytes_from_sources)
+    return answer
 
 
 def commit_on_all(
@@ -228,7 +240,7 @@ def _committed(
 
 
 def put_on(
-    client: RolloutClient, version: int, payloads: Payloads, fleet: Fleet
+    client: RolloutClient, version: int, payloads: Payloads, fleet: Fleet, counters: Counters
 ) -> pb.ServerState | Failure:
     """Put one server on a release: from its own memory if it has it, else by staging."""
     state = client.state()
@@ -238,5 +250,5 @@ def put_on(
         back = client.roll_back()
         if not isinstance(back, Failure) and payloads.is_served(back, version):
             return back
-    staged = stage_on(client, version, payloads, f"draft-{version}", fleet)
+    staged = stage_on(client, version, payloads, f"draft-{version}", fleet, counters)
     return staged if isinstance(staged, Failure) else client.commit([f"draft-{version}"])

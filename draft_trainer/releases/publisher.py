@@ -457,7 +457,7 @@ class Publisher:
 
         def restore(client: RolloutClient) -> None:
             outcome = restored[client.address]
-            answer = put_on(client, target, self.payloads, self.fleet)
+            answer = put_on(client, target, self.payloads, self.fleet, self.counters)
             outcome.draft_committed = False
             outcome.committed = not isinstance(answer, Failure)
             outcome.state = None if isinstance(answer, Failure) else answer

@@ -199,11 +199,12 @@ class Reconciler:
 
     def _put_right(self, client: RolloutClient) -> pb.ServerState | Failure:
         publisher = self._publisher
+        payloads, fleet, counters = publisher.payloads, publisher.fleet, publisher.counters
         wanted = publisher.promotions.now.wanted_on(client.address)
         # An id of its own: what is live under the usual one would be answered, not applied.
         self._stages += 1
         stage_id = f"draft-{wanted}-healed-{self._stages}"
-        staged = stage_on(client, wanted, publisher.payloads, stage_id, publisher.fleet)
+        staged = stage_on(client, wanted, payloads, stage_id, fleet, counters)
         if isinstance(staged, Failure):
             return staged
         with publisher.committed_alone():
@@ -212,7 +213,7 @@ class Reconciler:
                 answer = client.commit([stage_id])
             else:
                 client.abort([stage_id])
-                answer = put_on(client, now, publisher.payloads, publisher.fleet)
+                answer = put_on(client, now, payloads, fleet, counters)
         if isinstance(answer, Failure):
             client.abort([stage_id])
         return answer

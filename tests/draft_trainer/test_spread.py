@@ -219,7 +219,7 @@ def test_a_server_that_is_put_right_fetches_from_those_that_serve_it(
     rig = make(3)
     rig.publisher.promote(1, pin=False)
     rig.fleet.states()
-    sent = rig.sent("trainer")
+    sent, exchanged = rig.sent("trainer"), rig.sent("server")
     rig.loop.run(rig.planes[0].control.roll_back())
     for key in list(rig.planes[0].store._resident):
         if key not in rig.planes[0].store._references:
@@ -228,6 +228,7 @@ def test_a_server_that_is_put_right_fetches_from_those_that_serve_it(
     rig.publisher._restore(1, [rig.planes[0].address], {})
     assert rig.served() == [1, 1, 1]
     assert rig.planes[0].peers.fetched_bytes > fetched
+    assert rig.sent("server") - exchanged == rig.planes[0].peers.fetched_bytes - fetched
     assert rig.sent("trainer") == sent
 
 
@@ -307,7 +308,7 @@ class EndlessSource(pb_grpc.RolloutServerServicer):
 def test_a_source_that_sends_too_little_leaves_time_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(peers, "ANSWER_SECONDS", 2.0)
     tensor = torch.arange(40, dtype=torch.float32)
     whole = bytes(bytes_of(tensor))
     slow, good = EndlessSource(), HalfSource(whole, len(whole))
