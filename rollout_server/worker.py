@@ -31,6 +31,8 @@ logger = logging.getLogger("vllm.slipstream")
 
 _HOOKS = "slipstream_hooks"
 
+SLEEPS = "the engine sleeps and has no memory for weights: wake it up first"
+
 
 class DraftingSwitch:
     """Skips the draft's forward pass of one V1 model runner while drafting is off.
@@ -159,6 +161,8 @@ def slipstream_apply(self: Any, messages: list[Mapping[str, Any]]) -> dict[str, 
     """Apply every change (``Change.to_message``), or none. Answers ``Result`` as a dict."""
     from vllm.config import set_current_vllm_config
 
+    if _sleeps(self):
+        return asdict(Result(0.0, SLEEPS))
     config = self.vllm_config
     changes = []
     for change in map(Change.from_message, messages):
@@ -183,6 +187,11 @@ def slipstream_apply(self: Any, messages: list[Mapping[str, Any]]) -> dict[str, 
     if config.lora_config and any(change.kind == "policy" for change, _ in changes):
         self.model_runner.reset_lora_state()
     return asdict(result)
+
+
+def _sleeps(worker: Any) -> bool:
+    hooks: WorkerHooks | None = getattr(worker, _HOOKS, None)
+    return hooks is not None and hooks.read_back.asleep
 
 
 def _receive(worker: Any, transfer: str) -> None:
@@ -219,6 +228,8 @@ def slipstream_prepare(self: Any, source: Mapping[str, Any], keep: Mapping[str, 
     """Begin to make a draft's standby copy, or say how far that is (``Standby.prepare``)."""
     if self.get_draft_model() is None:
         return READY
+    if _sleeps(self):
+        return SLEEPS
     kept = None if keep is None else WeightSource.from_message(keep)
     return WorkerHooks.of(self).standby.prepare(WeightSource.from_message(source), kept)
 

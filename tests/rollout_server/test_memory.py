@@ -15,7 +15,13 @@ from rollout_server.read_back import element_hash
 from rollout_server.reload import Change
 from rollout_server.store import WeightSource
 from rollout_server.swap import must_pin, swap_contents
-from rollout_server.worker import owed_bytes, reserve_standby, slipstream_apply
+from rollout_server.worker import (
+    SLEEPS,
+    owed_bytes,
+    reserve_standby,
+    slipstream_apply,
+    slipstream_prepare,
+)
 from slipstream.errors import RefusedError
 
 MIB = 1 << 20
@@ -106,6 +112,22 @@ def test_a_policy_is_not_reloaded_where_one_layer_does_not_fit_twice(
     with pytest.raises(RefusedError):
         device.free -= MIB
         worker.check_room(policy)
+
+
+def test_nothing_is_written_while_the_engine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its addresses have no memory then: on a GPU a write ends the engine."""
+    policy, draft = linear(16), nn.Sequential(linear(32))
+    server = a_worker(policy, draft, 0)
+    touched: list[object] = []
+    monkeypatch.setattr(worker, "apply_all", lambda changes: touched.append(changes))
+    monkeypatch.setattr(swap.StandbyCopy, "__init__", lambda *given: touched.append(given))
+    worker.WorkerHooks.of(server).read_back.asleep = True
+    new, old = WeightSource("/new"), WeightSource("/old")
+    for kind in ("draft", "policy"):
+        answer = slipstream_apply(server, [Change(kind, new, old).to_message()])
+        assert (answer["error"], answer["restored"]) == (SLEEPS, True)
+    assert slipstream_prepare(server, new.to_message(), None) == SLEEPS
+    assert touched == []
 
 
 def test_the_device_is_quiet_before_and_after_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
