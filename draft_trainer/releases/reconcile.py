@@ -22,6 +22,7 @@ from draft_trainer.releases.canary import AcceptanceWatch
 from draft_trainer.releases.commits import put_on, stage_on
 from draft_trainer.releases.fleet import Failure, RolloutClient
 from draft_trainer.releases.publisher import Publisher
+from draft_trainer.releases.spread import FAN_OUT
 from slipstream.errors import RefusedError
 from slipstream.v1 import rollout_server_pb2 as pb
 
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 PACE_SECONDS = 0.05
 """Least time between two looks at a trial, however many servers report."""
+
+MOST_AT_ONCE = 8
+"""Servers that are put right in one round, and ``FAN_OUT`` more for each that has its release: of a
+fleet that restarts as a whole, the first ones get it from the trainer, the others from them."""
 
 MOST_RECOMMITS = 2
 """Of one release on a server that serves nothing acceptable with it."""
@@ -137,13 +142,11 @@ class Reconciler:
                         self._give_up = (version, f"{address}, again: {state.not_ready}")
         self._expect(states)
         now = time.monotonic()
-        due = [
-            address
-            for address, found in self._diverged.items()
-            if found.not_before <= now
-            and not isinstance(states[address], Failure)
-            and self._give_up is None
-        ]
+        reached = {a for a, state in states.items() if not isinstance(state, Failure)}
+        diverged = [address for address in self._diverged if address in reached]
+        most = MOST_AT_ONCE + FAN_OUT * (len(reached) - len(diverged))
+        most = 0 if self._give_up is not None else most
+        due = [address for address in diverged if self._diverged[address].not_before <= now][:most]
         for address, answer in fleet.each(self._put_right, due).items():
             self._tried(address, answer)
             if not isinstance(answer, Failure):

@@ -29,6 +29,20 @@ def test_server_that_restarts_gets_the_release_of_the_fleet(rig: Rig) -> None:
     assert rig.counters.fleet_events() == {"committed": 1, "healed": 1}
 
 
+def test_a_fleet_that_restarts_as_a_whole_is_put_right_by_and_by(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's link is not for all of them at once."""
+    monkeypatch.setattr(healing, "MOST_AT_ONCE", 1)
+    rig.publisher.promote(2, pin=False)
+    for double in rig.doubles:
+        double.state.draft_version = 0
+    rig.heal()
+    assert sorted(rig.served) == [0, 0, 2]
+    rig.heal()
+    assert rig.served == [2, 2, 2]
+
+
 @pytest.mark.parametrize("what", ["checksum", "not_ready"])
 def test_same_number_with_other_bytes_is_committed_again(rig: Rig, what: str) -> None:
     rig.publisher.promote(1, pin=False)
