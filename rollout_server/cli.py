@@ -11,8 +11,8 @@ from slipstream import __version__
 from slipstream.errors import RefusedError, missing_package
 
 _DESCRIPTION = """\
-Serve a policy with real vLLM and an EAGLE-3 draft head that can be replaced while
-requests run. The OpenAI API is vLLM's own; the control plane (gRPC, service
+Serve a policy with vLLM and a draft that can be replaced while requests run. The
+OpenAI API is vLLM's own; the control plane (gRPC, service
 slipstream.v1.RolloutServer) listens on its own port.
 """
 
