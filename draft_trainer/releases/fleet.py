@@ -237,10 +237,11 @@ class RolloutClient:
 
 def cleaned(state: pb.ServerState) -> pb.ServerState:
     """A server's state with its texts bounded and on one line each, in place."""
-    state.not_ready = clean(state.not_ready)
-    state.model = clean(state.model)
-    state.draft_sample_method = clean(state.draft_sample_method)
-    state.trainer = clean(state.trainer)
+    for name in ("not_ready", "model", "draft_sample_method", "draft_kind", "trainer"):
+        setattr(state, name, clean(getattr(state, name)))
+    # One byte more than a checksum has: a longer one stays another than every release's.
+    state.draft_sha256 = state.draft_sha256[:33]
+    state.DiscardUnknownFields()
     staged = [clean(stage_id) for stage_id in state.staged[:MAX_STAGED]]
     del state.staged[:]
     state.staged.extend(staged)
