@@ -9,8 +9,8 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-from rollout_server.checkpoint import read_config, read_draft_layout, read_layout, text_config
-from rollout_server.served.served import Served
+from rollout_server.checkpoint import read_draft_layout
+from rollout_server.served.served import Served, check_sizes
 from slipstream.errors import RefusedError
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -27,16 +27,11 @@ class Dflash(Served):
 
     def check(self, model_dir: Path, draft_dir: Path) -> None:
         """See ``Served.check``."""
-        model, draft = read_config(model_dir, "MODEL"), read_config(draft_dir, "--draft")
-        read_layout(model_dir, "MODEL")
-        model, path = dict(text_config(model)), f"{draft_dir / 'config.json'}"
+        model, draft = check_sizes(model_dir, draft_dir, _SIZES, _NEXT)
+        path = f"{draft_dir / 'config.json'}"
         if draft.get("architectures") != [ARCHITECTURE]:
             found = draft.get("architectures")
             raise RefusedError(f"{path}: architectures", found, [ARCHITECTURE], _NEXT)
-        for name in _SIZES:
-            if draft.get(name) != model.get(name):
-                expected = f"{model.get(name)} (the model's)"
-                raise RefusedError(f"{path}: {name}", draft.get(name), expected, _NEXT)
         block, vocab, depth = (
             draft.get("dflash_config") or {},
             int(model["vocab_size"]),

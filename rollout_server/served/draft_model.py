@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollout_server.checkpoint import read_config, read_draft_layout, read_layout
-from rollout_server.served.served import Served, check_path
-from slipstream.errors import RefusedError
+from rollout_server.checkpoint import read_draft_layout
+from rollout_server.served.served import Served, check_path, check_sizes
 
 
 class DraftModel(Served):
@@ -17,11 +16,6 @@ class DraftModel(Served):
     def check(self, model_dir: Path, draft_dir: Path) -> None:
         """See ``Served.check``."""
         check_path(draft_dir)
-        model, draft = read_config(model_dir, "MODEL"), read_config(draft_dir, "--draft")
-        read_layout(model_dir, "MODEL")
         read_draft_layout(draft_dir)
-        vocab = (model.get("text_config") or model).get("vocab_size")
-        if draft.get("vocab_size") != vocab:
-            field, expected = f"{draft_dir / 'config.json'}: vocab_size", f"{vocab} (the model's)"
-            next_step = "give a draft model with the model's tokenizer"
-            raise RefusedError(field, draft.get("vocab_size"), expected, next_step)
+        next_step = "give a draft model with the model's tokenizer"
+        check_sizes(model_dir, draft_dir, ("vocab_size",), next_step)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollout_server.checkpoint import read_config, read_draft_layout, read_layout
-from rollout_server.served.served import Served, check_path
+from rollout_server.checkpoint import read_draft_layout
+from rollout_server.served.served import Served, check_path, check_sizes
 from slipstream.errors import RefusedError
 
 _SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
@@ -27,13 +27,7 @@ class Mtp(Served):
     def check(self, model_dir: Path, draft_dir: Path) -> None:
         """See ``Served.check``."""
         check_path(draft_dir)
-        model, draft = read_config(model_dir, "MODEL"), read_config(draft_dir, "--draft")
-        read_layout(model_dir, "MODEL")
-        model, draft = model.get("text_config") or model, draft.get("text_config") or draft
-        for name in _SIZES:
-            if draft.get(name) != model.get(name):
-                field, expected = f"{draft_dir / 'config.json'}: {name}", f"{model.get(name)}"
-                raise RefusedError(field, draft.get(name), f"{expected} (the model's)", _NEXT)
+        check_sizes(model_dir, draft_dir, _SIZES, _NEXT)
         others = [name for name in read_draft_layout(draft_dir) if not self.has(name)]
         if others:
             raise RefusedError(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rollout_server.checkpoint import read_config, read_layout, text_config
 from slipstream.errors import RefusedError
 
 
@@ -46,6 +48,27 @@ class Served(ABC):
             "num_speculative_tokens": draft_length,
             "draft_sample_method": sample_method,
         }
+
+
+Config = Mapping[str, Any]
+
+
+def check_sizes(
+    model_dir: Path, draft_dir: Path, names: Sequence[str], next_step: str
+) -> tuple[Config, Config]:
+    """The language models' configurations of a policy and a draft that agree in ``names``.
+
+    Raises:
+        RefusedError: a directory or file is missing or damaged, or they differ.
+    """
+    model = text_config(read_config(model_dir, "MODEL"))
+    draft = text_config(read_config(draft_dir, "--draft"))
+    read_layout(model_dir, "MODEL")
+    for name in names:
+        if draft.get(name) is None or draft.get(name) != model.get(name):
+            field, expected = f"{draft_dir / 'config.json'}: {name}", f"{model.get(name)}"
+            raise RefusedError(field, draft.get(name), f"{expected} (the model's)", next_step)
+    return model, draft
 
 
 def check_path(draft_dir: Path) -> None:

@@ -97,6 +97,13 @@ def test_a_draft_model_of_another_vocabulary(tmp_path: Path) -> None:
     SERVED["draft_model"].check(model, draft)
     with pytest.raises(RefusedError, match="vocab_size: found 17"):
         SERVED["draft_model"].check(model, write(draft, POLICY, vocab_size=17))
+    # A multimodal policy nests its language model's sizes.
+    write(model, POLICY, vocab_size=None, llm_config={"vocab_size": 17})
+    SERVED["draft_model"].check(model, draft)
+    with pytest.raises(RefusedError, match="vocab_size: found None"):
+        SERVED["draft_model"].check(
+            write(model, POLICY, vocab_size=None), write(draft, POLICY, vocab_size=None)
+        )
 
 
 @pytest.mark.parametrize("kind", ["mtp", "draft_model"])
