@@ -18,7 +18,9 @@ from policy_bridge.extraction import (
     Chosen,
     Record,
     candidates_of,
+    check_tokens,
     fill,
+    picked_logits,
     probed,
     sampled_of,
     state_dtype,
@@ -58,9 +60,13 @@ def raise_error(error: RefusedError) -> None:
 
 def check_temperature(temperature: float) -> None:
     """Raise RefusedError unless ``temperature`` is a finite number above 0."""
-    if not math.isfinite(temperature) or temperature <= 0:
+    try:
+        number = float(temperature)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or number <= 0:
         step = "pass the rollouts' temperature"
-        raise RefusedError("temperature", temperature, "a finite number > 0", step)
+        raise RefusedError("temperature", repr(temperature), "a finite number > 0", step)
 
 
 def sampling_of(values: Mapping[str, object]) -> pb.SamplingParameters:
@@ -197,7 +203,8 @@ class Capture:
 
     def __enter__(self) -> Capture:
         layers = self.session.aux_layers
-        self._tap = ForwardTap(self.modules, layers, self.probe, self.training)
+        pick = partial(picked_logits, form=self.modules.form) if self._at_once else None
+        self._tap = ForwardTap(self.modules, layers, self.probe, self.training, pick)
         self._tap.__enter__()
         self.counters.add(captures=1)
         return self
@@ -312,8 +319,9 @@ class Capture:
             self._refuse(error)
         except torch.OutOfMemoryError:
             # The loop needs the device's memory more than the draft needs this window.
+            rows = len(input_ids) + sum(len(record.token_ids) for record in self._records)
             self._records = []
-            self.counters.shed("device_memory", len(input_ids), 0)
+            self.counters.shed("device_memory", rows, 0)
 
     def _own(self, values: T) -> T:
         """What is read after ``ship`` returns, and the loop may use again: detached, copied."""
@@ -388,6 +396,7 @@ class Capture:
         found = dict(self._kept)
         for record in records:
             record = record.on_host() if self.copier.deferred else record
+            check_tokens(record, self.modules.vocab_size)
             states = record.states
             dtype = state_dtype(self.states_dtype, states.final)
             token_bytes = bytes_per_token(len(states.aux), states.final.shape[-1], dtype)

@@ -165,10 +165,11 @@ def _origins(record: Record) -> dict[tuple[int, int], tuple[bytes, int | None]]:
     lengths = scores_of("prompt_lengths", record.prompt_lengths, count)
     if isinstance(versions, int):
         versions = [versions] * count
-    found = {}
-    for span, length, version in zip(
-        record.spans, lengths, scores_of("rollout_versions", versions, count), strict=True
-    ):
+    found, sampled_by = {}, scores_of("rollout_versions", versions, count)
+    for span, length, version in zip(record.spans, lengths, sampled_by, strict=True):
+        if version is not None and (version < 0 or not version.is_integer()):
+            step = "pass the versions that bridge.sync was given, or None"
+            raise RefusedError("rollout_versions", f"{version:g}", "whole numbers >= 0", step)
         tokens = record.token_ids[span.row, span.start : span.end]
         if length is None:
             # 0 too where nothing is masked: there is no prompt, the sequence stands for itself.
@@ -179,6 +180,17 @@ def _origins(record: Record) -> dict[tuple[int, int], tuple[bytes, int | None]]:
         prompt = prompt_hash(tokens[: int(length)] if length else tokens)
         found[span.row, span.start] = (prompt, None if version is None else int(version))
     return found
+
+
+def check_tokens(record: Record, vocab_size: int) -> None:
+    """Raise RefusedError where the tokens of a sequence are none of the policy's."""
+    for span in record.spans:
+        tokens = record.token_ids[span.row, span.start : span.end]
+        least, most = int(tokens.min()), int(tokens.max())
+        if least < 0 or most >= vocab_size:
+            found, expected = f"{least} to {most}", f"0 to {vocab_size - 1}"
+            step = "pass the ids that the model was given, not labels, and mark what is padding"
+            raise RefusedError("input_ids", found, expected, step)
 
 
 def state_dtype(wanted: torch.dtype | None, state: torch.Tensor) -> torch.dtype:
@@ -293,9 +305,10 @@ def without_logits(
     seen = states.logits
     if logits is None or (whole and logprobs is None):
         if seen is not None and not states.logits_unwritten:
-            if whole:
+            logits = states.picked if logits is None else logits
+            if whole and (logits is None or logprobs is None):
                 found = "written in place between the forward pass and ship"
-                step = "divide by the temperature out of place, or pass the sampled ones"
+                step = "pass sampled_logprobs, or divide by the temperature out of place"
                 raise RefusedError("logits", found, "the output of lm_head as it was", step)
         elif seen is not None:
             if logits is None:
@@ -346,6 +359,7 @@ def probed(record: Record, modules: PolicyModules, temperature: float) -> bool:
     places = chosen.flatten().nonzero().flatten()
     places = places[torch.linspace(0, len(places) - 1, min(PROBED_ROWS, len(places))).long()]
     tokens = record.token_ids.to(final.device).flatten()[places].long()
+    tokens = tokens.clamp(0, modules.vocab_size - 1)  # what is out of range is refused later
     before = final[places // columns, places % columns - 1]
     own = (whole_logits(modules, dtype)(before) / temperature).log_softmax(-1)
     given = record.logprobs.to(final.device).flatten()[places]
@@ -402,8 +416,12 @@ def whole_logits(
 
 
 def picked_logits(logits: torch.Tensor, token_ids: torch.Tensor, form: LogitForm) -> torch.Tensor:
-    """float32 [B, S] of tokens [B, S], of lm_head's output [B, S, V]; column 0 is 0."""
-    target = token_ids[:, 1:, None].long().to(logits.device)
+    """float32 [B, S] of tokens [B, S], of lm_head's output [B, S, V]; column 0 is 0.
+
+    An id out of range is clamped: the index would end the process on a CUDA device.
+    ``check_tokens`` refuses it.
+    """
+    target = token_ids[:, 1:, None].long().to(logits.device).clamp(0, logits.shape[2] - 1)
     picked = logits[:, :-1].gather(-1, target).squeeze(-1)
     return F.pad(form.apply(picked).float(), (1, 0))
 

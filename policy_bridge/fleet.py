@@ -49,6 +49,7 @@ class RolloutFleet:
         """Stage a policy on every server: tensors, or what vLLM's weight-transfer engine is given.
         Errors by address; empty when all hold it.
         """
+        self._drop_all_but(addresses)
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
         external, here = rollout_pb.STAGE_KIND_POLICY_EXTERNAL, rollout_pb.STAGE_KIND_POLICY
 
@@ -107,6 +108,11 @@ class RolloutFleet:
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
+
+    def _drop_all_but(self, addresses: Sequence[str]) -> None:
+        """Close connections to servers that are no longer of the fleet."""
+        for address in self._channels.keys() - set(addresses):
+            self._channels.pop(address).close()
 
     def _each(
         self, addresses: Sequence[str], call: Callable[[rollout_grpc.RolloutServerStub], T]

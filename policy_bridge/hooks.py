@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from policy_bridge.logits import ReturnedLogits
-from policy_bridge.model import PolicyModules
+from policy_bridge.model import PolicyModules, is_sharded
 from slipstream.errors import RefusedError
 
 Look = Callable[[tuple[Any, ...], Mapping[str, Any], Any], None]
@@ -68,6 +68,7 @@ class ForwardStates:
         versions: in-place version counters of ``(*aux, final)`` when they were seen.
         logits_version: the same of ``logits``; 0 where they are not kept.
         returned: some of the logits that the model returned, where they were asked for.
+        picked: float32 [B, S], the logits of the pass's own tokens, where they were asked for.
     """
 
     aux: tuple[torch.Tensor, ...]
@@ -77,6 +78,7 @@ class ForwardStates:
     versions: tuple[int, ...]
     logits_version: int = 0
     returned: ReturnedLogits | None = None
+    picked: torch.Tensor | None = None
 
     def check_unwritten(self) -> None:
         """Raise RefusedError if the model wrote into a state after it was captured."""
@@ -106,7 +108,9 @@ class ForwardTap:
     """Hooks on one policy, in place from ``__enter__`` to ``__exit__``.
 
     For the states after each of ``layers``; ``returned``: for some of the model's own logits too;
-    ``training``: of passes alone that build a graph for backward.
+    ``training``: of passes alone that build a graph for backward; ``pick``: makes the logits of
+    the pass's tokens from lm_head's output [B, S, V] and token ids [B, S], before the loop can
+    write into that output.
     """
 
     def __init__(
@@ -115,10 +119,13 @@ class ForwardTap:
         layers: Sequence[int],
         returned: bool = False,
         training: bool = False,
+        pick: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._modules = modules
         self._returned = returned
         self._training = training
+        self._pick = pick
+        self._ids: object = None
         self._layers = tuple(layers)
         # Ends the hooks last first: two on one compiled module put back what each of them found.
         self._hooks = ExitStack()
@@ -141,7 +148,7 @@ class ForwardTap:
 
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
-        self._open = self._last = None
+        self._open = self._last = self._ids = None
 
     def take(self) -> ForwardStates | None:
         """The last complete forward pass, once; earlier ones that were not taken are gone."""
@@ -151,6 +158,7 @@ class ForwardTap:
     def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
         self._open = None if self._training and not torch.is_grad_enabled() else {}
         self._just_ended = False
+        self._ids = kwargs.get("input_ids", args[0] if args else None)
 
     def _keeper_of(self, layer: int) -> Look:
         def keep(args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
@@ -166,6 +174,21 @@ class ForwardTap:
         final = first_tensor(args, kwargs)
         if final is not None:
             self._end(final, output.dtype, output.detach())
+            self._pick_from(output.detach())
+
+    def _pick_from(self, logits: torch.Tensor) -> None:
+        ids = self._ids
+        if self._pick is None or self._last is None or not self._just_ended:
+            return
+        if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or is_sharded(logits):
+            return
+        if ids.shape != logits.shape[:2]:
+            return
+        try:
+            self._last = replace(self._last, picked=self._pick(logits, ids))
+        except torch.OutOfMemoryError:
+            # As in ``_keep_returned``: ``ship`` then reads the logits, if they are as they were.
+            return
 
     def _end_at_norm(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: torch.Tensor

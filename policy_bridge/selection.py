@@ -256,9 +256,14 @@ def scores_of(
     """One number a sequence, in the order of ``spans_of``; None where none were given."""
     if values is None:
         return [None] * sequences
-    numbers = values.tolist() if isinstance(values, torch.Tensor) else list(values)
-    if len(numbers) != sequences or not all(math.isfinite(number) for number in numbers):
+    try:
+        given = values.tolist() if isinstance(values, torch.Tensor) else list(values)
+        numbers = [float(number) for number in given]
+        found = f"{len(numbers)} numbers, {sum(map(math.isfinite, numbers))} of them finite"
+    except (TypeError, ValueError) as error:
+        numbers, found = [math.nan], f"{type(values).__name__} ({error})"
+    if len(numbers) != sequences or not all(map(math.isfinite, numbers)):
         expected = f"a finite number for each of the {sequences} sequences"
         step = "give one per row, or per sequence of a packed row"
-        raise RefusedError(name, f"{len(numbers)} numbers", expected, step)
-    return [float(number) for number in numbers]
+        raise RefusedError(name, found, expected, step)
+    return list(numbers)

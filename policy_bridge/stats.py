@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from slipstream.v1 import draft_trainer_pb2 as pb
 
 T = TypeVar("T")
+_MOST_FIELDS = 64
+"""Of refusals that are counted one by one: their names come from the trainer."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,10 @@ class Counters:
             self._counts["shed_bytes"] += nbytes
 
     def refused(self, field_name: str) -> bool:
-        """Count a refusal; True the first time for this field."""
+        """Count a refusal; True the first time for this field. Beyond 64 fields: as "other"."""
         with self._lock:
+            if len(self._refused) >= _MOST_FIELDS and field_name not in self._refused:
+                field_name = "other"
             self._counts["refused"] += 1
             self._refused[field_name] += 1
             self._refused_in_a_row += 1

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from slipstream.checksum import Bytes
+from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.tensors import Parts, frame, frames
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -19,7 +20,8 @@ _METHOD = pb.DESCRIPTOR.services_by_name["DraftTrainer"].methods_by_name["Stream
 class StateStream:
     """Open from construction to ``close`` unless the trainer ends it before.
 
-    Owns one thread, which reads answers. The credit bounds what waits in gRPC.
+    Owns one thread, which reads answers. The credit bounds what waits in gRPC, and where a trainer
+    grants more than a message's worth without reading, ``MAX_MESSAGE_BYTES``.
 
     From that thread ``on_open`` is told, before the first credit is there to be used, why the
     trainer reads no file (empty where it reads it), and ``on_acks`` of acknowledgements.
@@ -51,21 +53,28 @@ class StateStream:
         self.acknowledged = 0
         self.error: grpc.RpcError | None = None
         self._requests: queue.SimpleQueue[Parts | None] = queue.SimpleQueue()
-        self._requests.put([frame(pb.StreamStatesRequest(header=header))])
+        first: Parts = [frame(pb.StreamStatesRequest(header=header))]
+        self._queued = _size(first)
+        self._requests.put(first)
         # Not through the stub, which would copy each payload into a message and out of it.
         call = channel.stream_stream(
             f"/{_METHOD.containing_service.full_name}/{_METHOD.name}",
             response_deserializer=pb.StreamStatesResponse.FromString,
         )
-        self._call = call(map(_joined, iter(self._requests.get, None)))
+        self._call = call(map(self._joined, iter(self._requests.get, None)))
         self._reader = threading.Thread(target=self._read, name="slipstream-acks", daemon=True)
         self._reader.start()
 
     def wait_credit(self, size: int, timeout: float) -> bool:
         """Wait until ``size`` bytes may be sent. False: not in time, or the stream ended."""
+
+        def granted() -> bool:
+            free = self._queued == 0 or self._queued + size <= MAX_MESSAGE_BYTES
+            return self.credit >= size and free
+
         with self._changed:
-            self._changed.wait_for(lambda: self.credit >= size or not self.is_open, timeout)
-            return self.is_open and self.credit >= size
+            self._changed.wait_for(lambda: granted() or not self.is_open, timeout)
+            return self.is_open and granted()
 
     def send(self, request: pb.StreamStatesRequest, payload: Sequence[Bytes]) -> int:
         """Send a batch for which there is credit; the bytes of its messages."""
@@ -75,9 +84,10 @@ class StateStream:
             self._waiting.update([sample.sample_id for sample in request.batch.samples])
         sent = 0
         for parts in frames(request, payload):
-            size = sum(map(len, parts))
+            size = _size(parts)
             with self._changed:
                 self.credit -= size
+                self._queued += size
             self._requests.put(parts)
             sent += size
         return sent
@@ -99,6 +109,13 @@ class StateStream:
         self._requests.put(None)
         self._call.cancel()
         self._reader.join(timeout)
+
+    def _joined(self, parts: Parts) -> bytes:
+        """A message, in gRPC's thread, which asks for one when the last has gone out."""
+        with self._changed:
+            self._queued -= _size(parts)
+            self._changed.notify_all()
+        return b"".join(parts)  # type: ignore[arg-type]
 
     def _read(self) -> None:
         try:
@@ -130,5 +147,5 @@ class StateStream:
             self._requests.put(None)
 
 
-def _joined(parts: Parts) -> bytes:
-    return b"".join(parts)  # type: ignore[arg-type]
+def _size(parts: Parts) -> int:
+    return sum(map(len, parts))

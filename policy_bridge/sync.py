@@ -131,6 +131,8 @@ class SyncWindow:
         _check_whole(source)
         self._check_push("push_policy")
         if not self.servers and not self.fleet_known:
+            if isinstance(source, nn.Module):
+                _plain_state(source)  # refuses adapters here, not in a later ``capture``
             self.waiting = source
             self._so_far = replace(self._so_far, policy_waits=True)
             return

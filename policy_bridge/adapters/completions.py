@@ -58,11 +58,11 @@ class CompletionsClient:
     Args:
         urls: ``http://host:port`` of each server.
         model: its ``--served-model-name``.
-        seconds: deadline of one request, with everything that waits before it.
+        seconds: longest wait for a connection, and for the answer to a request.
         in_flight: most requests at a time.
 
     Raises:
-        RefusedError: no server.
+        RefusedError: no server, or an address without http://.
     """
 
     def __init__(
@@ -70,6 +70,9 @@ class CompletionsClient:
     ) -> None:
         if not urls:
             raise RefusedError("urls", "none", "at least one http://host:port", "name a server")
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise RefusedError("urls", url, "http://host:port", f"write http://{url}")
         self._model = model
         # vLLM's server closes a connection that was idle for 5 s, which is httpx's own limit too:
         # used in that very moment a request was lost.
@@ -116,7 +119,11 @@ class CompletionsClient:
                 pool.submit(self._complete, client, prompt, samples, sampling)
                 for client, (prompt, samples) in zip(cycle(self._clients), groups, strict=False)
             ]
-            return [completion for job in jobs for completion in job.result()]
+            try:
+                return [completion for job in jobs for completion in job.result()]
+            finally:
+                # After an error those that wait are not sent: each would take its whole deadline.
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def _complete(
         self,

@@ -7,9 +7,8 @@ On each rank of a pipeline:
         run_the_log_prob_pass_of_all_micro_batches()
     batches = stage.gather()  # collective; the states on the last rank, else []
 
-The bridge lives on the last rank, where lm_head is, on a ``staged.StagedPolicy``.
-
-What the bridge is built on where no process holds the whole policy:
+The bridge is built on the last rank, where lm_head is, on a ``StagedPolicy``, because no process
+holds the whole policy:
 
     policy = StagedPolicy(last_stage, num_layers, lm_head, embed_tokens)
     bridge = PolicyBridge(policy, BridgeConfig(..., modules=StagedPolicy.PATHS))
@@ -17,8 +16,6 @@ What the bridge is built on where no process holds the whole policy:
         for batch, aux, final in gathered:
             policy(aux, final)  # to the bridge, a forward pass
             capture.ship(batch.input_ids, loss_mask=batch.mask)
-
-Pipeline stages are such a case (``pipeline.PipelineCapture`` gathers their states).
 """
 
 from __future__ import annotations

@@ -73,6 +73,22 @@ def test_a_failed_request_and_no_server_are_errors(served: tuple[str, Requests])
         CompletionsClient([], "policy")
 
 
+def test_after_a_failed_request_those_that_wait_are_not_sent(served: tuple[str, Requests]) -> None:
+    url, received = served
+    prompts = [[93, 2], *([number, 2] for number in range(1, 41))]
+    with (
+        CompletionsClient([url], "policy", in_flight=1) as client,
+        pytest.raises(httpx.HTTPStatusError),
+    ):
+        client.generate(prompts, {})
+    assert len(received) < 20
+
+
+def test_an_address_without_a_scheme_is_refused_with_what_to_write() -> None:
+    with pytest.raises(RefusedError, match=r"write http://127\.0\.0\.1:8000"):
+        CompletionsClient(["127.0.0.1:8000"], "policy")
+
+
 def with_versions(value: str, samples: int) -> list[Completion]:
     """Completions of one prompt by a server that answers this header."""
     extra = {"x-slipstream-policy-versions": value}

@@ -151,6 +151,20 @@ def test_without_memory_for_the_copies_the_window_goes_on(
     assert len(windows.samples) == 1
 
 
+def test_passes_that_go_with_one_that_finds_no_memory_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, data = qwen3().eval(), batch((9, 7))
+    windows = Windows(model)
+    with windows.open() as capture:
+        run(capture, model, data)
+        with monkeypatch.context() as full:
+            full.setattr("policy_bridge.capture.without_logits", _out_of_memory)
+            run(capture, model, data)
+    assert windows.counters.snapshot().shed == {"device_memory": 4}
+    assert not windows.samples
+
+
 def _out_of_memory(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("seeded by a test")
 

@@ -108,8 +108,8 @@ def test_two_ranks_shard_a_policy_and_one_reaches_the_trainer(tmp_path: Path) ->
             rank.wait()
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_logits_that_the_loop_scaled_in_place_are_not_shipped(given: bool) -> None:
+@pytest.mark.parametrize("given", [(), ("logprobs",), ("logprobs", "logits")])
+def test_logits_that_the_loop_scaled_in_place_are_not_shipped(given: tuple[str, ...]) -> None:
     model, data = make_model(), batch((9, 7))
     windows = Windows(model)
     capture = windows.open(temperature=0.5)
@@ -120,10 +120,12 @@ def test_logits_that_the_loop_scaled_in_place_are_not_shipped(given: bool) -> No
         own = picked_logits(logits, data["input_ids"], LogitForm())
         logits.div_(0.5)
         if given:
-            capture.ship(**data, sampled_logits=own, sampled_logprobs=own - 9.0)
+            numbers = {"logits": own, "logprobs": own - 9.0}
+            capture.ship(**data, **{f"sampled_{name}": numbers[name] for name in given})
         else:
             with pytest.raises(RefusedError, match="written in place between"):
                 capture.ship(**data)
     assert len(windows.samples) == (2 if given else 0)
     if given:
         assert torch.equal(windows.of_row(data, 0).sampled_logits[1:], own[0, 1:9])
+        assert torch.equal(windows.of_row(data, 1).sampled_logprobs[1:], own[1, 1:7] - 9.0)

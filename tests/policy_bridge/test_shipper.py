@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
 from policy_bridge import PolicyBridge
+from policy_bridge.stream import StateStream
+from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample, layout_of
+from slipstream.v1 import draft_trainer_pb2 as pb
+from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
 from .conftest import Connect, batch, make_model, ship
-from .doubles import DEADLINE, FakeTrainer
+from .doubles import DEADLINE, FakeTrainer, Server
 
 # One sample of batch((10,)): 10 tokens of 4 states of 32 float32.
 SAMPLE_BYTES = layout_of(10, 3, 32, torch.float32).nbytes
@@ -28,6 +34,37 @@ def accounted(bridge: PolicyBridge) -> int:
         + stats.outbox_samples
         + sum(stats.shed.values())
     )
+
+
+class Unread(pb_grpc.DraftTrainerServicer):
+    """A trainer that grants a tebibyte, reads nothing, and sends news all the time."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+
+    def StreamStates(self, requests: object, context: object) -> Iterator[pb.StreamStatesResponse]:  # noqa: N802
+        yield pb.StreamStatesResponse(credit=pb.Credit(bytes=1 << 40))
+        while not self.release.wait(0.05):
+            yield pb.StreamStatesResponse()
+
+
+def test_what_waits_in_grpc_is_bounded_whatever_is_granted() -> None:
+    trainer, block = Unread(), np.zeros(1 << 20, np.uint8)
+    with (
+        Server(lambda s: pb_grpc.add_DraftTrainerServicer_to_server(trainer, s)) as server,
+        open_channel(server.address) as channel,
+    ):
+        stream = StateStream(channel, pb.StreamHeader(), lambda _: None, lambda _: None)
+        assert stream.wait_credit(len(block), DEADLINE)
+        sent = 0
+        # A wait that is in vain shows that nothing goes out any more.
+        while sent < 200 and stream.wait_credit(len(block) + 64, 1.0):
+            stream.send(pb.StreamStatesRequest(batch=pb.SampleBatch()), [block])
+            sent += 1
+        assert 60 <= sent < 100
+        assert stream.is_open and stream.credit > 1 << 39
+        trainer.release.set()
+        stream.close(DEADLINE)
 
 
 def test_a_version_is_announced_before_its_first_sample_and_hashes_save_bytes(

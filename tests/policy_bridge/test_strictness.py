@@ -11,6 +11,7 @@ import torch
 from policy_bridge import BridgeConfig, ModulePaths, MostRejected, PolicyBridge
 from policy_bridge.bridge import NullCapture
 from policy_bridge.capture import Capture
+from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
 
 from .conftest import Connect, batch, make_model, ship
@@ -50,7 +51,12 @@ def no_forward(model: torch.nn.Module, data: dict[str, torch.Tensor], capture: C
     capture.ship(**data)
 
 
+def labels_for_ids(model: torch.nn.Module, data: dict[str, torch.Tensor], capture: Capture) -> None:
+    run(model, data, capture, input_ids=data["input_ids"].masked_fill(~data["loss_mask"], -100))
+
+
 CALLS = {
+    "input_ids": labels_for_ids,
     "loss_mask": wrong_mask,
     "sampled_logprobs": wrong_logprobs,
     "position_ids": wrong_positions,
@@ -76,6 +82,7 @@ def test_a_call_that_does_not_fit_costs_its_window(
                 CALLS[field](model, data, taken)  # type: ignore[arg-type]
                 assert not any(m._forward_hooks for m in model.modules()) or field in (
                     "acceptance",
+                    "input_ids",
                     "position_ids",
                 )
                 run(model, data, taken)  # type: ignore[arg-type]
@@ -103,6 +110,32 @@ def test_a_wrong_call_in_every_step_is_logged_once(
                 wrong_mask(model, batch((width,)), capture)  # type: ignore[arg-type]
         assert bridge.stats().captures_refused == 3
     assert sum("loss_mask" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("acceptance", [None, 1.0]),
+        ("acceptance", torch.tensor(1.0)),
+        ("prompt_lengths", [[1], [2]]),
+        ("rollout_versions", torch.tensor(1)),
+        ("rollout_versions", [0, -1]),
+        ("rollout_versions", [0.5, 1]),
+        ("rollout_versions", -1),
+    ],
+)
+def test_numbers_of_sequences_that_are_none_cost_their_window(
+    trainer: FakeTrainer, connect: Connect, field: str, value: object
+) -> None:
+    model, data = make_model(), batch((8, 6))
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, version=1)
+        with torch.no_grad(), bridge.capture() as capture:
+            run(model, data, capture, **{field: value})  # type: ignore[arg-type]
+        assert bridge.flush(DEADLINE) and not trainer.samples
+        assert bridge.stats().capture_off_reason.startswith(f"{field}: found")
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE) and len(trainer.samples) == 2
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -221,6 +254,15 @@ def test_samples_that_are_all_refused_stop_until_the_next_version(
         assert bridge.stats().capture_off_reason == ""
 
 
+def test_a_trainer_that_refuses_for_ever_new_reasons_fills_no_memory() -> None:
+    counters = Counters()
+    first = [counters.refused(f"field-{number}") for number in range(1000)]
+    stats = counters.snapshot()
+    assert stats.refused == sum(stats.refused_by_field.values()) == 1000
+    assert len(stats.refused_by_field) == sum(first) == 65
+    assert stats.refused_by_field["other"] == 1000 - 64
+
+
 def test_a_policy_that_cannot_be_captured_trains_on_and_is_still_synced() -> None:
     config = BridgeConfig(trainer="127.0.0.1:1", run_id="r", modules=ModulePaths(lm_head="nothing"))
     model, data = make_model(), batch((6,))
@@ -242,7 +284,11 @@ def test_arguments_of_a_window_are_refused_alike(trainer: FakeTrainer, connect: 
         assert "no policy version" in bridge.stats().capture_off_reason
         with bridge.sync(1):
             pass
-        for arguments, field in (({"temperature": 0.0}, "temperature"), ({"forwards": 0}, "forw")):
+        for arguments, field in (
+            ({"temperature": 0.0}, "temperature"),
+            ({"temperature": None}, "temperature"),
+            ({"forwards": 0}, "forw"),
+        ):
             assert isinstance(bridge.capture(**arguments), NullCapture)  # type: ignore[arg-type]
             assert bridge.stats().capture_off_reason.startswith(field)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from slipstream.v1 import rollout_server_pb2 as rollout_pb
 
 from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, BlackHole, FakeRollout, FakeTrainer, Server
+from .test_peft import adapted
 
 
 @pytest.fixture
@@ -72,6 +74,30 @@ def test_policy_and_draft_are_committed_in_one_call(
         assert set(double.live) == set(model.state_dict())
         for name, tensor in model.state_dict().items():
             assert torch.equal(double.live[name], tensor.bfloat16())
+
+
+def test_connections_to_servers_that_left_the_fleet_are_closed(
+    trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
+) -> None:
+    first, second = addresses(rollouts)
+    with trainer.serve() as server:
+        bridge = connect(server.address)
+        for version, servers in ((1, (first, second)), (2, (second,)), (3, (first, second))):
+            trainer.rollout_servers = servers
+            session = bridge._connection.session
+            bridge._connection.session = replace(session, rollout_servers=servers)
+            with bridge.sync(version) as window:
+                window.push_policy()
+            assert bridge._fleet._channels.keys() == set(servers)
+    assert [double.policy_version for double, _ in rollouts] == [3, 3]
+
+
+def test_a_push_of_adapters_is_refused_at_the_push_also_while_it_waits(connect: Connect) -> None:
+    model = adapted()
+    bridge = connect("127.0.0.1:1", model=model, wait=False, connect_seconds=0.1)
+    with pytest.raises(RefusedError, match="with adapters"), bridge.sync(1) as window:
+        window.push_policy()
+    assert bridge.capture() is not None and bridge.stats().waiting_pushes == 0
 
 
 def test_without_a_push_only_the_draft_is_committed(
