@@ -20,6 +20,7 @@ import pytest
 from draft_trainer.config_file import parse_config
 from examples.arithmetic_grpo.processes import free_port
 from tests.completions_server import Completions, choice, serving
+from tests.docs.test_recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,11 +29,6 @@ ELSEWHERE = {
     "security.md": "tests/security/test_processes.py",
 }
 """Pages whose blocks need what those before them made, and the test that runs them in order."""
-NEVER_RUN = (
-    *("TRL's asynchronous trainer", "verl", "NeMo RL and Megatron: pipeline stages"),
-    *("SkyRL", "OpenRLHF"),
-)
-"""Sections of recipes for frameworks that need a GPU; they say that they are untested."""
 OTHERS = {
     "sh": "tests/docs/test_commands.py",
     "promql": "tests/deploy/test_prometheus.py",
@@ -42,10 +38,6 @@ OTHERS = {
 NOT_CODE = {
     ("architecture.md", ""): "drawings",
     ("first_hour.md", ""): "what docs/first_hour.py typed and read",
-    (
-        "integrations.md",
-        "Policies through vLLM's own weight transfer",
-    ): "tests/rollout_server/test_external_policy.py has the engine that it needs",
 }
 """Blocks that are none of these, by page and section, and why."""
 SURROUNDINGS = """\
@@ -95,7 +87,7 @@ def blocks(language: str) -> Iterator[tuple[str, str, str]]:
         for found in re.finditer(pattern, page.read_text(), re.MULTILINE | re.DOTALL):
             if found[1] is not None:
                 section = found[1]
-            elif page.name not in ELSEWHERE:
+            elif page.name not in ELSEWHERE and section not in RECIPES:
                 yield page.name, section, found[2]
 
 
@@ -116,11 +108,6 @@ def completions() -> Iterator[str]:
 def test_a_python_block_runs(
     page: str, section: str, text: str, tmp_path: Path, completions: str
 ) -> None:
-    compile(text, page, "exec")
-    if section in NEVER_RUN:
-        _, _, rest = (ROOT / "docs" / page).read_text().partition(f"## {section}\n")
-        assert re.search(r"[Uu]ntested|[Nn]ot tested|[Nn]ever run", rest.partition("\n## ")[0])
-        return
     for name in LOGGERS:
         if name in text:
             file = tmp_path / "doubles" / f"{name.replace('.', '_')}.py"

@@ -1,0 +1,313 @@
+"""Stand-ins for frameworks that cannot be run here: the names and parameters that the recipes of
+docs/integrations.md use, and what those meet there (sharded weights, packed rows, log-probs of the
+next token, logits that are divided by the temperature in place).
+
+tests/adapters/test_hook_points.py has the parameters of the frameworks themselves;
+``test_recipes.py`` compares the stand-ins with them.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def log_probs_of(logits: torch.Tensor, next_ids: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(-1, next_ids.unsqueeze(-1)).squeeze(-1)
+
+
+def positions_of(attention_mask: torch.Tensor) -> torch.Tensor:
+    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+# --- TRL's asynchronous trainer; its fused lm_head is TRL's own.
+
+
+class AsyncGRPOTrainer:
+    def __init__(
+        self,
+        model: nn.Module,
+        temperature: float,
+        rollout_worker: object = None,
+        weight_transfer: object = None,
+    ) -> None:
+        self.model, self.temperature = model, temperature
+        self.rollout_worker, self.weight_transfer = rollout_worker, weight_transfer
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        outputs = model(
+            input_ids=inputs["input_ids"],
+            position_ids=inputs["position_ids"],
+            shift_labels=inputs["shift_labels"],
+            fused_lm_head=True,
+        )
+        return -(outputs.log_probs * (inputs["shift_labels"] != -100)).sum()
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: int
+    ) -> torch.Tensor:
+        loss = self.compute_loss(model, inputs)
+        loss.backward()
+        return loss.detach()
+
+    def sync_weight(self) -> None:
+        """``_sync_weight_merged``: on the main process, in this order."""
+        transfer: Any = self.weight_transfer
+        transfer.pause()
+        transfer.send_weights(iter(self.model.named_parameters()))
+        transfer.resume()
+
+
+# --- verl
+
+
+class Dispatch:
+    ONE_TO_ALL = "one to all"
+
+
+def register(dispatch_mode: object = None, blocking: bool = True) -> Callable[[Any], Any]:
+    return lambda method: method
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> str:
+    return mesh_name
+
+
+class FSDPEngine:
+    def __init__(self, module: nn.Module, temperature: float) -> None:
+        self.module, self.temperature = module, temperature
+
+    def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
+        return ((name, whole(t)) for name, t in self.module.state_dict().items()), None
+
+
+class FSDPEngineWithLMHead(FSDPEngine):
+    def forward_step(
+        self, micro_batch: dict[str, torch.Tensor], loss_function: object, forward_only: bool
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        ids, positions = micro_batch["input_ids"], micro_batch["position_ids"]
+        output = self.module(
+            input_ids=ids.values()[None],
+            attention_mask=None,
+            position_ids=positions.values()[None],
+            use_cache=False,
+        )
+        logits = output.logits.squeeze(0)
+        logits.div_(self.temperature)
+        found = log_probs_of(logits, ids.values().roll(-1))
+        nested = torch.nested.nested_tensor_from_jagged(found, ids.offsets())
+        return torch.tensor(1.0), {"model_output": {"log_probs": nested}, "metrics": {}}
+
+
+class TrainingWorker:
+    def __init__(self, engine: FSDPEngineWithLMHead) -> None:
+        self.engine = engine
+
+    @torch.no_grad()
+    def infer_batch(self, data: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
+        outputs = [
+            self.engine.forward_step(one, loss_function=None, forward_only=True)[1] for one in data
+        ]
+        return torch.cat([one["model_output"]["log_probs"].values() for one in outputs])
+
+
+class ActorRolloutRefWorker:
+    def __init__(self, module: nn.Module, rollout: SimpleNamespace) -> None:
+        self.actor = TrainingWorker(FSDPEngineWithLMHead(module, rollout.temperature))
+        self.config = SimpleNamespace(rollout=rollout)
+
+    def compute_log_prob(self, data: Any) -> Any:
+        return self.actor.infer_batch(data)
+
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> None:
+        raise AssertionError("the recipe replaces this")
+
+
+# --- SkyRL
+
+
+@dataclass
+class Experience:
+    sequences: torch.Tensor
+    attention_mask: torch.Tensor
+    loss_mask: torch.Tensor
+
+
+class HFModelWrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        sequences: torch.Tensor,
+        num_actions: int,
+        attention_mask: torch.Tensor,
+        temperature: float = 1.0,
+        return_output: bool = False,
+    ) -> Any:
+        positions = positions_of(attention_mask)
+        output = self.model(sequences, attention_mask=attention_mask, position_ids=positions)
+        output["logits"].div_(temperature)
+        found = log_probs_of(output["logits"], sequences.roll(-1, 1))[:, -num_actions - 1 : -1]
+        return (found, output) if return_output else found
+
+
+class PolicyWorkerBase:
+    def __init__(self, model: nn.Module, temperature: float) -> None:
+        self.model = HFModelWrapper(model)
+        self.cfg = SimpleNamespace(algorithm=SimpleNamespace(temperature=temperature))
+        self.weight_extractor = FSDPWeightExtractor(model)
+
+    def forward_backward(
+        self,
+        data: Sequence[Experience],
+        loss_fn: str | None = None,
+        loss_fn_config: dict[str, Any] | None = None,
+    ) -> list[dict[str, float]]:
+        return [
+            self._forward_backward_micro(
+                experience, 1 / len(data), loss_fn=loss_fn, loss_fn_config=loss_fn_config
+            )
+            for experience in data
+        ]
+
+    def _forward_backward_micro(
+        self,
+        experience: Experience,
+        microbatch_weight: float,
+        loss_fn: str | None = None,
+        loss_fn_config: dict[str, Any] | None = None,
+    ) -> dict[str, float]:
+        log_probs, _ = self.model(
+            experience.sequences,
+            experience.loss_mask.shape[1],
+            attention_mask=experience.attention_mask,
+            temperature=self.cfg.algorithm.temperature,
+            return_output=True,
+        )
+        loss = -(log_probs * experience.loss_mask).sum() * microbatch_weight
+        loss.backward()
+        return {"loss": float(loss.detach())}
+
+
+class FSDPWeightExtractor:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def extract_weights(self, dtype: torch.dtype) -> Iterator[SimpleNamespace]:
+        for name, tensor in self.model.state_dict().items():
+            yield SimpleNamespace(names=[name], tensors=[whole(tensor).to(dtype)])
+
+
+class FSDPPolicyWorkerBase(PolicyWorkerBase):
+    async def broadcast_to_inference_engines(
+        self, inference_engine_client: object, inference_engine_cfg: object, model_id: str = ""
+    ) -> None:
+        raise AssertionError("the recipe replaces this")
+
+
+# --- OpenRLHF
+
+
+class Actor(nn.Module):
+    def __init__(self, model: nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.model, self.temperature = nn.Module(), temperature  # DeepSpeed's engine
+        self.model.module = model
+
+    def forward(
+        self, sequences: torch.Tensor, action_mask: torch.Tensor, attention_mask: torch.Tensor
+    ) -> torch.Tensor:
+        positions = positions_of(attention_mask)
+        output = self.model.module(sequences, attention_mask=attention_mask, position_ids=positions)
+        output["logits"].div_(self.temperature)
+        found = log_probs_of(output["logits"], sequences.roll(-1, 1))[:, :-1]
+        return found[:, -action_mask.shape[1] :] * action_mask
+
+
+class PolicyModelActor:
+    def __init__(self, model: nn.Module, temperature: float) -> None:
+        self.actor = Actor(model, temperature)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        sequences: torch.Tensor,
+        action_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        found: torch.Tensor = self.actor(sequences, action_mask, attention_mask)
+        return found.cpu()
+
+    def broadcast_to_vllm(self) -> None:
+        raise AssertionError("the recipe replaces this")
+
+
+# --- Megatron: states are [S, B, H], and layers count from 1.
+
+
+class TransformerLayer(nn.Module):
+    def __init__(self, width: int, layer_number: int) -> None:
+        super().__init__()
+        self.layer_number, self.linear = layer_number, nn.Linear(width, width)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states + 0.1 * torch.tanh(self.linear(hidden_states))
+
+
+class GPTModel(nn.Module):
+    def __init__(self, vocab: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleList(TransformerLayer(width, n + 1) for n in range(layers))
+        self.output_layer = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(input_ids.T)
+        for layer in self.decoder.layers:
+            hidden = layer(hidden_states=hidden)
+        logits: torch.Tensor = self.output_layer(hidden)
+        return logits.transpose(0, 1)
+
+
+def modules() -> dict[str, types.ModuleType]:
+    """By import name, what a recipe imports of each framework."""
+    import ray
+
+    parts: dict[str, dict[str, object]] = {
+        "trl.experimental.async_grpo": {"AsyncGRPOTrainer": AsyncGRPOTrainer},
+        "verl.single_controller.base.decorator": {
+            "Dispatch": Dispatch,
+            "register": register,
+            "make_nd_compute_dataproto_dispatch_fn": make_nd_compute_dataproto_dispatch_fn,
+        },
+        "verl.workers.engine_workers": {"ActorRolloutRefWorker": ActorRolloutRefWorker},
+        "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker": {
+            "FSDPPolicyWorkerBase": FSDPPolicyWorkerBase
+        },
+        "openrlhf.trainer.ray.ppo_actor": {"PolicyModelActor": ray.remote(PolicyModelActor)},
+        "megatron.core.parallel_state": {"is_pipeline_last_stage": lambda: True},
+        "megatron.core.utils": {"unwrap_model": lambda model: model},
+    }
+    made: dict[str, types.ModuleType] = {}
+    for name, contents in parts.items():
+        folders = name.split(".")
+        # TRL is installed: of it only the part that needs a GPU is replaced.
+        first = len(folders) if folders[0] == "trl" else 1
+        for depth in range(first, len(folders) + 1):
+            inner = ".".join(folders[:depth])
+            made.setdefault(inner, types.ModuleType(inner)).__path__ = []
+        vars(made[name]).update(contents)
+    return made

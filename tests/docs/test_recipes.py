@@ -1,0 +1,307 @@
+"""The recipes of docs/integrations.md, as printed, on stand-ins of their frameworks.
+
+What arrives at the trainer and at the rollout server is compared with the policy. The text beside a
+recipe has to say that it never ran on the framework itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from policy_bridge import BridgeConfig, PolicyBridge
+from policy_bridge.adapters.pipeline import StagedPolicy
+from tests.adapters.test_hook_points import HOOKS
+from tests.docs import frameworks
+from tests.policy_bridge.conftest import VOCAB, make_model
+from tests.policy_bridge.doubles import DEADLINE, FakeRollout, FakeTrainer
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
+RECIPES = (
+    *("TRL's asynchronous trainer", "verl", "NeMo RL and Megatron: pipeline stages"),
+    *("SkyRL", "OpenRLHF", "Policies through vLLM's own weight transfer"),
+)
+"""Sections of the page that are run here."""
+TEMPERATURE = 0.7
+
+
+def section(title: str) -> str:
+    found = PAGE.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    assert found, title
+    return found
+
+
+def run(title: str, **surroundings: object) -> dict[str, Any]:
+    """What the section's only block defines."""
+    (block,) = re.findall(r"^```python\n(.*?)^```", section(title), re.MULTILINE | re.DOTALL)
+    names = dict(surroundings)
+    exec(compile(block, title, "exec"), names)
+    return names
+
+
+@dataclass
+class Row:
+    """A sequence: its tokens, and how many of them are the prompt."""
+
+    ids: torch.Tensor
+    prompt: int
+
+
+@dataclass
+class Rig:
+    trainer: FakeTrainer
+    rollout: FakeRollout
+    address: str
+
+    def check(
+        self, bridge: PolicyBridge, rows: Sequence[Row], logits: Sequence[torch.Tensor]
+    ) -> None:
+        """Every row arrived once, with the policy's own numbers on its completion."""
+        assert bridge.flush(DEADLINE)
+        stats = bridge.stats()
+        assert (dict(stats.shed), stats.refused, stats.capture_off_reason) == ({}, 0, "")
+        assert stats.accepted == len(rows)
+        samples = {tuple(s.token_ids.tolist()): s for s in self.trainer.samples.values()}
+        assert len(samples) == len(rows)
+        for row, own in zip(rows, logits, strict=True):
+            sample = samples[tuple(row.ids.tolist())]
+            assert sample.loss_mask.tolist() == [at >= row.prompt for at in range(len(row.ids))]
+            assert sample.temperature == pytest.approx(TEMPERATURE)
+            kept = sample.loss_mask[1:].bool()
+            picked = own[:-1].gather(-1, row.ids[1:, None])[:, 0]
+            log_p = frameworks.log_probs_of(own[:-1] / TEMPERATURE, row.ids[1:])
+            for found, expected in (
+                (sample.sampled_logits, picked),
+                (sample.sampled_logprobs, log_p),
+            ):
+                torch.testing.assert_close(found[1:][kept], expected[kept], atol=1e-4, rtol=1e-4)
+
+    def check_pushed(self, version: int, expected: dict[str, torch.Tensor]) -> None:
+        assert self.rollout.policy_version == version
+        assert self.rollout.live.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(self.rollout.live[name], tensor.bfloat16()), name
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    for name, module in frameworks.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    rendezvous = f"file://{tmp_path / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
+    rollout, trainer = FakeRollout(), FakeTrainer()
+    try:
+        with rollout.serve() as served:
+            trainer.rollout_servers = (served.address,)
+            with trainer.serve() as server:
+                yield Rig(trainer, rollout, server.address)
+    finally:
+        dist.destroy_process_group()
+
+
+def some_rows() -> list[Row]:
+    torch.manual_seed(3)
+    return [Row(torch.randint(1, VOCAB, (n,)), prompt) for n, prompt in ((9, 3), (12, 5), (7, 2))]
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, rows: Sequence[Row]) -> list[torch.Tensor]:
+    return [model(row.ids[None]).logits[0] for row in rows]
+
+
+def sharded() -> nn.Module:
+    model = make_model()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def padded(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """Padded left: ids, attention mask, and the mask of completions in the last columns."""
+    width, actions = max(len(r.ids) for r in rows), max(len(r.ids) - r.prompt for r in rows)
+    ids, attention = torch.zeros(2, len(rows), width, dtype=torch.long)
+    mask = torch.zeros(len(rows), actions, dtype=torch.long)
+    for at, row in enumerate(rows):
+        ids[at, width - len(row.ids) :] = row.ids
+        attention[at, width - len(row.ids) :] = 1
+        mask[at, actions - (len(row.ids) - row.prompt) :] = 1
+    return {"sequences": ids, "attention_mask": attention, "mask": mask}
+
+
+def connected(bridge: PolicyBridge) -> PolicyBridge:
+    assert bridge.wait_connected(DEADLINE)
+    return bridge
+
+
+@pytest.mark.parametrize("title", RECIPES[:-1])
+def test_a_recipe_says_that_it_never_ran_on_the_framework(title: str) -> None:
+    assert re.search(r"[Uu]ntested|[Nn]ever run", section(title))
+
+
+def test_a_stand_in_has_the_parameters_of_the_framework() -> None:
+    seen = set()
+    for _, place, parameters in HOOKS:
+        owner, method = place.split(".")
+        stand_in = getattr(frameworks, owner, None)
+        if stand_in is None or not hasattr(stand_in, method):
+            continue
+        found = set(inspect.signature(getattr(stand_in, method)).parameters)
+        assert set(parameters) <= found, place
+        seen.add(owner)
+    assert {"AsyncGRPOTrainer", "ActorRolloutRefWorker", "PolicyWorkerBase"} <= seen
+    assert {"FSDPWeightExtractor", "FSDPEngineWithLMHead", "PolicyModelActor"} <= seen
+
+
+def test_trl_async(rig: Rig) -> None:
+    utils = pytest.importorskip("trl.trainer.utils")
+    names, rows = run(RECIPES[0]), some_rows()
+    model, before = make_model(), logits_of(make_model(), rows)
+    utils.add_fused_lm_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
+    transfer = names["SlipstreamTransfer"]()
+    transfer.init_weight_transfer()
+    trainer = names["SlipstreamTrainer"](model, TEMPERATURE, weight_transfer=transfer)
+    trainer.attach(rig.address)
+    with connected(trainer.bridge) as bridge:
+        trainer.sync_weight()
+        rig.check_pushed(0, dict(model.state_dict()))
+        for row in rows:
+            labels = torch.where(torch.arange(len(row.ids)) >= row.prompt, row.ids, -100)
+            inputs = {
+                "input_ids": row.ids[None],
+                "position_ids": torch.arange(len(row.ids))[None],
+                "shift_labels": torch.nn.functional.pad(labels[1:], (0, 1), value=-100)[None],
+            }
+            trainer.training_step(model, inputs, 1)
+        rig.check(bridge, rows, before)
+
+
+def test_verl(rig: Rig) -> None:
+    rows = some_rows()
+    worker_class = run("verl")["SlipstreamWorker"]
+    rollout = SimpleNamespace(temperature=TEMPERATURE, top_p=0.9, top_k=-1)
+    worker, before = worker_class(sharded(), rollout), logits_of(make_model(), rows)
+    worker.attach(rig.address)
+    with connected(worker.bridge) as bridge:
+        asyncio.run(worker.update_weights(global_steps=4))
+        rig.check_pushed(4, dict(make_model().state_dict()))
+        nested = torch.nested.as_nested_tensor([r.ids for r in rows], layout=torch.jagged)
+        lengths = nested.offsets().diff().tolist()
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        micro_batch = {
+            "input_ids": nested,
+            "position_ids": torch.nested.nested_tensor_from_jagged(positions, nested.offsets()),
+            "response_mask": padded(rows)["mask"].flip(1),
+        }
+        assert len(worker.compute_log_prob([micro_batch])) == sum(lengths)
+        assert "forward_step" not in vars(worker.actor.engine)
+        rig.check(bridge, rows, before)
+    sampling = next(iter(rig.trainer.samples.values())).sampling
+    assert (sampling.top_p, sampling.top_k) == (pytest.approx(0.9), 0)
+
+
+def test_skyrl(rig: Rig) -> None:
+    rows, data = some_rows(), padded(some_rows())
+    worker = run("SkyRL")["SlipstreamPolicyWorker"](sharded(), TEMPERATURE)
+    before = logits_of(make_model(), rows)
+    worker.attach(rig.address)
+    with connected(worker.bridge) as bridge:
+        asyncio.run(worker.broadcast_to_inference_engines(None, None))
+        rig.check_pushed(0, dict(make_model().state_dict()))
+        experiences = [
+            frameworks.Experience(
+                data["sequences"][part], data["attention_mask"][part], data["mask"][part]
+            )
+            for part in (slice(0, 2), slice(2, 3))
+        ]
+        assert len(worker.forward_backward(experiences)) == 2
+        rig.check(bridge, rows, before)
+
+
+def test_openrlhf(rig: Rig) -> None:
+    rows, data = some_rows(), padded(some_rows())
+    actor = run("OpenRLHF")["SlipstreamActor"](make_model(), TEMPERATURE)
+    actor.attach(rig.address)
+    with connected(actor.bridge) as bridge:
+        actor.broadcast_to_vllm()
+        rig.check_pushed(0, dict(make_model().state_dict()))
+        found = actor.forward(data["sequences"], data["mask"], data["attention_mask"])
+        assert found.shape == data["mask"].shape
+        rig.check(bridge, rows, logits_of(make_model(), rows))
+
+
+def test_megatron_pipeline(rig: Rig) -> None:
+    torch.manual_seed(0)
+    model, finals = frameworks.GPTModel(VOCAB, 32, 36), []
+    rig.trainer.layers = (2, 18, 33)
+    policy = StagedPolicy(model, 36, model.output_layer.weight, model.embedding.weight)
+    config = BridgeConfig(trainer=rig.address, run_id="nemo-1", modules=StagedPolicy.PATHS)
+    model.output_layer.register_forward_pre_hook(lambda _, args: finals.append(args[0].detach()))
+    rows = some_rows()
+    batches = [
+        SimpleNamespace(
+            input_ids=row.ids[None],
+            token_mask=(torch.arange(len(row.ids)) >= row.prompt)[None],
+            position_ids=torch.arange(len(row.ids))[None],
+        )
+        for row in rows
+    ]
+
+    @torch.no_grad()
+    def get_logprobs(*, data: Sequence[SimpleNamespace]) -> list[torch.Tensor]:
+        return [model(batch.input_ids)[0] for batch in data]
+
+    with connected(PolicyBridge(policy, config)) as bridge:
+        with bridge.sync(0):
+            pass
+        names = run(
+            RECIPES[2],
+            model=model,
+            pipeline_ranks=[0],
+            worker=SimpleNamespace(get_logprobs=get_logprobs),
+            data=batches,
+            micro_batches=batches,
+            bridge=bridge,
+            T=TEMPERATURE,
+            generation={"top_p": 1.0, "top_k": None},
+            finals=finals,
+            policy=policy,
+            whole=lambda h: h.transpose(0, 1),
+        )
+        rig.check(bridge, rows, names["logprobs"])
+    for sample in rig.trainer.samples.values():
+        row = rig.trainer.tensor(sample, "aux")
+        assert row.shape == (len(sample.token_ids), 3 * 32)
+
+
+def test_weight_transfer_of_vllm(rig: Rig) -> None:
+    sent: list[int] = []
+    config = BridgeConfig(trainer=rig.address, run_id="external")
+    with connected(PolicyBridge(make_model(), config)) as bridge:
+        run(
+            RECIPES[-1],
+            bridge=bridge,
+            version=5,
+            names=["lm_head.weight"],
+            dtypes=["bfloat16"],
+            shapes=[[VOCAB, 32]],
+            broadcast_weights=lambda: sent.append(1),
+        )
+    (update,) = rig.rollout.updates.values()
+    assert '"dtype_names": ["bfloat16"]' in update
+    assert sent == [1] and len(rig.rollout.commits) == 1
