@@ -6,12 +6,14 @@ These are the gains and costs in README.md and the architectures in docs/integra
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 PAGE = Path(__file__).resolve().parent / "results.md"
+BENCHMARKS = PAGE.parent / "benchmarks.md"
 README = PAGE.parents[1] / "README.md"
 INTEGRATIONS = PAGE.parent / "integrations.md"
 DEMO = RESULTS / "demo.json"
@@ -23,14 +25,18 @@ _HEAD = """\
 
 Made by `python -m docs.make_results` from `benchmarks/results`, where the other figures of each run
 are too. How each is measured, and the command: [benchmarks](benchmarks.md). A target that is missed
-stays here as missed.
+stays here as missed. No figures are committed of {missing}.
 """
+_LISTED = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
 
 
 def page() -> str:
     """The page's text."""
-    parts = [_HEAD]
-    for path in sorted(RESULTS.glob("*.json")):
+    results = sorted(RESULTS.glob("*.json"))
+    table = BENCHMARKS.read_text(encoding="utf-8").partition("\n## ")[0]
+    missing = [n for n in _LISTED.findall(table) if n not in {path.stem for path in results}]
+    parts = [_HEAD.format(missing=", ".join(f"`{name}`" for name in missing))]
+    for path in results:
         found = json.loads(path.read_text(encoding="utf-8"))
         parts.append(f"## {path.stem}\n\n{_hardware(found.get('machine', {}))}\n")
         rows = "".join(map(_row, found["targets"]))
