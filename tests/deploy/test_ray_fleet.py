@@ -16,7 +16,7 @@ from draft_trainer.cli.main import main as draft_trainer
 from draft_trainer.releases.registry import Registry
 from examples.arithmetic_grpo.processes import Services
 from rollout_server.cli import main as rollout_server
-from rollout_server.ray_fleet import write_members
+from rollout_server.ray_fleet import FleetPlan, RayFleet, Report, write_members
 from tests.deploy.fleet import (
     kept,
     memory_server,
@@ -104,6 +104,19 @@ def test_bad_options_are_refused_before_ray_is_asked(
         assert rollout_server(["fleet", *options]) == 2
         assert found in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_does_not_end_the_servers(tmp_path: Path) -> None:
+    told: list[dict[int, Report]] = []
+    fleet = RayFleet.__new__(RayFleet)
+    fleet._plan, fleet._on_change = FleetPlan((), 1, tmp_path / "no" / "fleet"), told.append
+    now, fleet._reports = {0: Report(1, "a:1")}, {}
+    fleet._tell(now)
+    assert told == [] and fleet._reports == {}
+    (tmp_path / "no").mkdir()
+    fleet._tell(now)
+    assert told == [now] and fleet._reports == now
+    assert fleet._plan.members.read_text() == "a:1\n"
 
 
 def test_members_are_replaced_as_a_whole(tmp_path: Path) -> None:
