@@ -125,9 +125,13 @@ class Replica:
             _kill_all(server)
 
     def _run(self) -> None:
-        import ray
-
         self._wait_for_ports()
+        try:
+            channel = open_channel(self._control, credentials=self._plan.credentials)
+        except RefusedError as error:
+            # The file of the CA was checked on another node.
+            self._end(str(error), refused=True)
+            return
         addresses: tuple[str, ...] = ("--host", self._host, "--port", str(self._port))
         addresses += ("--control-host", self._host, "--control-port", str(self._control_port))
         self._server = server = subprocess.Popen(
@@ -135,14 +139,19 @@ class Replica:
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        end = self._watch(server)
+        end = self._watch(server, channel)
         _kill_all(server)
-        if self._stopping.is_set():
-            return
-        print(f"rollout server {self._control}: {end}", file=sys.stderr, flush=True)
-        if server.returncode == REFUSED:
+        if not self._stopping.is_set():
+            self._end(end, refused=server.returncode == REFUSED)
+
+    def _end(self, why: str, refused: bool) -> None:
+        """End this actor, which Ray starts again. Where the first start is refused the command ends
+        instead, and its user reads why."""
+        import ray
+
+        print(f"rollout server {self._control}: {why}", file=sys.stderr, flush=True)
+        if refused:
             if not ray.get_runtime_context().was_current_actor_reconstructed:
-                # The first start: the command ends, and its user reads why.
                 self._report = Report(os.getpid(), refused=True)
                 return
             self._stopping.wait(AGAIN_SECONDS)
@@ -159,10 +168,10 @@ class Replica:
                 except RefusedError:
                     self._stopping.wait(0.2)
 
-    def _watch(self, server: subprocess.Popen[bytes]) -> str:
+    def _watch(self, server: subprocess.Popen[bytes], channel: grpc.Channel) -> str:
         """Until the server ended or hangs, or the node is lost; which of them."""
         deadline = time.monotonic() + self._plan.ready_seconds
-        with open_channel(self._control, credentials=self._plan.credentials) as channel:
+        with channel:
             while server.poll() is None:
                 with suppress(subprocess.TimeoutExpired):
                     server.wait(HEALTH_SECONDS)

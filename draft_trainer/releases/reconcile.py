@@ -28,8 +28,9 @@ from slipstream.v1 import rollout_server_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-PACE_SECONDS = 0.05
-"""Least time between two looks at a trial, however many servers report."""
+PACE_SECONDS, MOST_PACE_SECONDS = 0.05, 1.0
+"""Least time between two looks at a trial, however many servers report; more where looks take long,
+up to the second."""
 
 MOST_AT_ONCE = 8
 """Servers that are put right in one round, and ``FAN_OUT`` more for each that has its release: of a
@@ -239,6 +240,7 @@ class Reconciler:
     def _run(self) -> None:
         revision, due, measure_at = 0, time.monotonic(), 0.0
         while not self._stopping.is_set():
+            looked = time.monotonic()
             try:
                 if time.monotonic() >= due:
                     self._watch.follow(self._publisher.fleet.refresh())
@@ -254,14 +256,17 @@ class Reconciler:
                 if self._released.is_set():
                     self._released.clear()
                     self._publish()
+                looked = time.monotonic()
                 if self._publisher.settle():
                     self.released()
                     self._on_settled()
             except RefusedError as error:
                 logger.warning("%s", error)
                 self._stopping.wait(self._seconds or LOOK_SECONDS)
+            # A look at all reports of a large fleet takes long: most of the time is for training.
+            pace = min(MOST_PACE_SECONDS, 4 * (time.monotonic() - looked))
             revision = self._watch.wait_beyond(revision, max(0.0, due - time.monotonic()))
-            self._stopping.wait(PACE_SECONDS)
+            self._stopping.wait(max(PACE_SECONDS, pace))
 
     def _publish(self, held: bool = False) -> None:
         """Publish what is promoted, where no sync does; or what was live and was held back."""

@@ -22,6 +22,7 @@ from examples.local_services import ONE_THREAD, script
 from rollout_server.ray_fleet import FleetPlan, RayFleet, Report
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
+from slipstream.security import NONE, ClientCredentials
 from slipstream.tensors import digest_of_specs
 from slipstream.v1 import release_pb2
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -58,6 +59,7 @@ class Kept:
         command: Sequence[str],
         replicas: int = 2,
         ready_seconds: float = 600.0,
+        credentials: ClientCredentials = NONE,
     ) -> None:
         self.members = folder / "fleet"
         self.reports: dict[int, Report] = {}
@@ -72,6 +74,7 @@ class Kept:
             ready_seconds=ready_seconds,
             stop_seconds=10.0,
             host="127.0.0.1",
+            credentials=credentials,
         )
         self.controls = [first + replicas + index for index in range(replicas)]
         self._stop = threading.Event()
@@ -110,9 +113,13 @@ def free_ports(count: int) -> int:
 
 @contextmanager
 def kept(
-    folder: Path, command: Sequence[str], replicas: int = 2, ready_seconds: float = 600.0
+    folder: Path,
+    command: Sequence[str],
+    replicas: int = 2,
+    ready_seconds: float = 600.0,
+    credentials: ClientCredentials = NONE,
 ) -> Iterator[Kept]:
-    fleet = Kept(folder, command, replicas, ready_seconds)
+    fleet = Kept(folder, command, replicas, ready_seconds, credentials)
     try:
         yield fleet
     finally:

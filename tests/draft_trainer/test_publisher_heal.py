@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import pytest
 
 from draft_trainer.releases import reconcile as healing
@@ -41,6 +43,27 @@ def test_a_fleet_that_restarts_as_a_whole_is_put_right_by_and_by(
     assert sorted(rig.served) == [0, 0, 2]
     rig.heal()
     assert rig.served == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("took", "pause"), [(0.0, 0.05), (0.1, 0.4), (60.0, 1.0)])
+def test_looks_at_a_trial_leave_most_of_the_time_to_training(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, took: float, pause: float
+) -> None:
+    now, waits = [100.0], list[float]()
+    monkeypatch.setattr(healing.time, "monotonic", lambda: now[0])
+
+    def settle() -> bool:
+        now[0] += took
+        return False
+
+    monkeypatch.setattr(rig.publisher, "settle", settle)
+    monkeypatch.setattr(rig.watch, "wait_beyond", lambda revision, timeout: revision)
+    stopping = MagicMock()
+    stopping.is_set = lambda: bool(waits)
+    stopping.wait = waits.append
+    monkeypatch.setattr(rig.reconciler, "_stopping", stopping)
+    rig.reconciler._run()
+    assert waits == [pytest.approx(pause)]
 
 
 @pytest.mark.parametrize("what", ["checksum", "not_ready"])
