@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -34,6 +35,10 @@ MAX_SERVED = 8
 
 ANSWER_SECONDS = 5.0
 """Longest wait for a source's next bytes."""
+
+SLOW_SECONDS = 20.0
+"""That a source may be behind ``BYTES_PER_SECOND`` in all. One that sends a byte at a time would
+take the time of the others."""
 
 AT_ONCE = 2
 """Tensors that are fetched at a time: one arrives while the other is verified."""
@@ -79,15 +84,15 @@ class Peers:
         for address in sources:
             if not upload.missing:
                 break
+            before = upload.bytes_fetched
             try:
-                # Of each: one that sends a byte at a time leaves the next ones theirs.
-                async with asyncio.timeout(ANSWER_SECONDS + upload.needed_bytes / BYTES_PER_SECOND):
-                    why, text = await self._fetch_from(address, upload)
+                why, text = await self._fetch_from(address, upload)
             except (grpc.RpcError, TimeoutError) as error:
                 why = "failed"
-                text = (
-                    failure_text(error) if isinstance(error, grpc.RpcError) else "no answer in time"
-                )
+                slow = "too little in time"
+                text = failure_text(error) if isinstance(error, grpc.RpcError) else slow
+            finally:
+                self.fetched_bytes += upload.bytes_fetched - before
             if why:
                 given_up[why].append(address)
                 self.failures[why] += 1
@@ -126,11 +131,12 @@ class Peers:
         except RefusedError as error:
             return "failed", str(error)
         async with channel:
-            stub, names = pb_grpc.RolloutServerStub(channel), iter(list(upload.missing))
+            source = _Source(pb_grpc.RolloutServerStub(channel), metadata, upload)
+            names = iter(list(upload.missing))
 
             async def some() -> str:
                 for name in names:
-                    if not await self._fetch_one(stub, metadata, upload, name):
+                    if not await source.fetch(name):
                         return name
                 return ""
 
@@ -142,39 +148,6 @@ class Peers:
                     task.cancel()
                 await asyncio.wait(fetching)
         return ("altered", f"{altered} has another hash") if altered else ("", "")
-
-    async def _fetch_one(
-        self, stub: pb_grpc.RolloutServerStub, metadata: Metadata, upload: Upload, name: str
-    ) -> bool:
-        """Fetch one tensor; whether the source's bytes have its hash."""
-        begun = upload.begun(name)
-        try:
-            await self._read(stub, metadata, upload, name)
-        except RefusedError as error:
-            upload.forget(name)
-            if error.field not in (name, f"{name}.data", f"{name}.sha256"):
-                # Not the source's: the store is full, or the release itself is bad.
-                raise
-            # A beginning that another source sent may be at fault.
-            return begun > 0 and await self._fetch_one(stub, metadata, upload, name)
-        return True
-
-    async def _read(
-        self, stub: pb_grpc.RolloutServerStub, metadata: Metadata, upload: Upload, name: str
-    ) -> None:
-        request = pb.FetchRequest(sha256=upload.missing[name].sha256, offset=upload.begun(name))
-        call = stub.Fetch(request, metadata=metadata)
-        answers = aiter(call)
-        try:
-            while name in upload.missing:
-                response = await asyncio.wait_for(anext(answers, None), ANSWER_SECONDS)
-                if response is None:
-                    await upload.finish([name])
-                    return
-                self.fetched_bytes += len(response.data)
-                await upload.fetched(name, response.data)
-        finally:
-            call.cancel()
 
     def _connect(self, address: str) -> tuple[grpc.aio.Channel, Metadata]:
         """Raises RefusedError: no address, or one that these credentials are not for."""
@@ -192,3 +165,51 @@ class Peers:
         if tls is None:
             return grpc.aio.insecure_channel(address, options), metadata
         return grpc.aio.secure_channel(address, tls, options), metadata
+
+
+class _Source:
+    """One source of an upload."""
+
+    def __init__(self, stub: pb_grpc.RolloutServerStub, metadata: Metadata, upload: Upload) -> None:
+        self._stub, self._metadata, self._upload = stub, metadata, upload
+        self._began, self._before = time.monotonic(), upload.bytes_fetched
+
+    async def fetch(self, name: str) -> bool:
+        """Fetch one tensor; whether the source's bytes have its hash.
+
+        Raises:
+            TimeoutError: it sent nothing for ``ANSWER_SECONDS``, or too little until now.
+        """
+        upload = self._upload
+        begun = upload.begun(name)
+        try:
+            await self._read(name)
+        except RefusedError as error:
+            upload.forget(name)
+            if error.field not in (name, f"{name}.data", f"{name}.sha256"):
+                # Not the source's: the store is full, or the release itself is bad.
+                raise
+            # A beginning that another source sent may be at fault.
+            return begun > 0 and await self.fetch(name)
+        return True
+
+    async def _read(self, name: str) -> None:
+        upload = self._upload
+        request = pb.FetchRequest(sha256=upload.missing[name].sha256, offset=upload.begun(name))
+        call = self._stub.Fetch(request, metadata=self._metadata)
+        answers = aiter(call)
+        try:
+            while name in upload.missing:
+                response = await asyncio.wait_for(anext(answers, None), self._left())
+                if response is None:
+                    await upload.finish([name])
+                    return
+                await upload.fetched(name, response.data)
+        finally:
+            call.cancel()
+
+    def _left(self) -> float:
+        """Seconds for its next bytes."""
+        due = (self._upload.bytes_fetched - self._before) / BYTES_PER_SECOND
+        left = SLOW_SECONDS + due - (time.monotonic() - self._began)
+        return max(0.0, min(ANSWER_SECONDS, left))

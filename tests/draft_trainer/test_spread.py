@@ -308,7 +308,9 @@ class EndlessSource(pb_grpc.RolloutServerServicer):
 def test_a_source_that_sends_too_little_leaves_time_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(peers, "SLOW_SECONDS", 2.0)
+    # All of it may take much longer.
+    monkeypatch.setattr(peers, "BYTES_PER_SECOND", 1)
     tensor = torch.arange(40, dtype=torch.float32)
     whole = bytes(bytes_of(tensor))
     slow, good = EndlessSource(), HalfSource(whole, len(whole))
