@@ -62,6 +62,11 @@ def check_draft_fits(model_dir: Path, draft_dir: Path) -> None:
     if found != hidden:
         expected = f"{hidden} (hidden_size of {model_dir})"
         raise RefusedError(f"{path}: hidden_size", found, expected, _OTHER_DRAFT)
+    if "fc.weight" not in layout and int(config.get("num_hidden_layers", 1)) > 1:
+        found_kind = f"a policy ({config['num_hidden_layers']} layers, no fc.weight)"
+        make = f"draft-trainer init --policy {draft_dir} --out DIR"
+        step = f"give its draft, or make one: {make}"
+        raise RefusedError(f"--draft {draft_dir}", found_kind, "an EAGLE-3 draft", step)
     layers = _aux_layers(config, depth, path)
     fc, width = layout.get("fc.weight"), len(layers) * hidden
     if fc is None or len(fc.shape) != 2 or fc.shape[1] != width:

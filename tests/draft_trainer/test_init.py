@@ -86,7 +86,7 @@ def test_scaled_rope_is_the_drafts_too() -> None:
         ({"rms_norm_eps": None}, None, "config.json rms_norm_eps"),
         ({"rope_parameters": None}, None, "rope_theta"),
         ({}, (2, 10), r"--aux-layers: found \[2, 10\], expected ascending layers from 0 to 9"),
-        ({}, (5, 2), "--aux-layers"),
+        ({}, (5, 2), "leave the option out, which chooses 2,5,7"),
     ],
 )
 def test_a_policy_without_what_a_draft_needs_is_refused(

@@ -113,6 +113,11 @@ def test_a_draft_that_does_not_fit(
     assert refusal.value.next_step
 
 
+def test_a_policy_in_the_place_of_its_draft_is_said_to_be_one(policy_dir: Path) -> None:
+    with pytest.raises(RefusedError, match=r"found a policy \(10 layers.*draft-trainer init"):
+        check_draft_fits(policy_dir, policy_dir)
+
+
 def test_a_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

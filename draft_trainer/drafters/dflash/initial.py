@@ -45,7 +45,9 @@ def init_dflash(
     ids = aux_layer_ids or choose_aux_layers(depth)
     if list(ids) != sorted(set(ids)) or not 1 <= ids[0] <= ids[-1] < depth:
         expected = f"ascending layers from 1 to {depth - 1}"
-        raise RefusedError("--aux-layers", list(ids), expected, "choose others")
+        own = ",".join(map(str, choose_aux_layers(depth)))
+        step = f"leave the option out, which chooses {own}"
+        raise RefusedError("--aux-layers", list(ids), expected, step)
     rope = Rope.from_dict(given)
     document = {
         "architectures": [ARCHITECTURE],

@@ -100,9 +100,10 @@ def _head_config(
     ids = aux_layer_ids or choose_aux_layers(layers)
     # The residual stream after the last layer is the input of no layer: it cannot be captured.
     if list(ids) != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < layers:
-        raise RefusedError(
-            "--aux-layers", list(ids), f"ascending layers from 0 to {layers - 1}", "choose others"
-        )
+        expected = f"ascending layers from 0 to {layers - 1}"
+        own = ",".join(map(str, choose_aux_layers(layers)))
+        step = f"leave the option out, which chooses {own}"
+        raise RefusedError("--aux-layers", list(ids), expected, step)
     if not isinstance(found := policy.get("rms_norm_eps"), float):
         raise RefusedError(
             "the policy's config.json rms_norm_eps", found, "a number", "write the draft's by hand"
