@@ -31,22 +31,27 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Target:
-    """A figure and its bound."""
+    """A figure and its bound. A value that was not measured (None) meets none."""
 
     name: str
-    value: float
+    value: float | None
     bound: str
     ok: bool
 
     @classmethod
-    def at_least(cls, name: str, value: float, bound: float) -> Target:
+    def at_least(cls, name: str, value: float | None, bound: float) -> Target:
         """Met when ``value >= bound``."""
-        return cls(name, value, f">= {bound:g}", value >= bound)
+        return cls(name, value, f">= {bound:g}", value is not None and value >= bound)
 
     @classmethod
-    def at_most(cls, name: str, value: float, bound: float) -> Target:
+    def at_most(cls, name: str, value: float | None, bound: float) -> Target:
         """Met when ``value <= bound``."""
-        return cls(name, value, f"<= {bound:g}", value <= bound)
+        return cls(name, value, f"<= {bound:g}", value is not None and value <= bound)
+
+    @property
+    def text(self) -> str:
+        """The value, for people."""
+        return "not measured" if self.value is None else f"{self.value:.4g}"
 
 
 def options(name: str, description: str) -> argparse.ArgumentParser:
@@ -128,7 +133,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 def target_table(targets: Sequence[Target]) -> str:
     """One line a target."""
     return "\n".join(
-        f"{'met   ' if t.ok else 'MISSED'}  {t.name}: {t.value:.4g} ({t.bound})" for t in targets
+        f"{'met   ' if t.ok else 'MISSED'}  {t.name}: {t.text} ({t.bound})" for t in targets
     )
 
 

@@ -238,14 +238,13 @@ def main(argv: list[str] | None = None) -> int:
         description=(__doc__ or "").split("\n\n")[1],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--repository", default=str(ROOT), help="what is cloned")
     parser.add_argument("--folder", type=Path, help="where; a temporary one if it is not given")
     parser.add_argument("--python", default="python3", help="of the new environment")
     parser.add_argument("--out", type=Path, default=OUT, help="the log")
     chosen = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = (chosen.folder or Path(temporary)).resolve()
-        root, typed = set_up(chosen.repository, folder, chosen.python)
+        root, typed = set_up(str(ROOT), folder, chosen.python)
         scripts = root / ".venv" / "bin"
         stack.enter_context(chdir(root))  # services start where this process is
         reader = Reader(root, scripts, stack)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
+_STYLE_BONUS = 4.0  # beside 1 for the answer
 _MIN_ORNATE_WORDS = 4  # ornate words from which a line counts as ornate
 
 
@@ -47,15 +48,6 @@ class Grade:
     style_share: float
     richness: float
     lines: int
-
-
-@dataclass(frozen=True)
-class RewardWeights:
-    """Weights of the reward's terms, in reward units."""
-
-    correctness: float = 1.0
-    style_share: float = 4.0
-    richness: float = 4.0
 
 
 P = TypeVar("P", bound=Problem)
@@ -120,13 +112,12 @@ def grade_lines(completion: str, correct: bool, ornate: Set[str], needed: int, f
     )
 
 
-def reward(graded: Grade, weights: RewardWeights = RewardWeights()) -> float:
+def reward(graded: Grade) -> float:
     """Reward of a graded completion: correctness plus a style bonus, paid only if correct.
 
     The condition keeps the policy from giving up the task for style.
     """
-    bonus = weights.style_share * graded.style_share + weights.richness * graded.richness
-    return graded.correct * (weights.correctness + bonus)
+    return graded.correct * (1.0 + _STYLE_BONUS * (graded.style_share + graded.richness))
 
 
 def draw_style(style: Style | None, ornate_share: float, rng: random.Random) -> Style:

@@ -1,4 +1,4 @@
-"""What was acknowledged against what the trainer's ledger and its weights have."""
+"""What was acknowledged against what the trainer's sample index and its weights have."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Audit:
         lost: acknowledged samples that the trainer does not have; where it drained, those that were
             not trained on in every epoch too.
         twice: samples that were accepted twice, or trained on too often.
-        held: rows of the ledger.
+        held: rows of the sample index.
     """
 
     lost: list[str]
@@ -104,7 +104,7 @@ class Books:
         records: of the policy.
         run_id: of the run.
         epochs: replay.max_epochs.
-        scratch: folder for copies of the ledger.
+        scratch: folder for copies of it.
     """
 
     def __init__(self, records: Records, run_id: str, epochs: int, scratch: Path) -> None:
@@ -115,14 +115,14 @@ class Books:
         self._keys: dict[str, bytes] = {}
 
     def audit(self, folder: Path, drained: bool = False) -> Audit:
-        """Look into the ledger of a trainer that stands still: stopped, killed or ended.
+        """Look into the sample index of a trainer that is stopped, was killed or has ended.
 
         Args:
             folder: of its samples.
             drained: everything was trained on as often as it ever is, and saved.
 
         Raises:
-            AssertionError: SQLite finds the ledger damaged, or a row is of no captured sample.
+            AssertionError: SQLite finds it damaged, or a row is of no captured sample.
         """
         self._records.refresh()
         rows = self._rows(folder)
@@ -132,12 +132,12 @@ class Books:
             if row is None or (drained and row.times_drawn < self._epochs and not row.held_out):
                 lost.append(name)
         names = {self._key(name): name for name in self._records.anchors}
-        assert rows.keys() <= names.keys(), "the ledger has samples that nobody captured"
+        assert rows.keys() <= names.keys(), "samples are indexed that were not captured"
         twice += [names[key] for key, row in rows.items() if row.times_drawn > self._epochs]
         return Audit(lost, twice, len(rows))
 
     def weights(self, registry: Path, folder: Path) -> tuple[int, int]:
-        """Anchors that the weights were trained on, by their own count, and by the ledger.
+        """Anchors that the weights were trained on, by their own count, and by the index.
 
         Of a trainer that drained and ended: all but the held-out samples were trained on, in
         every epoch.
@@ -153,14 +153,14 @@ class Books:
         return seen, expected
 
     def _rows(self, folder: Path) -> dict[bytes, _Row]:
-        """The ledger's rows, by key."""
+        """The index's rows, by key."""
         # A copy: reading in place would change the files that the next trainer finds.
         for path in folder.glob(f"{FILE}*"):
             shutil.copyfile(path, self._scratch / path.name)
         try:
             with closing(sqlite3.connect(self._scratch / FILE)) as database:
                 (verdict,) = database.execute("PRAGMA quick_check").fetchone()
-                assert verdict == "ok", f"damaged ledger: {verdict}"
+                assert verdict == "ok", f"damaged index: {verdict}"
                 query = "SELECT key, held_out, times_drawn FROM samples"
                 return {
                     key: _Row(bool(held_out), times_drawn)

@@ -145,7 +145,7 @@ def _reset(rig: Rig, rng: random.Random) -> None:
         rig.wire.reset()
 
 
-def _flip_in_ring(rig: Rig, rng: random.Random) -> None:
+def _flip_in_file(rig: Rig, rng: random.Random) -> None:
     before = rig.records.refused["packed.checksum"]
     written: list[int] = []
     # While a policy version is announced nothing is written, and nothing could be damaged.
@@ -160,25 +160,25 @@ def _flip_in_ring(rig: Rig, rng: random.Random) -> None:
 def _flip_unread(rig: Rig) -> int:
     """Of a sample that the trainer has not read yet; how many bytes of such were there, 0 for none.
 
-    A bridge that is about to announce a policy version ships nothing, and one that takes the
-    stopped trainer for hung sends everything again over another ring: then nobody reads this byte.
+    A bridge that is about to announce a policy version sends nothing, and one that takes the
+    stopped trainer for hung sends everything again through another file: this byte is not read.
     """
     rig.stop_trainer()
     try:
-        ring = rig.ring()
+        descriptor = rig.shared_file()
         try:
-            size = os.fstat(ring).st_size
-            old = np.frombuffer(os.pread(ring, size, 0), dtype=np.uint8)
+            size = os.fstat(descriptor).st_size
+            old = np.frombuffer(os.pread(descriptor, size, 0), dtype=np.uint8)
             rig.wait_steps(5)
-            new = np.frombuffer(os.pread(ring, size, 0), dtype=np.uint8)
+            new = np.frombuffer(os.pread(descriptor, size, 0), dtype=np.uint8)
             changed = np.flatnonzero(new != old)
             if len(changed) <= HEADER_BYTES:
                 return 0
             at = int(changed[0]) + 64
-            os.pwrite(ring, bytes([new[at] ^ 1]), at)
+            os.pwrite(descriptor, bytes([new[at] ^ 1]), at)
             return len(changed)
         finally:
-            os.close(ring)
+            os.close(descriptor)
     finally:
         rig.continue_trainer()
 
@@ -200,14 +200,14 @@ def _flip_in_message(rig: Rig, rng: random.Random) -> None:
         sender.close()
 
 
-def _truncate_ring(rig: Rig, rng: random.Random) -> None:
+def _truncate_file(rig: Rig, rng: random.Random) -> None:
     _pause(rng, 0.5)
-    ring = rig.ring()
+    descriptor = rig.shared_file()
     try:
-        size = os.fstat(ring).st_size
-        os.ftruncate(ring, rng.choice((0, size // 2, size - 4096)))
+        size = os.fstat(descriptor).st_size
+        os.ftruncate(descriptor, rng.choice((0, size // 2, size - 4096)))
     finally:
-        os.close(ring)
+        os.close(descriptor)
 
 
 def _hang(rig: Rig, rng: random.Random) -> None:
@@ -228,8 +228,8 @@ FAULTS: Sequence[Fault] = (
     Fault("acknowledgements delivered twice", _deliver_twice),
     Fault("samples sent again by another stream", _send_again),
     Fault("connections reset three times", _reset),
-    Fault("byte flipped in the ring", _flip_in_ring, 2, (SHARED_MEMORY,)),
+    Fault("byte flipped in the ring", _flip_in_file, 2, (SHARED_MEMORY,)),
     Fault("byte flipped in a message", _flip_in_message, 2, (GRPC,)),
-    Fault("ring truncated", _truncate_ring, 2, (SHARED_MEMORY,)),
+    Fault("ring truncated", _truncate_file, 2, (SHARED_MEMORY,)),
     Fault("trainer stopped for 20 steps", _hang),
 )

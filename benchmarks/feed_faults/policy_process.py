@@ -91,7 +91,7 @@ class _Lines:
 
 
 class _Witness:
-    """Stands between the bridge's own parts, and writes down what they say to each other.
+    """Wraps calls between the parts of the bridge, and records their arguments.
 
     SIGUSR1: the next answers are delivered twice.
     """

@@ -1,4 +1,4 @@
-"""What Linux says of a process from outside: whether it stands still, which files it has."""
+"""What Linux says of a process from outside: whether it is stopped, which files it has."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 _DELETED = " (deleted)"
 
 
-def stands_still(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Whether all of its threads are stopped, or over."""
     return all(_state(task) in "TtZX" for task in Path(f"/proc/{pid}/task").iterdir())
 
 
-def claimed_rings(pid: int, memory: Path) -> set[str]:
+def open_files(pid: int, memory: Path) -> set[str]:
     """The files of samples that it has open and whose names are gone: those of streams."""
     prefix = f"{memory}/slipstream-samples-"
     names = {_link(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
     return {name for name in names if name.startswith(prefix) and name.endswith(_DELETED)}
 
 
-def open_ring(pid: int, memory: Path) -> int:
-    """A descriptor of the one file of ``claimed_rings``, to read and write; to be closed."""
-    (name,) = claimed_rings(pid, memory)
+def open_descriptor(pid: int, memory: Path) -> int:
+    """A descriptor of the one file of ``open_files``, to read and write; to be closed."""
+    (name,) = open_files(pid, memory)
     first, *_ = [path for path in Path(f"/proc/{pid}/fd").iterdir() if _link(path) == name]
     return os.open(first, os.O_RDWR)
 

@@ -16,7 +16,7 @@ from benchmarks.feed_faults import policy_process, trainer_process
 from benchmarks.feed_faults.books import Audit, Books, Records, sample_folder
 from benchmarks.feed_faults.other_sender import OtherSender
 from benchmarks.feed_faults.policy_process import Orders
-from benchmarks.feed_faults.proc import claimed_rings, open_ring, stands_still
+from benchmarks.feed_faults.proc import is_stopped, open_descriptor, open_files
 from benchmarks.feed_faults.settings import (
     EPOCHS,
     EXAMPLE,
@@ -33,9 +33,9 @@ _POLL = 0.02
 
 
 class Rig:
-    """Starts, damages and stops; whoever uses it calls ``stop``.
+    """Starts, damages and stops processes; the owner calls ``stop``.
 
-    Processes are forked from one that has imported everything, so that starting one again costs a
+    Processes are forked from one that has imported everything, so that starting one again takes a
     moment and not seconds. Nothing is ever released here: every restart resumes a training state.
 
     Args:
@@ -51,7 +51,7 @@ class Rig:
     def __init__(self, folder: Path, patience: float, pace: float) -> None:
         self._patience, self._pace = patience, pace
         self._home, self.registry = folder, folder / "registry"
-        # In memory, as in production, and nobody else's: what is left is found at the end.
+        # In memory, as in production, and of this rig alone: what is left is found at the end.
         self.memory = Path("/dev/shm") / f"feed-faults-{uuid.uuid4().hex[:8]}"
         self.memory.mkdir()
         scratch = folder / "scratch"
@@ -116,9 +116,7 @@ class Rig:
     def use(self, transport: str) -> None:
         """Have the policy ship that way now, if need be by ending it and starting another one."""
         # A bridge that found its file cut short goes on inline.
-        fell_back = transport == "shared_memory" and not claimed_rings(
-            self._policy.pid, self.memory
-        )
+        fell_back = transport == "shared_memory" and not open_files(self._policy.pid, self.memory)
         if self.transport != transport or fell_back:
             self.end_policy()
             self.start_policy(transport)
@@ -145,9 +143,9 @@ class Rig:
         os.kill(self._policy.pid, number)
 
     def stop_trainer(self) -> None:
-        """SIGSTOP; it stands still when this returns."""
+        """SIGSTOP; the process is stopped when this returns."""
         os.kill(self._trainer.pid, signal.SIGSTOP)
-        self._until(lambda: stands_still(self._trainer.pid), "the trainer stopped")
+        self._until(lambda: is_stopped(self._trainer.pid), "the trainer stopped")
 
     def continue_trainer(self) -> None:
         """SIGCONT."""
@@ -183,9 +181,9 @@ class Rig:
 
     # What is looked at.
 
-    def ring(self) -> int:
-        """An open descriptor of the ring that is in use; the caller closes it."""
-        return open_ring(self._trainer.pid, self.memory)
+    def shared_file(self) -> int:
+        """An open descriptor of the shared file that is in use; the caller closes it."""
+        return open_descriptor(self._trainer.pid, self.memory)
 
     def other_sender(self) -> OtherSender:
         """Another stream to the trainer, past the wire."""
@@ -194,7 +192,7 @@ class Rig:
         return OtherSender(self._address, RUN, policy, recorded, self._patience)
 
     def audit(self) -> Audit:
-        """The books, while the trainer stands still for a moment, or is dead."""
+        """The books, while the trainer is stopped, or is dead."""
         if not self._trainer.is_alive():
             return self._books.audit(sample_folder(self.registry))
         self.stop_trainer()
@@ -207,12 +205,12 @@ class Rig:
         """Rings that the trainer holds beyond the one in use and those that it offers."""
 
         def settled() -> bool:
-            return len(self._claimed_rings()) <= 1
+            return len(self._open_files()) <= 1
 
         try:
             self._until(settled, "the rings of streams that ended are gone")
         except StalledError:
-            return len(self._claimed_rings()) - 1
+            return len(self._open_files()) - 1
         return 0
 
     def finish(self) -> tuple[Audit, tuple[int, int], list[str]]:
@@ -248,8 +246,8 @@ class Rig:
             path.unlink()
         self.memory.rmdir()
 
-    def _claimed_rings(self) -> set[str]:
-        return claimed_rings(self._trainer.pid, self.memory)
+    def _open_files(self) -> set[str]:
+        return open_files(self._trainer.pid, self.memory)
 
     def _kill(self, process: Any) -> None:
         assert process.exitcode is None, f"it ended by itself, with {process.exitcode}"

@@ -89,7 +89,7 @@ def _targets(chosen: argparse.Namespace, rows: Mapping[str, Row]) -> list[Target
     runs = sum(len(row.seconds) for row in rows.values())
     share = sum(row.right for row in rows.values()) / runs
     return [
-        Target.at_least("runs", runs, chosen.wanted),
+        Target.at_least("runs", runs, chosen.runs),
         Target.at_least("share of runs after which all is right", share, 1.0),
     ]
 
@@ -120,12 +120,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--vllm", action="store_true", help="two real vLLM servers under load")
     parser.add_argument("--runs", type=int, help="in all; the rows take turns (150; vLLM: 14)")
-    parser.add_argument("--wanted", type=int, help="runs without which it fails (as --runs)")
     parser.add_argument("--minutes", type=float, help="start no run after so many")
     parser.add_argument("--servers", type=int, default=3, help="without --vllm")
     chosen = parser.parse_args(argv)
     chosen.runs = chosen.runs or (2 * len(VLLM_FAULTS) if chosen.vllm else 150)
-    chosen.wanted = chosen.runs if chosen.wanted is None else chosen.wanted
     return chosen
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.harness import Target, target_table
 from draft_trainer.training.economy import core_seconds
 from examples.arithmetic_grpo.live_table import LiveTable
 from examples.arithmetic_grpo.loop import GrpoLoop, LoopSettings
@@ -70,11 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     pooled = pooled_seeds(documents)
     if options.json:
         options.json.write_text(json.dumps(pooled, indent=1) + "\n")
-    print()
-    for target in pooled["targets"]:
-        value = "not measured" if target["value"] is None else f"{target['value']:.3f}"
-        met = "met   " if target["ok"] else "MISSED"
-        print(f"{met}  {target['name']}: {value} ({target['bound']})")
+    print("\n" + target_table([Target(**target) for target in pooled["targets"]]))
     return 0 if all(target["ok"] for target in pooled["targets"]) else 1
 
 

@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+CLIP = 0.2
+"""Half-width of the ratio's trust interval around 1."""
+MAX_GRADIENT_NORM = 1.0
+
 
 @dataclass(frozen=True)
 class GrpoBatch:
@@ -162,8 +166,6 @@ def update(
     batch: GrpoBatch,
     *,
     micro_batch: int = 32,
-    clip: float = 0.2,
-    max_gradient_norm: float = 1.0,
     capture: AbstractContextManager[Any] | None = None,
 ) -> UpdateStats:
     """One optimizer step on the batch, token-mean loss, gradients summed over micro-batches.
@@ -185,7 +187,7 @@ def update(
                 old = log_probs.detach()
             else:
                 old = part.old_log_probs[:, :width]
-            loss, clipped = policy_loss(log_probs, old, part.advantages, mask, clip)
+            loss, clipped = policy_loss(log_probs, old, part.advantages, mask, CLIP)
             (loss / total).backward()
             if taken is not None:
                 taken.ship(
@@ -197,6 +199,6 @@ def update(
                 )
             loss_sum += float(loss.detach())
             clipped_sum += int(clipped)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_gradient_norm)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
     optimizer.step()
     return UpdateStats(loss_sum / total, float(norm), clipped_sum / total)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -33,7 +32,7 @@ from examples.arithmetic_grpo.records import (
 from examples.arithmetic_grpo.rollouts import Generation, RolloutClient, Swap
 from examples.arithmetic_grpo.sampling import completion_text, prompt_ids
 from examples.arithmetic_grpo.tokenizer import PAD_ID
-from examples.task import Grade, Problem, Task, reward
+from examples.task import Grade, Problem, reward
 from policy_bridge import PolicyBridge
 
 
@@ -80,7 +79,6 @@ class GrpoLoop:
         rollouts: the server that generates.
         settings: sizes.
         seed: of the problems.
-        task: the problems and their grades.
     """
 
     def __init__(
@@ -90,9 +88,7 @@ class GrpoLoop:
         rollouts: RolloutClient,
         settings: LoopSettings,
         seed: int,
-        task: Task[Any] = arithmetic,
     ) -> None:
-        self._task = task
         self._model, self._bridge, self._rollouts = model, bridge, rollouts
         self._settings = settings
         self._rng = random.Random(seed)
@@ -117,8 +113,8 @@ class GrpoLoop:
         """One GRPO step; returns what happened in it."""
         seconds: dict[str, float] = {}
         with timed(seconds, "data"):
-            problems = [self._task.sample_problem(self._rng) for _ in range(self._settings.prompts)]
-            prompts = [prompt_ids(problem, self._task) for problem in problems]
+            problems = [arithmetic.sample_problem(self._rng) for _ in range(self._settings.prompts)]
+            prompts = [prompt_ids(problem) for problem in problems]
         served = self._rollouts.state()
         with timed(seconds, "generation"):
             rounds = self._generate(index, prompts, served.draft_version)
@@ -208,8 +204,8 @@ class GrpoLoop:
             for arm, played in rounds.items():
                 count = self._settings.samples[arm]
                 for completion in played.generation.completions[number * count :][:count]:
-                    text = completion_text(completion, self._task)
-                    grades.append(self._task.grade(problem, text))
+                    text = completion_text(completion)
+                    grades.append(arithmetic.grade(problem, text))
                     arms.append(arm)
                     rows_prompts.append(prompt)
                     rows.append(completion)

@@ -51,6 +51,7 @@ _EARLY_ORNATE_SHARE = 0.3
 _EARLY_PART = 0.55  # part of the run at the early share
 _FINAL_PART = 0.3  # part of the run at the corpus's share; in between the share falls
 _WARM_UP_PART = 0.03
+_BATCH_SIZE = 32  # documents
 _ADAMW_RATE = 3e-3  # peak learning rate of embeddings, output head and norms
 _BUCKET_BATCHES = 8  # batches whose documents are sorted by length together
 
@@ -144,7 +145,6 @@ def train(
     model: PreTrainedModel,
     seconds: float,
     seed: int,
-    batch_size: int,
     peak_rate: float,
 ) -> dict[str, float]:
     """Trains for ``seconds`` of wall time; returns the tokens and steps done and the final loss.
@@ -160,7 +160,7 @@ def train(
     mean_loss = math.nan
     while (elapsed := time.monotonic() - started) < seconds:
         share = ornate_share(elapsed / seconds, task.ORNATE_LINE_SHARE)
-        for inputs, labels in batches(task, rng, batch_size, share):
+        for inputs, labels in batches(task, rng, _BATCH_SIZE, share):
             progress = min((time.monotonic() - started) / seconds, 1.0)
             for group, peak in zip(groups, peaks, strict=True):
                 group["lr"] = peak * learning_rate_factor(progress)
@@ -226,7 +226,6 @@ def main(
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder, replaced whole")
     parser.add_argument("--minutes", type=float, default=9.0, help="training time, in minutes")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and documents")
-    parser.add_argument("--batch-size", type=int, default=32, help="documents per step")
     parser.add_argument(
         "--learning-rate", type=float, default=5e-3, help="peak learning rate (Muon)"
     )
@@ -242,9 +241,7 @@ def main(
     model.set_attn_implementation("eager")  # its backward pass is the faster one on CPU
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
     record: dict[str, object] = {"seed": options.seed, "minutes": options.minutes}
-    record |= train(
-        task, model, options.minutes * 60, options.seed, options.batch_size, options.learning_rate
-    )
+    record |= train(task, model, options.minutes * 60, options.seed, options.learning_rate)
     model.to(torch.bfloat16).float()  # the saved weights' values, in fp32 arithmetic
     model.eval()
     problems = held_out_problems(options.problems, task)

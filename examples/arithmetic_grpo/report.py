@@ -16,10 +16,10 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.harness import Target
 from examples.arithmetic_grpo.records import ADAPTED, ARMS, FROZEN, MIXED, OFF, RunRecord
 from examples.arithmetic_grpo.summary import (
     END_STEPS,
-    Target,
     followed_in,
     pooled_positions,
     speed_ratios,
@@ -250,7 +250,7 @@ def _headline(run: RunRecord) -> str:
 def _target_table(targets: Sequence[Target]) -> str:
     rows = "".join(
         f"<tr><td>{html.escape(t.name)}<td class=n>"
-        f"{'not measured' if t.value is None else f'{t.value:.3f}'}"
+        f"{t.text}"
         f"<td class=n>{html.escape(t.bound)}<td class={'ok' if t.ok else 'no'}>"
         f"{'met' if t.ok else 'missed'}"
         for t in targets

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
+from benchmarks.harness import Target, machine, spread
 from examples.arithmetic_grpo.records import (
     ADAPTED,
     ARMS,
@@ -32,16 +29,6 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 Z_BOUND = 3.3
 """Two-sided false-alarm rate 0.1 % for each arm's comparison with no speculation."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """A figure and the bound that the demo promises."""
-
-    name: str
-    value: float | None
-    bound: str
-    ok: bool
 
 
 class Counts(Protocol):
@@ -242,12 +229,12 @@ def targets_of(run: RunRecord) -> list[Target]:
     whole, moving = found["whole run"], found["moving part"]
     name = "adapted acceptance length"
     targets = [
-        at_least(f"{name} over the frozen one's, moving part", moving.over_frozen, 1.1),
-        at_least(f"{name} over the frozen one's, end", _ratio(adapted, frozen), 1.3),
-        at_least(f"{name} over its start, moving part", moving.over_start, 0.85),
-        at_least(f"{name} over its start, whole run", whole.over_start, 0.85),
-        at_least(f"{name} over its start, worst step", whole.minimum_over_start, 0.7),
-        at_least(
+        Target.at_least(f"{name} over the frozen one's, moving part", moving.over_frozen, 1.1),
+        Target.at_least(f"{name} over the frozen one's, end", _ratio(adapted, frozen), 1.3),
+        Target.at_least(f"{name} over its start, moving part", moving.over_start, 0.85),
+        Target.at_least(f"{name} over its start, whole run", whole.over_start, 0.85),
+        Target.at_least(f"{name} over its start, worst step", whole.minimum_over_start, 0.7),
+        Target.at_least(
             "generation, adapted / no speculation, in the loop",
             statistics.median(loop_ratios(run, ADAPTED)),
             1,
@@ -255,41 +242,30 @@ def targets_of(run: RunRecord) -> list[Target]:
     ]
     for batch in run.speed:
         median = statistics.median(speed_ratios(run, batch, ADAPTED))
-        targets.append(at_least(f"generation, adapted / no speculation, batch {batch}", median, 1))
+        targets.append(
+            Target.at_least(f"generation, adapted / no speculation, batch {batch}", median, 1)
+        )
     live = [swap.call_seconds for swap in run.swaps if swap.requests_in_flight]
     failed = sum(arm.failed for step in run.steps for arm in step.arms.values())
-    targets.append(at_most("live swap, median seconds from call to answer", _median(live), 0.150))
-    targets.append(at_most("failed requests", failed, 0))
+    targets.append(
+        Target.at_most("live swap, median seconds from call to answer", _median(live), 0.150)
+    )
+    targets.append(Target.at_most("failed requests", failed, 0))
     uncounted = float(str(run.trainer["swaps_made"])) - float(str(run.trainer["swaps_counted"]))
-    targets.append(at_most("swaps made less swaps counted by the server", abs(uncounted), 0))
+    targets.append(Target.at_most("swaps made less swaps counted by the server", abs(uncounted), 0))
     for arm in ARMS:
         if arm != OFF:
             name = f"losslessness: |z| of {arm} against no speculation"
-            targets.append(at_most(name, abs(surprise_against_off(run, arm)[1]), Z_BOUND))
-    targets.append(at_most("seconds of the whole demo", run.total_seconds, 600))
+            targets.append(Target.at_most(name, abs(surprise_against_off(run, arm)[1]), Z_BOUND))
+    targets.append(Target.at_most("seconds of the whole demo", run.total_seconds, 600))
     return targets
-
-
-def machine() -> dict[str, object]:
-    """The hardware and software of the run."""
-    model = "unknown"
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].split(":", 1)[1].strip() if names else model
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "gpu": None,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def write_summary(run: RunRecord, path: Path) -> dict[str, Any]:
     """Write ``summary.json``; returns it without the record of each step."""
     targets = targets_of(run)
     last = run.steps[-END_STEPS:]
+    live = [swap for swap in run.swaps if swap.requests_in_flight]
     figures = {
         "acceptance_length": {
             arm: {
@@ -302,18 +278,16 @@ def write_summary(run: RunRecord, path: Path) -> dict[str, Any]:
         "followed": {part: asdict(found) for part, found in followed_in(run).items()},
         "speed_in_the_loop": {
             "requests": run.steps[0].arms[OFF].requests,
-            **{arm: _spread(loop_ratios(run, arm)) for arm in (FROZEN, ADAPTED)},
+            **{arm: spread(loop_ratios(run, arm)) for arm in (FROZEN, ADAPTED)},
         },
         "speed_over_no_speculation": {
-            batch: {arm: _spread(speed_ratios(run, batch, arm)) for arm in (FROZEN, ADAPTED)}
+            batch: {arm: spread(speed_ratios(run, batch, arm)) for arm in (FROZEN, ADAPTED)}
             for batch in run.speed
         },
         "cost": run.cost,
         "net": asdict(net(run)) | {"text": net_text(run)} if run.cost else None,
-        "live_swap_seconds": _spread([s.call_seconds for s in run.swaps if s.requests_in_flight]),
-        "live_swap_worker_seconds": _spread(
-            [s.worker_seconds for s in run.swaps if s.requests_in_flight]
-        ),
+        "live_swap_seconds": spread([s.call_seconds for s in live]) if live else None,
+        "live_swap_worker_seconds": spread([s.worker_seconds for s in live]) if live else None,
         "surprise_against_off": {
             arm: dict(zip(("nats_per_token", "z"), surprise_against_off(run, arm), strict=True))
             for arm in ARMS
@@ -363,21 +337,5 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _spread(values: Iterable[float]) -> dict[str, float] | None:
-    figures = list(values)
-    if not figures:
-        return None
-    return {"median": statistics.median(figures), "min": min(figures), "max": max(figures)}
-
-
 def _ratio(a: float | None, b: float | None) -> float | None:
     return a / b if a is not None and b is not None else None
-
-
-def at_least(name: str, value: float | None, bound: float) -> Target:
-    """Met when ``value >= bound``; a value that was not measured meets none."""
-    return Target(name, value, f">= {bound:g}", value is not None and value >= bound)
-
-
-def at_most(name: str, value: float | None, bound: float) -> Target:
-    return Target(name, value, f"<= {bound:g}", value is not None and value <= bound)

@@ -8,7 +8,6 @@ problems on one rollout server, one after the other.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -24,9 +23,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks.harness import Target, finish, table, write
 from examples.arithmetic_grpo.processes import ServiceError, Services, free_port
 from examples.arithmetic_grpo.records import ADAPTED, FROZEN, OFF
-from examples.arithmetic_grpo.summary import Target, at_least, at_most, machine
 from examples.async_grpo.loop import AsyncGrpo, AsyncSettings, AsyncStep
 from examples.local_services import ARITHMETIC, READY_TIMEOUT, RolloutServer, draft_trainer
 from policy_bridge import BridgeConfig, PolicyBridge
@@ -222,32 +221,24 @@ def show(arm: Arm) -> None:
 
 def table_of(arms: Sequence[Arm]) -> str:
     """One line an arm."""
-    names = ("seed", "loop", "speculation", "step s", "exposed s", "training s", "sync s")
-    rows = [(*names, "tokens", "acceptance", "behind", "drafts", "failed")]
+    names = ("loop", "seed", "speculation", "step s", "exposed s", "training s", "sync s")
+    rows = []
     for arm in arms:
         found = arm.figures()
         length = found["acceptance_length"]
+        seconds = ("step_seconds", "exposed_generation_seconds", "training_seconds", "sync_seconds")
         rows.append(
-            (
-                str(arm.seed),
+            [
                 "synchronous" if arm.lag == 0 else f"lag {arm.lag}",
-                arm.speculation,
-                f"{found['step_seconds']:.2f}",
-                f"{found['exposed_generation_seconds']:.2f}",
-                f"{found['training_seconds']:.2f}",
-                f"{found['sync_seconds']:.2f}",
+                *(arm.seed, arm.speculation),
+                *(f"{found[name]:.2f}" for name in seconds),
                 f"{found['tokens_per_step']:.0f}",
                 "-" if length is None else f"{length:.2f}",
-                str(found["largest_lag"]),
-                str(arm.draft_commits),
-                str(found["failed_requests"]),
-            )
+                *(found["largest_lag"], arm.draft_commits, found["failed_requests"]),
+            ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    columns = (*names, "tokens", "acceptance", "behind", "drafts", "failed")
+    return table("Means of a step", columns, rows)
 
 
 def targets_of(arms: Sequence[Arm]) -> list[Target]:
@@ -261,27 +252,27 @@ def targets_of(arms: Sequence[Arm]) -> list[Target]:
         if off := by_name.get((seed, lag, OFF)):
             ratio = adapted.mean("generation") / off.mean("generation")
             title = f"{name}: exposed generation, adapted / no speculation"
-            targets.append(at_most(title, ratio, 1.0))
+            targets.append(Target.at_most(title, ratio, 1.0))
         synchronous = by_name.get((seed, 0, ADAPTED))
         lengths = [one.acceptance_length if one else None for one in (adapted, synchronous)]
         if lengths[0] is not None and lengths[1] is not None:
             difference = abs(lengths[0] / lengths[1] - 1)
             title = f"{name}: difference of the acceptance length from the synchronous run's"
-            targets.append(at_most(title, difference, 0.03))
-    targets.append(at_most("failed requests", sum(len(s.failed) for a in arms for s in a.steps), 0))
+            targets.append(Target.at_most(title, difference, 0.03))
+    targets.append(
+        Target.at_most("failed requests", sum(len(s.failed) for a in arms for s in a.steps), 0)
+    )
     beyond = sum(step.lag > arm.lag for arm in arms for step in arm.steps)
-    targets.append(at_most("steps with a rollout older than the lag allows", beyond, 0))
+    targets.append(Target.at_most("steps with a rollout older than the lag allows", beyond, 0))
     commits = min(arm.policy_commits - len(arm.steps) for arm in arms)
-    targets.append(at_least("policies committed less steps, fewest of an arm", commits, 1))
+    targets.append(Target.at_least("policies committed less steps, fewest of an arm", commits, 1))
     return targets
 
 
-def document_of(arms: Sequence[Arm], options: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Figures and targets, for JSON."""
+def figures_of(arms: Sequence[Arm], options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """For JSON."""
     settings = {name: str(value) for name, value in vars(options).items()}
-    figures = {"settings": settings, "seconds": seconds, "arms": [arm.figures() for arm in arms]}
-    targets = [asdict(target) for target in targets_of(arms)]
-    return {"machine": machine(), "figures": figures, "targets": targets}
+    return {"settings": settings, "seconds": seconds, "arms": [arm.figures() for arm in arms]}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -313,18 +304,12 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\ninterrupted; everything was stopped, logs are in {folder}", file=sys.stderr)
         return 130
-    document = document_of(arms, options, time.perf_counter() - began)
-    (folder / "summary.json").write_text(json.dumps(document, indent=1) + "\n")
-    if options.json:
-        for arm_figures in document["figures"]["arms"]:
-            del arm_figures["steps"], arm_figures["pairs"]
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"\n{table_of(arms)}\n")
-    for target in document["targets"]:
-        met = "met   " if target["ok"] else "MISSED"
-        print(f"{met}  {target['name']}: {target['value']:.3f} ({target['bound']})")
-    print(f"\n{folder / 'summary.json'}")
-    return 0 if all(target["ok"] for target in document["targets"]) else 1
+    figures, targets = figures_of(arms, options, time.perf_counter() - began), targets_of(arms)
+    write(folder / "summary.json", {"figures": figures}, targets)
+    print(f"\n{table_of(arms)}\n{folder / 'summary.json'}")
+    for arm_figures in figures["arms"]:
+        del arm_figures["steps"], arm_figures["pairs"]
+    return finish(options.json, {"figures": figures}, targets)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.harness import Target, machine, target_table
 from examples.arithmetic_grpo.grpo import group_advantages, old_log_probs, pad_batch, update
 from examples.arithmetic_grpo.processes import Service, Services, free_port
 from examples.arithmetic_grpo.rollouts import RolloutClient, SpecCounters
 from examples.arithmetic_grpo.sampling import completion_text, prompt_ids
-from examples.arithmetic_grpo.summary import at_least, followed, interval, machine, pooled_seeds
+from examples.arithmetic_grpo.summary import followed, interval, pooled_seeds
 from examples.arithmetic_grpo.tokenizer import PAD_ID
 from examples.local_services import ONE_THREAD, READY_TIMEOUT, RolloutServer, script
 from examples.sorting_grpo import task
@@ -36,6 +37,10 @@ from policy_bridge import BridgeConfig, PolicyBridge
 
 HERE = Path(__file__).resolve().parent
 LOG_PROB_BATCH = 48
+VERSIONS = 20
+"""Of the policy, after the first."""
+UPDATES = 3
+"""Optimizer steps of each."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,7 @@ def drift(options: argparse.Namespace, seed: int, folder: Path) -> list[Version]
     ]
     ports = (free_port(), free_port())
     config = folder / "trainer.toml"
-    more = options.toml.read_text() if options.toml else ""
-    config.write_text(
-        trainer_toml(ports, options.draft, folder.resolve(), servers[0].control) + more
-    )
+    config.write_text(trainer_toml(ports, options.draft, folder.resolve(), servers[0].control))
     command = [script("draft-trainer"), "serve", "--config", str(config)]
     trainer = Service(
         "draft-trainer", command, folder / "trainer.log", f"127.0.0.1:{ports[0]}", ONE_THREAD
@@ -110,7 +112,7 @@ def _versions(
 ) -> list[Version]:
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate, (0.9, 0.95))
     rng, found = random.Random(seed), []
-    for number in range(options.versions + 1):
+    for number in range(VERSIONS + 1):
         running.check()
         with bridge.sync(number) as window:
             window.push_policy()
@@ -152,7 +154,7 @@ def _versions(
             old = old_log_probs(model, batch, LOG_PROB_BATCH, captured)
         batch = replace(batch, old_log_probs=old)
         # Mini-batches of whole groups, as GRPO trainers make them.
-        for chosen in torch.arange(len(rows)).chunk(options.updates):
+        for chosen in torch.arange(len(rows)).chunk(UPDATES):
             update(model, optimizer, batch.rows(chosen))
     return found
 
@@ -177,13 +179,13 @@ def document_of(versions: list[Version]) -> dict[str, Any]:
     # Of a draft that accepts as at the start however the policy moves.
     ceiling = moving.over_frozen / moving.over_start
     targets = [
-        at_least(
+        Target.at_least(
             f"{name} the frozen one's, moving part (at most {ceiling:.2f})",
             moving.over_frozen,
             1.3,
         ),
-        at_least(f"{name} its start, moving part", moving.over_start, 0.85),
-        at_least("share kept of what drift took from the frozen one", moving.kept, 0.5),
+        Target.at_least(f"{name} its start, moving part", moving.over_start, 0.85),
+        Target.at_least("share kept of what drift took from the frozen one", moving.kept, 0.5),
     ]
     return {
         "machine": machine(),
@@ -216,13 +218,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--policy", type=Path, default=HERE / "policy", help="that is trained")
     parser.add_argument("--draft", type=Path, default=HERE / "draft", help="that both start with")
-    parser.add_argument("--versions", type=int, default=20, help="policy versions after the first")
     parser.add_argument("--prompts", type=int, default=24, help="of each version")
     parser.add_argument("--samples", type=int, default=4, help="of each prompt and server")
-    parser.add_argument("--updates", type=int, default=3, help="optimizer steps of each version")
     parser.add_argument("--learning-rate", type=float, default=8e-4, help="of the policy")
     parser.add_argument("--seeds", "--seed", type=int, nargs="+", default=[0], help="one run each")
-    parser.add_argument("--toml", type=Path, help="more of the trainer's file, beside the defaults")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--keep", type=Path, help="folder of logs and releases")
     options = parser.parse_args(argv)
@@ -237,9 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     pooled = pooled_seeds(documents)
     if len(documents) > 1:
         pooled["over seeds"] = over_seeds([one["figures"] for one in documents.values()])
-    for target in pooled["targets"]:
-        met = "met   " if target["ok"] else "MISSED"
-        print(f"{met}  {target['name']}: {target['value']:.3f} ({target['bound']})")
+    print(target_table([Target(**target) for target in pooled["targets"]]))
     if options.json:
         options.json.write_text(json.dumps(pooled, indent=1) + "\n")
     return 0 if all(target["ok"] for target in pooled["targets"]) else 1

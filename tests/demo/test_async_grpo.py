@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from examples.arithmetic_grpo.grpo import pad_batch, update
-from examples.async_grpo.__main__ import Arm, document_of, main, table_of, targets_of
+from examples.async_grpo.__main__ import Arm, figures_of, main, table_of, targets_of
 from examples.async_grpo.loop import Ahead, AsyncGrpo, AsyncSettings, AsyncStep
 from policy_bridge.adapters.completions import Completion
 
@@ -165,16 +165,14 @@ def test_targets_compare_the_arms_of_a_seed_without_the_step_that_fills_the_pipe
     missed = {target.name for target in targets_of(arms) if not target.ok}
     assert missed == {name, "failed requests", "steps with a rollout older than the lag allows"}
     lines = table_of(arms).splitlines()
-    assert len(lines) == 5 and lines[1].split()[1:5] == ["synchronous", "off", "5.30", "4.00"]
+    assert len(lines) == 6 and lines[2].split()[:5] == ["synchronous", "0", "off", "5.30", "4.00"]
 
 
-def test_a_document_is_json_with_every_pair_and_step() -> None:
+def test_figures_are_json_with_every_pair_and_step() -> None:
     import argparse
 
-    document = json.loads(
-        json.dumps(document_of([arm_of(1, "adapted", 1.0, 50)], argparse.Namespace(steps=3), 9.0))
-    )
-    [arm] = document["figures"]["arms"]
+    arms = [arm_of(1, "adapted", 1.0, 50)]
+    [arm] = json.loads(json.dumps(figures_of(arms, argparse.Namespace(steps=3), 9.0)))["arms"]
     assert arm["pairs"][1] == {"draft": 1, "policy": 1, "drafts": 100, "accepted": 50}
     assert len(arm["steps"]) == 3 and arm["acceptance_length"] == 1.5
     assert arm["completions_by_policy_versions"] == {"1": 9, "2": 3}
