@@ -175,6 +175,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         # A version, and what to push of it, of a window that knew of no rollout server.
         self._waiting: tuple[int, nn.Module | Mapping[str, torch.Tensor]] | None = None
         self._window_open = False
+        self._last_window: Capture | None = None
         self._closed = False
         self._probe = TrainerProbe(self._trainer, config.rpc_seconds)
         self._status = TrainerProbe(self._trainer, config.rpc_seconds)
@@ -296,6 +297,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             self._counters.add(captures_skipped=1)
             return NullCapture()
         window.sampling = sampled_with
+        self._last_window = window
         return window
 
     def wait_connected(self, timeout: float) -> bool:
@@ -350,6 +352,9 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         if self._closed:
             return
         self._closed = True
+        if self._last_window is not None and self._last_window.is_open:
+            # Its hooks would stay on the model, and what it holds in memory.
+            self._last_window.__exit__(RuntimeError)
         self._copier.close()
         if self._guard.connected:
             self._outbox.wait_empty(self._config.drain_seconds)

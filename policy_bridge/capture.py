@@ -162,6 +162,7 @@ class Capture:
         refuse: told of a call that cannot be served; raises it if it should.
         done: told that a window ended well.
         counters: of the bridge.
+        is_open: whether it was entered and not left.
     """
 
     modules: PolicyModules
@@ -186,6 +187,7 @@ class Capture:
     refuse: Callable[[RefusedError], None] = raise_error
     done: Callable[[], None] = lambda: None
     counters: Counters = field(default_factory=Counters)
+    is_open: bool = field(default=False, init=False)
     _records: list[Record] = field(default_factory=list, init=False)
     _recorded: int = field(default=0, init=False)
     _refused: bool = field(default=False, init=False)
@@ -206,11 +208,13 @@ class Capture:
         pick = partial(picked_logits, form=self.modules.form) if self._at_once else None
         self._tap = ForwardTap(self.modules, layers, self.probe, self.training, pick)
         self._tap.__enter__()
+        self.is_open = True
         self.counters.add(captures=1)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._tap.__exit__()
+        self.is_open = False
         try:
             if kind is None and not self._refused:
                 self._submit(partial(self._choose, passes_left=1))

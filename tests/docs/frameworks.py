@@ -102,8 +102,7 @@ class FSDPEngineWithLMHead(FSDPEngine):
             position_ids=positions.values()[None],
             use_cache=False,
         )
-        logits = output.logits.squeeze(0)
-        logits.div_(self.temperature)
+        logits = output.logits.squeeze(0) / self.temperature
         found = log_probs_of(logits, ids.values().roll(-1))
         nested = torch.nested.nested_tensor_from_jagged(found, ids.offsets())
         return torch.tensor(1.0), {"model_output": {"log_probs": nested}, "metrics": {}}
@@ -231,7 +230,9 @@ class Actor(nn.Module):
     ) -> torch.Tensor:
         positions = positions_of(attention_mask)
         output = self.model.module(sequences, attention_mask=attention_mask, position_ids=positions)
-        output["logits"].div_(self.temperature)
+        output["logits"] = output["logits"].to(torch.float32)
+        if self.temperature != 1.0:
+            output["logits"].div_(self.temperature)
         found = log_probs_of(output["logits"], sequences.roll(-1, 1))[:, :-1]
         return found[:, -action_mask.shape[1] :] * action_mask
 

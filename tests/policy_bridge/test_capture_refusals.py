@@ -59,6 +59,21 @@ def test_an_exception_in_the_window_removes_the_hooks_and_ships_nothing(
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_closing_the_bridge_ends_a_window_that_was_left_open(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((8,))
+    with trainer.serve() as server:
+        bridge = connect(server.address, model=model, version=1)
+        capture = bridge.capture().__enter__()
+        with torch.no_grad():
+            model(data["input_ids"])
+        capture.ship(data["input_ids"], loss_mask=data["loss_mask"])
+        bridge.close()
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        assert not trainer.samples
+
+
 def test_bad_calls_are_refused_by_field(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((8, 4))
     ids, mask, loss = data["input_ids"], data["attention_mask"], data["loss_mask"]
