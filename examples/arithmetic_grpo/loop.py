@@ -31,8 +31,9 @@ from examples.arithmetic_grpo.records import (
 )
 from examples.arithmetic_grpo.rollouts import Generation, RolloutClient, Swap
 from examples.arithmetic_grpo.sampling import completion_text, prompt_ids
+from examples.arithmetic_grpo.task import Problem
 from examples.arithmetic_grpo.tokenizer import PAD_ID
-from examples.task import Grade, Problem, reward
+from examples.task import Grade, reward
 from policy_bridge import PolicyBridge
 
 
