@@ -1,4 +1,4 @@
-"""The places in other frameworks that the recipes of docs/integrations.md name, where installed.
+"""The places in other frameworks that the recipes name, where installed.
 
 A framework is read, not imported: most need a GPU's libraries for that. What moved in a new version
 fails here by name. Packages for one run: ``pip install --no-deps --target DIR verl skyrl openrlhf``
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 VERL_WORKER = "verl/workers/engine_workers.py"
 VERL_ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"
 SKYRL_WORKER = "skyrl/backends/skyrl_train/workers/worker.py"
@@ -99,7 +99,8 @@ def test_a_call_that_a_recipe_replaces_is_there(file: str, text: str) -> None:
 
 
 def test_every_place_is_in_the_page() -> None:
-    page = PAGE.read_text(encoding="utf-8")
+    pages = (DOCS / "integrations.md", DOCS / "recipes.md")
+    page = "".join(path.read_text(encoding="utf-8") for path in pages)
     for file, name, _ in HOOKS:
         assert name.split(".")[1].removeprefix("__init__") in page, name
         assert file.rpartition("/")[2] in page or file.startswith("trl/"), file

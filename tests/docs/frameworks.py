@@ -1,5 +1,5 @@
 """Stand-ins for frameworks that cannot be run here: the names and parameters that the recipes of
-docs/integrations.md use, and what those meet there (sharded weights, packed rows, log-probs of the
+docs/recipes.md use, and what those meet there (sharded weights, packed rows, log-probs of the
 next token, logits that are divided by the temperature in place).
 
 tests/adapters/test_hook_points.py has the parameters of the frameworks themselves;

@@ -1,4 +1,4 @@
-"""The recipes of docs/integrations.md, as printed, on stand-ins of their frameworks.
+"""The recipes of docs/recipes.md, as printed, on stand-ins of their frameworks.
 
 What arrives at the trainer and at the rollout server is compared with the policy. The text beside a
 recipe has to say that it never ran on the framework itself.
@@ -29,17 +29,18 @@ from tests.docs import frameworks
 from tests.policy_bridge.conftest import VOCAB, make_model
 from tests.policy_bridge.doubles import DEADLINE, FakeRollout, FakeTrainer
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 RECIPES = (
     *("TRL's asynchronous trainer", "verl", "NeMo RL and Megatron: pipeline stages"),
     *("SkyRL", "OpenRLHF", "Policies through vLLM's own weight transfer"),
 )
-"""Sections of the page that are run here."""
+"""Sections that are run here; the last is of integrations.md."""
 TEMPERATURE = 0.7
 
 
 def section(title: str) -> str:
-    found = PAGE.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    page = DOCS / ("integrations.md" if title == RECIPES[-1] else "recipes.md")
+    found = page.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     assert found, title
     return found
 

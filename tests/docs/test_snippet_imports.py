@@ -1,4 +1,4 @@
-"""Every Python snippet of README and the integrations imports what it uses, from where it is."""
+"""Every Python snippet of README, integrations and recipes imports what it uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/integrations.md")
+PAGES = ("README.md", "docs/integrations.md", "docs/recipes.md")
 YOURS = {
     *("model", "optimizer", "rewards", "args", "dataset", "prompts", "steps", "loss", "T"),
     *("generate_and_score", "sampled_log_probs", "micro_batches", "whole", "policy", "worker"),
