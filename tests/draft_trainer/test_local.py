@@ -1,4 +1,4 @@
-"""A trainer in the policy's own process: fed, trained, and gone when its block ends."""
+"""A trainer in the policy's own process: fed by a bridge, and gone when its block ends."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_trainer.local import LocalTrainer
 from examples.local_services import ROOT
+from policy_bridge import BridgeConfig, PolicyBridge
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from tests.draft_trainer.rig import Client
@@ -40,15 +41,19 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state"
 
 
-def feed(trainer: LocalTrainer, model: PreTrainedModel) -> None:
-    with trainer.bridge.sync(0):
+def bridge_to(trainer: LocalTrainer, model: PreTrainedModel) -> PolicyBridge:
+    return PolicyBridge(model, BridgeConfig(trainer.address, run_id="mine", strict=True))
+
+
+def feed(bridge: PolicyBridge, model: PreTrainedModel) -> None:
+    with bridge.sync(0):
         pass
     ids = torch.randint(17, 27, (16, 24))
     mask = torch.arange(24).expand_as(ids) >= 6
-    with torch.no_grad(), trainer.bridge.capture(temperature=1.0) as capture:
+    with torch.no_grad(), bridge.capture(temperature=1.0) as capture:
         model(ids)
         capture.ship(ids, loss_mask=mask)
-    assert trainer.bridge.flush(30.0)
+    assert bridge.flush(30.0)
 
 
 def test_it_trains_on_what_the_bridge_captures_and_leaves_nothing(
@@ -56,10 +61,13 @@ def test_it_trains_on_what_the_bridge_captures_and_leaves_nothing(
 ) -> None:
     before = threads()
     training = {"batch_tokens": 64}
-    with LocalTrainer(model, draft_dir, {"training": training}, run_id="mine") as trainer:
+    with (
+        LocalTrainer(draft_dir, {"training": training}) as trainer,
+        bridge_to(trainer, model) as bridge,
+    ):
         assert trainer.releases.is_relative_to(state)
-        feed(trainer, model)
-        assert trainer.bridge.stats().accepted == 16
+        feed(bridge, model)
+        assert bridge.stats().accepted == 16
         with open_channel(trainer.address) as channel:
             status = Client(channel).wait_for(lambda found: found.train_steps > 0)
         assert status.run_id == "mine"
@@ -72,32 +80,33 @@ def test_it_trains_on_what_the_bridge_captures_and_leaves_nothing(
 
 
 def test_releases_stay_in_a_folder_that_is_named(
-    model: PreTrainedModel, draft_dir: Path, state: Path, tmp_path: Path
+    draft_dir: Path, state: Path, tmp_path: Path
 ) -> None:
     named = {"draft": {"registry": str(tmp_path / "releases")}}
-    with LocalTrainer(model, draft_dir, named) as trainer:
+    with LocalTrainer(draft_dir, named) as trainer:
         assert trainer.releases == tmp_path / "releases"
     assert list(trainer.releases.glob("*/model.safetensors")) and not list(state.iterdir())
 
 
-def test_a_draft_of_another_policy_is_refused_and_nothing_is_left(
+def test_a_draft_of_another_policy_is_refused_to_its_bridge_and_nothing_is_left(
     model: PreTrainedModel, state: Path
 ) -> None:
     before = threads()
-    with pytest.raises(
-        RefusedError, match=r"^draft: found .*hidden_size: found 192.*draft-trainer init"
+    with (
+        LocalTrainer(ROOT / "examples" / "sorting_grpo" / "draft") as trainer,
+        bridge_to(trainer, model) as bridge,
+        pytest.raises(RefusedError, match=r"hidden_size: found 192.*a draft made for this policy"),
+        bridge.sync(0),
     ):
-        LocalTrainer(model, ROOT / "examples" / "sorting_grpo" / "draft")
+        pass
     assert list(state.iterdir()) == []
     assert threads() <= before
 
 
-def test_one_of_several_ranks_is_refused(
-    model: PreTrainedModel, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_several_ranks_is_refused(draft_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RefusedError, match=r"WORLD_SIZE: found 2.*draft-trainer serve"):
-        LocalTrainer(model, draft_dir)
+        LocalTrainer(draft_dir)
 
 
 @pytest.mark.timeout(500)
