@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -158,7 +158,7 @@ class Learner:
         skipped = not finite or int(counts[0]) == 0
         if not skipped and not self.pace.measured:
             self.pace.begin(columns["acceptance"])
-        since = self.config.warmup_steps if self.pace.far else self.steps_since_restart
+        since = self.config.warmup_steps if self.pace.halvings < 0 else self.steps_since_restart
         rate = self._schedule.rate(self.steps, since) * self.pace.rate
         self.steps_skipped += not finite
         if not skipped:
@@ -244,7 +244,7 @@ class Learner:
         """What ``state_dict`` copies, where it is; the counters are copies."""
         named = {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}
         counters = {f"counter.{name}": torch.tensor(getattr(self, name)) for name in _COUNTERS}
-        counters |= {f"counter.{n}": torch.tensor(int(v)) for n, v in asdict(self.pace).items()}
+        counters["pace"] = torch.tensor(astuple(self.pace), dtype=torch.int64)
         return {n: t.detach() for n, t in (named | self._optimizer.tensors | counters).items()}
 
     def change_after(self, copied: torch.cuda.Event) -> None:
@@ -262,9 +262,6 @@ class Learner:
         """
         self._wait_for_copy()
         own = self.tensors
-        # States of older versions have no pace, or the half of it.
-        new = {f"counter.{name}": torch.tensor(int(v)) for name, v in asdict(Pace()).items()}
-        state = {**new, **state}
         if not self.config.weight_averaging:
             state = {k: v for k, v in state.items() if not k.startswith("average.")}
         elif not any(name.startswith("average.") for name in state):
@@ -382,8 +379,8 @@ class Learner:
     def _take_counters(self, state: Mapping[str, Tensor]) -> None:
         for name in _COUNTERS:
             setattr(self, name, int(state[f"counter.{name}"]))
-        far, halvings, measured = (int(state[f"counter.{name}"]) for name in asdict(self.pace))
-        self.pace = Pace(bool(far), halvings, bool(measured))
+        halvings, measured = state["pace"].tolist()
+        self.pace = Pace(halvings, bool(measured))
 
 
 def _too_little_memory(what: str) -> RefusedError:

@@ -137,7 +137,7 @@ def test_the_best_share_decides_where_and_how_fast_training_goes_on() -> None:
     for kind in ("head", "average"):
         assert torch.equal(state[f"{kind}.fc.weight"], near.get_parameter("fc.weight"))
     assert learner.step(samples, heads).learning_rate == pytest.approx(0.75e-3)
-    for gain, halvings in ((0.1, 1), (0.1, 0), (0.1, 0), (-0.1, 1)):
+    for gain, halvings in ((0.1, 1), (0.1, 0), (0.1, -1), (0.1, -2), (0.1, -2), (0.0, 1)):
         learner.settle(served, 1.0, gain)
         assert learner.pace.halvings == halvings
     for _ in range(9):
