@@ -1,7 +1,7 @@
 """Writes recordings: of samples that ingest accepts, beside the service, or of any others.
 
-Ingest offers a sample in O(1) with a deadline; one thread writes. Samples beyond what it can write
-are shed and counted: training has them either way.
+Ingest hands a copy of a sample over with a deadline; one thread writes. Samples beyond what it can
+write are shed and counted: training has them either way.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -235,6 +236,8 @@ class Recorder:
 
     def offer(self, run: Run, sample: Sample) -> None:
         """Hand a sample over, or shed it; within ``recording.offer_timeout_s`` either way."""
+        # A view would keep the sample's room in the store until its shard is written.
+        sample = Sample(sample.header, sample.block.clone())
         if not self._changed.acquire(timeout=self._config.offer_timeout_s):
             self._counters.recording_shed.labels("busy").inc()
             return
@@ -327,7 +330,13 @@ class Recorder:
             logit_soft_cap=run.sizes.logit_soft_cap,
         )
         folder = self._directory / f"run-{number:06d}"
-        self._writer = RecordingWriter(folder, facts, self._config.shard_bytes)
+        try:
+            self._writer = RecordingWriter(folder, facts, self._config.shard_bytes)
+        except OSError:
+            # The next sample begins another one.
+            with suppress(OSError):
+                folder.rmdir()
+            raise
         self._run = run
         logger.info("recording run %r in %s", run.run_id, folder)
 

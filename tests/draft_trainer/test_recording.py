@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -387,6 +389,41 @@ def test_a_forgotten_policy_version_sheds_its_samples(tmp_path: Path) -> None:
     rig.recorder.start()
     assert rig.recorder.stop(30)
     assert rig.counts() == (0, {"policy_forgotten": 1})
+
+
+def test_a_sample_that_waits_for_its_shard_keeps_no_room_of_the_store(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    (sample,) = Policy().samples(1)
+    store = rig.run.store
+    block = store.reserve(sample.nbytes)
+    block[:] = sample.block[: sample.nbytes].numpy()
+    stored = Sample(sealed(sample).header, torch.from_numpy(block))
+    assert store.accept([stored]) == [True]
+    rig.recorder.offer(rig.run, stored)
+    del stored, block
+    assert store.credit_bytes() == store.capacity_bytes
+    rig.recorder.start()
+    assert rig.recorder.stop(30) and rig.counts() == (1, {})
+    assert same(Recording(tmp_path / "run-000000")[0], sealed(sample))
+
+
+def test_a_disk_that_is_full_from_the_start_gets_no_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path)
+
+    @contextmanager
+    def full(path: Path) -> Iterator[Path]:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        yield path
+
+    monkeypatch.setattr(recording_writer, "written_whole", full)
+    for sample in Policy().samples(3):
+        rig.recorder.offer(rig.run, sample)
+    rig.recorder.start()
+    assert rig.recorder.stop(30)
+    assert rig.counts() == (0, {"write_failed": 3})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_loses_shards_not_the_recorder(
