@@ -275,6 +275,8 @@ class SampleStore:
         """Start another run: the samples and policy versions of the one before are gone."""
         with self._db.transaction():
             gone = self._evict("1")
+            # Ids that are remembered count for no policy version of this run.
+            self._db.execute("UPDATE samples SET tokens = 0")
             self._db.execute("DELETE FROM draws")
             self._db.set("policies", [])
             self._db.set("held_out_fraction", None)

@@ -147,6 +147,11 @@ def test_tokens_of_a_version_are_of_the_newest_that_brought_most(tmp_path: Path)
         for number in range(count):
             put(store, f"{version}-{number}", version)
     assert store.tokens_of_a_version() == 20 * 16
+    store.begin("another", {})
+    assert store.tokens_of_a_version() == 0
+    for number in range(3):
+        put(store, f"0-{number}", 0)
+    assert store.tokens_of_a_version() == 3 * 16
 
 
 def test_who_sampled_a_window_travels_with_it(
