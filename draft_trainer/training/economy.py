@@ -159,8 +159,9 @@ class Economy:
         return self.last is None or self.measures(self.last.policy_version + 2)
 
     def measures(self, policy_version: int) -> bool:
-        """Whether the served draft is measured before that version is decided for."""
-        return policy_version >= self._measure_at
+        """Whether the served draft is measured before that version is decided for; a version far
+        below the next is another run's."""
+        return not self._measure_at - MOST_BETWEEN <= policy_version < self._measure_at
 
     def served(self, address: str, state: pb.ServerState) -> None:
         """A server's report: how long its engine has taken steps since its start, and its gain."""
@@ -182,11 +183,12 @@ class Economy:
 
     def compared(self, figures: GateFigures, released: bool) -> None:
         """The gate's estimates on the newest held-out states."""
-        candidate = figures.candidate_acceptance_length
-        self.measured(figures.incumbent_acceptance_length)
+        length, gain = figures.incumbent_acceptance_length, figures.difference
+        self.measured(length)
         if released:
-            self._gained += candidate - figures.incumbent_acceptance_length
-            self._released_length = self._length = candidate
+            # Not the candidate's own length, by which it was chosen of several.
+            self._gained += gain
+            self._released_length = self._length = length + gain
 
     def measured(self, length: float, proposed: int = 0) -> None:
         """The served draft's estimate on the newest held-out states, of ``proposed`` tokens."""
@@ -267,7 +269,7 @@ class Economy:
         if saving > cost * QUIET:
             self._between = 1
             self._measure_at = version + 1
-        elif version >= self._measure_at:
+        elif self.measures(version):
             self._between = min(2 * self._between, MOST_BETWEEN)
             self._measure_at = version + self._between
         text = (

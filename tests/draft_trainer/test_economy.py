@@ -55,7 +55,9 @@ class Loop:
 
     def judge(self, candidate: float, incumbent: float, released: bool) -> None:
         figures = GateFigures(
-            candidate_acceptance_length=candidate, incumbent_acceptance_length=incumbent
+            candidate_acceptance_length=candidate,
+            incumbent_acceptance_length=incumbent,
+            difference=candidate - incumbent,
         )
         self.economy.compared(figures, released)
 
@@ -288,6 +290,29 @@ def test_a_draft_that_holds_is_measured_ever_more_seldom_and_one_that_drifts_at_
     loop.step(10.0)
     assert not loop.last.train
     assert loop.economy.measures_next
+
+
+def test_another_run_is_measured_from_its_first_version_on() -> None:
+    loop = Loop()
+    loop.economy.measured(3.0)
+    while loop.version < 500:
+        loop.step(10.0)
+    measured = []
+    for version in range(8):
+        if loop.economy.measures(version):
+            measured.append(version)
+        loop.economy.decide(version)
+    assert measured == [0, 4]
+
+
+def test_a_gain_is_the_gates_difference_and_not_that_of_the_best_of_several() -> None:
+    loop = Loop()
+    figures = GateFigures(
+        candidate_acceptance_length=3.5, incumbent_acceptance_length=3.0, difference=0.2
+    )
+    loop.economy.compared(figures, released=True)
+    loop.step(10.0, training=4.0)
+    assert "0.200 of acceptance length 3.200" in loop.last.reason
 
 
 def test_one_decision_a_version() -> None:
