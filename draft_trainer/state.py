@@ -327,13 +327,15 @@ class Events:
 
     Numbers go on over restarts: a client that followed one trainer asks the next one for what came
     after the last number, and misses and repeats nothing.
+
+    Attributes:
+        newest: number of the newest event; 0 before the first.
     """
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._changed = threading.Condition()
         ((newest,),) = state.query("SELECT coalesce(max(number), 0) FROM events")
-        self._newest: int = newest
+        self.newest: int = newest
 
     def note(
         self,
@@ -371,9 +373,7 @@ class Events:
 
     def _notify(self, number: int, event: console_pb2.Event) -> None:
         logger.info("event %d: %s: %s", number, kind_name(event), described(event))
-        with self._changed:
-            self._newest = number
-            self._changed.notify_all()
+        self.newest = number
 
     def published(self, name: str, version: int, reason: str) -> None:
         """Something was done to the fleet."""
@@ -385,17 +385,11 @@ class Events:
 
         A number that no event has yet is of another log: then all of them.
         """
-        with self._changed:
-            first = number if number <= self._newest else 0
+        first = number if number <= self.newest else 0
         found = self._state.messages("events", console_pb2.Event, first, newest)
         for event_number, event in found:
             event.number = event_number
         return [event for _, event in found]
-
-    def wait_beyond(self, number: int, timeout: float) -> bool:
-        """Block until there is an event with a higher number; False after ``timeout`` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._newest > number, timeout)
 
 
 _GATE_EVENTS: dict[str, console_pb2.EventKind] = {

@@ -273,9 +273,9 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
     async def ListVerdicts(
         self, request: pb.ListVerdictsRequest, context: ServicerContext
     ) -> pb.ListVerdictsResponse:
-        return pb.ListVerdictsResponse(
-            verdicts=self.status.state.gate_results.newest(request.newest)
-        )
+        results = self.status.state.gate_results
+        found = await self.workers.run(results.newest, request.newest)
+        return pb.ListVerdictsResponse(verdicts=found)
 
     async def GetHistory(
         self, request: console_pb2.GetHistoryRequest, context: ServicerContext
@@ -288,10 +288,13 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         events = self.status.events
         # Once only: a log that was begun anew numbers from 1 again.
         seen, newest, last = request.after, request.newest, not request.follow
+        known = None
         while True:
-            for event in events.since(seen, newest):
-                yield event
-                seen = event.number
+            if known != events.newest:
+                known = events.newest
+                for event in await self.workers.run(events.since, seen, newest):
+                    yield event
+                    seen = event.number
             newest = 0
             if last:
                 return

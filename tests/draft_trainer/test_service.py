@@ -17,6 +17,7 @@ from draft_trainer.server.app import TrainerServer
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.tensors import decode
+from slipstream.v1 import console_pb2
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import (
     DEADLINE,
@@ -234,6 +235,21 @@ def _scrape(server: TrainerServer) -> str:
 def _values(text: str) -> dict[str, float]:
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_a_slow_state_db_stalls_no_call_that_does_without_it(tmp_path: Path) -> None:
+    with running(make_config(tmp_path), train=False) as (server, client):
+        asked = console_pb2.WatchEventsRequest(newest=5)
+        with server._status.state.lock, open_channel(server.address) as channel:
+            watch = client.stub.WatchEvents(asked, timeout=60)
+            verdicts = client.stub.ListVerdicts.future(pb.ListVerdictsRequest(), timeout=60)
+            check = health_pb2_grpc.HealthStub(channel).Check
+            for _ in range(20):
+                answer = check(health_pb2.HealthCheckRequest(), timeout=10)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            assert not verdicts.done()
+        assert next(watch).kind == console_pb2.EVENT_KIND_TRAINER_STARTED
+        assert list(verdicts.result().verdicts) == []
 
 
 def test_streams_and_watchers_are_bounded(tmp_path: Path) -> None:
