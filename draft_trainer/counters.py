@@ -215,11 +215,11 @@ class Counters:
         step_acceptance: Sequence[float],
     ) -> None:
         """One optimizer step, or one that was skipped for a non-finite loss or gradient."""
-        self.samples_trained.inc(samples)
         self.train_seconds.inc(seconds)
         if skipped:
             self.train_steps_skipped.inc()
             return
+        self.samples_trained.inc(samples)
         self.train_steps.inc()
         self.tokens_trained.inc(tokens)
         self.loss, self.step_acceptance = loss, tuple(step_acceptance)

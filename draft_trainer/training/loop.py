@@ -20,7 +20,9 @@ import torch
 
 from draft_trainer.config import TrainerConfig
 from draft_trainer.counters import Counters
+from draft_trainer.drafters import Draft
 from draft_trainer.ingest.run import Run, Runs
+from draft_trainer.ingest.store import Drawn
 from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
@@ -87,18 +89,36 @@ class Candidates:
             logger.error("the release was not written: %s", error)
             self.gate.record(result, not_written=f"too little device memory: {error}")
             return None
-        if result.HasField("gate"):
-            learner.settle(served, shares[best], result.gate.difference)
-            self.economy.compared(result.gate, released=passed)
+        version, promoted = None, False
         if candidate is None:
             self.gate.record(result)
-            return None
+        else:
+            version = self._written(candidate, result, run, parent)
+        if version is not None:
+            try:
+                promoted = self.promotions.offer(version)
+                how = "promoted" if promoted else "kept (pinned)"
+            except RefusedError as error:
+                # A full disk must not end training: the next release is offered, too.
+                how = f"kept ({error})"
+            logger.info("draft %d %s: %s", version, how, result.reason)
+            self.gate.record(result, version)
+            self.on_written(version, trained_against)
+            self.retention.apply()
+        if result.HasField("gate"):
+            learner.settle(served, shares[best], result.gate.difference)
+            self.economy.compared(result.gate, released=promoted)
+        return version
+
+    def _written(
+        self, candidate: Draft, result: release_pb2.Verdict, run: Run, parent: int
+    ) -> int | None:
         try:
             manifest = self.registry.create(
                 candidate,
                 release_pb2.ReleaseManifest(
                     parent_version=parent,
-                    trained_against_policy_version=trained_against,
+                    trained_against_policy_version=result.trained_against_policy_version,
                     run_id=run.run_id,
                     ttt_steps=self.config.training.ttt_steps,
                     gate=result.gate,
@@ -111,14 +131,7 @@ class Candidates:
             logger.error("the release was not written: %s", error)
             self.gate.record(result, not_written=str(error))
             return None
-        version = manifest.draft_version
-        promoted = self.promotions.offer(version)
-        self.gate.record(result, version)
-        self.on_written(version, trained_against)
-        how = "promoted" if promoted else "kept (pinned)"
-        logger.info("draft %d %s: %s", version, how, result.reason)
-        self.retention.apply()
-        return version
+        return manifest.draft_version
 
 
 @dataclass(eq=False)
@@ -200,9 +213,10 @@ class TrainingLoop:
                 self._sleep()
                 continue
             if not self._pays(run):
+                self._consider(run)
                 self._sleep()
                 continue
-            drawn = self._stored(partial(run.draw, self._batch_tokens(run)))
+            drawn = self._stored(partial(self._draw, run))
             if drawn is None:
                 self.followers.keep_alive()
                 self._stopping.wait(_RETRY_S)
@@ -258,14 +272,14 @@ class TrainingLoop:
         self._stopping.wait(self._retry_s)
         self._retry_s = min(2 * self._retry_s, _MOST_RETRY_S)
 
-    def _batch_tokens(self, run: Run) -> int:
-        """Of the next step."""
+    def _draw(self, run: Run) -> Drawn:
+        """The samples of the next step."""
         now = time.monotonic()
         if self._config.batch_tokens is None and now >= self._sized_at + _RETRY_S:
+            self._arrived = run.store.tokens_of_a_version()
             self._sized_at = now
-            self._arrived = self._stored(run.store.tokens_of_a_version) or 0
         epochs = self.candidates.config.replay.max_epochs
-        return self.learner.pace.batch_tokens(self._config, self._arrived * epochs)
+        return run.draw(self.learner.pace.batch_tokens(self._config, self._arrived * epochs))
 
     def _pays(self, run: Run) -> bool:
         """Whether to train on what is stored, by the economy's decision for this policy version."""
@@ -308,8 +322,8 @@ class TrainingLoop:
         self.learner.take_rank_0()
 
     def _consider(self, run: Run) -> None:
-        """Gate the weights if they moved since the last time."""
-        if not self._steps_since_candidate:
+        """Gate the weights if they moved since the last time, by states of the run they saw."""
+        if not self._steps_since_candidate or run.run_id != self.position.run_id:
             return
         self._steps_since_candidate = 0
         version = self.candidates.consider(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -13,7 +14,9 @@ import torch
 from draft_trainer.config_file import parse_config
 from draft_trainer.counters import total
 from draft_trainer.drafters.policy import PolicyHeads
+from draft_trainer.training.economy import Decision
 from draft_trainer.training.learner import StepMetrics
+from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -302,10 +305,76 @@ def test_a_full_disk_holds_training_up_and_does_not_end_it(
         status = client.wait_for(lambda s: s.training_error)
         assert "training waits" in status.training_error and "disk is full" in caplog.text
         assert "replay.directory" in status.training_error and status.train_steps == 0
-        assert total(server._counters.training_waits) > 0 and not server.died.is_set()
+        client.wait_for(lambda s: total(server._counters.training_waits) >= 3)
+        assert caplog.text.count("training waits: ") == 1 and not server.died.is_set()
         full.clear()
         status = client.wait_for(lambda s: s.train_steps >= 1 and s.idle)
         assert status.training_error == "" and status.samples_pending == 0
+
+
+def test_what_was_trained_before_a_pause_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(
+        tmp_path,
+        economy={"mode": "when-it-pays"},
+        training={"steps_per_candidate": 10_000, "batch_tokens": 64},
+    )
+    with running(config) as (server, client):
+        economy, learner = server.loop.candidates.economy, server.loop.learner
+        step = learner.step
+
+        def decide(version: int) -> Decision:
+            economy.last = Decision(version, version < 2, "the test's")
+            return economy.last
+
+        def then_the_policy_moves(samples: list[Sample], heads: PolicyHeads) -> StepMetrics:
+            client.announce(2)
+            return step(samples, heads)
+
+        monkeypatch.setattr(economy, "decide", decide)
+        monkeypatch.setattr(learner, "step", then_the_policy_moves)
+        client.open()
+        client.announce(1)
+        client.send(*rollouts(60))
+        status = client.wait_for(lambda s: s.training_paused and s.idle)
+        assert status.train_steps == 1 and status.samples_pending > 0
+        assert status.last_verdict.trained_against_policy_version == 1
+
+
+def test_another_run_does_not_judge_what_the_one_before_it_trained(tmp_path: Path) -> None:
+    with feeding(make_config(tmp_path), train=False) as (server, client):
+        loop = server.loop
+        loop.position = replace(loop.position, run_id="run")
+        loop._steps_since_candidate = loop._trained_against = 7
+        client.open("another")
+        client.announce(1)
+        client.send(*rollouts(60))
+        run = server.runs.current
+        assert run is not None and run.run_id == "another"
+        loop._consider(run)
+        assert not client.status().HasField("last_verdict") and loop._steps_since_candidate == 7
+
+
+def test_a_release_that_cannot_be_promoted_now_is_kept_and_the_next_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with feeding(make_config(tmp_path)) as (server, client):
+        promotions = server.loop.candidates.promotions
+        offer, asked = promotions.offer, list[int]()
+
+        def locked_at_first(version: int) -> bool:
+            asked.append(version)
+            if len(asked) == 1:
+                raise RefusedError("draft.registry", "locked", "a folder", "wait")
+            return offer(version)
+
+        monkeypatch.setattr(promotions, "offer", locked_at_first)
+        assert train_until_released(client) == 1
+        assert client.status().promoted_release == 0
+        assert train_until_released(client, first_seed=40) == 2
+        assert asked == [1, 2] and client.status().promoted_release == 2
+        assert not server.died.is_set()
 
 
 def test_batch_whose_policy_version_was_forgotten_is_dropped(
