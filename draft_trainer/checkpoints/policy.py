@@ -13,6 +13,9 @@ from torch import Tensor
 
 from slipstream.errors import RefusedError
 
+MOST_SIZE, MOST_LAYERS = 1 << 24, 1 << 10
+"""Far above any model's, and far below what exhausts memory."""
+
 _PREFIXES = ("", "model.", "model.language_model.", "language_model.", "language_model.model.")
 
 
@@ -73,11 +76,11 @@ def read_embeddings(directory: Path) -> Tensor:
     return _tensor(directory, _tensor_files(directory), ("embed_tokens.weight",), shape)
 
 
-def size_of(config: Mapping[str, Any], name: str) -> int:
-    """A positive whole number of the policy's config. Raises RefusedError where it is not one."""
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _refused(f"the policy's config.json {name}", value, "a whole number above 0")
+def size_of(config: Mapping[str, Any], name: str, whose: str = "the policy's") -> int:
+    """A positive whole number of a config.json. Raises RefusedError where it is not one."""
+    value, most = config.get(name), MOST_LAYERS if name == "num_hidden_layers" else MOST_SIZE
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise _refused(f"{whose} config.json {name}", value, f"a whole number from 1 to {most}")
     return value
 
 
@@ -111,5 +114,5 @@ def _tensor(
 
 def _refused(field: str, found: object, expected: str) -> RefusedError:
     return RefusedError(
-        field, found, expected, "give the policy's folder as Hugging Face save_pretrained writes it"
+        field, found, expected, "give the model's folder as Hugging Face save_pretrained writes it"
     )

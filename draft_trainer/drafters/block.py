@@ -6,13 +6,17 @@ mechanism: ``project`` gives queries, keys and values, ``finish`` takes what was
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from draft_trainer.checkpoints.policy import size_of
 from draft_trainer.drafters.ops import linear, rms_norm, rotate_heads, swiglu_linear
 from draft_trainer.drafters.rope import Rope
+from slipstream.errors import RefusedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,37 @@ class BlockShape:
     output_gate: bool = False
     zero_centred: bool = False
 
+    @classmethod
+    def of(
+        cls, config: Mapping[str, Any], whose: str, rope: Rope, head_dim: int, **switches: bool
+    ) -> BlockShape:
+        """From a Hugging Face config.json.
+
+        Raises:
+            RefusedError: a field is missing or cannot be; ``whose`` is part of its name.
+        """
+        heads, kv_heads = (
+            size_of(config, f"num_{kind}_heads", whose) for kind in ("attention", "key_value")
+        )
+        eps = config.get("rms_norm_eps")
+        for name, found, fits, expected in (
+            ("rms_norm_eps", eps, isinstance(eps, float), "a number"),
+            ("num_key_value_heads", kv_heads, heads % kv_heads == 0, f"a divisor of {heads}"),
+        ):
+            if not fits:
+                next_step = "give a model that vLLM loads"
+                raise RefusedError(f"{whose} config.json {name}", found, expected, next_step)
+        return cls(
+            hidden_size=size_of(config, "hidden_size", whose),
+            intermediate_size=size_of(config, "intermediate_size", whose),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=eps,
+            rope=rope,
+            **switches,
+        )
+
     def norm(self, size: int | None = None) -> Norm:
         """A norm of this kind over ``size`` values (H)."""
         return Norm(size or self.hidden_size, self.rms_norm_eps, 1.0 if self.zero_centred else 0.0)
@@ -54,7 +89,7 @@ class BlockShape:
 class Norm(nn.Module):
     """x / rms(x) * (weight + ``offset``); with an offset of 1 the weight is centred on 0."""
 
-    def __init__(self, size: int, eps: float, offset: float) -> None:
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
         self.eps, self.offset = eps, offset
@@ -84,11 +119,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Projections of the SwiGLU."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
 
 class Block(nn.Module):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,9 +23,11 @@ from torch.nn import functional as F
 from draft_trainer.checkpoints.draft import (
     CONFIG_FILE,
     WEIGHTS_FILE,
+    check_tensors,
     read_document,
     t2d_of,
     target_ids,
+    tensor_names,
 )
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.block import BlockShape
@@ -325,15 +328,63 @@ class OneLayout(Drafter):
 
     Attributes:
         module: of its drafts.
+        shape: of its drafts; ``from_dict`` reads a config.json.
         advice: next step where a checkpoint cannot be read.
     """
 
-    module: ClassVar[type[Draft]]
+    module: ClassVar[type[Any]]
+    shape: ClassVar[type[Any]]
     advice: ClassVar[str]
+
+    def build(self, document: Mapping[str, Any]) -> Draft:
+        """See ``Drafter.build``."""
+        return self.module(self.shape.from_dict(document))  # type: ignore[no-any-return]
 
     def stored_name(self, config: DraftShape, name: str) -> str:
         """In a checkpoint, of a tensor of the module."""
         return name
+
+    def shape_of(self, directory: Path, document: Mapping[str, Any]) -> Any:
+        """What a config.json says. Raises RefusedError: nothing that is represented."""
+        with reading_config(directory, self.advice):
+            return self.shape.from_dict(document)
+
+    def checkpoint(
+        self,
+        directory: Path,
+        config: DraftShape,
+        stored: Mapping[str, Tensor],
+        document: dict[str, Any],
+        unchanged: bool = True,
+    ) -> Checkpoint:
+        """What was read.
+
+        Args:
+            directory: where.
+            config: from ``shape_of``.
+            stored: tensors by the names that they have there, without the policy's.
+            document: the config.json in which vLLM reads ``config``; ``unchanged`` where it is
+                that of the directory.
+
+        Raises:
+            RefusedError: other tensors than the shape asks for.
+        """
+        with reading_config(directory, self.advice):
+            wanted = tensor_shapes(lambda: self.module(config))
+        names = {name: self.stored_name(config, name) for name in wanted}
+        shapes = {names[name]: shape for name, shape in wanted.items()}
+        check_tensors(stored, shapes, str(directory), self.advice)
+        whole = tensor_names(directory) == shapes.keys() and (directory / WEIGHTS_FILE).is_file()
+        return Checkpoint(
+            module=self.module,
+            config=config,
+            tensors={name: stored[names[name]] for name in names},
+            d2t=None,
+            document=document,
+            names=names,
+            with_t2d=False,
+            as_stored=unchanged and whole,
+        )
 
     def save(
         self,
@@ -356,6 +407,22 @@ class OneLayout(Drafter):
         Checkpoint(
             *(self.module, config, tensors, None, document, names), with_t2d=False, as_stored=True
         ).write(directory)
+
+
+_WRONG_VALUES = (
+    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+)
+
+
+@contextmanager
+def reading_config(directory: Path, next_step: str) -> Iterator[None]:
+    """Refuse a config.json whose values fail in Python's own way: of other types, or too large."""
+    try:
+        yield
+    except _WRONG_VALUES as error:
+        expected = "fields of the types that vLLM reads"
+        path = directory / CONFIG_FILE
+        raise RefusedError(str(path), repr(error), expected, next_step) from error
 
 
 def tensor_shapes(build: Callable[[], nn.Module]) -> dict[str, torch.Size]:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draft_trainer.drafters.eagle3.head import DecoderLayer, Eagle3Head, RMSNorm
+from draft_trainer.drafters.block import Norm
+from draft_trainer.drafters.eagle3.head import DecoderLayer, Eagle3Head
 
 
 def enter(
@@ -26,7 +27,7 @@ def leave(layer: DecoderLayer, attended: Tensor, residual: Tensor) -> Tensor:
     return residual + mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
 
 
-def norm(module: RMSNorm, x: Tensor) -> Tensor:
+def norm(module: Norm, x: Tensor) -> Tensor:
     return F.rms_norm(x, module.weight.shape, module.weight, module.eps)
 
 

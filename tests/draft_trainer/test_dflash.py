@@ -205,6 +205,8 @@ assert isinstance(NESTED, dict)
         ({"dflash_config": NESTED | {"causal": True}}, "dflash_config.causal"),
         ({"dflash_config": NESTED | {"use_swa": True}}, "dflash_config.use_swa"),
         ({"num_hidden_layers": 3}, "missing"),
+        ({"num_hidden_layers": 1 << 20}, "num_hidden_layers: found 1048576, expected .* to 1024"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: found 3, expected a divisor of 4"),
     ],
 )
 def test_drafts_that_are_not_represented(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from draft_trainer.drafters.batch import ahead
-from draft_trainer.drafters.eagle3.head import Eagle3Head, RMSNorm
+from draft_trainer.drafters.block import Norm
+from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.loss import ttt_objective
 from tests.draft_trainer.test_golden import (
     STEPS,
@@ -27,10 +28,10 @@ from tests.draft_trainer.test_golden import (
 golden, dims = _load("modelopt")
 
 
-class _NormedTwice(RMSNorm):
+class _NormedTwice(Norm):
     """ModelOpt's ``input_layernorm`` before ``hidden_norm``."""
 
-    def __init__(self, first: RMSNorm, second: RMSNorm) -> None:
+    def __init__(self, first: Norm, second: Norm) -> None:
         super().__init__(len(second.weight), second.eps)
         self.weight, self._first = second.weight, [first]
 

@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
+from draft_trainer.drafters import DRAFTERS, Draft, Drafter
+from draft_trainer.drafters.draft_model.config import LmConfig
+from draft_trainer.drafters.draft_model.model import DraftLm
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
+from draft_trainer.drafters.mtp.config import MtpConfig
+from draft_trainer.drafters.mtp.head import MtpHead
 from slipstream.errors import RefusedError
+from tests.draft_trainer.synthetic import HIDDEN, QWEN, dflash_head
+from tests.draft_trainer.test_draft_model import SIZES
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "draft_trainer" / "checkpoints"
 ODD: list[Any] = [
@@ -34,7 +41,24 @@ def test_no_value_of_any_field_is_more_than_a_refusal(layout: str, tmp_path: Pat
     for path in folder.iterdir():
         if path.name != "config.json":
             shutil.copy(path, tmp_path)
-    text = (folder / "config.json").read_text()
+    assert refusals(Eagle3(), (folder / "config.json").read_text(), tmp_path) > 20
+
+
+@pytest.mark.parametrize("kind", ["mtp", "draft_model", "dflash"])
+def test_of_the_other_mechanisms_neither(kind: str, tmp_path: Path) -> None:
+    model = {"model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e4, **SIZES}
+    drafts: dict[str, Draft] = {
+        "mtp": MtpHead(MtpConfig.from_dict(QWEN)),
+        "draft_model": DraftLm(LmConfig.from_dict({**model, "target_hidden_size": HIDDEN})),
+        "dflash": dflash_head(),
+    }
+    DRAFTERS[kind].save(tmp_path, drafts[kind])
+    DRAFTERS[kind].read(tmp_path)
+    assert refusals(DRAFTERS[kind], (tmp_path / "config.json").read_text(), tmp_path) > 20
+
+
+def refusals(drafter: Drafter, text: str, folder: Path) -> int:
+    """How many odd values are refused, of all in all fields."""
     refused = 0
     for path in paths(json.loads(text)):
         for odd in ODD:
@@ -43,13 +67,13 @@ def test_no_value_of_any_field_is_more_than_a_refusal(layout: str, tmp_path: Pat
             for name in path[:-1]:
                 inner = inner[name]
             inner[path[-1]] = odd
-            (tmp_path / "config.json").write_text(json.dumps(document))
+            (folder / "config.json").write_text(json.dumps(document))
             try:
-                Eagle3().read(tmp_path)
+                drafter.read(folder)
             except RefusedError as error:
                 assert error.next_step
                 refused += 1
-    assert refused > 20
+    return refused
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "", "\0", "1e999", "null"])

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from draft_trainer.checkpoints.draft import (
-    WEIGHTS_FILE,
-    check_tensors,
-    load_tensors,
-    pickles,
-    read_document,
-    tensor_names,
-)
+from draft_trainer.checkpoints.draft import WEIGHTS_FILE, load_tensors, pickles, read_document
 from draft_trainer.checkpoints.policy import read_policy_config
 from draft_trainer.drafters.dflash.config import DflashConfig
 from draft_trainer.drafters.dflash.head import DflashHead
-from draft_trainer.drafters.draft import Checkpoint, OneLayout, tensor_shapes
+from draft_trainer.drafters.draft import Checkpoint, OneLayout
 from slipstream.errors import RefusedError
 
 _ADVICE = "give a DFlash draft for this policy, or make one: draft-trainer init --draft-kind dflash"
@@ -27,11 +18,7 @@ _POLICYS = ("embed_tokens.weight", "lm_head.weight")
 class Dflash(OneLayout):
     """Checkpoints of DFlash drafts; copies of the policy's embeddings and lm_head are left out."""
 
-    name, module, advice = DflashHead.kind, DflashHead, _ADVICE
-
-    def build(self, document: Mapping[str, Any]) -> DflashHead:
-        """See ``Drafter.build``."""
-        return DflashHead(DflashConfig.from_dict(document))
+    name, module, shape, advice = DflashHead.kind, DflashHead, DflashConfig, _ADVICE
 
     def read(self, directory: Path, policy: Path | None = None) -> Checkpoint:
         """See ``Drafter.read``."""
@@ -39,7 +26,7 @@ class Dflash(OneLayout):
         if pickled := pickles(directory):
             # vLLM would load a mask_embedding.pt in place of the mask token's embedding.
             raise RefusedError(str(directory / pickled[0]), "a pickle", WEIGHTS_FILE, _ADVICE)
-        config = DflashConfig.from_dict(document)
+        config: DflashConfig = self.shape_of(directory, document)
         if policy is not None:
             theirs = read_policy_config(policy)
             depth = theirs.get("num_hidden_layers")
@@ -58,17 +45,5 @@ class Dflash(OneLayout):
                     "cannot be captured",
                     _ADVICE,
                 )
-        wanted = tensor_shapes(lambda: DflashHead(config))
         own = {name: tensor for name, tensor in stored.items() if name not in _POLICYS}
-        check_tensors(own, wanted, str(directory), _ADVICE)
-        return Checkpoint(
-            module=DflashHead,
-            config=config,
-            tensors=own,
-            d2t=None,
-            document=document,
-            names={name: name for name in wanted},
-            with_t2d=False,
-            as_stored=tensor_names(directory) == wanted.keys()
-            and (directory / WEIGHTS_FILE).is_file(),
-        )
+        return self.checkpoint(directory, config, own, document)

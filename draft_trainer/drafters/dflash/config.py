@@ -74,8 +74,11 @@ class DflashConfig(StoredShape):
             for name, allowed in fields.items():
                 if where.get(name) not in allowed:
                     _refuse(prefix + name, where.get(name), allowed[0])
-        hidden, heads = size_of(document, "hidden_size"), size_of(document, "num_attention_heads")
-        vocab = size_of(document, "vocab_size")
+        whose = "the draft's"
+        hidden, heads, vocab, depth = (
+            size_of(document, name, whose)
+            for name in ("hidden_size", "num_attention_heads", "vocab_size", "num_hidden_layers")
+        )
         for name, only in (("target_hidden_size", hidden), ("draft_vocab_size", vocab)):
             if document.get(name) not in (only, None):
                 _refuse(name, document[name], f"{only}: embeddings and lm_head are the policy's")
@@ -89,24 +92,17 @@ class DflashConfig(StoredShape):
             )
         if not isinstance(mask, int) or not 0 <= mask < vocab:
             _refuse(f"{NESTED}.mask_token_id", mask, f"a token of the policy, 0 to {vocab - 1}")
-        if not isinstance(eps := document.get("rms_norm_eps"), float):
-            _refuse("rms_norm_eps", eps, "a number")
         return cls(
             aux_layer_ids=tuple(int(layer) + 1 for layer in layers),
             target_hidden_size=hidden,
             vocab_size=vocab,
             draft_vocab_size=vocab,
-            block=BlockShape(
-                hidden_size=hidden,
-                intermediate_size=size_of(document, "intermediate_size"),
-                num_attention_heads=heads,
-                num_key_value_heads=size_of(document, "num_key_value_heads"),
-                head_dim=document.get("head_dim") or hidden // heads,
-                rms_norm_eps=eps,
-                rope=Rope.from_dict(document),
+            block=BlockShape.of(
+                *(document, whose, Rope.from_dict(document)),
+                document.get("head_dim") or hidden // heads,
                 qk_norm=True,
             ),
-            num_hidden_layers=size_of(document, "num_hidden_layers"),
+            num_hidden_layers=depth,
             mask_token_id=mask,
             document=dict(document),
         )

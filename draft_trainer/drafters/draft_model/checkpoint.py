@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from draft_trainer.checkpoints.draft import (
-    WEIGHTS_FILE,
-    check_tensors,
-    load_tensors,
-    read_document,
-    tensor_names,
-)
+from draft_trainer.checkpoints.draft import load_tensors, read_document
 from draft_trainer.checkpoints.policy import read_policy_config, size_of
-from draft_trainer.drafters.draft import Checkpoint, OneLayout, tensor_shapes
+from draft_trainer.drafters.draft import Checkpoint, OneLayout
 from draft_trainer.drafters.draft_model.config import POLICY_WIDTH, LmConfig
 from draft_trainer.drafters.draft_model.model import DraftLm
 from slipstream.errors import RefusedError
@@ -25,11 +17,7 @@ _ADVICE = "give a small causal language model as Hugging Face save_pretrained wr
 class DraftModel(OneLayout):
     """Checkpoints of draft models."""
 
-    name, module, advice = DraftLm.kind, DraftLm, _ADVICE
-
-    def build(self, document: Mapping[str, Any]) -> DraftLm:
-        """See ``Drafter.build``."""
-        return DraftLm(LmConfig.from_dict(document))
+    name, module, shape, advice = DraftLm.kind, DraftLm, LmConfig, _ADVICE
 
     def read(self, directory: Path, policy: Path | None = None) -> Checkpoint:
         """See ``Drafter.read``; a model that is no release yet needs ``policy``."""
@@ -48,20 +36,7 @@ class DraftModel(OneLayout):
             raise RefusedError(
                 f"{directory}: {POLICY_WIDTH}", "nothing", "the policy's", "set draft.policy"
             )
-        config = LmConfig.from_dict(document)
+        config: LmConfig = self.shape_of(directory, document)
         if config.tied:
             stored.pop("lm_head.weight", None)
-        wanted = tensor_shapes(lambda: DraftLm(config))
-        check_tensors(stored, wanted, str(directory), _ADVICE)
-        return Checkpoint(
-            module=DraftLm,
-            config=config,
-            tensors=stored,
-            d2t=None,
-            document=document,
-            names={name: name for name in wanted},
-            with_t2d=False,
-            as_stored=document == found
-            and tensor_names(directory) == wanted.keys()
-            and (directory / WEIGHTS_FILE).is_file(),
-        )
+        return self.checkpoint(directory, config, stored, document, document == found)

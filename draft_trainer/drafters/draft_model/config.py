@@ -51,28 +51,27 @@ class LmConfig(StoredShape):
         for name, allowed in _FIXED_VALUES.items():
             if document.get(name) not in allowed:
                 _refuse(name, document.get(name), allowed[0])
-        eps = document.get("rms_norm_eps")
-        if not isinstance(eps, float):
-            _refuse("rms_norm_eps", eps, "a number")
-        hidden, heads = size_of(document, "hidden_size"), size_of(document, "num_attention_heads")
+        whose = "the draft's"
+        hidden, heads, vocab, depth, width = (
+            size_of(document, name, whose)
+            for name in (
+                *("hidden_size", "num_attention_heads", "vocab_size", "num_hidden_layers"),
+                POLICY_WIDTH,
+            )
+        )
         qk_norm, qkv_bias = _LAYERS[kind]
         return cls(
             aux_layer_ids=(),
-            target_hidden_size=size_of(document, POLICY_WIDTH),
-            vocab_size=size_of(document, "vocab_size"),
-            draft_vocab_size=size_of(document, "vocab_size"),
-            block=BlockShape(
-                hidden_size=hidden,
-                intermediate_size=size_of(document, "intermediate_size"),
-                num_attention_heads=heads,
-                num_key_value_heads=size_of(document, "num_key_value_heads"),
-                head_dim=document.get("head_dim") or hidden // heads,
-                rms_norm_eps=eps,
-                rope=Rope.from_dict(document),
+            target_hidden_size=width,
+            vocab_size=vocab,
+            draft_vocab_size=vocab,
+            block=BlockShape.of(
+                *(document, whose, Rope.from_dict(document)),
+                document.get("head_dim") or hidden // heads,
                 qk_norm=qk_norm,
                 qkv_bias=qkv_bias,
             ),
-            num_hidden_layers=size_of(document, "num_hidden_layers"),
+            num_hidden_layers=depth,
             tied=document.get("tie_word_embeddings", False) is True,
             document=dict(document),
         )

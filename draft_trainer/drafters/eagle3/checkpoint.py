@@ -22,7 +22,13 @@ from draft_trainer.checkpoints.draft import (
     weight_files,
 )
 from draft_trainer.checkpoints.policy import read_embeddings, read_policy_config, size_of
-from draft_trainer.drafters.draft import Checkpoint, Draft, Drafter, tensor_shapes
+from draft_trainer.drafters.draft import (
+    Checkpoint,
+    Draft,
+    Drafter,
+    reading_config,
+    tensor_shapes,
+)
 from draft_trainer.drafters.eagle3.config import LAYER_IDS, OWN_EMBEDDINGS, HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.eagle3.layouts import MODELOPT, PLAIN, SPECULATORS, Document, Layout
@@ -31,7 +37,6 @@ from slipstream.errors import RefusedError
 # In this order: the first that recognises a config.json has it.
 _LAYOUTS = (SPECULATORS, MODELOPT, PLAIN)
 _EMBEDDINGS = "embed_tokens.weight"
-_WRONG_TYPES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _ADVICE = (
     "give an EAGLE-3 draft checkpoint in the layout of vLLM, SpecForge, speculators or ModelOpt"
 )
@@ -70,7 +75,9 @@ class Eagle3(Drafter):
             else:
                 config = replace(config, own_embeddings=True)
                 served = {**served, OWN_EMBEDDINGS: True}
-        check_tensors(tensors, tensor_shapes(lambda: Eagle3Head(config)), where, _ADVICE)
+        with reading_config(directory, _ADVICE):
+            wanted = tensor_shapes(lambda: Eagle3Head(config))
+        check_tensors(tensors, wanted, where, _ADVICE)
         check_maps(d2t, t2d, config.draft_vocab_size, config.vocab_size, where)
         if config.full_vocabulary:
             # vLLM has no parameter to put the maps in, even those that change nothing.
@@ -174,10 +181,8 @@ def _read_config(
         raise _refused(
             path, "neither architectures nor speculators_model_type", "a draft's config.json"
         )
-    try:
+    with reading_config(directory, _ADVICE):
         config, served = layout.read(document, policy)
-    except _WRONG_TYPES as error:
-        raise _refused(path, repr(error), "fields of the types that vLLM reads") from error
     return config, layout, document, served
 
 

@@ -25,23 +25,11 @@ from torch.nn import functional as F
 
 from draft_trainer.drafters.attention import ttt_attention
 from draft_trainer.drafters.batch import Batch, ahead
+from draft_trainer.drafters.block import MLP, Norm
 from draft_trainer.drafters.draft import Draft
 from draft_trainer.drafters.eagle3.config import HeadConfig
-from draft_trainer.drafters.ops import linear, rms_norm, rotate_heads, swiglu_linear
+from draft_trainer.drafters.ops import linear, rotate_heads, swiglu_linear
 from slipstream.errors import RefusedError
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight; the mean of squares in at least float32, as in vLLM."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] to [..., size], in the type of ``x``."""
-        return rms_norm(x, self.weight, self.eps)
 
 
 class FrozenEmbedding(nn.Module):
@@ -73,8 +61,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, keys, bias=bias)
         # vLLM's Qwen3 attention has no output bias, whatever attention_bias says.
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias and not config.qk_norm)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = Norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = Norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def heads_normed(self, qkv: Tensor) -> Tensor:
         """[B, T, heads, D] with every query and key head normed, where the head has such norms."""
@@ -84,25 +72,15 @@ class Attention(nn.Module):
         return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
 
 
-class MLP(nn.Module):
-    """Projections of the SwiGLU."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
-
-
 class DecoderLayer(nn.Module):
     """The head's only layer (``midlayer`` in checkpoints)."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps)
-        self.hidden_norm = RMSNorm(size, eps)
-        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.input_layernorm = Norm(size, eps)
+        self.hidden_norm = Norm(size, eps)
+        self.post_attention_layernorm = Norm(size, eps)
         self.self_attn = Attention(config)
         self.mlp = MLP(size, config.intermediate_size, config.mlp_bias)
 
@@ -127,15 +105,15 @@ class Eagle3Head(Draft):
         self.config: HeadConfig = config
         size, eps, target = config.hidden_size, config.rms_norm_eps, config.target_hidden_size
         width = len(config.aux_layer_ids) * target
-        self.input_norm = RMSNorm(width, eps) if config.norm_before_fc else None
+        self.input_norm = Norm(width, eps) if config.norm_before_fc else None
         self.fc_norm = (
-            nn.ModuleList(RMSNorm(target, eps) for _ in config.aux_layer_ids)
+            nn.ModuleList(Norm(target, eps) for _ in config.aux_layer_ids)
             if config.fc_norm
             else None
         )
         self.fc = nn.Linear(width, size, bias=False)
         self.midlayer = DecoderLayer(config)
-        self.norm = RMSNorm(size, eps)
+        self.norm = Norm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.embed_tokens = (
             FrozenEmbedding(config.vocab_size, size) if config.own_embeddings else None

@@ -6,20 +6,11 @@ directories that vLLM loads with ``"method": "mtp"``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from draft_trainer.checkpoints.draft import (
-    WEIGHTS_FILE,
-    check_tensors,
-    load_tensors,
-    read_document,
-    tensor_names,
-    weight_files,
-)
+from draft_trainer.checkpoints.draft import load_tensors, read_document, weight_files
 from draft_trainer.checkpoints.policy import read_policy_config
-from draft_trainer.drafters.draft import Checkpoint, DraftShape, OneLayout, tensor_shapes
+from draft_trainer.drafters.draft import Checkpoint, DraftShape, OneLayout
 from draft_trainer.drafters.mtp.config import FAMILIES, MtpConfig
 from draft_trainer.drafters.mtp.head import MtpHead
 from slipstream.errors import RefusedError
@@ -34,11 +25,7 @@ _ADVICE = (
 class Mtp(OneLayout):
     """Checkpoints of native MTP heads."""
 
-    name, module, advice = MtpHead.kind, MtpHead, _ADVICE
-
-    def build(self, document: Mapping[str, Any]) -> MtpHead:
-        """See ``Drafter.build``."""
-        return MtpHead(MtpConfig.from_dict(document))
+    name, module, shape, advice = MtpHead.kind, MtpHead, MtpConfig, _ADVICE
 
     def stored_name(self, config: DraftShape, name: str) -> str:
         """See ``OneLayout.stored_name``."""
@@ -49,7 +36,7 @@ class Mtp(OneLayout):
         """See ``Drafter.read``; whatever else the checkpoint has, the policy's weights, is left."""
         weight_files(directory)  # a pickle is the better reason than what else is missing
         document = read_document(directory, _ADVICE)
-        config = MtpConfig.from_dict(document)
+        config: MtpConfig = self.shape_of(directory, document)
         if policy is not None:
             theirs, ours = read_policy_config(policy), document.get("text_config") or document
             for name in _SIZES:
@@ -61,22 +48,7 @@ class Mtp(OneLayout):
         if not stored:
             expected = f"tensors {family.prefix}*, which a policy with an MTP head has"
             raise _refused(directory, "none of them", expected)
-        wanted = tensor_shapes(lambda: MtpHead(config))
-        names = {name: self.stored_name(config, name) for name in wanted}
-        check_tensors(
-            stored, {names[name]: shape for name, shape in wanted.items()}, str(directory), _ADVICE
-        )
-        return Checkpoint(
-            module=MtpHead,
-            config=config,
-            tensors={name: stored[names[name]] for name in names},
-            d2t=None,
-            document=document,
-            names=names,
-            with_t2d=False,
-            as_stored=tensor_names(directory) == stored.keys()
-            and (directory / WEIGHTS_FILE).is_file(),
-        )
+        return self.checkpoint(directory, config, stored, document)
 
 
 def _refused(field: object, found: object, expected: object) -> RefusedError:

@@ -132,24 +132,17 @@ class MtpConfig(StoredShape):
         if document.get("quantization_config") is not None:
             _refuse("quantization_config", "one", "none: give the policy as it was trained")
         hidden, heads = size_of(text, "hidden_size"), size_of(text, "num_attention_heads")
-        eps = text.get("rms_norm_eps")
-        if not isinstance(eps, float):
-            _refuse("rms_norm_eps", eps, "a number")
+        vocab = size_of(text, "vocab_size")
         return cls(
             aux_layer_ids=(),
             target_hidden_size=hidden,
-            vocab_size=size_of(text, "vocab_size"),
-            draft_vocab_size=size_of(text, "vocab_size"),
+            vocab_size=vocab,
+            draft_vocab_size=vocab,
             family=name,
-            block=BlockShape(
-                hidden_size=hidden,
-                intermediate_size=size_of(text, "intermediate_size"),
-                num_attention_heads=heads,
-                num_key_value_heads=size_of(text, "num_key_value_heads"),
+            block=BlockShape.of(
+                *(text, "the policy's", _rope(text, family)),
                 # transformers' default for Qwen3-Next and 3.5 is not hidden / heads.
-                head_dim=size_of(text, "head_dim") if family.qwen else hidden // heads,
-                rms_norm_eps=eps,
-                rope=_rope(text, family),
+                size_of(text, "head_dim") if family.qwen else hidden // heads,
                 qk_norm=family.qwen,
                 qkv_bias=not family.qwen,
                 output_gate=family.qwen and text.get("attn_output_gate", True) is True,
