@@ -213,7 +213,7 @@ def _parse(argv: list[str]) -> Any:
     return tyro.cli(
         _COMMANDS,
         prog="draft-trainer",
-        description="Trains an EAGLE-3 draft on a moving policy's states and publishes it. "
+        description="Trains a draft on a moving policy's states and publishes it. "
         "--version prints the version.",
         args=argv,
         config=(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from draft_trainer.checkpoints.policy import PolicyCheckpoint
+    from draft_trainer.drafters import Draft
     from draft_trainer.offline.record import Rollout
 
 DEFAULT_DRAFT_VOCAB = 32_000
@@ -179,14 +180,9 @@ class Init:
 
     def run(self) -> int:
         """Writes the draft and prints what was made."""
-        import torch
-        from rich.console import Console
-
-        from draft_trainer.checkpoints.policy import read_policy, size_of
+        from draft_trainer.checkpoints.policy import read_policy
         from draft_trainer.drafters import DRAFTERS
-        from draft_trainer.drafters.eagle3.initial import choose_draft_vocabulary, init_draft
         from draft_trainer.files import check_free, folder_written_whole
-        from draft_trainer.offline.report import open_recording
 
         at_least("--draft-vocab", self.draft_vocab, 1)
         at_least("--intermediate-size", self.intermediate_size, 1)
@@ -200,8 +196,27 @@ class Init:
             print(f"{self.out}: {len(checkpoint.tensors)} tensors of the policy's MTP head")
             return 0
         policy = read_policy(folder)
-        if self.draft_kind == "dflash":
-            return self._dflash(policy, layers)
+        made = self._dflash if self.draft_kind == "dflash" else self._eagle3
+        head, told = made(policy, layers)
+        with folder_written_whole(self.out) as temporary:
+            DRAFTERS[head.kind].save(temporary, head)
+        print(
+            f"{self.out}: {sum(p.numel() for p in head.parameters()):,} parameters; auxiliary "
+            f"states after layers {', '.join(map(str, head.config.aux_layer_ids))}; {told}"
+        )
+        return 0
+
+    def _eagle3(
+        self, policy: PolicyCheckpoint, layers: tuple[int, ...] | None
+    ) -> tuple[Draft, str]:
+        """The draft, and its vocabulary in words."""
+        import torch
+        from rich.console import Console
+
+        from draft_trainer.checkpoints.policy import size_of
+        from draft_trainer.drafters.eagle3.initial import choose_draft_vocabulary, init_draft
+        from draft_trainer.offline.report import open_recording
+
         vocab = size_of(policy.config, "vocab_size")
         ids, chosen = torch.arange(vocab), ""
         if self.states is not None:
@@ -228,20 +243,13 @@ class Init:
             intermediate_size=self.intermediate_size,
             seed=self.seed,
         )
-        config = head.config
-        with folder_written_whole(self.out) as temporary:
-            DRAFTERS[head.kind].save(temporary, head)
-        print(
-            f"{self.out}: {sum(p.numel() for p in head.parameters()):,} parameters; auxiliary "
-            f"states after layers {', '.join(map(str, config.aux_layer_ids))}; draft vocabulary "
-            f"{len(ids):,} of {vocab:,} tokens{chosen}"
-        )
-        return 0
+        return head, f"draft vocabulary {len(ids):,} of {vocab:,} tokens{chosen}"
 
-    def _dflash(self, policy: PolicyCheckpoint, layers: tuple[int, ...] | None) -> int:
-        from draft_trainer.drafters import DRAFTERS
+    def _dflash(
+        self, policy: PolicyCheckpoint, layers: tuple[int, ...] | None
+    ) -> tuple[Draft, str]:
+        """The draft, and its depth in words."""
         from draft_trainer.drafters.dflash.initial import init_dflash
-        from draft_trainer.files import folder_written_whole
 
         at_least("--layers", self.layers, 1)
         for name, found in (("--draft-vocab", self.draft_vocab), ("--states", self.states)):
@@ -259,14 +267,7 @@ class Init:
             intermediate_size=self.intermediate_size,
             seed=self.seed,
         )
-        with folder_written_whole(self.out) as temporary:
-            DRAFTERS[head.kind].save(temporary, head)
-        print(
-            f"{self.out}: {sum(p.numel() for p in head.parameters()):,} parameters; auxiliary "
-            f"states after layers {', '.join(map(str, head.config.aux_layer_ids))}; "
-            f"{len(head.layers)} layers"
-        )
-        return 0
+        return head, f"{len(head.layers)} layers"
 
 
 def _layers(text: str) -> tuple[int, ...]:
