@@ -345,7 +345,7 @@ class OneLayout(Drafter):
         return name
 
     def shape_of(self, directory: Path, document: Mapping[str, Any]) -> Any:
-        """What a config.json says. Raises RefusedError: nothing that is represented."""
+        """The shape in a config.json. Raises RefusedError: one that is not represented."""
         with reading_config(directory, self.advice):
             return self.shape.from_dict(document)
 

@@ -120,7 +120,9 @@ class SampleFolder:
         if known["registry"] != owner["registry"]:
             raise self._refused("the samples of another registry", self._advice)
         if known["boot"] != owner["boot"]:
-            logger.warning("%s is from before the machine started and is cleared", self.path)
+            logger.warning(
+                "%s is older than this machine's start: its samples are removed", self.path
+            )
             self._clear()
             self._marker.write_text(json.dumps(owner))
 
@@ -168,7 +170,7 @@ def _identity(registry: Path) -> str:
         try:
             return str(json.loads(path.read_text())["id"])
         except (ValueError, KeyError, TypeError):
-            logger.warning("%s cannot be read and is written anew", path)
+            logger.warning("%s cannot be read and is replaced", path)
     found = uuid.uuid4().hex
     with written_whole(path) as temporary:
         temporary.write_text(json.dumps({"id": found}))

@@ -284,7 +284,7 @@ class SampleStore:
         self._free(gone)
         self._run = (run_id, facts)
         self._held_out_fraction = self._config.held_out_fraction or HELD_OUT_MOST
-        logger.info("run %r begins; %d samples of the one before are gone", run_id, len(gone))
+        logger.info("run %r begins; %d samples of the previous run are dropped", run_id, len(gone))
 
     @repairing
     def put_policy(self, run_id: str, version: int, names: Sequence[str]) -> None:

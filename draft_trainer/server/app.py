@@ -1,4 +1,4 @@
-"""Builds the trainer from its configuration, starts it, and takes it down again in order."""
+"""Builds the trainer from its configuration, starts it, and stops it in order."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class TrainerServer:
         )
         memory = Path(server.shared_memory) if server.shared_memory else None
         for name in remove_stale(memory) if memory else ():
-            logger.warning("removed %s, which a policy left that was killed", name)
+            logger.warning("removed %s, left by a bridge that was killed", name)
         ingest = Ingest(
             *(expected, self._store, self._counters, TeacherCheck(ids), arrived, memory),
             on_accepted=self._recorder.offer if self._recorder else None,

@@ -266,14 +266,13 @@ class _Protocol(H11Protocol):
 
 
 def _tls(access: Access) -> ssl.SSLContext:
-    """A context that takes the certificate of each connection's instant, and counts handshakes that
-    fail."""
+    """A context that reads the certificate for every connection and counts failed handshakes."""
     tls = access.tls
     assert tls is not None
 
     class Counted(ssl.SSLObject):
         def do_handshake(self) -> None:
-            """One flight of it."""
+            """One round trip of the handshake."""
             try:
                 super().do_handshake()
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):

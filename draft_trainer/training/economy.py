@@ -29,10 +29,10 @@ SMOOTHING = 0.5
 """Weight of the newest version in means over versions."""
 
 START, STOP = 1.2, 0.8
-"""Saving over cost at which training begins again, and ends: noise alone does not switch it."""
+"""Saving over cost at which training begins, and ends; between them noise switches nothing."""
 
 LOOK_VERSIONS = 3
-"""Decisions without training for want of figures; what is missing then will not come."""
+"""Policy versions without training while figures are missing; after them it counts as paying."""
 
 QUIET = 0.1
 """Saving over cost up to which the draft holds: it is then measured again after twice as many
@@ -41,8 +41,8 @@ versions as the last time, ``MOST_BETWEEN`` at most, and in every version beyond
 MOST_BETWEEN = 4
 
 ASSUMED_SHARE = 0.5
-"""Of a version's seconds, that training for it takes, before that was measured: between nothing, on
-cores that nobody wants, and all of it."""
+"""Share of a version's seconds that training for it costs, until that is measured: between none, on
+idle cores, and all of them."""
 
 LEAST_ACCEPTED = 0.5
 """Share of proposed tokens below which a draft that was never trained here is trained for a

@@ -23,7 +23,7 @@ LEAST_STEPS = 64
 at the configured learning rate."""
 
 NEW_LENGTH = 1.5
-"""Acceptance length below which a draft has next to nothing to lose: a random one has 1."""
+"""Acceptance length of the first step below which the pace is ``FASTEST``; a random draft has 1."""
 
 FASTEST, SLOWEST = -2, 4
 """Bounds of ``Pace.halvings``."""

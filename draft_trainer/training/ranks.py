@@ -25,7 +25,7 @@ from slipstream.errors import RefusedError
 
 
 class RankLostError(RuntimeError):
-    """Another rank died, or was silent for longer than the deadline. Nothing can go on."""
+    """Another rank died, or was silent for longer than the deadline. Training cannot continue."""
 
 
 def check_gpu(number: int = 0) -> None:
