@@ -109,7 +109,6 @@ class Ours:
         return Batch(
             token_ids=ids,
             positions=torch.arange(case.tokens, device=case.device).expand(ids.shape),
-            lengths=torch.full((len(rows),), case.tokens),
             loss_mask=every,
             anchors=every,
             aux=self.aux[rows],

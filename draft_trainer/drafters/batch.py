@@ -29,7 +29,6 @@ class Batch:
     Attributes:
         token_ids: int64 [B, T].
         positions: int64 [B, T].
-        lengths: int64 [B].
         loss_mask: bool [B, T], false in the padding.
         anchors: bool [B, T], positions that this row trains; false in the context of a window,
             whose own anchors are another row's.
@@ -50,7 +49,6 @@ class Batch:
 
     token_ids: Tensor
     positions: Tensor
-    lengths: Tensor
     loss_mask: Tensor
     anchors: Tensor
     aux: Tensor
@@ -216,7 +214,6 @@ def _collate(rows: Sequence[_Row], policy_heads: PolicyHeads, device: torch.devi
     return Batch(
         token_ids=token_ids,
         positions=positions,
-        lengths=torch.tensor([row.size for row in rows]),
         loss_mask=loss_mask,
         anchors=anchors,
         aux=aux,

@@ -73,13 +73,14 @@ def test_logits_and_gradients_are_transformers(name: str, tmp_path: Path) -> Non
     policy = policy_folder(tmp_path / "policy")
     draft = DraftModel().read(tmp_path / "lm", policy).draft()
     assert draft.config.target_hidden_size == HIDDEN
-    batch = collate(Policy().samples(3), Policy().heads(rows=torch.arange(VOCAB)))
+    samples = Policy().samples(3)
+    batch = collate(samples, Policy().heads(rows=torch.arange(VOCAB)))
     theirs = model(input_ids=batch.token_ids, position_ids=batch.positions).logits
     ours, expected = torch.zeros(()), torch.zeros(())
     for step, output in enumerate(draft.unroll(batch, STEPS, first_anchor=2)):
         logits = draft.logits(output)
-        for row, length in enumerate(batch.lengths.tolist()):
-            last = length - step - 2
+        for row, sample in enumerate(samples):
+            last = sample.tokens - step - 2
             found = logits[row, : last - 2 + 1]
             wanted = theirs[row, 3 + step : last + step + 2]
             torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)

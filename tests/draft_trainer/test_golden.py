@@ -66,7 +66,6 @@ def _batch(golden: dict[str, Tensor]) -> Batch:
     return Batch(
         token_ids=ids,
         positions=torch.arange(length).expand(rows, length),
-        lengths=golden["in.lengths"],
         loss_mask=golden["in.loss_mask"].bool(),
         anchors=torch.ones_like(ids, dtype=torch.bool),
         aux=golden["in.aux"],

@@ -55,7 +55,6 @@ def _batch(rows: int, tokens: int, draft_vocab: int, temperature: float) -> Batc
     return Batch(
         token_ids=there(dtype=torch.int64),
         positions=there(dtype=torch.int64),
-        lengths=torch.full((rows,), tokens),
         loss_mask=every,
         anchors=every,
         aux=there(3 * HIDDEN),
