@@ -231,7 +231,7 @@ class Database:
         """Tokens to train on that the richest of the newest three policy versions has brought."""
         totals = (
             # Of the newest samples: what a version brings beyond them makes no difference.
-            "SELECT sum(tokens) AS total FROM samples WHERE held_out = 0 "
+            "SELECT sum(tokens) AS total FROM samples WHERE held_out = 0 AND tokens > 0 "
             "AND number > (SELECT max(number) FROM samples) - 4096 "
             "GROUP BY policy_version ORDER BY policy_version DESC LIMIT 3"
         )
