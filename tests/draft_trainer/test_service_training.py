@@ -290,11 +290,12 @@ def test_a_full_disk_holds_training_up_and_does_not_end_it(
 ) -> None:
     with feeding(make_config(tmp_path)) as (server, client):
         database = server._store._db
-        record, full = database.record_draw, threading.Event()
+        record, full, tries = database.record_draw, threading.Event(), threading.Semaphore(0)
         full.set()
 
         def until_there_is_space(draw: int, numbers: list[int]) -> None:
             if full.is_set():
+                tries.release()
                 error = sqlite3.OperationalError("database or disk is full")
                 error.sqlite_errorcode = sqlite3.SQLITE_FULL
                 raise error
@@ -305,7 +306,8 @@ def test_a_full_disk_holds_training_up_and_does_not_end_it(
         status = client.wait_for(lambda s: s.training_error)
         assert "training waits" in status.training_error and "disk is full" in caplog.text
         assert "replay.directory" in status.training_error and status.train_steps == 0
-        client.wait_for(lambda s: total(server._counters.training_waits) >= 3)
+        assert all(tries.acquire(timeout=30) for _ in range(4))
+        assert total(server._counters.training_waits) >= 3
         said = [one for one in caplog.records if one.name == "draft_trainer.training.loop"]
         assert len(said) == 1 and not server.died.is_set()
         full.clear()
