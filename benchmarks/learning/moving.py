@@ -149,7 +149,7 @@ def considered(
     gate = result.gate
     if gate.passed:
         passed = learner.snapshot(served=served, share=shares[best])
-    learner.settle(served, shares[best], gate.difference)
+    learner.settle(served, shares[best], gate.difference, gate.difference_half_width)
     return Candidate(passed if gate.passed else served, gate.difference, gate.difference_half_width)
 
 

@@ -210,20 +210,21 @@ class Learner:
         return head
 
     @torch.no_grad()
-    def settle(self, served: Draft, share: float, gain: float) -> None:
-        """Go on from the best candidate, at a pace that suits the distance from the served draft.
+    def settle(self, served: Draft, share: float, gain: float, half_width: float) -> None:
+        """Go on from the best candidate, where its gain is not chance, at a pace that suits it.
 
         Args:
             served: the draft that candidates were compared with.
             share: of the candidate that accepts most.
             gain: its acceptance length over that of ``served``.
+            half_width: of the interval of ``gain``.
         """
         self._wait_for_copy()
-        if share < 1.0:
+        if share < 1.0 and abs(gain) > half_width:
             for name, weight in self._on_the_line(served, share).items():
                 self.head.get_parameter(name).copy_(weight)
                 self._optimizer.averaged[name].copy_(weight)
-        self.pace.settle(share, gain)
+        self.pace.settle(share, gain, half_width)
 
     def restart_optimizer(self) -> None:
         """Fresh moments and a new pace: for another policy, whose gradients are other ones."""

@@ -106,7 +106,8 @@ class Candidates:
             self.on_written(version, trained_against)
             self.retention.apply()
         if result.HasField("gate"):
-            learner.settle(served, shares[best], result.gate.difference)
+            gate = result.gate
+            learner.settle(served, shares[best], gate.difference, gate.difference_half_width)
             self.economy.compared(result.gate, released=promoted)
         return version
 

@@ -1,10 +1,10 @@
-"""How training goes on: with many small steps while they gain, with careful ones near the best.
+"""How training goes on: with many small steps far from the draft's best, with careful ones near it.
 
 A head far from its best gains with every update, whatever its noise: the number of updates decides
 how much a token teaches. Near its best the same steps add noise alone, and a candidate is worse
-than the draft that it began as. Where between the two a draft is, is measured: by the first step
-before any candidate was, then by the candidates. Each one that gains at its full share speeds
-training up by a factor of two, each other one slows it down.
+than the draft that it began as. Which of the two it is, is measured: by the first step before any
+candidate was, then by the candidates. What a candidate's interval does not tell from nothing
+changes nothing: halving the rate by chance, again and again, leaves a draft behind its policy.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LEAST_STEPS = 64
 at the configured learning rate."""
 
 NEW_LENGTH = 1.5
-"""Acceptance length of the first step below which the pace is ``FASTEST``; a random draft has 1."""
+"""Acceptance length of the first step below which a draft is far from its best; 1 at random."""
 
-FASTEST, SLOWEST = -2, 4
-"""Bounds of ``Pace.halvings``."""
+FAR, SLOWEST = -2, 4
+"""``Pace.halvings`` far from the best, and its upper bound."""
 
 _SHARES = (1.0, 0.5, 0.25)
 
@@ -36,7 +36,7 @@ class Pace:
     """Step size, update size and candidates of a learner.
 
     Attributes:
-        halvings: of the learning rate; below 0 of the tokens of a step instead.
+        halvings: of the learning rate, 0 to ``SLOWEST``; or ``FAR``, of a step's tokens.
         measured: whether a step was measured since ``restart``.
     """
 
@@ -68,18 +68,20 @@ class Pace:
         known = [rate for rate in step_acceptance if not math.isnan(rate)]
         self.measured = True
         if 1.0 + sum(accumulate(known, mul)) < NEW_LENGTH:
-            self.halvings = FASTEST
+            self.halvings = FAR
 
-    def settle(self, share: float, gain: float) -> None:
+    def settle(self, share: float, gain: float, half_width: float) -> None:
         """What the gate found.
 
         Args:
             share: of the candidate that accepts most.
             gain: its acceptance length over that of the served draft.
+            half_width: of the interval of ``gain``.
         """
-        if share == 1.0 and gain > 0.0:
-            self.halvings = max(self.halvings - 1, FASTEST)
-        else:
+        far, gains = self.halvings < 0, share == 1.0 and gain > half_width
+        if gains and not far:
+            self.halvings = max(self.halvings - 1, 0)
+        elif not gains and (far or abs(gain) > half_width):
             self.halvings = min(max(self.halvings, 0) + 1, SLOWEST)
 
     def batch_tokens(self, config: TrainingConfig, arrived: int) -> int:

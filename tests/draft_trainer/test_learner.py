@@ -132,16 +132,19 @@ def test_the_best_share_decides_where_and_how_fast_training_goes_on() -> None:
     near = learner.snapshot(torch.float32, served, 0.25)
     begin, end = served.fc.weight.detach(), far.get_parameter("fc.weight")
     assert torch.equal(near.get_parameter("fc.weight"), begin.lerp(end, 0.25))
-    learner.settle(served, 0.25, gain=0.1)
+    before = learner.state_dict()
+    learner.settle(served, 0.25, gain=0.1, half_width=0.2)
+    assert all(torch.equal(before[name], value) for name, value in learner.state_dict().items())
+    learner.settle(served, 0.25, gain=0.1, half_width=0.05)
     state = learner.state_dict()
     for kind in ("head", "average"):
         assert torch.equal(state[f"{kind}.fc.weight"], near.get_parameter("fc.weight"))
     assert learner.step(samples, heads).learning_rate == pytest.approx(0.75e-3)
-    for gain, halvings in ((0.1, 1), (0.1, 0), (0.1, -1), (0.1, -2), (0.1, -2), (0.0, 1)):
-        learner.settle(served, 1.0, gain)
+    for gain, halvings in ((0.1, 1), (0.1, 0), (0.1, 0), (-0.1, 1)):
+        learner.settle(served, 1.0, gain, half_width=0.05)
         assert learner.pace.halvings == halvings
     for _ in range(9):
-        learner.settle(served, 0.5, gain=0.1)
+        learner.settle(served, 0.5, gain=0.1, half_width=0.05)
     assert learner.pace.halvings == 4
     again = Learner(head(1), config)
     again.load_state_dict(learner.state_dict())

@@ -1,4 +1,4 @@
-"""A draft that gains takes many small steps, one near its best careful ones."""
+"""A draft far from its best takes many small steps, one near it careful ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.offline.record import Recorder
 from draft_trainer.recordings.recording import Recording
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.pace import FASTEST, SLOWEST, Pace
+from draft_trainer.training.pace import FAR, SLOWEST, Pace
 from examples.arithmetic_grpo.sampling import solutions
 from slipstream.sample import Sample
 from tests.draft_trainer.synthetic import Policy, head
@@ -39,37 +39,42 @@ def test_what_was_measured_says_how_training_goes_on() -> None:
         1000,
     )
     pace.begin((0.3, 0.4))
-    assert pace.halvings == FASTEST and pace.rate == 1.0 and pace.shares == (1.0,)
+    assert pace.halvings == FAR and pace.rate == 1.0 and pace.shares == (1.0,)
     assert (pace.batch_tokens(NONE_SET, ARRIVES), pace.batch_tokens(NONE_SET, 64_000)) == (64, 250)
     # As many tokens between two candidates.
     assert pace.steps_per_candidate(NONE_SET) * pace.batch_tokens(NONE_SET, ARRIVES) == 50 * 256
     given = TrainingConfig(batch_tokens=512)
     assert (pace.batch_tokens(given, ARRIVES), pace.steps_per_candidate(given)) == (512, 50)
-    # One that gains keeps or raises the speed, one that does not ends the small steps at once.
-    pace.settle(1.0, 0.01)
-    assert pace.halvings == FASTEST
-    for share, gain in ((1.0, 0.0), (0.5, 1.0)):
-        pace.settle(share, gain)
-    assert pace.halvings == 2
-    found = []
-    for _ in range(5):
-        pace.settle(1.0, 0.01)
-        found.append((pace.halvings, pace.rate, pace.batch_tokens(NONE_SET, ARRIVES)))
-    assert found == [(1, 0.5, 256), (0, 1.0, 256), (-1, 1.0, 128), (-2, 1.0, 64), (-2, 1.0, 64)]
-    for _ in range(9):
-        pace.settle(0.25, 0.1)
-    assert pace.halvings == SLOWEST
+    pace.settle(1.0, 0.02, half_width=0.01)
+    assert pace.halvings == FAR
+    for share, gain in ((1.0, 0.005), (1.0, -0.02), (0.5, 1.0)):
+        pace.halvings = FAR
+        pace.settle(share, gain, half_width=0.01)
+        assert (pace.halvings, pace.rate, pace.batch_tokens(NONE_SET, ARRIVES)) == (1, 0.5, 256)
     for rates in ((0.4, 0.5), (0.9, 0.8), (0.9, math.nan)):
         pace.restart()
         pace.begin(rates)
         assert pace.measured and pace.halvings == 1
 
 
+def test_near_the_best_only_what_is_no_chance_changes_the_rate() -> None:
+    pace = Pace(halvings=2)
+    for share, gain in ((1.0, 0.04), (0.25, 0.04), (1.0, -0.04), (0.5, -0.04)):
+        pace.settle(share, gain, half_width=0.05)
+        assert pace.halvings == 2
+    for expected in (1, 0, 0):
+        pace.settle(1.0, 0.06, half_width=0.05)
+        assert pace.halvings == expected
+    for share, gain in ((0.5, 0.06), (1.0, -0.06), (0.25, 0.06), (0.25, -0.06), (0.25, 0.06)):
+        pace.settle(share, gain, half_width=0.05)
+    assert pace.halvings == SLOWEST
+
+
 def test_completions_shorter_than_the_unroll_hide_no_random_draft() -> None:
     pace = Pace()
     pace.restart()
     pace.begin((0.1, math.nan, math.nan))
-    assert pace.halvings == FASTEST
+    assert pace.halvings == FAR
 
 
 def test_the_first_step_of_a_run_measures_and_a_state_keeps_it() -> None:
@@ -81,7 +86,7 @@ def test_the_first_step_of_a_run_measures_and_a_state_keeps_it() -> None:
     learner.restart_optimizer()
     metrics = learner.step(policy.samples(8), policy.heads())
     assert metrics.step_acceptance[0] < 0.3
-    assert learner.pace.halvings == FASTEST and metrics.learning_rate == pytest.approx(3e-3)
+    assert learner.pace.halvings == FAR and metrics.learning_rate == pytest.approx(3e-3)
     resumed = Learner(head(1), config)
     resumed.load_state_dict(learner.state_dict())
     assert resumed.pace == learner.pace
@@ -111,7 +116,6 @@ def test_a_random_draft_learns_more_from_as_many_tokens(
     for far in (True, False):
         if not far:
             monkeypatch.setattr(Pace, "begin", lambda self, rates: None)
-            monkeypatch.setattr("draft_trainer.training.pace.FASTEST", 0)
         config = TrainingConfig(ttt_steps=3, compute_dtype="bfloat16")
         served = init_draft(read_policy(EXAMPLE / "policy"), ids, seed=0)
         learner, steps = Learner(init_draft(read_policy(EXAMPLE / "policy"), ids), config), 0

@@ -91,7 +91,7 @@ def test_every_change_waits(change: str, log: list[str]) -> None:
     learner.change_after(torch.cuda.Event())
     match change:
         case "settle":
-            learner.settle(head(1), 0.5, 0.0)
+            learner.settle(head(1), 0.5, gain=0.1, half_width=0.0)
         case "load":
             learner.load_state_dict(before)
         case _:
