@@ -62,7 +62,7 @@ class BlockShape:
         heads, kv_heads = (
             size_of(config, f"num_{kind}_heads", whose) for kind in ("attention", "key_value")
         )
-        eps = config.get("rms_norm_eps")
+        eps: Any = config.get("rms_norm_eps")
         for name, found, fits, expected in (
             ("rms_norm_eps", eps, isinstance(eps, float), "a number"),
             ("num_key_value_heads", kv_heads, heads % kv_heads == 0, f"a divisor of {heads}"),
