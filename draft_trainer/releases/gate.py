@@ -122,13 +122,14 @@ def compare(
     method: Method,
     pass_tokens: int = PASS_TOKENS,
 ) -> tuple[release_pb2.Verdict, int]:
-    """Gate the best of ``candidates``, with the weights that are (or would be) served.
+    """Gate one of ``candidates``, with the weights that are (or would be) served.
 
     A candidate whose true gain is ``min_gain`` or less passes with probability
     (1 - confidence) / 2. What cannot be measured does not pass, and has no figures.
 
-    Of several, the best is chosen for each half of the prompts by the other half: choosing by the
-    prompts that the gain is measured on would make it greater than it is.
+    It is the first, unless another is surely better on the same prompts. The gain of another is
+    that of the best for each half of the prompts, chosen by the other half: choosing by the prompts
+    that it is measured on would make it greater than it is.
 
     Args:
         config: the least gain in acceptance length (tokens per verification step), the confidence
@@ -168,9 +169,10 @@ def compare(
             return unmeasured("ruined: its probabilities are not finite"), 0
         estimates.append(estimate)
     values = torch.stack([estimate.per_sequence for estimate in estimates])
-    best = int(values.mean(1).argmax())
+    best = surely_best(values, theirs.groups, config.confidence)
     ours = estimates[best]
-    paired = chosen_by_the_others(values, theirs.groups) - theirs.per_sequence
+    gained = chosen_by_the_others(values, theirs.groups) if best else values[0]
+    paired = gained - theirs.per_sequence
     difference, half_width = paired_interval(paired, theirs.groups, config.confidence)
     lengths = f"{ours.acceptance_length:.3f} against {theirs.acceptance_length:.3f}"
     gain = f"{difference:+.3f} ± {half_width:.3f}"
@@ -198,6 +200,22 @@ def compare(
         reason += f"; of the distribution before {', '.join(theirs.ignored)}"
     outcome = "passed" if passed else "failed"
     return release_pb2.Verdict(outcome=outcome, reason=reason, gate=figures), best
+
+
+def surely_best(values: Tensor, groups: Sequence[str], confidence: float) -> int:
+    """The first candidate, or a later one whose gain over it is no chance.
+
+    Args:
+        values: float64 [candidates, sequences].
+        groups: the prompt of each sequence; at least ``MIN_CLUSTERS`` different ones.
+        confidence: of the interval of the gain.
+    """
+    best = 0
+    for other in range(1, len(values)):
+        gain, half_width = paired_interval(values[other] - values[best], groups, confidence)
+        if gain > half_width:
+            best = other
+    return best
 
 
 def chosen_by_the_others(values: Tensor, groups: Sequence[str]) -> Tensor:

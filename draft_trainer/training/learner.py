@@ -71,8 +71,8 @@ class StepMetrics:
 class Learner:
     """Owns the head's float32 master weights and their optimizer. Not thread-safe.
 
-    Candidates lie on the line from the served weights to the learner's; the share of it that
-    accepts most decides how training goes on (``settle``).
+    Candidates lie on the line from the served weights to the learner's; the share of it that the
+    gate chooses decides how training goes on (``settle``).
 
     Two learners that start from the same weights and take the same steps have the same bits, on
     the same hardware with the same number of threads; on a GPU, whether torch uses deterministic
@@ -211,16 +211,16 @@ class Learner:
 
     @torch.no_grad()
     def settle(self, served: Draft, share: float, gain: float, half_width: float) -> None:
-        """Go on from the best candidate, where its gain is not chance, at a pace that suits it.
+        """Go on from the candidate that was gated, at a pace that suits its gain.
 
         Args:
             served: the draft that candidates were compared with.
-            share: of the candidate that accepts most.
+            share: of that candidate.
             gain: its acceptance length over that of ``served``.
             half_width: of the interval of ``gain``.
         """
         self._wait_for_copy()
-        if share < 1.0 and abs(gain) > half_width:
+        if share < 1.0:
             for name, weight in self._on_the_line(served, share).items():
                 self.head.get_parameter(name).copy_(weight)
                 self._optimizer.averaged[name].copy_(weight)

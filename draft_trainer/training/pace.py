@@ -3,8 +3,8 @@
 A head far from its best gains with every update, whatever its noise: the number of updates decides
 how much a token teaches. Near its best the same steps add noise alone, and a candidate is worse
 than the draft that it began as. Which of the two it is, is measured: by the first step before any
-candidate was, then by the candidates. What a candidate's interval does not tell from nothing
-changes nothing: halving the rate by chance, again and again, leaves a draft behind its policy.
+candidate was, then by the candidates. What the gate's intervals do not tell from chance changes
+nothing: a rate that is halved by chance, again and again, leaves a draft behind its policy.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class Pace:
         """What the gate found.
 
         Args:
-            share: of the candidate that accepts most.
+            share: of the candidate that was gated; below 1 it is surely better than the whole way.
             gain: its acceptance length over that of the served draft.
             half_width: of the interval of ``gain``.
         """
-        far, gains = self.halvings < 0, share == 1.0 and gain > half_width
-        if gains and not far:
-            self.halvings = max(self.halvings - 1, 0)
-        elif not gains and (far or abs(gain) > half_width):
+        far = self.halvings < 0
+        if share == 1.0 and gain > half_width:
+            self.halvings = FAR if far else max(self.halvings - 1, 0)
+        elif far or share < 1.0 or gain < -half_width:
             self.halvings = min(max(self.halvings, 0) + 1, SLOWEST)
 
     def batch_tokens(self, config: TrainingConfig, arrived: int) -> int:

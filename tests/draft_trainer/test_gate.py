@@ -14,7 +14,12 @@ from draft_trainer.counters import Counters
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.releases import gate
-from draft_trainer.releases.gate import chosen_by_the_others, paired_interval, student
+from draft_trainer.releases.gate import (
+    chosen_by_the_others,
+    paired_interval,
+    student,
+    surely_best,
+)
 from draft_trainer.training.learner import Learner
 from slipstream.sample import Sample
 from slipstream.v1 import release_pb2
@@ -235,6 +240,19 @@ def test_the_best_of_several_is_chosen_by_other_prompts_than_it_is_measured_on()
     assert sum(naive) / 400 > 5 * 40**-0.5 / 20
     values[1] += 5.0
     assert torch.equal(chosen_by_the_others(values, groups), values[1])
+
+
+def test_another_than_the_first_is_gated_only_where_it_is_surely_better() -> None:
+    generator = torch.Generator().manual_seed(0)
+    groups = [str(i // 2) for i in range(40)]
+    others = 0
+    for _ in range(200):
+        values = torch.randn(2, 40, dtype=torch.float64, generator=generator)
+        others += surely_best(values, groups, 0.95)
+        assert surely_best(values + torch.tensor([[0.0], [2.0]]), groups, 0.95) == 1
+        assert surely_best(values + torch.tensor([[2.0], [0.0]]), groups, 0.95) == 0
+    # Of 200 by chance 5; the greater mean would be 100.
+    assert others <= 14
 
 
 def test_the_best_candidate_is_the_one_that_is_gated(

@@ -133,7 +133,7 @@ def test_the_best_share_decides_where_and_how_fast_training_goes_on() -> None:
     begin, end = served.fc.weight.detach(), far.get_parameter("fc.weight")
     assert torch.equal(near.get_parameter("fc.weight"), begin.lerp(end, 0.25))
     before = learner.state_dict()
-    learner.settle(served, 0.25, gain=0.1, half_width=0.2)
+    learner.settle(served, 1.0, gain=0.1, half_width=0.2)
     assert all(torch.equal(before[name], value) for name, value in learner.state_dict().items())
     learner.settle(served, 0.25, gain=0.1, half_width=0.05)
     state = learner.state_dict()

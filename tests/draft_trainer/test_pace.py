@@ -59,13 +59,13 @@ def test_what_was_measured_says_how_training_goes_on() -> None:
 
 def test_near_the_best_only_what_is_no_chance_changes_the_rate() -> None:
     pace = Pace(halvings=2)
-    for share, gain in ((1.0, 0.04), (0.25, 0.04), (1.0, -0.04), (0.5, -0.04)):
-        pace.settle(share, gain, half_width=0.05)
+    for gain in (0.04, -0.04, 0.05, -0.05):
+        pace.settle(1.0, gain, half_width=0.05)
         assert pace.halvings == 2
     for expected in (1, 0, 0):
         pace.settle(1.0, 0.06, half_width=0.05)
         assert pace.halvings == expected
-    for share, gain in ((0.5, 0.06), (1.0, -0.06), (0.25, 0.06), (0.25, -0.06), (0.25, 0.06)):
+    for share, gain in ((0.5, 0.06), (1.0, -0.06), (0.25, 0.01), (0.25, -0.06), (0.25, 0.06)):
         pace.settle(share, gain, half_width=0.05)
     assert pace.halvings == SLOWEST
 
