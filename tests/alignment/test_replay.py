@@ -9,7 +9,6 @@ auxiliary layer, one RoPE step) moves it by tens of per cent.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -33,24 +32,19 @@ TOLERANCE = 0.02
 
 
 def generate(server: Live, prompts: list[list[int]], **more: object) -> list[list[int]]:
-    def one(prompt: list[int]) -> list[int]:
-        answer = httpx.post(
-            f"{server.http}/v1/completions",
-            json={
-                "model": "policy",
-                "prompt": prompt,
-                "max_tokens": MAX_COMPLETION_TOKENS,
-                "temperature": 1.0,
-                "return_token_ids": True,
-                **more,
-            },
-            timeout=300,
-        )
-        answer.raise_for_status()
-        return answer.json()["choices"][0]["token_ids"]
-
-    with ThreadPoolExecutor(32) as pool:
-        return list(pool.map(one, prompts))
+    answer = server.client.post(
+        "/v1/completions",
+        json={
+            "model": "policy",
+            "prompt": prompts,
+            "max_tokens": MAX_COMPLETION_TOKENS,
+            "temperature": 1.0,
+            "return_token_ids": True,
+            **more,
+        },
+    )
+    answer.raise_for_status()
+    return [choice["token_ids"] for choice in answer.json()["choices"]]
 
 
 def counters(server: Live) -> SpecCounters:

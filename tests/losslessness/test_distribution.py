@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
-import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -46,10 +45,9 @@ def policy(policy_dir: Path) -> PreTrainedModel:
 
 def complete(server: Live, prompt: list[int], **body: object) -> list[tuple[int, ...]]:
     """Token ids of every choice of one completion request."""
-    answer = httpx.post(
-        f"{server.http}/v1/completions",
+    answer = server.client.post(
+        "/v1/completions",
         json={"model": "policy", "prompt": prompt, "return_token_ids": True, **body},
-        timeout=300,
     )
     answer.raise_for_status()
     return [tuple(choice["token_ids"]) for choice in answer.json()["choices"]]

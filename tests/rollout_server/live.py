@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 
@@ -26,33 +27,43 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 class Live(RolloutServer):
-    """A running server, as tests use it."""
+    """A running server, as tests use it.
+
+    Attributes:
+        client: of its OpenAI API, for any thread.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        # The server closes a connection that was idle for 5 s, httpx's own limit: a slow machine
+        # may use one just then. One client, because each loads the root certificates.
+        fresh = httpx.Limits(max_keepalive_connections=0)
+        self.client = httpx.Client(base_url=self.http, timeout=300, limits=fresh)
+
+    def stop(self) -> None:
+        """End the process and the connections to it."""
+        self.client.close()
+        super().stop()
 
     def generate(self, batch: Sequence[list[int]], tokens: int = 40) -> list[Completion]:
         """Greedy completions, ``IN_FLIGHT`` requests at a time. Raises on any failure."""
-        # The server closes a connection that was idle for 5 s, httpx's own limit: a slow machine
-        # may use one just then.
-        fresh = httpx.Limits(max_keepalive_connections=0)
-        with (
-            httpx.Client(base_url=self.http, timeout=120, limits=fresh) as client,
-            ThreadPoolExecutor(IN_FLIGHT) as pool,
-        ):
 
-            def one(prompt: list[int]) -> Completion:
-                answer = client.post(
-                    "/v1/completions",
-                    json={
-                        "model": "policy",
-                        "prompt": prompt,
-                        "max_tokens": tokens,
-                        "temperature": 0.0,
-                        "ignore_eos": True,
-                        "return_token_ids": True,
-                    },
-                )
-                answer.raise_for_status()
-                return tuple(answer.json()["choices"][0]["token_ids"])
+        def one(prompt: list[int]) -> Completion:
+            answer = self.client.post(
+                "/v1/completions",
+                json={
+                    "model": "policy",
+                    "prompt": prompt,
+                    "max_tokens": tokens,
+                    "temperature": 0.0,
+                    "ignore_eos": True,
+                    "return_token_ids": True,
+                },
+            )
+            answer.raise_for_status()
+            return tuple(answer.json()["choices"][0]["token_ids"])
 
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
             return list(pool.map(one, batch))
 
     @contextmanager
