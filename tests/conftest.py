@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -67,11 +68,9 @@ def draft_dir() -> Path:
     return EXAMPLE / "draft"
 
 
-@pytest.fixture(scope="session")
-def serve(
-    policy_dir: Path, draft_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[object]:
-    """``serve(*extra options) -> Live``; every server is stopped at the end.
+@contextmanager
+def servers(policy_dir: Path, draft_dir: Path, logs: Path) -> Iterator[Callable[..., Live]]:
+    """``start(*extra options) -> Live``; every server is stopped at the end.
 
     float32, so that the exact probabilities that the tests compute in torch are the
     server's own and the statistical tests' null is exact.
@@ -83,21 +82,35 @@ def serve(
         # gigabyte that vLLM would take instead is touched at once, by each of three servers: the
         # page cache went, and importing vLLM took two minutes.
         options = ("--dtype", "float32", "--num-gpu-blocks-override", "384", *options)
-        log = tmp_path_factory.mktemp("server") / "log"
+        log = logs / f"server-{len(started)}.log"
         started.append(Live(log, *options, policy=policy, draft=draft))
         started[-1].service.start()
         started[-1].service.wait_ready(600)
         return started[-1]
 
-    yield start
-    for server in started:
-        server.stop()
+    try:
+        yield start
+    finally:
+        for server in started:
+            server.stop()
+
+
+@pytest.fixture(scope="module")
+def serve(
+    policy_dir: Path, draft_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Live]]:
+    """Starts servers of a test module's own: each holds 3 GB, so none outlives the module."""
+    with servers(policy_dir, draft_dir, tmp_path_factory.mktemp("servers")) as start:
+        yield start
 
 
 @pytest.fixture(scope="session")
-def server(serve) -> Live:  # type: ignore[no-untyped-def]
+def server(
+    policy_dir: Path, draft_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Live]:
     """One server, shared by every test that leaves it as it found it (release 0, speculating)."""
-    return serve()
+    with servers(policy_dir, draft_dir, tmp_path_factory.mktemp("server")) as start:
+        yield start()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

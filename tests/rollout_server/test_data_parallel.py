@@ -178,4 +178,3 @@ def test_two_ranks_serve_one_draft_and_one_policy_under_load(  # type: ignore[no
     state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
     assert (state.draft_version, state.policy_version, state.not_ready) == (3, 3, "")
     assert min(live.drafts()[version] for version in (1, 2, 3)) > 0
-    live.service.stop()

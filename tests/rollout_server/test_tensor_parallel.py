@@ -32,4 +32,3 @@ def test_both_ranks_commit_read_back_and_roll_back_the_same_release(  # type: ig
     assert (state.draft_version, state.not_ready) == (0, "")
     assert live.generate(prompts(16)) == plain
     assert live.drafts()[7] > 0
-    live.service.stop()
