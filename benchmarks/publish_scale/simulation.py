@@ -267,8 +267,8 @@ class Client:
         self._server.staged.clear()
         return self._answer(0.0)
 
-    def expect(self, draft: DraftPayload) -> Failure | None:
-        if self._server.live != draft.version:
+    def expect(self, version: int, sha256: bytes) -> Failure | None:
+        if self._server.live != version:
             self._server.not_ready = f"serves draft {self._server.live}"
         return self._answer(0.0)
 

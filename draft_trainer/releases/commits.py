@@ -87,12 +87,15 @@ class Payloads:
 
     def is_served(self, state: pb.ServerState, version: int) -> bool:
         """Whether a server serves this release, by number and by content."""
-        if state.draft_version != version:
-            return False
+        digest = self.digest(version) if state.draft_version == version else None
+        return digest is not None and state.draft_sha256 in (b"", digest)
+
+    def digest(self, version: int) -> bytes | None:
+        """``ServerState.draft_sha256`` of a server that serves it; None: the release is damaged."""
         try:
-            return not state.draft_sha256 or state.draft_sha256 == self._digest(version)
+            return self._digest(version)
         except RefusedError:
-            return False
+            return None
 
     def get(self, version: int) -> DraftPayload:
         """One release. Raises RefusedError: there is none, or its files were altered."""
@@ -176,7 +179,7 @@ def expect_on(fleet: Fleet, draft: DraftPayload, stragglers: Iterable[str]) -> N
     """
     calls = fleet.calls()
     for address in stragglers:
-        calls.start(address, partial(fleet.client(address).expect, draft))
+        calls.start(address, partial(fleet.client(address).expect, draft.version, draft.sha256))
 
 
 def commit_on(

@@ -175,9 +175,9 @@ class RolloutClient:
             answer.bytes_from_sources = min(answer.bytes_from_sources, draft.nbytes)
         return answer
 
-    def expect(self, draft: DraftPayload) -> Failure | None:
+    def expect(self, version: int, sha256: bytes) -> Failure | None:
         """Tell it which draft the fleet serves: with another one it is not ready."""
-        request = pb.ExpectRequest(draft_version=draft.version, draft_sha256=draft.sha256)
+        request = pb.ExpectRequest(draft_version=version, draft_sha256=sha256)
         return self._told(self._stub.Expect, request, self._config.state_timeout_s)
 
     def commit(self, stage_ids: Sequence[str]) -> pb.ServerState | Failure:

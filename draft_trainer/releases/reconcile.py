@@ -162,15 +162,13 @@ class Reconciler:
         now = publisher.promotions.now
         if publisher.fleet.config.quorum == 1.0:
             return
-        behind = [
-            address
-            for address, found in self._diverged.items()
-            if found.reason != "not_ready" and not isinstance(states[address], Failure)
-        ]
-        if behind:
-            publisher.fleet.each(
-                lambda c: c.expect(publisher.payloads.get(now.wanted_on(c.address))), behind
-            )
+        behind: dict[str, tuple[int, bytes]] = {}
+        for address, found in self._diverged.items():
+            version = now.wanted_on(address)
+            sha256 = publisher.payloads.digest(version)
+            if sha256 and found.reason != "not_ready" and not isinstance(states[address], Failure):
+                behind[address] = version, sha256
+        publisher.fleet.each(lambda client: client.expect(*behind[client.address]), behind)
 
     def _count(self, states: Mapping[str, pb.ServerState | Failure]) -> None:
         """Count servers that are known, reachable, ready, and on the release wanted on them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest.mock import MagicMock
 
 import pytest
@@ -64,6 +65,23 @@ def test_looks_at_a_trial_leave_most_of_the_time_to_training(
     monkeypatch.setattr(rig.reconciler, "_stopping", stopping)
     rig.reconciler._run()
     assert waits == [pytest.approx(pause)]
+
+
+def test_a_damaged_release_keeps_no_other_server_from_being_looked_after(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(3, quorum=0.6)
+    rig.publisher.promote(1, pin=False)
+    weights = rig.registry.path(1) / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    rig.restart()
+    rig.doubles[1].state.draft_version = 0
+    rig.heal()
+    assert ("Expect", ("1",)) in rig.doubles[1].calls, "it is not ready meanwhile"
+    assert rig.counters.fleet_events()["not_healed"] == 1
+    assert rig.counters.servers == {"known": 3, "reachable": 3, "ready": 3, "current": 2}
 
 
 @pytest.mark.parametrize("what", ["checksum", "not_ready"])
