@@ -323,6 +323,7 @@ class Fleet:
         self._refreshing = threading.Lock()
         self._lock = threading.Lock()
         self._clients: dict[str, RolloutClient] = {}
+        self._refused: frozenset[str] = frozenset()
         self._states: dict[str, pb.ServerState] = {}
         self._said: tuple[int, str] = ASSUMED
         self._pool = ThreadPoolExecutor(self.MAX_CALLS, thread_name_prefix="fleet")
@@ -342,18 +343,27 @@ class Fleet:
         return config.num_speculative_tokens or tokens, config.draft_sample_method or sampled
 
     def refresh(self) -> tuple[str, ...]:
-        """Look again who belongs to it; returns the addresses."""
+        """Look again who belongs to it; returns the addresses, without those that may not be asked:
+        the token would cross a network readable."""
         with self._refreshing:
             wanted = self._members.addresses()
+        refused: dict[str, RefusedError] = {}
         with self._lock:
             gone = [self._clients.pop(a) for a in list(self._clients) if a not in wanted]
             for address in wanted:
-                if address not in self._clients:
-                    client = RolloutClient(address, self.config, self._credentials, self._trainer)
-                    self._clients[address] = client
+                try:
+                    if address not in self._clients:
+                        self._clients[address] = RolloutClient(
+                            address, self.config, self._credentials, self._trainer
+                        )
+                except RefusedError as error:
+                    refused[address] = error
+            new, self._refused = refused.keys() - self._refused, frozenset(refused)
+        for address in new:
+            logger.warning("%s is left out: %s", address, refused[address])
         for client in gone:
             client.close()
-        return wanted
+        return self.addresses
 
     def client(self, address: str) -> RolloutClient:
         """One server. Of one that has left, a client whose calls all fail."""

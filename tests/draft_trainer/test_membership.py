@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from draft_trainer.config import PublishConfig
 from draft_trainer.config_file import load_config, parse_config
+from draft_trainer.releases.fleet import Failure, Fleet
 from draft_trainer.releases.members import Members
 from slipstream.errors import RefusedError
+from slipstream.security import ClientCredentials
+from tests.security.certificates import write_token
 
 
 def test_a_name_is_looked_up_again_and_the_last_answer_outlives_the_name_service(
@@ -72,3 +76,21 @@ def test_bad_addresses_are_refused(address: str) -> None:
             }
         )
     assert "publish.rollout_servers" in caught.value.field
+
+
+def test_a_member_that_may_not_be_asked_keeps_no_other_from_being_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    members = tmp_path / "fleet"
+    members.write_text("127.0.0.1:1\n127.0.0.1:2\n")
+    credentials = ClientCredentials(token_file=write_token(tmp_path / "token", "operate" * 8))
+    fleet = Fleet(PublishConfig(rollout_servers=(f"file:{members}",)), credentials=credentials)
+    left = fleet.client("127.0.0.1:2")
+    members.write_text("127.0.0.1:1\n192.0.2.1:3\n127.0.0.1:4\n")
+    for _ in range(2):
+        assert fleet.refresh() == fleet.addresses == ("127.0.0.1:1", "127.0.0.1:4")
+    (text,) = caplog.messages
+    assert text.startswith("192.0.2.1:3 is left out") and "without TLS" in text
+    state = left.state()
+    assert isinstance(state, Failure) and "closed" in state.text, "its channel is closed"
+    fleet.close()
