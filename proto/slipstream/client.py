@@ -72,31 +72,59 @@ def open_channel(
         channel = grpc.insecure_channel(address, options=options)
     else:
         channel = grpc.secure_channel(address, tls, options=options)
-    return channel if token is None else grpc.intercept_channel(channel, _SendToken(token))
+    return channel if token is None else _TokenChannel(channel, token)
 
 
-class _SendToken(
-    grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]
-    grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
-    grpc.StreamUnaryClientInterceptor,  # type: ignore[misc]
-    grpc.StreamStreamClientInterceptor,  # type: ignore[misc]
-):
-    """Sends the token that is in its file when the call begins."""
+class _TokenChannel(grpc.Channel):  # type: ignore[misc]
+    """Sends the token that is in its file when a call begins.
 
-    def __init__(self, token: Followed[str]) -> None:
-        self._token = token
+    Not an interceptor of gRPC's: that one looks a method up in the channel at every call, and on a
+    closed channel this ends the process with a segmentation fault. Here it is looked up once.
+    """
 
-    def intercept_unary_unary(
-        self, continuation: Callable[[Any, Any], Any], client_call_details: Any, request: Any
-    ) -> Any:
-        shown = ("authorization", f"Bearer {self._token.now()}")
-        metadata = (*(client_call_details.metadata or ()), shown)
-        # gRPC's own details are a named tuple, and have no public constructor.
-        return continuation(client_call_details._replace(metadata=metadata), request)
+    def __init__(self, channel: grpc.Channel, token: Followed[str]) -> None:
+        self._channel, self._token = channel, token
 
-    intercept_unary_stream = intercept_unary_unary
-    intercept_stream_unary = intercept_unary_unary
-    intercept_stream_stream = intercept_unary_unary
+    def unary_unary(self, *args: Any, **named: Any) -> _TokenMethod:
+        return _TokenMethod(self._channel.unary_unary(*args, **named), self._token)
+
+    def unary_stream(self, *args: Any, **named: Any) -> _TokenMethod:
+        return _TokenMethod(self._channel.unary_stream(*args, **named), self._token)
+
+    def stream_unary(self, *args: Any, **named: Any) -> _TokenMethod:
+        return _TokenMethod(self._channel.stream_unary(*args, **named), self._token)
+
+    def stream_stream(self, *args: Any, **named: Any) -> _TokenMethod:
+        return _TokenMethod(self._channel.stream_stream(*args, **named), self._token)
+
+    def subscribe(self, *args: Any, **named: Any) -> None:
+        self._channel.subscribe(*args, **named)
+
+    def unsubscribe(self, *args: Any, **named: Any) -> None:
+        self._channel.unsubscribe(*args, **named)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> _TokenChannel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _TokenMethod:
+    def __init__(self, method: Any, token: Followed[str]) -> None:
+        self._method, self._token = method, token
+
+    def __call__(self, request: Any, *, metadata: Any = None, **named: Any) -> Any:
+        return self._method(request, metadata=self._shown(metadata), **named)
+
+    def future(self, request: Any, *, metadata: Any = None, **named: Any) -> Any:
+        return self._method.future(request, metadata=self._shown(metadata), **named)
+
+    def _shown(self, metadata: Any) -> tuple[tuple[str, str], ...]:
+        return (*(metadata or ()), ("authorization", f"Bearer {self._token.now()}"))
 
 
 @dataclass
