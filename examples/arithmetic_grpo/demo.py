@@ -121,16 +121,18 @@ def _run(options: argparse.Namespace, seed: int, directory: Path, began: float) 
             model="policy",
         )
         before = core_seconds(trainer.pid)
+        table = LiveTable(options.steps)
+        watched = ports["bridge"] if options.watch else None
         try:
-            _train(
-                options, seed, run, rollouts, services, ports["bridge"] if options.watch else None
-            )
+            _train(options, seed, run, rollouts, services, table, watched)
             seconds, peak = trainer.usage()
             run.cost |= {"trainer_cpu_seconds": seconds, "trainer_peak_bytes": float(peak)}
             after = core_seconds(trainer.pid)
             # Where the kernel does not say how much of it others wanted: all of it, at most.
             took = after.taken_since(before) if before and after else seconds
             run.cost["trainer_took_seconds"] = took
+            if options.speed_rounds:
+                run.speed = _speed(options, rollouts, trainer, table)
         finally:
             rollouts.close()
     run.total_seconds = time.perf_counter() - began
@@ -143,6 +145,7 @@ def _train(
     run: RunRecord,
     rollouts: RolloutClient,
     services: Services,
+    table: LiveTable,
     bridge_port: int | None,
 ) -> None:
     # On a CPU, and for a policy this small, eager attention is faster than the fused kernel.
@@ -166,7 +169,6 @@ def _train(
         learning_rate=options.learning_rate,
         steps=options.steps,
     )
-    table = LiveTable(options.steps)
     with bridge, served(bridge, bridge_port):
         loop = GrpoLoop(model, bridge, rollouts, settings, seed)
         loop.announce_initial_policy()
@@ -175,7 +177,6 @@ def _train(
             record = loop.step(index)
             run.steps.append(record)
             table.show(record)
-        newest = rollouts.state().draft_version
         run.swaps = loop.swaps
         status, state = rollouts.status(), rollouts.state()
         run.trainer = {
@@ -193,12 +194,25 @@ def _train(
         stats = bridge.stats()
         run.bridge = {key: str(value) for key, value in vars(stats).items()}
         run.cost = {"sent_bytes_per_step": stats.sent_bytes / options.steps}
-        prompts = [prompt_ids(problem) for problem in held_out_problems(16)]
-        if options.speed_rounds:
-            run.speed = measure_speed(
-                rollouts, prompts, newest, rounds=options.speed_rounds, progress=table.note
-            )
-        table.note("")
+
+
+def _speed(
+    options: argparse.Namespace, rollouts: RolloutClient, trainer: Service, table: LiveTable
+) -> dict[str, dict[str, list[float]]]:
+    """Generation alone: on these cores a trainer beside it slows whichever arm it meets.
+
+    What it takes from the loop is in the figures of the loop.
+    """
+    newest = rollouts.state().draft_version
+    for version in (0, newest):
+        rollouts.swap(version)  # keeps the release, which nobody serves once the trainer ends
+    trainer.stop()
+    prompts = [prompt_ids(problem) for problem in held_out_problems(16)]
+    speed = measure_speed(
+        rollouts, prompts, newest, rounds=options.speed_rounds, progress=table.note
+    )
+    table.note("")
+    return speed
 
 
 def _trainer_config(

@@ -25,7 +25,7 @@ def measure_speed(
     machine's speed falls on all of them alike.
 
     Args:
-        rollouts: the server, idle otherwise.
+        rollouts: the server, with nothing else to do.
         prompts: token ids; taken in turn.
         adapted_version: the release of the adapted arm.
         rounds: interleaved rounds.
