@@ -1,4 +1,4 @@
-"""Guards for vLLM's two bugs that break losslessness.
+"""Guards for two of vLLM's bugs that break losslessness, and for one that serialises requests.
 
 **A shared lm_head.** If the draft's lm_head equals the verifier's when vLLM loads it, which is the
 usual initialisation of a draft, vLLM drops the draft's and points it at the verifier's. The next
@@ -15,11 +15,19 @@ uninitialised; the CPU kernel behind it fills an int64 copy of that output and t
 Temperature, top-k and top-p of every verified draft token are then whatever was in memory; greedy
 requests take another path and hide it. https://github.com/vllm-project/vllm/pull/42638 was closed
 unmerged; 0.27 to 0.32 have it.
+
+**Waiting for the worker on CPUs.** While the engine core waits for its worker it calls
+``os.sched_yield`` in a loop, which releases the GIL for too short a time for its threads for input
+and output to take it. On few cores they get it only once the engine has nothing to do: requests
+that arrive together are served one after the other, and answers wait for the last one.
+https://github.com/vllm-project/vllm/pull/29813 (closed unmerged) has the sleep that ends it.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -32,12 +40,16 @@ from slipstream.errors import RefusedError
 
 EMBEDDING = "embed_tokens"
 
+SPINS, PAUSE_SECONDS = 1000, 1e-4
+"""A wait of a worker's step sleeps a few times; one of less than a millisecond does not."""
+
 
 def install() -> None:
     """Patch the vLLM of this process.
 
     Raises RefusedError: what samples the drafts is unknown.
     """
+    import vllm.distributed.device_communicators.shm_broadcast as shm_broadcast
     import vllm.v1.sample.rejection_sampler as rejection_sampler
     from vllm.platforms import current_platform
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
@@ -47,6 +59,7 @@ def install() -> None:
     keep_own_lm_head_v2(utils)
     if current_platform.is_cpu():
         repair_sampler(rejection_sampler)
+        let_threads_run(shm_broadcast)
     allow_dense_qwen3_next()
 
 
@@ -166,3 +179,25 @@ def repair_sampler(module: ModuleType) -> None:
             f"use a vLLM release that Slipstream was tested with ({', '.join(TESTED)})",
         )
     module.expand_batch_to_tokens = expand_batch_to_tokens  # type: ignore[attr-defined]
+
+
+def let_threads_run(module: ModuleType) -> None:
+    """Have the wait for a message sleep once in a while, on a CPU.
+
+    Args:
+        module: ``vllm.distributed.device_communicators.shm_broadcast``; one without
+            ``sched_yield`` waits in another way and is left alone.
+    """
+    spin: Callable[[], None] | None = getattr(module, "sched_yield", None)
+    if spin is None or getattr(spin, "_slipstream", False):
+        return
+    turns = itertools.count(1)
+
+    def sched_yield() -> None:
+        if next(turns) % SPINS:
+            spin()
+        else:
+            time.sleep(PAUSE_SECONDS)
+
+    sched_yield._slipstream = True  # type: ignore[attr-defined]
+    module.sched_yield = sched_yield  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
-"""The guards for vLLM's two bugs; each test fails on a vLLM that has repaired its own."""
+"""The guards for vLLM's bugs; each test fails on a vLLM that has repaired its own."""
 
 from __future__ import annotations
 
+import inspect
 import types
 from typing import Any
 
@@ -120,3 +121,23 @@ def test_a_vllm_whose_sampler_is_another_is_refused() -> None:
             module.expand_batch_to_tokens = function  # type: ignore[attr-defined]
         with pytest.raises(RefusedError, match="expand_batch_to_tokens"):
             vllm_patches.repair_sampler(module)
+
+
+def test_vllm_waits_without_a_sleep_and_ours_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half fails on a vLLM that waits in another way: then the workaround can go."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    source = inspect.getsource(shm_broadcast.SpinCondition.wait)
+    assert "sched_yield()" in source and "sleep" not in source
+
+    spins, sleeps = [], []
+    module = types.ModuleType("shm_broadcast")
+    module.sched_yield = lambda: spins.append(1)  # type: ignore[attr-defined]
+    monkeypatch.setattr(vllm_patches.time, "sleep", sleeps.append)
+    for _ in range(2):
+        vllm_patches.let_threads_run(module)
+    for _ in range(3 * vllm_patches.SPINS):
+        module.sched_yield()
+    assert sleeps == 3 * [vllm_patches.PAUSE_SECONDS]
+    assert len(spins) == 3 * (vllm_patches.SPINS - 1)
+    vllm_patches.let_threads_run(types.ModuleType("another"))
