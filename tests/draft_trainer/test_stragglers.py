@@ -43,6 +43,11 @@ def until(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.005)
 
 
+def wait_for_stragglers(rig: Rig, seconds: float) -> None:
+    """From now on, once enough servers have answered."""
+    rig.fleet.config = rig.fleet.config.model_copy(update={"straggler_s": seconds})
+
+
 def told(double: RolloutDouble, version: int) -> bool:
     return ("Expect", (str(version),)) in double.calls
 
@@ -89,12 +94,17 @@ def test_without_a_quorum_one_server_keeps_a_release_back(make_rig: Callable[...
 def test_a_straggler_that_answers_late_is_on_the_release(
     make_rig: Callable[..., Rig], phase: str
 ) -> None:
-    rig = make_rig(4, quorum=0.75, straggler_s=0.01, commit_timeout_s=LONG, stage_timeout_s=LONG)
+    rig = make_rig(4, quorum=0.75, straggler_s=LONG, commit_timeout_s=LONG, stage_timeout_s=LONG)
     late, go = rig.doubles[3], threading.Event()
     late.faults.waits[phase] = go
-    result = rig.publisher.promote(1, pin=False)
+    rig.promotions.offer(1)
+    if phase == "Stage":
+        wait_for_stragglers(rig, 0.0)
+    rig.publisher.prepare()
+    wait_for_stragglers(rig, 0.0)
+    result = rig.publisher.complete(0, "")
     assert (result.draft_version, result.changes) == (1, True)
-    assert "no answer 0.01 s after 3 servers had done it" in result.outcomes[late.address].error
+    assert "no answer 0 s after 3 servers had done it" in result.outcomes[late.address].error
     until(lambda: told(late, 1))
     assert rig.served == [1, 1, 1, 0] and ready(rig) == {1}
     go.set()
@@ -114,11 +124,15 @@ def test_a_commit_that_comes_after_the_next_publish_changes_nothing(
     make_rig: Callable[..., Rig],
 ) -> None:
     """The call of release 1 lies at a server while release 2 goes live everywhere."""
-    rig = make_rig(4, quorum=0.75, straggler_s=0.01, commit_timeout_s=LONG)
+    rig = make_rig(4, quorum=0.75, straggler_s=LONG, commit_timeout_s=LONG)
     late, go = rig.doubles[3], threading.Event()
     late.faults.waits["Commit"] = go
-    rig.publisher.promote(1, pin=False)
+    rig.promotions.offer(1)
+    rig.publisher.prepare()
+    wait_for_stragglers(rig, 0.0)
+    rig.publisher.complete(0, "")
     late.faults = Faults()
+    wait_for_stragglers(rig, LONG)
     assert rig.publisher.promote(2, pin=False).changes
     assert rig.served == [2] * 4
     go.set()
@@ -188,9 +202,10 @@ def test_a_straggler_is_ready_again_where_the_fleet_comes_back_to_its_release(qu
 def test_a_policy_in_the_same_call_is_waited_for_everywhere(
     make_rig: Callable[..., Rig],
 ) -> None:
-    rig = make_rig(4, quorum=0.75, straggler_s=0.01, commit_timeout_s=LONG)
+    rig = make_rig(4, quorum=0.75, straggler_s=LONG, commit_timeout_s=LONG)
     rig.promotions.offer(1)
     rig.publisher.prepare()
+    wait_for_stragglers(rig, 0.0)
     late, go = rig.doubles[3], threading.Event()
     late.faults.waits["Commit"] = go
     stage_id = rig.stage_policy(7)
