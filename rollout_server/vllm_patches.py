@@ -41,7 +41,7 @@ from slipstream.errors import RefusedError
 EMBEDDING = "embed_tokens"
 
 SPINS, PAUSE_SECONDS = 1000, 1e-4
-"""A wait of a worker's step sleeps a few times; one of less than a millisecond does not."""
+"""Turns of the loop between two sleeps, which take about a millisecond, and how long one is."""
 
 
 def install() -> None:

@@ -32,19 +32,8 @@ TOLERANCE = 0.02
 
 
 def generate(server: Live, prompts: list[list[int]], **more: object) -> list[list[int]]:
-    answer = server.client.post(
-        "/v1/completions",
-        json={
-            "model": "policy",
-            "prompt": prompts,
-            "max_tokens": MAX_COMPLETION_TOKENS,
-            "temperature": 1.0,
-            "return_token_ids": True,
-            **more,
-        },
-    )
-    answer.raise_for_status()
-    return [choice["token_ids"] for choice in answer.json()["choices"]]
+    sampling = {"max_tokens": MAX_COMPLETION_TOKENS, "temperature": 1.0} | more
+    return [list(completion) for completion in server.complete(prompts, **sampling)]
 
 
 def counters(server: Live) -> SpecCounters:

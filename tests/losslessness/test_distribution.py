@@ -43,20 +43,10 @@ def policy(policy_dir: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32).eval()
 
 
-def complete(server: Live, prompt: list[int], **body: object) -> list[tuple[int, ...]]:
-    """Token ids of every choice of one completion request."""
-    answer = server.client.post(
-        "/v1/completions",
-        json={"model": "policy", "prompt": prompt, "return_token_ids": True, **body},
-    )
-    answer.raise_for_status()
-    return [tuple(choice["token_ids"]) for choice in answer.json()["choices"]]
-
-
 def sample_joint(server: Live, prompt: list[int]) -> list[tuple[int, ...]]:
     with ThreadPoolExecutor(4) as pool:
         parts = pool.map(
-            lambda _: complete(server, prompt, n=PER_REQUEST, max_tokens=TOKENS, temperature=1.0),
+            lambda _: server.complete(prompt, n=PER_REQUEST, max_tokens=TOKENS, temperature=1.0),
             range(SAMPLES // PER_REQUEST),
         )
         return [row for part in parts for row in part]
@@ -161,8 +151,8 @@ def sample_whole(
     """Prompts and whole completions at temperature 1, one of the other by index."""
     with ThreadPoolExecutor(16) as pool:
         parts = pool.map(
-            lambda prompt: complete(
-                server, prompt, n=WHOLE_SAMPLES, max_tokens=MAX_COMPLETION_TOKENS, temperature=1.0
+            lambda prompt: server.complete(
+                prompt, n=WHOLE_SAMPLES, max_tokens=MAX_COMPLETION_TOKENS, temperature=1.0
             ),
             prompts[:WHOLE_PROMPTS],
         )
@@ -199,7 +189,7 @@ def greedy(server: Live, prompts: list[list[int]]) -> list[tuple[int, ...]]:
     with ThreadPoolExecutor(32) as pool:
         return list(
             pool.map(
-                lambda prompt: complete(server, prompt, max_tokens=96, temperature=0.0)[0], prompts
+                lambda prompt: server.complete(prompt, max_tokens=96, temperature=0.0)[0], prompts
             )
         )
 

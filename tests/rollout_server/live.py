@@ -45,23 +45,20 @@ class Live(RolloutServer):
         self.client.close()
         super().stop()
 
+    def complete(self, prompt: list[int] | list[list[int]], **body: object) -> list[Completion]:
+        """Token ids of every choice of one request. Raises on any failure."""
+        answer = self.client.post(
+            "/v1/completions",
+            json={"model": "policy", "prompt": prompt, "return_token_ids": True, **body},
+        )
+        answer.raise_for_status()
+        return [tuple(choice["token_ids"]) for choice in answer.json()["choices"]]
+
     def generate(self, batch: Sequence[list[int]], tokens: int = 40) -> list[Completion]:
         """Greedy completions, ``IN_FLIGHT`` requests at a time. Raises on any failure."""
 
         def one(prompt: list[int]) -> Completion:
-            answer = self.client.post(
-                "/v1/completions",
-                json={
-                    "model": "policy",
-                    "prompt": prompt,
-                    "max_tokens": tokens,
-                    "temperature": 0.0,
-                    "ignore_eos": True,
-                    "return_token_ids": True,
-                },
-            )
-            answer.raise_for_status()
-            return tuple(answer.json()["choices"][0]["token_ids"])
+            return self.complete(prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True)[0]
 
         with ThreadPoolExecutor(IN_FLIGHT) as pool:
             return list(pool.map(one, batch))
