@@ -40,10 +40,14 @@ def choice(tokens: list[int], logprobs: list[float] | None) -> dict[str, Any]:
     return {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # clients connect for all prompts at once
+
+
 @contextmanager
 def serving(handler: type[Completions]) -> Iterator[int]:
     """The port on loopback on which it answers."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = _Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

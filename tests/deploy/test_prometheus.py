@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from google.protobuf import json_format
 
 from docs.make_metrics import PROCESSES
 from draft_trainer.cli.main import parse
-from slipstream.v1 import rollout_server_pb2
 from tests.deploy import expressions
 from tests.deploy.expressions import PROMETHEUS, RUNBOOK, Expression
 
@@ -80,19 +78,11 @@ def test_every_alert_has_a_section_and_every_section_an_alert() -> None:
         assert anchor in [section.lower() for section in sections]
 
 
-def test_commands_of_the_runbook_exist() -> None:
-    text = RUNBOOK.read_text()
-    commands = re.findall(r"^ *draft-trainer ([^#\n]+)", text, re.MULTILINE)
-    commands += re.findall(r"`draft-trainer ([^`]+)`", text)
-    assert len(commands) >= 8
+def test_commands_in_the_sentences_of_the_runbook_exist() -> None:
+    commands = re.findall(r"`draft-trainer ([^`]+)`", RUNBOOK.read_text())
+    assert len(commands) >= 3
     for command in commands:
         parse(re.sub(r"\b[NM]\b", "1", command).split())
-    service = rollout_server_pb2.DESCRIPTOR.services_by_name["RolloutServer"]
-    methods = re.findall(r"slipstream\.v1\.RolloutServer/(\w+)", text)
-    assert set(methods) == {"GetState", "SetSpeculation"}
-    assert set(methods) <= {method.name for method in service.methods}
-    for body in re.findall(r"-d '(.*?)'", text):
-        json_format.Parse(body, rollout_server_pb2.SetSpeculationRequest())
 
 
 def test_keys_that_the_runbook_names_exist() -> None:

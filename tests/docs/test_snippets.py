@@ -30,7 +30,7 @@ ELSEWHERE = {
 }
 """Pages whose blocks need what those before them made, and the test that runs them in order."""
 OTHERS = {
-    "sh": "tests/docs/test_commands.py",
+    "sh": "tests/docs/test_shell.py",
     "promql": "tests/deploy/test_prometheus.py",
     "yaml": "tests/deploy/test_prometheus.py",
 }

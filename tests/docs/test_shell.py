@@ -1,0 +1,289 @@
+"""Every block of shell of the documentation, run by ``bash -e`` as it is printed.
+
+A page's blocks run in their order, in one folder: a checkout in which ``runs`` is empty and POLICY,
+DRAFT, MODEL, DIR and FILE are there as the page says. ``READ_AS`` names the addresses and absolute
+paths that are others here, ``BEFORE`` what a reader does between two blocks. What is real of the
+programs, and what a stand-in, is said in ``programs.py``; bash, openssl and what is in /bin are
+real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from draft_trainer.releases.registry import Registry, promote_offline
+from examples.arithmetic_grpo.make_mtp import policy_with_mtp
+from examples.arithmetic_grpo.processes import free_port
+from slipstream.client import open_channel
+from slipstream.v1 import release_pb2
+from tests.completions_server import Completions, choice, serving
+from tests.docs.programs import write_clients
+from tests.draft_trainer.registry_rig import create
+from tests.draft_trainer.rig import make_config, running
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "arithmetic_grpo"
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*/README.md")),
+]
+DEADLINE = 280.0
+COMPLETION = [*range(8, 68), 2]
+BLOCK = re.compile(r"^( *)```sh\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+ELSEWHERE = {
+    # With vLLM, in the order of the page and with its blocks of Python.
+    **{
+        ("tutorial.md", program): "tests/docs/test_tutorial.py"
+        for program in ("draft-trainer", "rollout-server", "python")
+    },
+    ("security.md", "draft-trainer status"): "tests/security/test_processes.py",  # with its TLS
+}
+"""Blocks by page and first words, and the test that runs them as they are printed."""
+READ_AS = {"/models/": "models/", "/var/lib/slipstream/": "var/"}
+"""Absolute paths of the pages, under the folder."""
+NEEDED = {"security.md": ("openssl",), "deployment.md": ("openssl", "kubectl")}
+"""Programs that are real here and not everywhere."""
+BEFORE = {
+    # Two ways to one recording.
+    ("operations.md", "draft-trainer record --policy POLICY --prompts"): "rm -r STATES",
+    # The page names every policy alike; this one has the vocabulary of the mask token.
+    (
+        "mechanisms.md",
+        "draft-trainer init --draft-kind dflash",
+    ): "rm -r models/the-policy; mv models/large models/the-policy",
+    ("deployment.md", "docker compose"): "export GRAFANA_PASSWORD=chosen",
+    # Certificates and tokens "as in security.md".
+    ("deployment.md", "kubectl -n slipstream create secret"): "@security.md",
+}
+
+
+def blocks(page: str) -> list[str]:
+    """Every block of shell of a page, without the indentation of a list."""
+    (path,) = [path for path in PAGES if label(path) == page]
+    found = [re.sub(f"^{i}", "", b, flags=re.M) for i, b in BLOCK.findall(path.read_text())]
+    return [b for b in found if not any(of(page, b, key) for key in ELSEWHERE)]
+
+
+def of(page: str, block: str, key: tuple[str, str]) -> bool:
+    """Whether a table's key means the block."""
+    return page == key[0] and block.startswith(key[1])
+
+
+def label(path: Path) -> str:
+    """How the tables name a page."""
+    return path.name if path.parent.name == "docs" else str(path.relative_to(ROOT))
+
+
+@dataclass
+class Reader:
+    """A reader with a shell.
+
+    Attributes:
+        folder: with all that the checkout has.
+        programs: of the socket in it and of ``bin``.
+        changed: texts of a page by what they are here.
+        env: of the shell.
+    """
+
+    folder: Path
+    programs: Path
+    changed: dict[str, str]
+    env: dict[str, str]
+
+    def type(self, page: str) -> subprocess.CompletedProcess[str]:
+        """Every block of the page, in one shell."""
+        script = "trap 'echo \"failed: $BASH_COMMAND\" >&2' ERR\n"
+        for block in blocks(page):
+            for key, text in BEFORE.items():
+                if of(page, block, key):
+                    made = blocks(text[1:])[0] if text.startswith("@") else text
+                    script += f"{made}\n"
+            script += block
+        for printed, here in self.changed.items():
+            script = script.replace(printed, here)
+        return subprocess.run(
+            ["bash", "-e", "-c", script],
+            cwd=self.folder,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+        )
+
+
+class Answers(Completions):
+    """A few tokens for every prompt."""
+
+    def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+        return 200, [choice(COMPLETION, [-1.0] * len(COMPLETION))] * body.get("n", 1)
+
+
+def random_policy(folder: Path, vocab: int) -> None:
+    """A policy that computes next to nothing, with the example's tokenizer."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=10,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=False,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    for file in (EXAMPLE / "policy").glob("tokenizer*"):
+        shutil.copy(file, folder)
+
+
+def policy_with_head(folder: Path) -> None:
+    """The example's policy in the notation with an MTP head, and the head."""
+    policy_with_mtp(EXAMPLE / "policy", folder)
+    file = folder / "model.safetensors"
+    head = load_file(EXAMPLE / "mtp" / file.name)
+    save_file({**load_file(file), **head}, file, {"format": "pt"})
+
+
+def furnish(folder: Path, page: str) -> None:
+    """What a page says that its reader has."""
+    for path in ROOT.iterdir():
+        if path.name not in ("runs", ".git", ".venv", "site"):
+            (folder / path.name).symlink_to(path)
+    (folder / ".venv").symlink_to(sys.prefix)
+    for name in ("POLICY", "MODEL"):
+        (folder / name).symlink_to(EXAMPLE / "policy")
+    for name in ("DRAFT", "DIR"):
+        (folder / name).symlink_to(EXAMPLE / "draft")
+    (folder / "PEERS" / "modelopt" / "bin").mkdir(parents=True)
+    (folder / "PEERS" / "modelopt" / "bin" / "python").symlink_to(folder.parent / "bin" / "python")
+    for name in ("models", "var/fleet"):
+        (folder / name).mkdir(parents=True)
+    (folder / "models" / "policy").symlink_to(EXAMPLE / "policy")
+    (folder / "models" / "draft").symlink_to(EXAMPLE / "draft")
+    (folder / "models" / "small").symlink_to(EXAMPLE / "draft_model")
+    if page == "README.md":
+        (toml,) = re.findall(r"```toml\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+        (folder / "trainer.toml").write_text(toml)
+    elif page == "mechanisms.md":
+        policy_with_head(folder / "models" / "the-policy")
+        random_policy(folder / "models" / "large", 151936)
+    elif page == "operations.md":
+        # As many tokens as the steps of a training with default settings need.
+        rollouts = [
+            {"prompt": [5, 7 + i // 64, 7 + i % 64], "completion": COMPLETION} for i in range(480)
+        ]
+        (folder / "FILE").write_text("".join(f"{json.dumps(one)}\n" for one in rollouts))
+        (folder / "POLICY").unlink()
+        random_policy(folder / "POLICY", 128)
+    elif page == "economics.md":
+        (folder / "config.json").symlink_to(EXAMPLE / "policy" / "config.json")
+        (folder / "lengths.txt").write_text("900\n1500\n4000\n")
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[Path]:
+    """The socket of the programs."""
+    folder = Path(tempfile.mkdtemp(prefix="shell-"))  # short: it is the address of a socket
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "socket"))
+        listener.listen()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.docs.programs", str(listener.fileno())],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            pass_fds=[listener.fileno()],
+        )
+    try:
+        yield folder / "socket"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def services(folder: Path) -> Iterator[tuple[str, str]]:
+    """Addresses of a trainer, whose second draft was released, and of its rollout server."""
+    control = f"127.0.0.1:{free_port()}"
+    config = make_config(folder, publish={"rollout_servers": [control]})
+    registry = Registry(folder / "registry")
+    registry.import_initial(folder / "initial")
+    gate = release_pb2.GateFigures(passed=True, prompts=12, anchors=345, confidence=0.95)
+    create(registry, 1, parent_version=0, gate=gate)
+    for version in (0, 1):
+        promote_offline(registry, version, pin=False)
+    registry.close()
+    serve = (
+        "from benchmarks.publish_faults.server_process import serve;"
+        f"serve('initial', {control.rpartition(':')[2]}, 'fault')"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", serve], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    try:
+        with open_channel(control) as channel:
+            grpc.channel_ready_future(channel).result(DEADLINE)
+        with running(config) as (server, _):
+            yield server.address, control
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.mark.parametrize("page", [label(path) for path in PAGES if blocks(label(path))])
+def test_a_page_runs_from_its_first_line_to_its_last(
+    page: str, tmp_path: Path, programs: Path
+) -> None:
+    for needed in NEEDED.get(page, ()):
+        if shutil.which(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    write_clients(tmp_path / "bin", str(programs))
+    folder = tmp_path / "slipstream"
+    folder.mkdir()
+    furnish(folder, page)
+    env = {
+        **{"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "REAL_PATH": os.environ["PATH"]},
+        **{"HOME": os.environ["HOME"], "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
+        "HF_HUB_OFFLINE": "1",
+    }
+    changed = dict(READ_AS)
+    with ExitStack() as stack:
+        changed[":8000"] = f":{stack.enter_context(serving(Answers))}"
+        if page == "runbook.md":
+            (tmp_path / "services").mkdir()
+            trainer, control = stack.enter_context(services(tmp_path / "services"))
+            env["TRAINER"] = trainer
+            changed["127.0.0.1:50061"] = control
+        done = Reader(folder, programs, changed, env).type(page)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_blocks_that_are_run_elsewhere_are_there() -> None:
+    for (page, first), test in ELSEWHERE.items():
+        (path,) = [path for path in PAGES if label(path) == page]
+        assert any(b.startswith(first) for _, b in BLOCK.findall(path.read_text())), (page, first)
+        assert path.stem in (ROOT / test).read_text().lower()
+    for page, first in BEFORE:
+        assert any(b.startswith(first) for b in blocks(page)), (page, first)
