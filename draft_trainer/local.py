@@ -1,8 +1,8 @@
 """``LocalTrainer``: a draft trainer in the policy's own process, for notebooks and single machines.
 
-It is what ``draft-trainer serve`` starts, with gRPC on loopback, so it keeps the same guarantees; a
-``PolicyBridge`` feeds it by its address. Its training takes turns with the caller's Python code,
-which a process of its own does not.
+It is what ``draft-trainer serve`` starts, without gRPC between the two, so it keeps the same
+guarantees; a ``PolicyBridge`` feeds it by its address. Its training takes turns with the caller's
+Python code, which a process of its own does not.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
     Args:
         draft: the draft to start with: a folder, or its name on the Hugging Face hub.
         config: more of the trainer's configuration, by section as in its TOML file. Without
-            ``draft.registry`` releases are in a temporary folder that ends with the block; ports
-            that are not named are free ones.
+            ``draft.registry`` releases are in a temporary folder that ends with the block. With
+            ``server.port`` it listens there, as ``draft-trainer serve`` does, for `draft-trainer
+            status` and `top`; 0: on a free port. A page's port that is not named is a free one.
 
     Attributes:
-        address: host:port of the trainer's gRPC service, for ``BridgeConfig`` and for
-            `draft-trainer status` and `top`.
+        address: of the trainer, for ``BridgeConfig``.
         url: of the trainer's page.
         releases: folder of the releases.
 
@@ -47,15 +47,15 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
     def __init__(
         self, draft: str | Path, config: Mapping[str, Mapping[str, object]] | None = None
     ) -> None:
-        if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
             raise RefusedError(
                 "WORLD_SIZE",
-                ranks,
+                size,
                 "one process",
                 "start draft-trainer serve, and give every rank a PolicyBridge",
             )
         sections = {name: dict(section) for name, section in (config or {}).items()}
-        sections["server"] = {"port": 0, "metrics_port": 0} | sections.get("server", {})
+        server = sections["server"] = {"metrics_port": 0} | sections.get("server", {})
         initial = str(local_folder(str(draft), "draft"))
         with ExitStack() as owned:
             own = sections["draft"] = {"initial": initial} | sections.get("draft", {})
@@ -65,7 +65,8 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
             settings = parse_config(sections)
             training = settings.training
             owned.enter_context(using_kernels(training.cpu_kernels))
-            trainer = TrainerServer(settings, Ranks.join(training.rank_timeout_s, training.device))
+            ranks = Ranks.join(training.rank_timeout_s, training.device)
+            trainer = TrainerServer(settings, ranks, in_process="port" not in server)
             owned.callback(_stop, trainer)
             trainer.start()
             logger.info("%s", trainer.ready_line)

@@ -372,7 +372,9 @@ class ClientCredentials:
         if self.token_file is None or self.ca is not None or self.allow_plaintext:
             return
         # A DNS name can be another machine's at the next look-up.
-        local = address.startswith("unix:") or is_loopback(address.rpartition(":")[0])
+        local = address.startswith(("unix:", "in-process:")) or is_loopback(
+            address.rpartition(":")[0]
+        )
         if local and not address.startswith("dns:"):
             return
         raise RefusedError(

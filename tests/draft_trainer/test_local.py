@@ -18,6 +18,7 @@ from examples.local_services import ROOT
 from policy_bridge import BridgeConfig, PolicyBridge
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
+from slipstream.serving import serving
 from tests.draft_trainer.rig import Client
 
 NOTEBOOK = ROOT / "examples" / "notebook" / "local_trainer.ipynb"
@@ -57,8 +58,10 @@ def feed(bridge: PolicyBridge, model: PreTrainedModel) -> None:
 
 
 def test_it_trains_on_what_the_bridge_captures_and_leaves_nothing(
-    model: PreTrainedModel, draft_dir: Path, state: Path
+    model: PreTrainedModel, draft_dir: Path, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("insecure_channel", "secure_channel", "server", "aio.server"):
+        monkeypatch.setattr(f"grpc.{name}", None)
     before = threads()
     training = {"batch_tokens": 64}
     with (
@@ -77,6 +80,15 @@ def test_it_trains_on_what_the_bridge_captures_and_leaves_nothing(
     with open_channel(trainer.address) as channel, pytest.raises(grpc.RpcError):
         Client(channel).status()
     trainer.close()
+
+
+def test_it_listens_on_a_port_that_is_named(draft_dir: Path, state: Path) -> None:
+    with (
+        LocalTrainer(draft_dir, {"server": {"port": 0}}) as trainer,
+        grpc.insecure_channel(trainer.address) as channel,
+    ):
+        assert serving(channel)
+    assert trainer.address.startswith("127.0.0.1:")
 
 
 def test_releases_stay_in_a_folder_that_is_named(
