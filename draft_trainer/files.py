@@ -14,6 +14,10 @@ from safetensors import SafetensorError
 
 from slipstream.errors import RefusedError
 
+SAFETENSORS_PART = r"\.tmp\w{6}"
+"""Names that safetensors (0.8) gives files until they are whole, beside what it was asked for: a
+process that is killed then leaves one."""
+
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from draft_trainer.drafters import DraftShape
+from draft_trainer.files import SAFETENSORS_PART
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.sample import STATE_DTYPES
 from slipstream.tensors import ChunkAssembler, digest, dtype_from_wire
@@ -21,7 +22,7 @@ EMBED_TOKENS = "embed_tokens.weight"
 LM_HEAD_BIAS = "lm_head.bias"
 
 POLICIES = "policies"
-OURS = re.compile(r"[0-9a-f]{64}\.(safetensors|part)")
+OURS = re.compile(rf"[0-9a-f]{{64}}\.(safetensors|part)|{SAFETENSORS_PART}")
 """Names of the files in that folder which a trainer writes, and removes."""
 
 _NAME = "matrix"
@@ -122,7 +123,7 @@ class MatrixFiles:
             if folder.is_symlink():
                 raise NotADirectoryError("a symbolic link")
             folder.mkdir(mode=0o700, exist_ok=True)
-            self._remove(lambda path: path.suffix == ".part")
+            self._remove(lambda path: path.suffix != _SUFFIX)
         except OSError as error:
             raise self._refused(folder, error, "a folder for policy matrices") from error
 
@@ -167,7 +168,7 @@ class MatrixFiles:
 
     def keep_only(self, names: Set[str]) -> None:
         """Remove all other matrices. Those that are mapped stay valid."""
-        self._remove(lambda path: path.stem not in names)
+        self._remove(lambda path: path.suffix == _SUFFIX and path.stem not in names)
 
     def _remove(self, unwanted: Callable[[Path], bool]) -> None:
         for path in self._folder.iterdir():

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draft_trainer.drafters import DraftShape
-from draft_trainer.files import written_whole
+from draft_trainer.files import SAFETENSORS_PART, written_whole
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import bytes_of
@@ -36,7 +36,7 @@ FORMAT = "slipstream.training_state"
 VERSION = 1
 KEPT = 2
 _NAME = re.compile(r"state-(\d{12})\.safetensors")
-_TEMPORARY = re.compile(r"\.state-\d{12}\.safetensors-.*")
+_TEMPORARY = re.compile(rf"\.state-\d{{12}}\.safetensors-.*|{SAFETENSORS_PART}")
 
 Facts = Mapping[str, object]
 """Names and JSON-able values."""

@@ -22,6 +22,7 @@ def test_matrices_are_files_by_their_content(tmp_path: Path) -> None:
     for _ in range(2):
         assert torch.equal(files.keep(matrix, name), matrix)
     (folder / f"{'1' * 64}.part").write_bytes(b"half")
+    (folder / ".tmpU1Ccwu").write_bytes(b"half, as safetensors leaves it")
     files = MatrixFiles(folder)
     assert [path.name for path in folder.iterdir()] == [f"{name.hex()}.safetensors"]
     mapped = files.read(name.hex())

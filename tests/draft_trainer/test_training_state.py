@@ -131,6 +131,7 @@ def test_state_of_another_format_version_is_refused(tmp_path: Path) -> None:
 def test_leftovers_of_killed_processes_are_removed_and_nothing_else(tmp_path: Path) -> None:
     store = _saved(tmp_path, 3)
     (tmp_path / ".state-000000000004.safetensors-abc123").write_bytes(b"half")
+    (tmp_path / ".tmpU1Ccwu").write_bytes(b"half, as safetensors leaves it")
     (tmp_path / "notes.txt").write_text("mine")
     StateStore(tmp_path, FACTS)
     assert _names(tmp_path) == ["notes.txt", "state-000000000003.safetensors"]
