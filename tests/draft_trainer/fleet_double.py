@@ -120,8 +120,7 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
     ) -> Iterator[pb.StageResponse]:
         started = time.monotonic()
         header = next(request_iterator).header
-        self._note("Stage", [header.stage_id])
-        self._wait("Stage")
+        self._arrives("Stage", [header.stage_id])
         if self.faults.evil:
             abort_with(RefusedError(*[self.faults.evil] * 4), context)
         if self.faults.stage:
@@ -159,8 +158,7 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
         )
 
     def Commit(self, request: pb.CommitRequest, context: grpc.ServicerContext) -> pb.CommitResponse:
-        self._note("Commit", sorted(request.stage_ids))
-        self._wait("Commit")
+        self._arrives("Commit", sorted(request.stage_ids))
         if self.faults.die == "before":
             self._die(context)
         if self.faults.drop:
@@ -253,9 +251,12 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
             self.state.not_ready = "" if served else text
         return self._state()
 
-    def _wait(self, name: str) -> None:
-        if name in self.faults.waits:
-            assert self.faults.waits[name].wait(30)
+    def _arrives(self, name: str, ids: list[str]) -> None:
+        # Before the call is seen: whoever sees it may change the faults.
+        go_on = self.faults.waits.get(name)
+        self._note(name, ids)
+        if go_on is not None:
+            assert go_on.wait(120)
 
     def _note(self, name: str, ids: list[str]) -> None:
         with self._lock:

@@ -25,6 +25,9 @@ from tests.draft_trainer.synthetic import head
 
 RELEASES = 4
 
+# Seconds that nothing takes on a busy machine either.
+LONG = 25.0
+
 
 class Rig:
     """Three rollout servers, four releases, a publisher."""
@@ -56,7 +59,10 @@ class Rig:
             PublishConfig(
                 rollout_servers=tuple(d.address for d in self.doubles),
                 **{
-                    **{"state_timeout_s": 2.0, "stage_timeout_s": 10.0, "commit_timeout_s": 2.0},
+                    # No test waits one of these out: each server answers, or its port is closed.
+                    **dict.fromkeys(
+                        ("state_timeout_s", "stage_timeout_s", "commit_timeout_s"), LONG
+                    ),
                     "reconcile_s": 0.2,
                     **publish,
                 },
@@ -81,7 +87,7 @@ class Rig:
     def forget(self) -> None:
         """A trainer that starts in another process: nothing in memory is left."""
         self.fleet.close()
-        assert self.watch.stop(10)
+        assert self.watch.stop(LONG)
         self.fleet = Fleet(self.fleet.config)
         self.watch = AcceptanceWatch(self.fleet)
         for double in self.doubles:
@@ -93,7 +99,7 @@ class Rig:
         self.watch.follow(double.address for double in self.doubles)
         for double in self.doubles:
             double.draft(1, [0, 0, 0])
-            assert double.watched.wait(10)
+            assert double.watched.wait(LONG)
 
     def draft(self, version: int, accepted: Sequence[int], steps: int) -> None:
         """So many steps on every server that serves ``version``, until the watch has seen them.
@@ -108,7 +114,7 @@ class Rig:
             for double in self.doubles:
                 if double.state.draft_version == version:
                     double.draft(100, accepted)
-        revision, deadline = 0, time.monotonic() + 20
+        revision, deadline = 0, time.monotonic() + LONG
         while self.seen(version) < before + servers * steps:
             assert time.monotonic() < deadline, "not seen"
             revision = self.watch.wait_beyond(revision, 1.0)
@@ -155,7 +161,7 @@ class Rig:
 
     def close(self) -> None:
         self.fleet.close()
-        assert self.watch.stop(10)
+        assert self.watch.stop(LONG)
         self.registry.close()
         for double in self.doubles:
             double.stop()

@@ -60,7 +60,7 @@ def raw_config(tmp_path: Path, **sections: dict[str, Any]) -> dict[str, Any]:
         "gate": {"min_anchors": 20},
         # Nothing generates here, so nothing could pay.
         "economy": {"mode": "always"},
-        "publish": {"num_speculative_tokens": 3, "state_timeout_s": 2.0},
+        "publish": {"num_speculative_tokens": 3, "state_timeout_s": 20.0},
     }
     for name, values in sections.items():
         raw[name] = {**raw.get(name, {}), **values}

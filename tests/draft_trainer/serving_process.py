@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -23,8 +24,7 @@ from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 from tests.draft_trainer.synthetic import Policy, draft_vocab_ids, head
 
-# Waited out in full, and the deadline of joining and of every exchange before it too: two processes
-# that start on busy cores come 5 s apart.
+# Waited out in full, and the deadline of joining and of every exchange before it too.
 SILENCE_S = 20.0
 CONFIG = TrainingConfig(learning_rate=5e-3, warmup_steps=2, weight_averaging=0.5, ttt_steps=3)
 
@@ -74,10 +74,21 @@ def lead(learner: Learner, followers: Followers) -> list[float]:
     return losses
 
 
+def await_all(folder: Path) -> None:
+    """Until every rank's process is here: on busy cores they start many seconds apart."""
+    (folder / f"up-{os.environ['RANK']}").touch()
+    deadline = time.monotonic() + 300
+    while len(list(folder.glob("up-*"))) < int(os.environ["WORLD_SIZE"]):
+        assert time.monotonic() < deadline, "another rank did not start"
+        time.sleep(0.05)
+
+
 def main() -> None:
     """Command line entry: the folder for the results."""
     torch.set_num_threads(1)
     hang = "--hang" in sys.argv
+    if hang:
+        await_all(Path(sys.argv[1]))
     ranks = Ranks.join(SILENCE_S if hang else 60.0)
     if ranks.rank > 0:
         follow(ranks, CONFIG)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import Learner
 from draft_trainer.training.ranks import Ranks, shares
 from draft_trainer.training.state import StateStore
+from examples.arithmetic_grpo.processes import free_port
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from tests.draft_trainer.rig import Client, train
@@ -36,18 +36,12 @@ _DEADLINE = 300
 _ROUNDING = 1e-6
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def _two_ranks(*command: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Both ranks without torchrun, which would end one when it sees the other die."""
     shared = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
     }
     processes = [
@@ -147,7 +141,7 @@ def test_followers_of_a_service_train_as_one_rank_would(tmp_path: Path) -> None:
 
 
 def test_service_on_two_ranks_trains_waits_and_ends(tmp_path: Path) -> None:
-    config = write_config(tmp_path, training={"rank_timeout_s": 15.0})
+    config = write_config(tmp_path, training={"rank_timeout_s": 30.0})
     with _two_ranks(*PROGRAM[1:], "serve", "--config", str(config)) as ranks:
         assert ranks[0].stdout is not None
         address = ranks[0].stdout.readline().split("grpc=")[1].split()[0]
@@ -158,7 +152,7 @@ def test_service_on_two_ranks_trains_waits_and_ends(tmp_path: Path) -> None:
             steps = train(client, 0).train_steps
         # Nothing to train on for longer than the deadline: rank 1 is told that rank 0 is there.
         with pytest.raises(subprocess.TimeoutExpired):
-            ranks[1].wait(16.0)
+            ranks[1].wait(31.0)
         for rank in ranks:
             rank.send_signal(signal.SIGTERM)
         for rank in ranks:

@@ -22,6 +22,7 @@ from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.rig import (
+    DEADLINE,
     Client,
     Stream,
     feeding,
@@ -190,8 +191,10 @@ def test_restart_without_a_training_state_takes_the_newest_release(tmp_path: Pat
 def test_state_from_before_the_newest_release_is_not_resumed(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     with feeding(config) as (server, client):
-        for seed in range(5):
-            train(client, seed)
+        train(client, 0)
+        # More than any training below comes to.
+        server.loop.learner.steps += 100_000
+        train(client, 1)
     before = server.loop.learner.steps
     without = make_config(tmp_path, training={"state_every_steps": 0})
     with feeding(without) as (_, client):
@@ -258,7 +261,7 @@ def test_training_that_dies_is_noticed(tmp_path: Path, monkeypatch: pytest.Monke
         client.open()
         client.announce(1)
         client.send(*rollouts(20))
-        assert server.died.wait(20)
+        assert server.died.wait(DEADLINE)
         assert server._counters.training_error == "the training thread ended with an error"
 
 
@@ -306,7 +309,7 @@ def test_a_full_disk_holds_training_up_and_does_not_end_it(
         status = client.wait_for(lambda s: s.training_error)
         assert "training waits" in status.training_error and "disk is full" in caplog.text
         assert "replay.directory" in status.training_error and status.train_steps == 0
-        assert all(tries.acquire(timeout=30) for _ in range(4))
+        assert all(tries.acquire(timeout=DEADLINE) for _ in range(4))
         assert total(server._counters.training_waits) >= 3
         said = [one for one in caplog.records if one.name == "draft_trainer.training.loop"]
         assert len(said) == 1 and not server.died.is_set()
@@ -398,7 +401,7 @@ def test_batch_whose_policy_version_was_forgotten_is_dropped(
         client.open()
         client.announce(1)
         client.send(*rollouts(20))
-        assert drawn.wait(20)
+        assert drawn.wait(DEADLINE)
         client.send(*rollouts(20, seed=1, version=4))
         status = client.wait_for(lambda s: s.train_steps >= 1 and s.idle)
         assert status.samples_accepted == 40

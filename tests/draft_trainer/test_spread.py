@@ -284,6 +284,16 @@ def test_a_tensor_whose_source_breaks_is_resumed(tmp_path: Path, altered: bool) 
     assert path.read_bytes() == whole
 
 
+class PatientSource(HalfSource):
+    """All of it; from when it is asked on, sources have time."""
+
+    def Fetch(
+        self, request: pb.FetchRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.FetchResponse]:
+        peers.SLOW_SECONDS = 60.0
+        yield from super().Fetch(request, context)
+
+
 class EndlessSource(pb_grpc.RolloutServerServicer):
     """Answers at once, and never with a byte."""
 
@@ -313,7 +323,7 @@ def test_a_source_that_sends_too_little_leaves_time_to_the_next(
     monkeypatch.setattr(peers, "BYTES_PER_SECOND", 1)
     tensor = torch.arange(40, dtype=torch.float32)
     whole = bytes(bytes_of(tensor))
-    slow, good = EndlessSource(), HalfSource(whole, len(whole))
+    slow, good = EndlessSource(), PatientSource(whole, len(whole))
     store, workers = ContentStore(tmp_path, 1000), Workers(1, "test")
 
     async def fetch() -> tuple[Mapping[str, list[str]], int]:

@@ -13,10 +13,7 @@ from pydantic import ValidationError
 from draft_trainer.config import CanaryConfig, PublishConfig
 from draft_trainer.releases import reconcile
 from tests.draft_trainer.fleet_double import Faults, RolloutDouble
-from tests.draft_trainer.fleet_rig import Rig
-
-# Long enough for what is compared with it never to pass by chance.
-LONG = 25.0
+from tests.draft_trainer.fleet_rig import LONG, Rig
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +91,7 @@ def test_without_a_quorum_one_server_keeps_a_release_back(make_rig: Callable[...
 def test_a_straggler_that_answers_late_is_on_the_release(
     make_rig: Callable[..., Rig], phase: str
 ) -> None:
-    rig = make_rig(4, quorum=0.75, straggler_s=LONG, commit_timeout_s=LONG, stage_timeout_s=LONG)
+    rig = make_rig(4, quorum=0.75, straggler_s=LONG)
     late, go = rig.doubles[3], threading.Event()
     late.faults.waits[phase] = go
     rig.promotions.offer(1)
@@ -124,19 +121,19 @@ def test_a_commit_that_comes_after_the_next_publish_changes_nothing(
     make_rig: Callable[..., Rig],
 ) -> None:
     """The call of release 1 lies at a server while release 2 goes live everywhere."""
-    rig = make_rig(4, quorum=0.75, straggler_s=LONG, commit_timeout_s=LONG)
+    rig = make_rig(4, quorum=0.75, straggler_s=LONG)
     late, go = rig.doubles[3], threading.Event()
     late.faults.waits["Commit"] = go
     rig.promotions.offer(1)
     rig.publisher.prepare()
     wait_for_stragglers(rig, 0.0)
     rig.publisher.complete(0, "")
+    until(lambda: late.commits() == [("draft-1",)])
     late.faults = Faults()
     wait_for_stragglers(rig, LONG)
     assert rig.publisher.promote(2, pin=False).changes
-    assert rig.served == [2] * 4
+    assert rig.served == [2] * 4 and list(late._state().staged) == []
     go.set()
-    until(lambda: late.commits().count(("draft-1",)) == 1)
     rig.heal()
     assert rig.served == [2] * 4 and ready(rig) == {2}
 
@@ -202,7 +199,7 @@ def test_a_straggler_is_ready_again_where_the_fleet_comes_back_to_its_release(qu
 def test_a_policy_in_the_same_call_is_waited_for_everywhere(
     make_rig: Callable[..., Rig],
 ) -> None:
-    rig = make_rig(4, quorum=0.75, straggler_s=LONG, commit_timeout_s=LONG)
+    rig = make_rig(4, quorum=0.75, straggler_s=LONG)
     rig.promotions.offer(1)
     rig.publisher.prepare()
     wait_for_stragglers(rig, 0.0)

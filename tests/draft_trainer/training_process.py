@@ -3,9 +3,9 @@
 It trains a synthetic draft of a mechanism (``--kind``) from where the folder's newest state says,
 saves after every step, and appends one line per step to ``losses.txt`` once that step is saved.
 ``--die-at EVENT:N`` has it kill itself at the N-th audit event of that name about a state, which
-Python raises just before the system call. Under torchrun it is one rank of several, of which rank 0
-saves and writes; ``--ruin N`` has the last rank compute NaN in that step, ``--lose N`` kill itself
-before it.
+Python raises just before the system call; ``--die-after SECONDS``, so long after its first line.
+Under torchrun it is one rank of several, of which rank 0 saves and writes; ``--ruin N`` has the
+last rank compute NaN in that step, ``--lose N`` kill itself before it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--kind", choices=HEADS, default="eagle3")
     parser.add_argument("--die-at", default="")
+    parser.add_argument("--die-after", type=float)
     parser.add_argument("--ruin", type=int)
     parser.add_argument("--lose", type=int)
     options = parser.parse_args()
@@ -62,8 +64,8 @@ def train_here(folder: Path, epochs: int, kind: str = "eagle3") -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        options = {"folder": folder, "epochs": epochs, "kind": kind, "ruin": None, "lose": None}
-        train(argparse.Namespace(**options), Ranks())
+        unset = dict.fromkeys(("die_after", "ruin", "lose"))
+        train(argparse.Namespace(folder=folder, epochs=epochs, kind=kind, **unset), Ranks())
     finally:
         torch.set_num_threads(threads)
 
@@ -78,6 +80,8 @@ def train(options: argparse.Namespace, ranks: Ranks) -> None:
     # Not rank 0's weights: it must give them to the others.
     learner = Learner(head, CONFIG, ranks, SCHEDULE)
     done, store = 0, None
+    # Not the test kills it: a test that is held up would find that the training has ended.
+    dying = threading.Timer(options.die_after or 0.0, os.kill, (os.getpid(), signal.SIGKILL))
     if ranks.rank == 0:
         store = StateStore(options.folder / "states", head_facts(head.config))
         state = store.load()
@@ -88,7 +92,8 @@ def train(options: argparse.Namespace, ranks: Ranks) -> None:
     with (options.folder / "losses.txt").open("a") as log:
         if ranks.rank == 0:
             print(f"begins {learner.steps}", file=log, flush=True)
-            print("ready", flush=True)
+            if options.die_after is not None:
+                dying.start()
         while done < len(steps):
             last = ranks.rank == ranks.size - 1
             if last and learner.steps == options.lose:
@@ -106,6 +111,7 @@ def train(options: argparse.Namespace, ranks: Ranks) -> None:
                 store.save(learner.state_dict(), learner.steps, {"done": done})
                 line = f"step {learner.steps} {metrics.loss.hex()} {metrics.anchors}"
                 print(line, file=log, flush=True)
+    dying.cancel()
     if store is not None:
         store.save(learner.state_dict(), learner.steps, {"done": done})
     ranks.leave()

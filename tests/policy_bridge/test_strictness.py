@@ -321,12 +321,14 @@ def test_a_selector_that_lacks_its_numbers_costs_the_window(
 def test_a_hung_trainer_costs_one_sync_its_deadline(trainer: FakeTrainer, connect: Connect) -> None:
     trainer.hang.add("PrepareSync")
     with trainer.serve() as server:
-        bridge = connect(server.address, sync_seconds=0.2, rpc_seconds=0.2)
+        bridge = connect(server.address, sync_seconds=1.0)
         asked = [0]
         bridge._probe._trainer = Hanging(asked)  # type: ignore[assignment]
         for version in (1, 2, 3):
             with bridge.sync(version):
                 pass
+        # The call may come after its deadline, too.
+        trainer.wait_for(lambda: ("PrepareSync", -1) in trainer.events)
         assert trainer.events.count(("PrepareSync", -1)) == 1
         assert "is not reached" in str(bridge.stats().last_sync)
         trainer.hang.clear()
@@ -334,7 +336,7 @@ def test_a_hung_trainer_costs_one_sync_its_deadline(trainer: FakeTrainer, connec
         Hanging.answered = True
         with bridge.sync(4):
             pass
-        assert trainer.events.count(("PrepareSync", -1)) == 2
+        trainer.wait_for(lambda: trainer.events.count(("PrepareSync", -1)) == 2)
 
 
 class Hanging:

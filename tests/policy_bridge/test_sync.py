@@ -415,14 +415,14 @@ def test_what_vllm_receives_is_sent_while_the_servers_commit(
         commit = double.commit
 
         def received(stage_ids: list[str], commit: Any = commit) -> rollout_pb.ServerState:
-            receiving.wait(10)
+            receiving.wait(DEADLINE)
             return commit(stage_ids)  # type: ignore[no-any-return]
 
         double.commit = received  # type: ignore[method-assign]
     with trainer.serve() as server:
         bridge = connect(server.address, rollout_servers=addresses(rollouts), sync_seconds=0.2)
         with bridge.sync(6) as window:
-            window.push_external({"names": ["w"]}, lambda: receiving.wait(10))
+            window.push_external({"names": ["w"]}, lambda: receiving.wait(DEADLINE))
             assert [list(double.updates.values()) for double, _ in rollouts] == [
                 ['{"names": ["w"]}']
             ] * 2

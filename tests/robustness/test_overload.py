@@ -110,10 +110,10 @@ def test_streams_and_messages_over_the_limit(trainer: Trainer) -> None:
                 call()
             return failed.value
 
-        streams = []
+        streams, over = [], threading.Event()
         for _ in range(7):
             stream = stub.StreamStates(
-                held_open(traffic.header(trainer.feeder.session_id)), timeout=DEADLINE
+                held_open(traffic.header(trainer.feeder.session_id), over), timeout=DEADLINE
             )
             assert next(stream).credit.bytes > 0
             streams.append(stream)
@@ -122,6 +122,7 @@ def test_streams_and_messages_over_the_limit(trainer: Trainer) -> None:
         refusal = refused_from(beyond)
         assert refusal is not None and refusal.field == "StreamStates"
         assert beyond.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        over.set()
         for stream in streams:
             stream.cancel()
         large = pb.RollBackReleaseRequest(reason="x" * (1 << 20))
@@ -155,7 +156,7 @@ def test_a_batch_of_millions_of_empty_samples_is_never_parsed(trainer: Trainer) 
 
 
 def test_a_stream_that_sends_nothing_ends_and_gives_its_place_back(tmp_path: Path) -> None:
-    process = start_trainer(tmp_path, seconds=PATIENCE, idle=3.0, streams=1)
+    process = start_trainer(tmp_path, seconds=PATIENCE, idle=PATIENCE, streams=1)
     try:
         feeder = Feeder(process.address, DEADLINE)
         feeder.serve()
@@ -230,9 +231,11 @@ def test_stages_of_a_byte_a_second_do_not_keep_others_out(rollout: Rollout) -> N
     assert rollout.process.rss - memory < MORE_MEMORY
 
 
-def held_open(first: pb.StreamStatesRequest) -> Iterator[pb.StreamStatesRequest]:
+def held_open(
+    first: pb.StreamStatesRequest, over: threading.Event
+) -> Iterator[pb.StreamStatesRequest]:
     yield first
-    threading.Event().wait(5.0)
+    over.wait(DEADLINE)
 
 
 def test_a_message_that_inflates_beyond_the_limit_is_never_whole(
