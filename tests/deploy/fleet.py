@@ -93,7 +93,7 @@ class Kept:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(60)
+        self._thread.join(240)
         assert not self._thread.is_alive()
         self._fleet.close()
 
@@ -146,7 +146,7 @@ def memory_server(folder: Path, draft: str) -> list[str]:
     return [*module, draft, "--folder", str(folder)]
 
 
-def wait_for(what: Callable[[], bool], seconds: float = 60.0) -> float:
+def wait_for(what: Callable[[], bool], seconds: float = 240.0) -> float:
     """Seconds until ``what`` holds. AssertionError: not within ``seconds``."""
     began = time.monotonic()
     while not what():
@@ -173,7 +173,7 @@ def served(address: str) -> tuple[int, bytes] | None:
     """Version and digest of the draft that a server has live; None while it does not answer."""
     with open_channel(address) as channel:
         try:
-            state = pb_grpc.RolloutServerStub(channel).GetState(pb.GetStateRequest(), timeout=2)
+            state = pb_grpc.RolloutServerStub(channel).GetState(pb.GetStateRequest(), timeout=10)
         except grpc.RpcError:
             return None
     return state.draft_version, state.draft_sha256

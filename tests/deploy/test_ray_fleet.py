@@ -31,7 +31,7 @@ from tests.deploy.fleet import (
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream-rl[ray]'")
 
-PATIENCE = 60.0
+PATIENCE = 240.0
 
 
 @pytest.fixture(scope="module", autouse=True)
