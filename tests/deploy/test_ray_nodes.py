@@ -26,7 +26,7 @@ from tests.deploy.fleet import (
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream-rl[ray]'")
 
-PATIENCE = 60.0
+PATIENCE = 240.0
 NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
 
 

@@ -14,7 +14,7 @@ _COMMAND = (sys.executable, "-m", "tests.draft_trainer.storing_process")
 def _run(folder: Path, kills: int, capacity: int) -> dict[str, Any]:
     done = subprocess.run(
         [*_COMMAND, str(folder), str(kills), str(capacity)],
-        timeout=120,
+        timeout=600,
         check=True,
         stdout=subprocess.PIPE,
     )
