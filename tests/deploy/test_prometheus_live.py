@@ -77,8 +77,8 @@ def watched(
         )
         prometheus.service.start()
         try:
-            prometheus.wait_ready(60)
-            until(lambda: len(prometheus.query("up == 1")) == 3, 60)
+            prometheus.wait_ready(240)
+            until(lambda: len(prometheus.query("up == 1")) == 3, 240)
             client.open()
             client.announce(1)
             client.promote(train_until_released(client))
@@ -87,7 +87,7 @@ def watched(
                 after - earlier for after, earlier in zip(totals(live), before, strict=True)
             )
             seen = "slipstream_rollout_all_drafts_total"
-            until(lambda: prometheus.query(seen)[0][1] == totals(live)[0], 60)
+            until(lambda: prometheus.query(seen)[0][1] == totals(live)[0], 240)
             yield Watched(prometheus, drafts, accepted)
         finally:
             assert prometheus.service.stop() == 0
@@ -105,7 +105,7 @@ def use(live: Live, policy_dir: Path, draft_dir: Path, prometheus: LocalPromethe
     live.speculate(True)
     with live.generating(prompts(32)):
         cost = "slipstream_rollout_break_even_acceptance_length"
-        until(lambda: bool(prometheus.query(cost)), 120)
+        until(lambda: bool(prometheus.query(cost)), 480)
     live.stub.RollBack(pb.RollBackRequest(), timeout=60)
 
 
@@ -137,7 +137,7 @@ def test_every_query_is_answered(watched: Watched) -> None:
         }
 
     try:
-        until(ask, 60)
+        until(ask, 240)
     except AssertionError as error:
         raise AssertionError(f"no data: {sorted(missing())}") from error
 
@@ -161,4 +161,4 @@ def test_acceptance_is_what_the_server_counted(watched: Watched) -> None:
         values = watched.prometheus.query(rule)
         return bool(values) and values[0][1] == pytest.approx(expected, rel=1e-9)
 
-    until(caught_up, 30)
+    until(caught_up, 120)

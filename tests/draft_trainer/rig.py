@@ -45,7 +45,7 @@ def raw_config(tmp_path: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     if not initial.exists():
         write_draft(initial)
     raw: dict[str, Any] = {
-        "server": {"port": 0, "metrics_port": 0},
+        "server": {"port": 0, "metrics_port": 0, "shutdown_timeout_s": 60.0},
         "draft": {"initial": str(initial), "registry": str(tmp_path / "registry")},
         "replay": {
             "directory": str(tmp_path / "samples"),
