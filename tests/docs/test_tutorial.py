@@ -21,7 +21,6 @@ ENVIRONMENT = {
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(900)
 def test_every_step_works_as_it_is_printed(tmp_path: Path) -> None:
     with ExitStack() as stack:
         reader = Reader(
