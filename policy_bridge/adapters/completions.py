@@ -114,15 +114,26 @@ class CompletionsClient:
             RefusedError: an answer without token ids or log-probabilities.
         """
         groups = [(key, len(list(same))) for key, same in groupby(map(tuple, prompts))]
+        failures: list[httpx.HTTPError | RefusedError] = []
+
+        def complete(client: httpx.Client, prompt: Sequence[int], samples: int) -> list[Completion]:
+            # After an error those that wait are not sent: each would take its whole deadline.
+            if failures:
+                raise failures[0]
+            try:
+                return self._complete(client, prompt, samples, sampling)
+            except (httpx.HTTPError, RefusedError) as error:
+                failures.append(error)
+                raise
+
         with ThreadPoolExecutor(self._in_flight, "slipstream-rollouts") as pool:
             jobs = [
-                pool.submit(self._complete, client, prompt, samples, sampling)
+                pool.submit(complete, client, prompt, samples)
                 for client, (prompt, samples) in zip(cycle(self._clients), groups, strict=False)
             ]
             try:
                 return [completion for job in jobs for completion in job.result()]
             finally:
-                # After an error those that wait are not sent: each would take its whole deadline.
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def _complete(

@@ -81,7 +81,7 @@ def test_after_a_failed_request_those_that_wait_are_not_sent(served: tuple[str, 
         pytest.raises(httpx.HTTPStatusError),
     ):
         client.generate(prompts, {})
-    assert len(received) < 20
+    assert len(received) == 1
 
 
 def test_an_address_without_a_scheme_is_refused_with_what_to_write() -> None:

@@ -255,7 +255,7 @@ def test_every_sample_of_many_threads_is_settled_or_shed(counters: Counters) -> 
             outbox.put(sample(f"{worker}-{i}", i % 7))
 
     def empty() -> None:
-        while outbox.peek(1.0) is not None:
+        while outbox.peek(60.0) is not None:
             if (head := take_one(outbox)) and outbox.settle(head.sample_id):
                 settled.append(head.sample_id)
 
