@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from draft_trainer.training.ranks import Ranks
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+SIGNAL_SECONDS = 1.0
 
 
 class Command(Protocol):
@@ -109,7 +110,9 @@ class Serve:
         # In one write: a log line of another thread would come between a line and its end.
         sys.stdout.write(f"{server.ready_line}\n")
         sys.stdout.flush()
-        ended.wait()
+        # Not without a limit: Python sees a signal that comes just before a wait only after it.
+        while not ended.wait(SIGNAL_SECONDS):
+            pass
         clean = server.stop()
         if not signalled.is_set():
             print(
