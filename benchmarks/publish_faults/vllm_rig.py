@@ -10,6 +10,7 @@ from benchmarks.hot_swap.load import Load, Work, complete_all
 from benchmarks.hot_swap.servers import READY_SECONDS, Server
 from benchmarks.publish_faults.faults import Fault
 from benchmarks.publish_faults.rig import DRAFT, Rig
+from draft_trainer.config import CanaryConfig
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 
 IN_FLIGHT = 8
@@ -26,6 +27,10 @@ class VllmRig(Rig):
         folder: registry, logs.
         cores: one for all processes of each server; as many servers as cores.
     """
+
+    # Trials end by live traffic, and then move the fleet between two looks at it. They have a table
+    # of their own (``benchmarks.trials``).
+    canary = CanaryConfig(share=0.0)
 
     def __init__(self, folder: Path, cores: tuple[int | None, ...]) -> None:
         super().__init__(folder, len(cores))

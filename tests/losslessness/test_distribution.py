@@ -1,18 +1,16 @@
 """The joint of the first four tokens over at least 20,000 samples, and greedy outputs.
 
-Null: the server draws from the policy's exact distribution at T = 1. A sample refuses it at
-p < 1e-4, and a test where a second sample does so too: a correct server fails one run in 10^8 per
-test. Power: vLLM's CPU sampler bug (``rollout_server.vllm_patches``) puts the joint at 0.42 in
-total variation, p < 1e-300.
+Null: the server draws from the policy's exact distribution at T = 1. Each test refuses it at
+p < 1e-4, so a correct server fails one run in 10,000 per test. Power: vLLM's CPU sampler bug
+(``rollout_server.vllm_patches``) puts the joint at 0.42 in total variation, p < 1e-300.
 
 The joint sees four tokens of one prompt; the sums of surprise (``joint.Surprise``) see every token
-of whole completions of many prompts, with a false-alarm rate of 2e-4 per sample.
+of whole completions of many prompts, with a false-alarm rate of 2e-4 per test.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +24,7 @@ from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids, sam
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
 from examples.arithmetic_grpo.tokenizer import EOS_ID
 from slipstream.errors import RefusedError
-from tests.losslessness.joint import Surprise, chi_square_p_value, exact_joint, surprise
+from tests.losslessness.joint import chi_square_p_value, exact_joint, surprise
 from tests.rollout_server.live import Live
 
 pytestmark = pytest.mark.vllm
@@ -52,17 +50,6 @@ def sample_joint(server: Live, prompt: list[int]) -> list[tuple[int, ...]]:
             range(SAMPLES // PER_REQUEST),
         )
         return [row for part in parts for row in part]
-
-
-def joint_p_value(server: Live, prompt: list[int], exact: Mapping[tuple[int, ...], float]) -> float:
-    """Of a sample, or of a second one where the first refuses the null."""
-    for _ in range(2):
-        samples = sample_joint(server, prompt)
-        assert len(samples) == SAMPLES
-        found = chi_square_p_value(samples, exact)
-        if found > ALPHA:
-            break
-    return found
 
 
 class Swapper:
@@ -129,7 +116,9 @@ def test_the_joint_of_four_tokens_is_exact_while_speculating(
     before = server.state()
     assert before.speculation_enabled
     assert before.draft_sample_method == "probabilistic"
-    assert joint_p_value(server, prompts[0], exact) > ALPHA
+    samples = sample_joint(server, prompts[0])
+    assert len(samples) == SAMPLES
+    assert chi_square_p_value(samples, exact) > ALPHA
 
 
 def test_the_joint_of_four_tokens_is_exact_under_live_swaps(
@@ -139,9 +128,10 @@ def test_the_joint_of_four_tokens_is_exact_under_live_swaps(
     draft_tensors: dict[str, torch.Tensor],
 ) -> None:
     with Swapper(server, draft_tensors) as swapper:
-        found = joint_p_value(server, prompts[0], exact)
+        samples = sample_joint(server, prompts[0])
+    assert len(samples) == SAMPLES
     assert swapper.swaps >= 10
-    assert found > ALPHA
+    assert chi_square_p_value(samples, exact) > ALPHA
 
 
 def test_the_test_has_power(exact: dict[tuple[int, ...], float]) -> None:
@@ -170,25 +160,17 @@ def sample_whole(
     return [prompt for prompt in prompts[:WHOLE_PROMPTS] for _ in range(WHOLE_SAMPLES)], completions
 
 
-def surprise_of(server: Live, policy: PreTrainedModel, prompts: list[list[int]]) -> Surprise:
-    """Of a sample, or of a second one where the first refuses the null."""
-    found = surprise(policy, *sample_whole(server, prompts))
-    if found.worst >= Z_BOUND:
-        found = surprise(policy, *sample_whole(server, prompts))
-    return found
-
-
 def test_every_token_is_as_surprising_as_the_policy_says(
     server: Live,
     policy: PreTrainedModel,
     prompts: list[list[int]],
     draft_tensors: dict[str, torch.Tensor],
 ) -> None:
-    steady = surprise_of(server, policy, prompts)
+    steady = surprise(policy, *sample_whole(server, prompts))
     assert steady.tokens > 20 * WHOLE_PROMPTS * WHOLE_SAMPLES
     assert steady.worst < Z_BOUND, steady
     with Swapper(server, draft_tensors) as swapper:
-        swapping = surprise_of(server, policy, prompts)
+        swapping = surprise(policy, *sample_whole(server, prompts))
     assert swapper.swaps >= 2
     assert swapping.worst < Z_BOUND, swapping
 

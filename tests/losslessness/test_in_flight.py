@@ -4,8 +4,7 @@ Null: the server draws token i of a completion from the policy version that it n
 the keys and values of the tokens before it as the versions before left them in the cache. That is
 what generation without speculation under the same commits draws from. Statistic: the two sums of
 ``joint.Surprise`` over every token, with the distributions computed by torch from the spans that
-the server names. A sample refuses the null at |z| > 3.9, and the test where a second one does so
-too: a correct server fails one run in 25 million.
+the server names. Refused at |z| > 3.9: a correct server fails one run in 5,000.
 
 What is assumed: that commits fall where they do independently of the tokens that are drawn after
 them. They are made on a clock.
@@ -134,24 +133,20 @@ def test_every_token_is_of_the_version_that_the_server_names(
     draft = load_file(draft_dir / "model.safetensors")
     preempted = server.metric("vllm:num_preemptions_total")
     sampling = {"temperature": 1.0, "max_tokens": MAX_COMPLETION_TOKENS}
-    for _ in range(2):
-        # A request that fails is an error here.
-        with (
-            CompletionsClient([server.http], "policy") as client,
-            Committer(server, policies, draft) as committer,
-        ):
-            rows = client.generate(repeated, sampling)
-        assert len(rows) == PROMPTS * SAMPLES
-        assert committer.policies >= 3 and committer.drafts >= 3
-        found_z = worst(policies, repeated, rows)
-        if found_z < Z_BOUND:
-            break
+    # A request that fails is an error here.
+    with (
+        CompletionsClient([server.http], "policy") as client,
+        Committer(server, policies, draft) as committer,
+    ):
+        rows = client.generate(repeated, sampling)
+    assert len(rows) == PROMPTS * SAMPLES
+    assert committer.policies >= 3 and committer.drafts >= 3
     # A request that is preempted computes its keys and values again, by one version.
     assert server.metric("vllm:num_preemptions_total") == preempted
     assert sum(len(row.spans) > 1 for row in rows) > len(rows) // 4
     found = {(c.draft_version, c.policy_version): c.drafts for c in server.acceptance().pairs}
     assert len({draft for draft, _ in found}) > 1 and len({policy for _, policy in found}) > 2
-    assert found_z < Z_BOUND
+    assert worst(policies, repeated, rows) < Z_BOUND
     # Power: the same tokens as if one policy, or the other of the two, had sampled them.
     assert worst([policies[0]] * 2, repeated, rows) > Z_BOUND
     assert worst(policies[::-1], repeated, rows) > Z_BOUND
