@@ -105,6 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("target", type=Path)
     chosen = parser.parse_args(argv)
     if chosen.action == "split":
+        if not any(chosen.source.glob("*.whl")):
+            parser.error(f"{chosen.source}: found no wheels; download them there first")
         print(f"{split(chosen.source, chosen.target)} parts")
         return 0
     skipped = join(chosen.source, chosen.target)

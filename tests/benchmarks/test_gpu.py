@@ -103,6 +103,8 @@ def test_wheels_come_back_as_they_were(tmp_path: Path) -> None:
     sizes = [p.stat().st_size for p in (tmp_path / "parts").glob("*.whl.*")]
     assert max(sizes) == 100
     assert pack.main(["join", str(tmp_path / "parts"), str(tmp_path / "back")]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        pack.main(["split", str(tmp_path / "wheel"), str(tmp_path / "more")])
     back = {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()}
     assert back == contents
 
