@@ -16,6 +16,7 @@ FORBIDDEN = {
     "policy_bridge": {"vllm", "ray", "transformers", "draft_trainer", "rollout_server"},
     "draft_trainer": {"vllm", "policy_bridge", "rollout_server"},
     "rollout_server": {"draft_trainer", "policy_bridge"},
+    "examples": {"benchmarks"},
     # The peers' trainers have environments of their own, and so has vLLM.
     "benchmarks": {"vllm", "policy_bridge", "rollout_server"},
 }

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.harness import Target, target_table
 from draft_trainer.training.economy import core_seconds
 from examples.arithmetic_grpo.live_table import LiveTable
 from examples.arithmetic_grpo.loop import GrpoLoop, LoopSettings
@@ -36,6 +35,7 @@ from examples.arithmetic_grpo.summary import (
     write_summary,
 )
 from examples.arithmetic_grpo.watch import addresses, prometheus_beside, served
+from examples.figures import Target, target_table
 from examples.local_services import DRAFT_LENGTH, READY_TIMEOUT, RolloutServer, script
 from policy_bridge import BridgeConfig, PolicyBridge
 

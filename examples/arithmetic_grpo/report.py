@@ -16,7 +16,6 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.harness import Target
 from examples.arithmetic_grpo.records import ADAPTED, ARMS, FROZEN, MIXED, OFF, RunRecord
 from examples.arithmetic_grpo.summary import (
     END_STEPS,
@@ -25,6 +24,7 @@ from examples.arithmetic_grpo.summary import (
     speed_ratios,
     surprise_against_off,
 )
+from examples.figures import Target
 
 COLOURS = {FROZEN: "#c0392b", ADAPTED: "#1f77b4", OFF: "#7f7f7f", MIXED: "#8e6bbf"}
 LABELS = {

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.harness import Target, machine, spread
 from examples.arithmetic_grpo.records import (
     ADAPTED,
     ARMS,
@@ -20,6 +19,7 @@ from examples.arithmetic_grpo.records import (
     RunRecord,
     StepRecord,
 )
+from examples.figures import Target, machine, spread
 
 END_STEPS = 5
 """Steps pooled at either end of the run; one step alone has too few drafts for a steady figure."""

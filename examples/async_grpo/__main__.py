@@ -23,10 +23,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.harness import Target, finish, table, write
 from examples.arithmetic_grpo.processes import ServiceError, Services, free_port
 from examples.arithmetic_grpo.records import ADAPTED, FROZEN, OFF
 from examples.async_grpo.loop import AsyncGrpo, AsyncSettings, AsyncStep
+from examples.figures import Target, finish, table, write
 from examples.local_services import ARITHMETIC, READY_TIMEOUT, RolloutServer, draft_trainer
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.adapters.completions import CompletionsClient

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.harness import Target, machine, target_table
 from examples.arithmetic_grpo.grpo import group_advantages, old_log_probs, pad_batch, update
 from examples.arithmetic_grpo.processes import Service, Services, free_port
 from examples.arithmetic_grpo.rollouts import RolloutClient, SpecCounters
 from examples.arithmetic_grpo.sampling import completion_text, prompt_ids
 from examples.arithmetic_grpo.summary import followed, interval, pooled_seeds
 from examples.arithmetic_grpo.tokenizer import PAD_ID
+from examples.figures import Target, machine, target_table
 from examples.local_services import ONE_THREAD, READY_TIMEOUT, RolloutServer, script
 from examples.sorting_grpo import task
 from examples.task import reward
