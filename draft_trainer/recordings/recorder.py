@@ -236,15 +236,14 @@ class Recorder:
 
     def offer(self, run: Run, sample: Sample) -> None:
         """Hand a sample over, or shed it; within ``recording.offer_timeout_s`` either way."""
-        # A view would keep the sample's room in the store until its shard is written.
-        sample = Sample(sample.header, sample.block.clone())
         if not self._changed.acquire(timeout=self._config.offer_timeout_s):
             self._counters.recording_shed.labels("busy").inc()
             return
         try:
             fits = self._queue_bytes + sample.nbytes <= self._config.queue_bytes
             if fits and not self._stopping:
-                self._queue.append((run, sample))
+                # A view would keep the sample's room in the store until its shard is written.
+                self._queue.append((run, Sample(sample.header, sample.block.clone())))
                 self._queue_bytes += sample.nbytes
                 self._changed.notify()
                 return
