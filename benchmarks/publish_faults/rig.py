@@ -27,7 +27,7 @@ from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
 
 DRAFT = Path(__file__).resolve().parents[2] / "examples" / "arithmetic_grpo" / "draft"
 RELEASES = 7
-PATIENCE = 120.0
+PATIENCE = 30.0
 """Seconds within which the fleet must have come right."""
 
 

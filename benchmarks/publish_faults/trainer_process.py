@@ -57,8 +57,7 @@ def run(
         PublishConfig(
             rollout_servers=addresses,
             **{
-                # What dies ends its calls at once: none of these is waited out.
-                **{"state_timeout_s": 20.0, "stage_timeout_s": 20.0, "commit_timeout_s": 20.0},
+                **{"state_timeout_s": 2.0, "stage_timeout_s": 10.0, "commit_timeout_s": 5.0},
                 "reconcile_s": 0.1,
                 **publish,
             },
