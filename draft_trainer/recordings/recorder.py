@@ -242,7 +242,7 @@ class Recorder:
         try:
             fits = self._queue_bytes + sample.nbytes <= self._config.queue_bytes
             if fits and not self._stopping:
-                # A view would keep the sample's room in the store until its shard is written.
+                # A view would keep the sample's memory in the store until its shard is written.
                 self._queue.append((run, Sample(sample.header, sample.block.clone())))
                 self._queue_bytes += sample.nbytes
                 self._changed.notify()

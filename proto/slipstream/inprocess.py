@@ -139,7 +139,7 @@ class LocalCall(grpc.RpcError, grpc.Call):  # type: ignore[misc]
         self._answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._given: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._asked = threading.Semaphore(0)
-        self._room = asyncio.Semaphore(AHEAD)
+        self._unread = asyncio.Semaphore(AHEAD)
         self.task: asyncio.Task[None] | None = None
         try:
             if server is None:
@@ -170,7 +170,7 @@ class LocalCall(grpc.RpcError, grpc.Call):  # type: ignore[misc]
 
     async def write(self, data: bytes) -> None:
         """Hand an answer over; waits while ``AHEAD`` of them are unread."""
-        await self._room.acquire()
+        await self._unread.acquire()
         self._answers.put(data)
 
     def ended(self, task: asyncio.Task[None]) -> None:
@@ -221,7 +221,7 @@ class LocalCall(grpc.RpcError, grpc.Call):  # type: ignore[misc]
     def __next__(self) -> Any:
         if (data := self._answers.get()) is not None:
             assert self._server is not None
-            self._server.soon(self._room.release)
+            self._server.soon(self._unread.release)
             return self._read(data)
         self._answers.put(None)
         if self.code() is StatusCode.OK:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import grpc
 
 from slipstream.errors import Refusals, RefusedError, StatusCode
+from slipstream.inprocess import is_in_process
 from slipstream.tls import Followed, OptionName, TlsFiles, TlsPaths, read_ca, read_file
 
 
@@ -372,9 +373,8 @@ class ClientCredentials:
         if self.token_file is None or self.ca is not None or self.allow_plaintext:
             return
         # A DNS name can be another machine's at the next look-up.
-        local = address.startswith(("unix:", "in-process:")) or is_loopback(
-            address.rpartition(":")[0]
-        )
+        inside = address.startswith("unix:") or is_in_process(address)
+        local = inside or is_loopback(address.rpartition(":")[0])
         if local and not address.startswith("dns:"):
             return
         raise RefusedError(

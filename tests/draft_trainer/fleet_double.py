@@ -252,7 +252,7 @@ class RolloutDouble(pb_grpc.RolloutServerServicer):
         return self._state()
 
     def _arrives(self, name: str, ids: list[str]) -> None:
-        # Before the call is seen: whoever sees it may change the faults.
+        # Read before the call is recorded: a test that waits for the record may change the faults.
         go_on = self.faults.waits.get(name)
         self._note(name, ids)
         if go_on is not None:

@@ -211,7 +211,7 @@ def test_a_slow_reader_holds_the_service_back() -> None:
     answers = running.stub.WatchStatus(pb.WatchStatusRequest(), timeout=LONG)
     for number in range(100):
         assert next(answers).train_steps == number
-        # It has made those that were read, those that wait, and the one that finds no room.
+        # It has made those that were read, those that are unread, and the one that waits.
         assert running.service.answered <= number + AHEAD + 1
     answers.cancel()
     assert answers.code() is StatusCode.CANCELLED
