@@ -272,8 +272,10 @@ def targets_of(arms: Sequence[Arm]) -> list[Target]:
 def figures_of(arms: Sequence[Arm], options: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """For JSON, without this machine's paths."""
     given = {name: value for name, value in vars(options).items() if name not in ("json", "out")}
-    given |= {name: os.path.relpath(given[name]) for name in ("policy", "draft")}
-    settings = {name: str(value) for name, value in given.items()}
+    settings = {
+        name: os.path.relpath(value) if isinstance(value, Path) else str(value)
+        for name, value in given.items()
+    }
     return {"settings": settings, "seconds": seconds, "arms": [arm.figures() for arm in arms]}
 
 

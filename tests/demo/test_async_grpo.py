@@ -172,7 +172,10 @@ def test_figures_are_json_with_every_pair_and_step() -> None:
     import argparse
 
     arms = [arm_of(1, "adapted", 1.0, 50)]
-    [arm] = json.loads(json.dumps(figures_of(arms, argparse.Namespace(steps=3), 9.0)))["arms"]
+    options = argparse.Namespace(steps=3, policy=Path.cwd() / "a" / "policy", json=Path("b.json"))
+    figures = json.loads(json.dumps(figures_of(arms, options, 9.0)))
+    assert figures["settings"] == {"steps": "3", "policy": "a/policy"}
+    [arm] = figures["arms"]
     assert arm["pairs"][1] == {"draft": 1, "policy": 1, "drafts": 100, "accepted": 50}
     assert len(arm["steps"]) == 3 and arm["acceptance_length"] == 1.5
     assert arm["completions_by_policy_versions"] == {"1": 9, "2": 3}
