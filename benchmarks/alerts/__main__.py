@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.alerts.rig import Rig
+from benchmarks.alerts.rig import FASTER, INTERVAL, Rig
 from benchmarks.alerts.sightings import named
 from benchmarks.alerts.story import Row, Story
 from benchmarks.harness import Target, finish, options, say, table
@@ -24,10 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
-        folder = chosen.keep or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
         try:
-            rig = Rig(folder, chosen.faster, chosen.interval)
+            rig = Rig(Path(scratch))
         except RefusedError as error:
             print(f"benchmarks.alerts: {error}", file=sys.stderr)
             return 2
@@ -39,8 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     lines = [[r.alert, "never" if r.seconds is None else f"{r.seconds:.1f}", r.cause] for r in rows]
     print(table("", ["alert", "seen after s", "cause"], lines))
     figures = {
-        "faster": chosen.faster,
-        "interval": chosen.interval,
+        "faster": FASTER,
+        "interval": INTERVAL,
         "rows": [vars(row) for row in rows],
         "fired_while_all_was_well": sorted(story.while_well),
     }
@@ -68,10 +66,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "killed, a ruined draft is promoted, the feed stops. The rules' windows and waits are "
         "shortened, nothing else.",
     )
-    parser.add_argument("--faster", type=float, default=60.0, help="5 minutes take 5 seconds")
-    parser.add_argument("--interval", type=float, default=0.5, help="seconds between two scrapes")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds to wait for an alert")
-    parser.add_argument("--keep", type=Path, help="keep logs and Prometheus's data there")
     return parser.parse_args(argv)
 
 

@@ -30,6 +30,10 @@ from examples.local_services import (
 from policy_bridge import BridgeConfig
 from policy_bridge.metrics import BridgeCollector
 
+FASTER = 60.0
+"""How much shorter the rules' windows and waits are."""
+INTERVAL = 0.5
+"""Seconds between two scrapes."""
 OUTBOX_BYTES = 1 << 20
 STEP_BYTES = 1 << 19
 
@@ -39,11 +43,9 @@ class Rig:
 
     Args:
         folder: for logs, registries and Prometheus's data.
-        faster: how much shorter the rules' windows and waits are.
-        interval: seconds between two scrapes.
     """
 
-    def __init__(self, folder: Path, faster: float, interval: float) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.servers = [
             RolloutServer(folder / f"rollout-{name}.log", *LOGPROBS) for name in ("a", "b")
@@ -61,7 +63,7 @@ class Rig:
             "draft-trainer": [f"127.0.0.1:{self._metrics_port}"],
             "policy": [f"127.0.0.1:{self._bridge_http.server_port}"],
         }
-        self.prometheus = LocalPrometheus(folder / "prometheus", targets, interval, faster)
+        self.prometheus = LocalPrometheus(folder / "prometheus", targets, INTERVAL, FASTER)
         self.sightings = Sightings(self.prometheus)
         self._watching = False
 

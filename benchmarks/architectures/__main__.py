@@ -40,6 +40,12 @@ from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.local_services import RolloutServer
 from examples.task import Task
 
+MINUTES = 2.0
+"""Of pretraining, for the policy that is not a converted one."""
+RECORDED = 1024
+"""Rollouts that a draft is trained on."""
+EPOCHS = 3
+PROMPTS = 128
 SAMPLES = 4
 SEED = 0
 
@@ -121,19 +127,17 @@ class Greedy:
         return generation.completions
 
 
-def drafts_of(
-    task: Task[Any], policy: Path, folder: Path, recorded: int, epochs: int
-) -> tuple[Path, Path]:
+def drafts_of(task: Task[Any], policy: Path, folder: Path) -> tuple[Path, Path]:
     """The untrained and the trained draft of a policy, as the commands make them, once."""
     states, untrained, trained = (folder / name for name in ("states", "untrained", "trained"))
     if not (trained / PLOT_FILE).exists():
         for left in (states, untrained, trained):
             shutil.rmtree(left, ignore_errors=True)
-        record(task, policy, states, recorded, SEED, None)
+        record(task, policy, states, RECORDED, SEED, None)
         common = ("--states", states, "--seed", SEED, "--out")
         run("init", "--policy", policy, "--draft-vocab", 64, *common, untrained)
         how = ("--learning-rate", 2e-3, "--batch-tokens", 512, "--compute-dtype", "bfloat16")
-        length = ("--epochs", epochs, "--draft-length", DRAFT_LENGTH)
+        length = ("--epochs", EPOCHS, "--draft-length", DRAFT_LENGTH)
         run("fit", "--policy", policy, "--draft", untrained, *length, *how, *common, trained)
     return untrained, trained
 
@@ -182,21 +186,14 @@ def _replayed(draft: Path, recording: Recording) -> float:
     return estimate.acceptance_length
 
 
-def made(name: str, chosen: argparse.Namespace) -> tuple[Path, Path, Path]:
-    """Policy, untrained and trained draft of an architecture."""
-    policy = policy_of(name, chosen.work / "policies", chosen.minutes)
-    folder = chosen.work / "drafts" / name
-    task = POLICIES[name].task
-    return policy, *drafts_of(task, policy, folder, chosen.recorded, chosen.epochs)
-
-
 def outcome(name: str, chosen: argparse.Namespace, folder: Path) -> Outcome:
     """Everything of one architecture."""
-    policy, untrained, trained = made(name, chosen)
-    began = time.perf_counter()
     task = POLICIES[name].task
+    policy = policy_of(name, chosen.work / "policies", MINUTES)
+    untrained, trained = drafts_of(task, policy, chosen.work / "drafts" / name)
+    began = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
-    problems = held_out_problems(chosen.prompts, task)
+    problems = held_out_problems(PROMPTS, task)
     prompts = [prompt_ids(problem, task) for problem in problems]
     random.Random(SEED).shuffle(prompts)
     say(f"{name}: starting rollout-server (real vLLM)")
@@ -260,26 +257,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="architectures")  # fmt: skip
     add("--work", type=Path, default=Path("runs/architectures"),
         help="policies and drafts, made where they are not there")  # fmt: skip
-    add("--prepare", action="store_true", help="make them and end")
-    add("--minutes", type=float, default=2.0, help="of pretraining, for what is not converted")
-    add("--recorded", type=int, default=1024, help="rollouts to train the draft on")
-    add("--epochs", type=int, default=3, help="passes over them")
-    add("--prompts", type=int, default=128, help="that the server completes")
     chosen = parser.parse_args(argv)
     torch.set_num_threads(1)
     end_on_sigterm()
-    if chosen.prepare:
-        for name in chosen.only:
-            made(name, chosen)
-        return 0
     found = _measured_before(chosen)
     for name in chosen.only:
         with tempfile.TemporaryDirectory() as folder:
             found[name] = outcome(name, chosen, Path(folder))
         say("  ".join(row(found[name])))
-        write(chosen.json, _figures(chosen, found), targets(list(found.values())))
+        write(chosen.json, _figures(found), targets(list(found.values())))
     print(table("Acceptance length", COLUMNS, [row(one) for one in found.values()]))
-    return finish(chosen.json, _figures(chosen, found), targets(list(found.values())))
+    return finish(chosen.json, _figures(found), targets(list(found.values())))
 
 
 def _measured_before(chosen: argparse.Namespace) -> dict[str, Outcome]:
@@ -295,12 +283,12 @@ def _measured_before(chosen: argparse.Namespace) -> dict[str, Outcome]:
     return found
 
 
-def _figures(chosen: argparse.Namespace, found: Mapping[str, Outcome]) -> dict[str, Any]:
+def _figures(found: Mapping[str, Outcome]) -> dict[str, Any]:
     return {
         "settings": {
-            "pretraining_minutes": chosen.minutes,
-            "recorded_rollouts": chosen.recorded,
-            "epochs": chosen.epochs,
+            "pretraining_minutes": MINUTES,
+            "recorded_rollouts": RECORDED,
+            "epochs": EPOCHS,
             "draft_length": DRAFT_LENGTH,
             "temperature": 1.0,
             "samples": SAMPLES,

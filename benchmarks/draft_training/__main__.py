@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _measure(chosen: argparse.Namespace, case: Case, pythons: Mapping[str, Path]) -> CaseResult:
     core = chosen.core if case.device == "cpu" else None
-    settings = {name: default_setting(name, case) for name in pythons} | dict(chosen.setting)
+    settings = {name: default_setting(name, case) for name in pythons}
     measured = {name: Measured(settings[name]) for name in pythons}
     module = "benchmarks.draft_training.worker"
     log = chosen.peers_dir / "workers.log"
@@ -211,14 +211,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--core", type=int, default=max(os.sched_getaffinity(0)), help="the one all run on")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the steps run")
     add("--peers-dir", type=Path, default=default_directory(), help="the peers' environments")
-    add(
-        "--setting",
-        action="append",
-        default=[],
-        type=lambda text: tuple(text.split("=", 1)),
-        metavar="NAME=SETTING",
-        help="instead of the contestant's default in contestants.py",
-    )
     return parser.parse_args(argv)
 
 

@@ -34,8 +34,10 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic_grpo"
 NOISE = [0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 1.0]
 SEED = 0
 _PROMPTS_AT_ONCE = 64
-
-
+DRAFT_LENGTH = 3
+PROBLEMS = 256
+SAMPLES = 4
+"""Completions of each problem."""
 TOLERANCE = 0.02
 STANDARD_ERROR = 0.01
 LEAST_RELEASES = 10
@@ -152,11 +154,11 @@ def _figures(chosen: argparse.Namespace, points: Sequence[Point], complete: bool
         "settings": {
             "policy": "examples/arithmetic_grpo/policy",
             "draft": "examples/arithmetic_grpo/draft",
-            "draft_length": chosen.draft_length,
+            "draft_length": DRAFT_LENGTH,
             "draft_sample_method": chosen.method,
             "temperature": 1.0,
-            "problems": chosen.problems,
-            "samples": chosen.samples,
+            "problems": PROBLEMS,
+            "samples": SAMPLES,
         },
         "complete": complete,
         "points": [point.to_dict() for point in points],
@@ -199,14 +201,14 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> Generator[Point]:
     """One release after the other; while the server answers for one, the last is predicted."""
     registry = Registry(folder / "releases")
     versions = make_releases(EXAMPLE / "draft", registry, NOISE, SEED)
-    prompts = [prompt_ids(problem) for problem in held_out_problems(chosen.problems)]
+    prompts = [prompt_ids(problem) for problem in held_out_problems(PROBLEMS)]
     predictor = _Predictor(registry, folder, prompts, chosen)
     predictions: collections.deque[Future[Point]] = collections.deque()
     say("starting rollout-server (real vLLM)")
     with (
         RolloutServer(
             folder / "rollout-server.log",
-            *("--draft-length", str(chosen.draft_length)),
+            *("--draft-length", str(DRAFT_LENGTH)),
             *("--draft-sample-method", chosen.method),
             draft=registry.path(0),
         ) as server,
@@ -215,14 +217,14 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> Generator[Point]:
     ):
         # Rollouts of a draft that is measured nowhere else: what a gate would hold out.
         server.swap(len(versions), registry.tensors(0))
-        _, before = _rollouts(server, len(versions), prompts, chosen.samples)
+        _, before = _rollouts(server, len(versions), prompts, SAMPLES)
         held_out = pool.submit(predictor.states, before)
         try:
             for version, noise in zip(versions, [0.0, *NOISE], strict=True):
                 # Version 0 has drafted while the server warmed up.
                 number = len(versions) + 1 + version
                 server.swap(number, registry.tensors(version))
-                measured, completions = _rollouts(server, number, prompts, chosen.samples)
+                measured, completions = _rollouts(server, number, prompts, SAMPLES)
                 predictions.append(
                     pool.submit(predictor.point, version, noise, measured, completions, held_out)
                 )
@@ -273,7 +275,7 @@ class _Predictor:
         """Of ``samples`` completions of each prompt."""
         self._number += 1
         folder = self._folder / f"states-{self._number}"
-        rows = [self._prompts[i // self._options.samples] for i in range(len(completions))]
+        rows = [self._prompts[i // SAMPLES] for i in range(len(completions))]
         with Recorder(self._model, folder) as recorder:
             recorder.add(list(zip(rows, completions, strict=True)))
         return Recording(folder)
@@ -308,7 +310,7 @@ class _Predictor:
         assert head.draft_vocab_ids is not None
         heads = recording.policy_heads(head.draft_vocab_ids)
         method: Method = self._options.method
-        return expected_acceptance(head, samples, heads, self._options.draft_length, method)
+        return expected_acceptance(head, samples, heads, DRAFT_LENGTH, method)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -318,15 +320,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "random, swaps each into one real vLLM server, and compares vLLM's own counters with the "
         "acceptance length that the gate expects. Progress goes to stderr, tables to stdout.",
     )
-    add = parser.add_argument
-    add("--problems", type=int, default=256, help="that vLLM solves with every release")
-    add("--samples", type=int, default=4, help="completions of each problem")
-    add("--draft-length", type=int, default=3, help="k that is served")
-    add("--method", choices=("probabilistic", "greedy"), default="probabilistic",
-        help="how vLLM drafts")  # fmt: skip
-    add("--threads", type=int, default=1, help="torch CPU threads of the predictions")
+    parser.add_argument(
+        "--method",
+        choices=("probabilistic", "greedy"),
+        default="probabilistic",
+        help="how vLLM drafts",
+    )
     chosen = parser.parse_args(argv)
-    torch.set_num_threads(chosen.threads)
+    torch.set_num_threads(1)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return chosen
 

@@ -34,6 +34,11 @@ from tests.losslessness.joint import chi_square_p_value, exact_joint
 
 SAMPLED_TOKENS = 4
 PROMPTS = 64
+IN_FLIGHT = 32
+"""Requests on each server."""
+WARM_UP_SECONDS = 5.0
+REST_SECONDS = 0.25
+"""Between the swaps after the windows."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,9 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     chosen = _parse(argv)
     end_on_sigterm()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = chosen.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        found = figures(_measure(chosen, folder))
+        found = figures(_measure(chosen, Path(temporary)))
     print(tables(found))
     return finish(chosen.json, found, targets(found, chosen.swaps))
 
@@ -53,7 +56,7 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> Outcome:
     say("starting two rollout servers")
     servers = [
         Server(folder / f"rollout-server-{index}.log", core=core)
-        for index, core in enumerate(chosen.cores or (None, None))
+        for index, core in enumerate(_two_cores())
     ]
     with Servers(servers) as pair:
         ours = Ours(
@@ -76,7 +79,7 @@ def _under_load(
     plain = []
     for server in servers:
         server.speculate(False)
-        plain.append(complete_all(server.http, prompts, chosen.in_flight))
+        plain.append(complete_all(server.http, prompts, IN_FLIGHT))
         server.speculate(True)
     if plain[0] != plain[1]:
         raise RuntimeError("the two servers differ without speculation; nothing can be compared")
@@ -84,7 +87,7 @@ def _under_load(
     http = tuple(server.http for server in servers)
     exact = exact_joint(_policy(), prompts[0], SAMPLED_TOKENS, floor=1e-6, eos=EOS_ID)
     say("load begins")
-    load = Load(Work(http, prompts, plain[0], chosen.in_flight, SAMPLED_TOKENS))
+    load = Load(Work(http, prompts, plain[0], IN_FLIGHT, SAMPLED_TOKENS))
     windows: list[Window] = []
     swaps: list[Swap] = []
     peer_swaps: list[float] = []
@@ -114,7 +117,7 @@ def _under_load(
 
     complete = False
     try:
-        time.sleep(chosen.warmup)
+        time.sleep(WARM_UP_SECONDS)
         # Staged once: from here on a swap moves no bytes, as in a fleet that goes back and forth.
         swaps += [ours.swap(), ours.swap()]
         for number in range(chosen.rounds):
@@ -129,10 +132,10 @@ def _under_load(
                 f"{found['different']} differ, p = {outcome.p_value:.2g}"
             )
         left = chosen.swaps - len(swaps)
-        say(f"{max(0, left)} swaps more, one every {chosen.rest} s")
+        say(f"{max(0, left)} swaps more, one every {REST_SECONDS} s")
         while len(swaps) < chosen.swaps:
             swaps.append(ours.swap())
-            time.sleep(chosen.rest)
+            time.sleep(REST_SECONDS)
         complete = True
     except KeyboardInterrupt:
         say("cut short; what was measured follows")
@@ -223,12 +226,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--swaps", type=int, default=200, help="fleet-wide swaps of ours in all")
     add("--seconds", type=int, default=8, help="of a window, an even number; a swap in each")
     add("--rounds", type=int, default=8, help="of three windows")
-    add("--rest", type=float, default=0.25, help="seconds between the swaps after the windows")
-    add("--warmup", type=float, default=5.0, help="seconds of load before the first window")
-    add("--in-flight", type=int, default=32, help="requests in flight on each server")
-    add("--cores", type=_cores, metavar="A,B", default=_two_cores(),
-        help="one for all processes of each server; empty leaves them to the kernel")  # fmt: skip
-    add("--keep", type=Path, metavar="DIR", help="folder for registry and logs")
     chosen = parser.parse_args(argv)
     if chosen.seconds < 2 or chosen.seconds % 2:
         parser.error(f"--seconds {chosen.seconds}: an even number from 2 on")
@@ -237,16 +234,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return chosen
 
 
-def _cores(text: str) -> tuple[int, int] | None:
-    if not text:
-        return None
-    first, second = (int(core) for core in text.split(","))
-    return first, second
-
-
-def _two_cores() -> tuple[int, int] | None:
+def _two_cores() -> tuple[int | None, int | None]:
+    """One for all processes of each server; None leaves them to the kernel."""
     cores = sorted(os.sched_getaffinity(0))
-    return (cores[0], cores[1]) if len(cores) > 1 else None
+    return (cores[0], cores[1]) if len(cores) > 1 else (None, None)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,13 @@ from benchmarks.publish_faults.faults import FAULTS, Fault, run
 from benchmarks.publish_faults.rig import Rig
 from benchmarks.publish_faults.vllm_rig import VLLM_FAULTS, VllmRig
 
+SERVERS = 3
+"""Without --vllm."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry; the exit status is 0 only if the fleet recovered every time."""
     chosen = _parse(argv)
-    began = time.monotonic()
     end_on_sigterm()
     rows: dict[str, Row] = {}
     faults: Sequence[Fault] = VLLM_FAULTS if chosen.vllm else FAULTS
@@ -30,9 +32,6 @@ def main(argv: list[str] | None = None) -> int:
         rig = _rig(chosen, Path(folder))
         try:
             for turn in range(chosen.runs):
-                if chosen.minutes and time.monotonic() - began > 60 * chosen.minutes:
-                    say(f"{chosen.minutes} minutes are over")
-                    break
                 fault = faults[turn % len(faults)]
                 row = rows.setdefault(fault.name, Row())
                 error = row.take(lambda: run(rig, fault, turn // len(faults)))  # noqa: B023
@@ -80,7 +79,7 @@ class Row:
 
 def _rig(chosen: argparse.Namespace, folder: Path) -> Rig:
     if not chosen.vllm:
-        return Rig(folder, chosen.servers)
+        return Rig(folder, SERVERS)
     cores = sorted(os.sched_getaffinity(0))
     return VllmRig(folder, tuple(cores[:2]) if len(cores) > 1 else (None, None))
 
@@ -96,7 +95,7 @@ def _targets(chosen: argparse.Namespace, rows: Mapping[str, Row]) -> list[Target
 
 def _figures(chosen: argparse.Namespace, rows: Mapping[str, Row]) -> dict[str, Any]:
     return {
-        "servers": "2, real vLLM" if chosen.vllm else chosen.servers,
+        "servers": "2, real vLLM" if chosen.vllm else SERVERS,
         "rows": {
             name: {
                 "runs": len(row.seconds),
@@ -120,8 +119,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--vllm", action="store_true", help="two real vLLM servers under load")
     parser.add_argument("--runs", type=int, help="in all; the rows take turns (150; vLLM: 14)")
-    parser.add_argument("--minutes", type=float, help="start no run after so many")
-    parser.add_argument("--servers", type=int, default=3, help="without --vllm")
     chosen = parser.parse_args(argv)
     chosen.runs = chosen.runs or (2 * len(VLLM_FAULTS) if chosen.vllm else 150)
     return chosen

@@ -16,6 +16,10 @@ from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.spread import MOST_SENT
 
 PARTS = ("connections", "simulation", "processes")
+CONNECTIONS, SIMULATED, PROCESSES = 1_000, 10_000, 64
+"""Servers of each part."""
+KILLED, RUNS = 10, 50
+"""Of the processes, in every run."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,45 +31,44 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if "connections" in chosen.parts:
-            found = connections.measure(chosen.connections, folder / "connections")
+            found = connections.measure(CONNECTIONS, folder / "connections")
             figures["connections"] = found
-            targets += _of_connections(found, chosen.connections)
+            targets += _of_connections(found)
         if "simulation" in chosen.parts:
-            figures["simulation"] = _simulate(chosen, figures.get("connections"), folder, targets)
+            figures["simulation"] = _simulate(figures.get("connections"), folder, targets)
         if "processes" in chosen.parts:
-            found = processes.measure(chosen.servers, chosen.killed, chosen.runs, folder / "real")
+            found = processes.measure(PROCESSES, KILLED, RUNS, folder / "real")
             figures["processes"] = found
             targets += _of_processes(found)
     return finish(chosen.json, figures, targets)
 
 
-def _of_connections(found: dict[str, float], count: int) -> list[Target]:
+def _of_connections(found: dict[str, float]) -> list[Target]:
     print(table("", ["figure", "value"], [[name, f"{v:.4g}"] for name, v in found.items()]))
     more = found["metric_series_more_than_without_servers"]
     return [
-        Target.at_least("servers that are watched", found["watched"], count),
+        Target.at_least("servers that are watched", found["watched"], CONNECTIONS),
         Target.at_most("seconds to ask all for their state", found["state_seconds"], 2.0),
-        Target.at_most("bytes of a status for each server", found["status_bytes"] / count, 512),
+        Target.at_most(
+            "bytes of a status for each server", found["status_bytes"] / CONNECTIONS, 512
+        ),
         Target.at_most("metric series more than without servers", more, 0),
     ]
 
 
 def _simulate(
-    chosen: argparse.Namespace,
-    measured: dict[str, float] | None,
-    folder: Path,
-    targets: list[Target],
+    measured: dict[str, float] | None, folder: Path, targets: list[Target]
 ) -> dict[str, Any]:
     rows, lines = {}, []
     costs = _costs(measured)
     for number, (name, scenario) in enumerate(scenarios(**costs).items()):
         say(f"simulating: {name}")
         place = folder / f"registry-{number}"
-        row = simulate(scenario, chosen.simulated, Fleet.MAX_CALLS, place)
+        row = simulate(scenario, SIMULATED, Fleet.MAX_CALLS, place)
         rows[name] = row
         shown = ("stage_seconds", "commit_seconds", "seconds", "egress_drafts", "ready_on_it")
         lines.append([name, *(f"{row[key]:.2f}" for key in shown)])
-        whole = chosen.simulated - row["unreachable"]
+        whole = SIMULATED - row["unreachable"]
         targets.append(Target.at_most(f"{name}: other releases", row["ready_on_another"], 0))
         targets.append(Target.at_most(f"{name}: egress", row["egress_drafts"], MOST_SENT))
         targets.append(Target.at_least(f"{name}: share", row["ready_on_it"] / whole, 0.95))
@@ -74,7 +77,7 @@ def _simulate(
     targets.append(Target.at_most("seconds, 1 % fail", rows["1 % fail"]["seconds"], 25.0))
     network = scenarios(**costs)["nothing fails"].network
     return {
-        "servers": chosen.simulated,
+        "servers": SIMULATED,
         "threads": Fleet.MAX_CALLS,
         "network": {name: getattr(network, name) for name in network.__dataclass_fields__},
         "link_gigabits": network.link / GIGABIT,
@@ -113,11 +116,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "control planes over engines in memory, of which ten are killed during every publish.",
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--connections", type=int, default=1000)
-    parser.add_argument("--simulated", type=int, default=10_000, help="servers of the simulation")
-    parser.add_argument("--servers", type=int, default=64, help="processes")
-    parser.add_argument("--killed", type=int, default=10, help="of them, in every run")
-    parser.add_argument("--runs", type=int, default=50)
     return parser.parse_args(argv)
 
 

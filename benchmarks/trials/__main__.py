@@ -226,18 +226,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--vllm", action="store_true", help="two real vLLM servers under load")
     parser.add_argument("--runs", type=int, default=48, help="in all; the rows take turns")
-    parser.add_argument("--minutes", type=float, default=1e9, help="start no run after so many")
     chosen = parser.parse_args(argv)
     end_on_sigterm()
     drills = all_drills()
-    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         world: Memory | Vllm = (Vllm if chosen.vllm else Memory)(Path(folder))
         try:
             begin(world)
             for number in range(chosen.runs):
-                if time.monotonic() - began > 60 * chosen.minutes:
-                    break
                 drill = drills[number % len(drills)]
                 try:
                     run(world, drill, number // len(drills))

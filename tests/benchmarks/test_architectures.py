@@ -74,9 +74,9 @@ def test_targets_are_missed_by_each_thing_that_may_be_wrong() -> None:
 
 def test_a_run_of_some_architectures_keeps_the_figures_of_the_others(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    chosen = Namespace(json=path, only=["llama"], minutes=1, recorded=2, epochs=3)
+    chosen = Namespace(json=path, only=["llama"])
     both = {name: replace(ONE, name=name) for name in ("phi3", "llama")}
-    write(path, _figures(chosen, both), [])
+    write(path, _figures(both), [])
     listed = [one["name"] for one in json.loads(path.read_text())["architectures"]]
     assert listed == ["llama", "phi3"]
     assert _measured_before(chosen) == {"phi3": ONE}
