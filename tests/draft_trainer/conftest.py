@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.kernels.library import using_kernels
+from draft_trainer.server.app import TrainerServer
 from tests.draft_trainer.fleet_rig import Rig
 from tests.draft_trainer.recordings import record_tiny
+from tests.draft_trainer.rig import Client, feeding, make_config
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +25,17 @@ def plain_torch() -> Iterator[None]:
     """A command that ran in this process leaves its choice of kernels behind, and with it bits."""
     with using_kernels("off"):
         yield
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainerServer, Client]]:
+    """One that takes little and trains nothing, and whoever feeds it."""
+    config = make_config(
+        tmp_path_factory.mktemp("ingest"),
+        server={"max_tokens_per_sample": 32, "receive_window_bytes": 1 << 17},
+    )
+    with feeding(config, train=False) as (server, client):
+        yield server, client
 
 
 @pytest.fixture

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.dflash.config import DflashConfig
 from draft_trainer.drafters.dflash.head import DflashHead
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
 from draft_trainer.drafters.mtp.config import MtpConfig
 from draft_trainer.drafters.mtp.head import MtpHead
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
+from draft_trainer.training.learner import Learner
 from slipstream.sample import Sample
 
 HIDDEN, VOCAB, DRAFT_VOCAB, LAYERS = 16, 24, 16, 3
@@ -195,3 +199,15 @@ class Policy:
             self.sample(row[: 16 + i % 9], f"{seed}-{i}", temperature=temperature)
             for i, row in enumerate(tokens)
         ]
+
+
+def learned(
+    learner: Learner, samples: Sequence[Sample], heads: PolicyHeads, draft_length: int
+) -> float:
+    """Acceptance length that 60 steps on samples bring, expected on them."""
+    before = expected_acceptance(learner.head, samples, heads, draft_length, "probabilistic")
+    for _ in range(60):
+        learner.step(samples, heads)
+    after = expected_acceptance(learner.snapshot(), samples, heads, draft_length, "probabilistic")
+    assert len(after.accepted_per_position) == draft_length
+    return after.acceptance_length - before.acceptance_length

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from slipstream.client import open_channel
 from slipstream.v1 import draft_trainer_pb2 as pb
-from tests.draft_trainer.rig import Client, Stream, make_config, rollouts, running
+from tests.draft_trainer.rig import Client, Stream, feeding, make_config, rollouts
 from tests.draft_trainer.test_cli import serving, write_config
 
 EPOCHS = 2
@@ -40,9 +40,7 @@ def test_killed_while_it_receives_and_trains(tmp_path: Path) -> None:
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     for folder in (undisturbed, killed):
         folder.mkdir()
-    with running(make_config(undisturbed, **OPTIONS)) as (_, client):  # type: ignore[arg-type]
-        client.open()
-        client.announce(1)
+    with feeding(make_config(undisturbed, **OPTIONS)) as (_, client):  # type: ignore[arg-type]
         client.send(*messages)
         client.wait_for(drained)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,21 +12,11 @@ from draft_trainer.server.app import TrainerServer
 from slipstream.sample import TENSORS, Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
-from tests.draft_trainer.rig import Client, feeding, make_config, rollouts
+from tests.draft_trainer.rig import Client, rollouts
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB
 
 T = 16
 Mutation = Callable[[Sample], Sample]
-
-
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainerServer, Client]]:
-    config = make_config(
-        tmp_path_factory.mktemp("ingest"),
-        server={"max_tokens_per_sample": 32, "receive_window_bytes": 1 << 17},
-    )
-    with feeding(config, train=False) as (server, client):
-        yield server, client
 
 
 def ints(*values: int) -> torch.Tensor:

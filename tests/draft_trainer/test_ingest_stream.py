@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -20,16 +19,6 @@ from tests.draft_trainer.rig import (
     rollouts,
     running,
 )
-
-
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainerServer, Client]]:
-    config = make_config(
-        tmp_path_factory.mktemp("ingest"),
-        server={"max_tokens_per_sample": 32, "receive_window_bytes": 1 << 17},
-    )
-    with feeding(config, train=False) as (server, client):
-        yield server, client
 
 
 def test_overrunning_the_credit_ends_the_stream(trainer: tuple[TrainerServer, Client]) -> None:

@@ -23,7 +23,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from draft_trainer.cli.main import main as draft_trainer
 from draft_trainer.config import DraftKind, TrainingConfig
 from draft_trainer.drafters import DRAFTERS
-from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.batch import Batch, collate
 from draft_trainer.drafters.loss import ttt_objective, valid_targets
 from draft_trainer.drafters.mtp.checkpoint import Mtp
@@ -41,7 +40,7 @@ from examples.arithmetic_grpo.make_mtp import new_head, policy_with_mtp
 from examples.arithmetic_grpo.sampling import solutions
 from slipstream.errors import RefusedError
 from slipstream.v1 import release_pb2
-from tests.draft_trainer.synthetic import HIDDEN, QWEN, VOCAB, Policy
+from tests.draft_trainer.synthetic import HIDDEN, QWEN, VOCAB, Policy, learned
 
 STEPS = 3
 MIMO = {
@@ -279,12 +278,7 @@ def test_training_raises_acceptance_on_final_states_alone() -> None:
     ]
     config = TrainingConfig(ttt_steps=STEPS, learning_rate=3e-3, warmup_steps=0)
     learner = Learner(mtp_head(QWEN), config)
-    before = expected_acceptance(learner.head, samples, heads, STEPS, "probabilistic")
-    for _ in range(60):
-        learner.step(samples, heads)
-    after = expected_acceptance(learner.snapshot(), samples, heads, STEPS, "probabilistic")
-    assert after.acceptance_length > before.acceptance_length + 0.5
-    assert len(after.accepted_per_position) == STEPS
+    assert learned(learner, samples, heads, STEPS) > 0.5
 
 
 def test_every_kind_can_be_configured() -> None:

@@ -9,8 +9,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from policy_bridge import BridgeConfig, PolicyBridge
+from policy_bridge.copier import Copier
 
 from .doubles import DEADLINE, FakeTrainer
+from .windows import Streams
 
 VOCAB, HIDDEN = 64, 32
 
@@ -41,13 +43,21 @@ Connect = Callable[..., PolicyBridge]
 
 
 @pytest.fixture
-def connect(model: Qwen3ForCausalLM) -> Iterator[Connect]:
-    """``connect(address, **settings)``: a bridge that has opened its run and synced ``version``."""
+def connect(model: Qwen3ForCausalLM, trainer: FakeTrainer) -> Iterator[Connect]:
+    """``connect(address, **settings)``: a bridge that has opened its run and synced ``version``.
+
+    Without an address, to ``trainer``, which serves until the end of the test.
+    """
     bridges = []
+    servers = []
 
     def build(
-        address: str, *, wait: bool = True, version: int | None = None, **settings: object
+        address: str = "", *, wait: bool = True, version: int | None = None, **settings: object
     ) -> PolicyBridge:
+        if not address:
+            if not servers:
+                servers.append(trainer.serve())
+            address = servers[0].address
         settings = {"max_backoff_seconds": 0.1, "drain_seconds": 0.2, **settings}
         used = settings.pop("model", model)
         selector = settings.pop("selector", None)
@@ -60,18 +70,27 @@ def connect(model: Qwen3ForCausalLM) -> Iterator[Connect]:
         if wait:
             assert bridge.wait_connected(DEADLINE)
         if version is not None:
-            with bridge.sync(version):
-                pass
+            sync(bridge, version)
         return bridge
 
     yield build
     for bridge in bridges:
         bridge.close()
+    for server in servers:
+        server.kill()
 
 
 @pytest.fixture
 def trainer() -> FakeTrainer:
     return FakeTrainer()
+
+
+@pytest.fixture
+def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
+    """Of a device."""
+    made = Streams(monkeypatch).copier()
+    yield made
+    made.close()
 
 
 def batch(lengths: tuple[int, ...], side: str = "right", seed: int = 1) -> dict[str, torch.Tensor]:
@@ -86,6 +105,12 @@ def batch(lengths: tuple[int, ...], side: str = "right", seed: int = 1) -> dict[
         attention[row, start : start + length] = 1
         loss[row, start + 3 : start + length] = True
     return {"input_ids": ids, "attention_mask": attention, "loss_mask": loss}
+
+
+def sync(bridge: PolicyBridge, version: int, lead: bool = True) -> None:
+    """A weight sync in which nothing is pushed."""
+    with bridge.sync(version, lead=lead):
+        pass
 
 
 def ship(bridge: PolicyBridge, model: torch.nn.Module, data: dict[str, torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from policy_bridge.session import BLOCK_BYTES
 from slipstream.tensors import bytes_of, frame_chunk, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 
-from .conftest import Connect, batch, ship
+from .conftest import Connect, batch, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 
 
@@ -55,11 +55,10 @@ def test_a_version_of_many_blocks_arrives(
 ) -> None:
     monkeypatch.setattr(announce, "BLOCK_BYTES", 100)
     embed = model.get_input_embeddings().weight
-    with trainer.serve() as server:
-        bridge = connect(server.address, version=1)
-        trainer.wait_for(lambda: 1 in trainer.tensors)
-        assert torch.equal(trainer.tensors[1]["embed_tokens.weight"], embed)
-        assert bridge.stats().last_error == ""
+    bridge = connect(version=1)
+    trainer.wait_for(lambda: 1 in trainer.tensors)
+    assert torch.equal(trainer.tensors[1]["embed_tokens.weight"], embed)
+    assert bridge.stats().last_error == ""
 
 
 def test_frozen_matrices_are_copied_and_hashed_once(
@@ -78,62 +77,54 @@ def test_frozen_matrices_are_copied_and_hashed_once(
     monkeypatch.setattr(announce, "_blocks", noting)
     embed, head = model.get_input_embeddings().weight, model.lm_head.weight
     embed.requires_grad_(False)
-    with trainer.serve() as server:
-        bridge = connect(server.address, version=1)
-        trainer.wait_for(lambda: 1 in trainer.tensors)
-        assert sorted(set(hashed)) == ["embed_tokens.weight", "lm_head.weight"]
-        hashed.clear()
-        # Trained matrices every time: some optimizers write past their version counter.
-        head.data.mul_(2.0)
-        with bridge.sync(2):
-            pass
-        trainer.wait_for(lambda: 2 in trainer.tensors)
-        assert set(hashed) == {"lm_head.weight"}
-        assert torch.equal(trainer.tensors[2]["lm_head.weight"], head[trainer.vocab_ids])
-        assert torch.equal(trainer.tensors[2]["embed_tokens.weight"], embed)
-        hashed.clear()
-        # Merging adapters writes into frozen weights.
-        with torch.no_grad():
-            embed.mul_(3.0)
-        with bridge.sync(3):
-            pass
-        trainer.wait_for(lambda: 3 in trainer.tensors)
-        assert "embed_tokens.weight" in hashed
-        assert torch.equal(trainer.tensors[3]["embed_tokens.weight"], embed)
+    bridge = connect(version=1)
+    trainer.wait_for(lambda: 1 in trainer.tensors)
+    assert sorted(set(hashed)) == ["embed_tokens.weight", "lm_head.weight"]
+    hashed.clear()
+    # Trained matrices every time: some optimizers write past their version counter.
+    head.data.mul_(2.0)
+    sync(bridge, 2)
+    trainer.wait_for(lambda: 2 in trainer.tensors)
+    assert set(hashed) == {"lm_head.weight"}
+    assert torch.equal(trainer.tensors[2]["lm_head.weight"], head[trainer.vocab_ids])
+    assert torch.equal(trainer.tensors[2]["embed_tokens.weight"], embed)
+    hashed.clear()
+    # Merging adapters writes into frozen weights.
+    with torch.no_grad():
+        embed.mul_(3.0)
+    sync(bridge, 3)
+    trainer.wait_for(lambda: 3 in trainer.tensors)
+    assert "embed_tokens.weight" in hashed
+    assert torch.equal(trainer.tensors[3]["embed_tokens.weight"], embed)
 
 
 def test_only_the_lead_announces(
     trainer: FakeTrainer, connect: Connect, model: torch.nn.Module
 ) -> None:
     data = batch((9, 7))
-    with trainer.serve() as server:
-        lead, other = (connect(server.address, seed=seed) for seed in range(2))
-        with other.sync(1, lead=False):
-            pass
-        ship(other, model, data)
-        trainer.wait_for(lambda: ("refused", 1) in trainer.events)
-        assert trainer.samples == {} and trainer.tensors == {}
-        # Nothing was copied from its policy either.
-        assert other._matrices is not None and other._matrices._slots == []
-        with lead.sync(1):
-            pass
-        assert other.flush(DEADLINE)
-        assert len(trainer.samples) == 2
-        assert trainer.chunks_sent[1] == {"embed_tokens.weight", "lm_head.weight"}
-        assert other.stats().last_error == ""
+    lead, other = (connect(seed=seed) for seed in range(2))
+    sync(other, 1, lead=False)
+    ship(other, model, data)
+    trainer.wait_for(lambda: ("refused", 1) in trainer.events)
+    assert trainer.samples == {} and trainer.tensors == {}
+    # Nothing was copied from its policy either.
+    assert other._matrices is not None and other._matrices._slots == []
+    sync(lead, 1)
+    assert other.flush(DEADLINE)
+    assert len(trainer.samples) == 2
+    assert trainer.chunks_sent[1] == {"embed_tokens.weight", "lm_head.weight"}
+    assert other.stats().last_error == ""
 
 
 def test_samples_of_a_lead_that_never_announces_are_shed(
     trainer: FakeTrainer, connect: Connect, model: torch.nn.Module
 ) -> None:
-    with trainer.serve() as server:
-        other = connect(server.address, announce_seconds=0.5)
-        with other.sync(1, lead=False):
-            pass
-        ship(other, model, batch((9, 7)))
-        assert other.flush(DEADLINE)
-        assert other.stats().shed == {"policy_refused": 2}
-        assert "lead" in other.stats().last_error
+    other = connect(announce_seconds=0.5)
+    sync(other, 1, lead=False)
+    ship(other, model, batch((9, 7)))
+    assert other.flush(DEADLINE)
+    assert other.stats().shed == {"policy_refused": 2}
+    assert "lead" in other.stats().last_error
 
 
 def test_a_sync_without_device_memory_costs_a_version(
@@ -142,17 +133,14 @@ def test_a_sync_without_device_memory_costs_a_version(
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("seeded by a test")
 
-    with trainer.serve() as server:
-        bridge = connect(server.address, strict=True)
-        with monkeypatch.context() as patched:
-            patched.setattr(announce.PolicyMatrices, "snapshot", full)
-            with bridge.sync(1):
-                pass
-        ship(bridge, model, batch((9, 7)))
-        stats = bridge.stats()
-        assert stats.captures_skipped == 1 and "memory" in stats.capture_off_reason
-        with bridge.sync(2):
-            pass
-        ship(bridge, model, batch((9, 7)))
-        assert bridge.flush(DEADLINE)
-        assert bridge.stats().accepted == 2
+    bridge = connect(strict=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(announce.PolicyMatrices, "snapshot", full)
+        sync(bridge, 1)
+    ship(bridge, model, batch((9, 7)))
+    stats = bridge.stats()
+    assert stats.captures_skipped == 1 and "memory" in stats.capture_off_reason
+    sync(bridge, 2)
+    ship(bridge, model, batch((9, 7)))
+    assert bridge.flush(DEADLINE)
+    assert bridge.stats().accepted == 2

@@ -31,71 +31,67 @@ def test_states_equal_the_models_own(
     with torch.no_grad():
         hidden = model(**inputs, output_hidden_states=True).hidden_states
     hook.remove()
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
-        assert len(trainer.samples) == 3
-        samples = by_tokens(trainer)
-        for row in range(3):
-            kept = data["attention_mask"][row].bool()
-            sample = samples[tuple(data["input_ids"][row][kept].tolist())]
-            aux = torch.cat([hidden[layer][row][kept] for layer in LAYERS], dim=-1)
-            assert torch.equal(trainer.tensor(sample, "aux_hidden_states"), aux)
-            assert aux.dtype == dtype
-            final = trainer.tensor(sample, "final_hidden_state")
-            assert torch.equal(final, heads[0][row][kept])
-            assert trainer.tensor(sample, "positions").tolist() == list(range(int(kept.sum())))
-            assert trainer.tensor(sample, "segment_ids").unique().numel() == 1
-            expected = data["loss_mask"][row][kept]
-            assert torch.equal(trainer.tensor(sample, "loss_mask"), expected)
-            assert (sample.policy_version, list(sample.header.aux_layers.ids)) == (1, list(LAYERS))
+    bridge = connect(model=model, version=1)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    assert len(trainer.samples) == 3
+    samples = by_tokens(trainer)
+    for row in range(3):
+        kept = data["attention_mask"][row].bool()
+        sample = samples[tuple(data["input_ids"][row][kept].tolist())]
+        aux = torch.cat([hidden[layer][row][kept] for layer in LAYERS], dim=-1)
+        assert torch.equal(trainer.tensor(sample, "aux_hidden_states"), aux)
+        assert aux.dtype == dtype
+        final = trainer.tensor(sample, "final_hidden_state")
+        assert torch.equal(final, heads[0][row][kept])
+        assert trainer.tensor(sample, "positions").tolist() == list(range(int(kept.sum())))
+        assert trainer.tensor(sample, "segment_ids").unique().numel() == 1
+        expected = data["loss_mask"][row][kept]
+        assert torch.equal(trainer.tensor(sample, "loss_mask"), expected)
+        assert (sample.policy_version, list(sample.header.aux_layers.ids)) == (1, list(LAYERS))
 
 
 def test_layer_zero_is_the_embeddings(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((6,))
     trainer.layers = (0, 7)
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
-        (sample,) = trainer.samples.values()
-        with torch.no_grad():
-            hidden = model(data["input_ids"], output_hidden_states=True).hidden_states
-        aux = trainer.tensor(sample, "aux_hidden_states")
-        assert torch.equal(aux[:, :HIDDEN], hidden[0][0])
-        assert torch.equal(aux[:, HIDDEN:], hidden[7][0])
+    bridge = connect(model=model, version=1)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    (sample,) = trainer.samples.values()
+    with torch.no_grad():
+        hidden = model(data["input_ids"], output_hidden_states=True).hidden_states
+    aux = trainer.tensor(sample, "aux_hidden_states")
+    assert torch.equal(aux[:, :HIDDEN], hidden[0][0])
+    assert torch.equal(aux[:, HIDDEN:], hidden[7][0])
 
 
 def test_a_fused_loss_is_captured_at_the_final_norm(trainer: FakeTrainer, connect: Connect) -> None:
     """The loss takes lm_head's weight and never calls the module."""
     model, data = make_model(), batch((9, 7))
     modules = ModulePaths(final_norm="model.norm")
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, modules=modules, version=1)
-        with torch.no_grad(), bridge.capture() as capture:
-            final = model.model(
-                data["input_ids"], attention_mask=data["attention_mask"]
-            ).last_hidden_state
-            capture.ship(**data)
-        assert bridge.flush(DEADLINE)
-        samples = by_tokens(trainer)
-        for row, length in enumerate((9, 7)):
-            sample = samples[tuple(data["input_ids"][row, :length].tolist())]
-            own = trainer.tensor(sample, "final_hidden_state")
-            assert torch.equal(own, final[row, :length])
+    bridge = connect(model=model, modules=modules, version=1)
+    with torch.no_grad(), bridge.capture() as capture:
+        final = model.model(
+            data["input_ids"], attention_mask=data["attention_mask"]
+        ).last_hidden_state
+        capture.ship(**data)
+    assert bridge.flush(DEADLINE)
+    samples = by_tokens(trainer)
+    for row, length in enumerate((9, 7)):
+        sample = samples[tuple(data["input_ids"][row, :length].tolist())]
+        own = trainer.tensor(sample, "final_hidden_state")
+        assert torch.equal(own, final[row, :length])
 
 
 def test_states_dtype_casts_what_is_shipped(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((9,))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, states_dtype="bfloat16", version=1)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
-        (sample,) = trainer.samples.values()
-        with torch.no_grad():
-            final = model.model(data["input_ids"]).last_hidden_state[0]
-        assert torch.equal(trainer.tensor(sample, "final_hidden_state"), final.bfloat16())
+    bridge = connect(model=model, states_dtype="bfloat16", version=1)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    (sample,) = trainer.samples.values()
+    with torch.no_grad():
+        final = model.model(data["input_ids"]).last_hidden_state[0]
+    assert torch.equal(trainer.tensor(sample, "final_hidden_state"), final.bfloat16())
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -104,44 +100,42 @@ def test_log_z_is_the_full_vocabularys(
     trainer: FakeTrainer, connect: Connect, given: bool, temperature: float
 ) -> None:
     model, data = make_model(), batch((11, 7))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        inputs = {k: data[k] for k in ("input_ids", "attention_mask")}
-        with torch.no_grad(), bridge.capture(temperature=temperature) as capture:
-            logits = model(**inputs).logits.float() / temperature
-            log_p = logits[:, :-1].log_softmax(-1)
-            own = log_p.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
-            capture.ship(**data, sampled_logprobs=own if given else None)
-        assert bridge.flush(DEADLINE)
-        samples = by_tokens(trainer)
-        for row, length in enumerate((11, 7)):
-            sample = samples[tuple(data["input_ids"][row, :length].tolist())]
-            logprobs = trainer.tensor(sample, "sampled_logprobs")
-            sampled = trainer.tensor(sample, "sampled_logits")
-            assert sample.temperature == pytest.approx(temperature)
-            assert logprobs[0] == sampled[0] == 0.0
-            torch.testing.assert_close(logprobs[1:], own[row, : length - 1], atol=2e-5, rtol=0)
-            log_z = sampled[1:] / temperature - logprobs[1:]
-            expected = logits[row, : length - 1].logsumexp(-1)
-            torch.testing.assert_close(log_z, expected, atol=2e-5, rtol=0)
+    bridge = connect(model=model, version=1)
+    inputs = {k: data[k] for k in ("input_ids", "attention_mask")}
+    with torch.no_grad(), bridge.capture(temperature=temperature) as capture:
+        logits = model(**inputs).logits.float() / temperature
+        log_p = logits[:, :-1].log_softmax(-1)
+        own = log_p.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+        capture.ship(**data, sampled_logprobs=own if given else None)
+    assert bridge.flush(DEADLINE)
+    samples = by_tokens(trainer)
+    for row, length in enumerate((11, 7)):
+        sample = samples[tuple(data["input_ids"][row, :length].tolist())]
+        logprobs = trainer.tensor(sample, "sampled_logprobs")
+        sampled = trainer.tensor(sample, "sampled_logits")
+        assert sample.temperature == pytest.approx(temperature)
+        assert logprobs[0] == sampled[0] == 0.0
+        torch.testing.assert_close(logprobs[1:], own[row, : length - 1], atol=2e-5, rtol=0)
+        log_z = sampled[1:] / temperature - logprobs[1:]
+        expected = logits[row, : length - 1].logsumexp(-1)
+        torch.testing.assert_close(log_z, expected, atol=2e-5, rtol=0)
 
 
 def test_bfloat16_logits_are_rounded_as_the_policy_rounds_them(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model, data = make_model(torch.bfloat16), batch((40,))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
-        (sample,) = trainer.samples.values()
-        with torch.no_grad():
-            logits = model(data["input_ids"]).logits[0, :-1]
-        own = logits.gather(-1, data["input_ids"][0, 1:, None]).squeeze(-1).float()
-        sampled = trainer.tensor(sample, "sampled_logits")[1:]
-        # A sum on a rounding boundary may fall either way: at most one unit in the last place.
-        assert float((sampled == own).float().mean()) > 0.9
-        torch.testing.assert_close(sampled, own, atol=0, rtol=2**-7)
+    bridge = connect(model=model, version=1)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    (sample,) = trainer.samples.values()
+    with torch.no_grad():
+        logits = model(data["input_ids"]).logits[0, :-1]
+    own = logits.gather(-1, data["input_ids"][0, 1:, None]).squeeze(-1).float()
+    sampled = trainer.tensor(sample, "sampled_logits")[1:]
+    # A sum on a rounding boundary may fall either way: at most one unit in the last place.
+    assert float((sampled == own).float().mean()) > 0.9
+    torch.testing.assert_close(sampled, own, atol=0, rtol=2**-7)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -186,17 +180,16 @@ def test_what_is_held_back_for_the_wire_does_not_follow_the_policy(
     """Samples and matrices are copies: the policy moves before they are sent."""
     model, data = make_model(), batch((8,))
     trainer.hang.add("AnnouncePolicy")
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        head = model.lm_head.weight.detach().clone()
-        with torch.no_grad():
-            final = model.model(data["input_ids"]).last_hidden_state[0].clone()
-        ship(bridge, model, data)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        trainer.release.set()
-        assert bridge.flush(DEADLINE)
-        (sample,) = trainer.samples.values()
-        assert torch.equal(trainer.tensor(sample, "final_hidden_state"), final)
-        assert torch.equal(trainer.tensors[1]["lm_head.weight"], head[trainer.vocab_ids])
+    bridge = connect(model=model, version=1)
+    head = model.lm_head.weight.detach().clone()
+    with torch.no_grad():
+        final = model.model(data["input_ids"]).last_hidden_state[0].clone()
+    ship(bridge, model, data)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    trainer.release.set()
+    assert bridge.flush(DEADLINE)
+    (sample,) = trainer.samples.values()
+    assert torch.equal(trainer.tensor(sample, "final_hidden_state"), final)
+    assert torch.equal(trainer.tensors[1]["lm_head.weight"], head[trainer.vocab_ids])

@@ -9,7 +9,7 @@ from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.capture import sampling_of
 from slipstream.errors import RefusedError
 
-from .conftest import Connect, batch, make_model, ship
+from .conftest import Connect, batch, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 
 
@@ -20,58 +20,53 @@ def write_in_place(_: object, args: tuple[torch.Tensor, ...], __: object) -> Non
 def test_states_written_in_place_are_refused(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((9,))
     model.model.layers[4].register_forward_hook(write_in_place)
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, strict=True, version=1)
-        with pytest.raises(RefusedError, match="written in place"):
-            ship(bridge, model, data)
-        assert bridge.stats().outbox_samples == 0
+    bridge = connect(model=model, strict=True, version=1)
+    with pytest.raises(RefusedError, match="written in place"):
+        ship(bridge, model, data)
+    assert bridge.stats().outbox_samples == 0
 
 
 def test_states_of_a_policy_that_moved_are_not_shipped(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model, data = make_model(), batch((8, 8))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(data["input_ids"]).logits.sum().backward()
-        optimizer.step()
-        ship(bridge, model, data)
-        assert bridge.stats().shed == {"policy_moved": 2}
-        with bridge.sync(2):
-            pass
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
-        assert {s.policy_version for s in trainer.samples.values()} == {2}
+    bridge = connect(model=model, version=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(data["input_ids"]).logits.sum().backward()
+    optimizer.step()
+    ship(bridge, model, data)
+    assert bridge.stats().shed == {"policy_moved": 2}
+    sync(bridge, 2)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    assert {s.policy_version for s in trainer.samples.values()} == {2}
 
 
 def test_an_exception_in_the_window_removes_the_hooks_and_ships_nothing(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model, data = make_model(), batch((8,))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        with pytest.raises(KeyError), torch.no_grad(), bridge.capture() as capture:
-            model(data["input_ids"])
-            capture.ship(data["input_ids"], loss_mask=data["loss_mask"])
-            raise KeyError("the user's own")
-        assert bridge.stats().chosen_samples == 0
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    bridge = connect(model=model, version=1)
+    with pytest.raises(KeyError), torch.no_grad(), bridge.capture() as capture:
+        model(data["input_ids"])
+        capture.ship(data["input_ids"], loss_mask=data["loss_mask"])
+        raise KeyError("the user's own")
+    assert bridge.stats().chosen_samples == 0
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_closing_the_bridge_ends_a_window_that_was_left_open(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model, data = make_model(), batch((8,))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        capture = bridge.capture().__enter__()
-        with torch.no_grad():
-            model(data["input_ids"])
-        capture.ship(data["input_ids"], loss_mask=data["loss_mask"])
-        bridge.close()
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-        assert not trainer.samples
+    bridge = connect(model=model, version=1)
+    capture = bridge.capture().__enter__()
+    with torch.no_grad():
+        model(data["input_ids"])
+    capture.ship(data["input_ids"], loss_mask=data["loss_mask"])
+    bridge.close()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not trainer.samples
 
 
 def test_bad_calls_are_refused_by_field(trainer: FakeTrainer, connect: Connect) -> None:
@@ -83,29 +78,26 @@ def test_bad_calls_are_refused_by_field(trainer: FakeTrainer, connect: Connect) 
         "input_ids": {"input_ids": ids[:1], "loss_mask": loss},
         "attention_mask": {"input_ids": ids, "loss_mask": loss, "attention_mask": gap},
     }
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, strict=True)
-        with pytest.raises(RefusedError, match="policy_version"):
-            bridge.capture()
-        with bridge.sync(1):
-            pass
-        for field, arguments in bad.items():
-            with pytest.raises(RefusedError) as refused, bridge.capture() as capture:
-                with torch.no_grad():
-                    model(ids, attention_mask=mask)
-                capture.ship(**arguments)
-            assert refused.value.field == field
-        sliced = pytest.raises(RefusedError, match="logits_to_keep")
-        with sliced, torch.no_grad(), bridge.capture() as capture:
-            model(ids, logits_to_keep=1)
-            capture.ship(ids[:, :1], loss_mask=loss[:, :1])
-        with pytest.raises(RefusedError, match="temperature"):
-            bridge.capture(temperature=0.0)
-        with bridge.sync(2):
-            pass
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
-        assert len(trainer.samples) == 2
+    bridge = connect(model=model, strict=True)
+    with pytest.raises(RefusedError, match="policy_version"):
+        bridge.capture()
+    sync(bridge, 1)
+    for field, arguments in bad.items():
+        with pytest.raises(RefusedError) as refused, bridge.capture() as capture:
+            with torch.no_grad():
+                model(ids, attention_mask=mask)
+            capture.ship(**arguments)
+        assert refused.value.field == field
+    sliced = pytest.raises(RefusedError, match="logits_to_keep")
+    with sliced, torch.no_grad(), bridge.capture() as capture:
+        model(ids, logits_to_keep=1)
+        capture.ship(ids[:, :1], loss_mask=loss[:, :1])
+    with pytest.raises(RefusedError, match="temperature"):
+        bridge.capture(temperature=0.0)
+    sync(bridge, 2)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    assert len(trainer.samples) == 2
 
 
 def test_models_that_cannot_be_captured_are_refused() -> None:
@@ -121,15 +113,14 @@ def test_log_probs_that_are_not_finite_are_shed_and_counted(
     logprobs = torch.full((2, 8), -1.0)
     logprobs[0, 5] = float("nan")
     logprobs[1, 1] = float("-inf")  # A prompt token: nobody reads it.
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        with torch.no_grad(), bridge.capture() as capture:
-            model(data["input_ids"])
-            capture.ship(data["input_ids"], loss_mask=data["loss_mask"], sampled_logprobs=logprobs)
-        assert bridge.flush(DEADLINE)
-        assert bridge.stats().shed == {"non_finite": 1}
-        (sample,) = trainer.samples.values()
-        assert trainer.tensor(sample, "sampled_logprobs").isfinite().all()
+    bridge = connect(model=model, version=1)
+    with torch.no_grad(), bridge.capture() as capture:
+        model(data["input_ids"])
+        capture.ship(data["input_ids"], loss_mask=data["loss_mask"], sampled_logprobs=logprobs)
+    assert bridge.flush(DEADLINE)
+    assert bridge.stats().shed == {"non_finite": 1}
+    (sample,) = trainer.samples.values()
+    assert trainer.tensor(sample, "sampled_logprobs").isfinite().all()
 
 
 def test_sampling_parameters_travel_with_the_samples(
@@ -145,20 +136,19 @@ def test_sampling_parameters_travel_with_the_samples(
         "frequency_penalty": None,
         "logit_bias": {token: token / 7 for token in range(256)},
     }
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        with torch.no_grad(), bridge.capture(sampling=given) as capture:
-            model(data["input_ids"])
-            capture.ship(**data)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
-        first, *_, last = trainer.samples.values()
-        assert (first.sampling.top_p, first.sampling.min_p) == pytest.approx((0.8, 0.05))
-        assert (first.sampling.top_k, first.sampling.HasField("repetition_penalty")) == (0, True)
-        assert first.sampling.presence_penalty == -0.5
-        assert first.sampling.logit_bias[255] == pytest.approx(255 / 7)
-        assert not last.sampling.ListFields()
-        assert trainer.overdrawn == 0
+    bridge = connect(model=model, version=1)
+    with torch.no_grad(), bridge.capture(sampling=given) as capture:
+        model(data["input_ids"])
+        capture.ship(**data)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    first, *_, last = trainer.samples.values()
+    assert (first.sampling.top_p, first.sampling.min_p) == pytest.approx((0.8, 0.05))
+    assert (first.sampling.top_k, first.sampling.HasField("repetition_penalty")) == (0, True)
+    assert first.sampling.presence_penalty == -0.5
+    assert first.sampling.logit_bias[255] == pytest.approx(255 / 7)
+    assert not last.sampling.ListFields()
+    assert trainer.overdrawn == 0
 
 
 @pytest.mark.parametrize(

@@ -38,14 +38,6 @@ def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     made.close()
 
 
-@pytest.fixture
-def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
-    """Of a device."""
-    made = Streams(monkeypatch).copier()
-    yield made
-    made.close()
-
-
 def run(
     capture: Capture, model: torch.nn.Module, data: Batch, rows: int = 3, wait: bool = True
 ) -> None:

@@ -18,7 +18,7 @@ from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm
 from slipstream.v1 import tensor_pb2
 
-from .conftest import VOCAB, Connect, batch, make_model, ship
+from .conftest import VOCAB, Connect, batch, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 from .families import FAMILIES, make, masses, outcome
 from .windows import Windows
@@ -140,8 +140,7 @@ def test_a_bias_is_announced_with_its_version(trainer: FakeTrainer, connect: Con
         trainer.wait_for(lambda: 1 in trainer.tensors)
         with torch.no_grad():
             model.lm_head.bias.mul_(2.0)
-        with bridge.sync(2):
-            pass
+        sync(bridge, 2)
         ship(bridge, model, batch((9,)))
         assert bridge.flush(DEADLINE)
         assert trainer.specs[-1].lm_head_bias
@@ -157,9 +156,8 @@ def test_the_form_of_the_logits_is_announced(
     trainer: FakeTrainer, connect: Connect, family: str, form: LogitForm
 ) -> None:
     trainer.layers = (1, 2)
-    with trainer.serve() as server:
-        connect(server.address, model=make(family))
-        assert LogitForm.of(trainer.specs[-1]) == form
+    connect(model=make(family))
+    assert LogitForm.of(trainer.specs[-1]) == form
 
 
 class Nested:
@@ -228,8 +226,7 @@ def test_logits_that_are_changed_unannounced_are_refused_by_cause(
             with torch.no_grad(), bridge.capture() as capture:
                 model(data["input_ids"])
                 capture.ship(**data)
-            with bridge.sync(version):
-                pass
+            sync(bridge, version)
         reason = bridge.stats().capture_off_reason
         assert reason.startswith("model.logits: found") and cause in reason and step in reason
         assert bridge.flush(DEADLINE) and not trainer.samples
@@ -252,12 +249,11 @@ def test_logits_that_are_changed_unannounced_are_refused_by_cause(
 
 def test_a_constant_in_every_logit_changes_nothing(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = Changed(lambda y: y - 3.0), batch((12,))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, modules=PATHS, version=1)
-        with torch.no_grad(), bridge.capture() as capture:
-            model(data["input_ids"])
-            capture.ship(**data)
-        assert bridge.flush(DEADLINE) and bridge.stats().accepted == 1
+    bridge = connect(model=model, modules=PATHS, version=1)
+    with torch.no_grad(), bridge.capture() as capture:
+        model(data["input_ids"])
+        capture.ship(**data)
+    assert bridge.flush(DEADLINE) and bridge.stats().accepted == 1
 
 
 @pytest.mark.parametrize("right", [False, True])
@@ -267,18 +263,17 @@ def test_a_fused_loss_is_checked_by_its_log_probs(
     """Of a policy whose lm_head is never called there are no logits to compare."""
     model, data = make_model(), batch((20, 15))
     paths = ModulePaths(final_norm="model.norm")
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, modules=paths, version=1)
-        with torch.no_grad(), bridge.capture(temperature=0.5) as capture:
-            hidden = model.model(data["input_ids"]).last_hidden_state
-            logits = hidden @ model.lm_head.weight.T / (0.5 if right else 1.0)
-            log_p = logits[:, :-1].log_softmax(-1)
-            own = log_p.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
-            capture.ship(**data, sampled_logprobs=own)
-        assert bridge.flush(DEADLINE)
-        assert bridge.stats().accepted == (2 if right else 0)
-        reason = bridge.stats().capture_off_reason
-        assert ("the log-probs' temperature" in reason) == (not right)
+    bridge = connect(model=model, modules=paths, version=1)
+    with torch.no_grad(), bridge.capture(temperature=0.5) as capture:
+        hidden = model.model(data["input_ids"]).last_hidden_state
+        logits = hidden @ model.lm_head.weight.T / (0.5 if right else 1.0)
+        log_p = logits[:, :-1].log_softmax(-1)
+        own = log_p.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+        capture.ship(**data, sampled_logprobs=own)
+    assert bridge.flush(DEADLINE)
+    assert bridge.stats().accepted == (2 if right else 0)
+    reason = bridge.stats().capture_off_reason
+    assert ("the log-probs' temperature" in reason) == (not right)
 
 
 def test_a_form_that_cannot_be_is_refused() -> None:

@@ -11,7 +11,7 @@ from policy_bridge.stats import Counters
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.scraping import of, scrape, value
 
-from .conftest import Connect, batch, make_model, ship
+from .conftest import Connect, batch, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 
 B = "slipstream_bridge_"
@@ -25,8 +25,7 @@ def test_a_bridge_that_ships(trainer: FakeTrainer, connect: Connect) -> None:
         assert value(empty, B + "policy_version") is None
         assert of(empty, B + "last_sync_seconds") == {}
         assert of(empty, B + "shed_samples_total")["outbox_full",] == 0
-        with bridge.sync(3):
-            pass
+        sync(bridge, 3)
         ship(bridge, model, batch((10, 10)))
         assert bridge.flush(DEADLINE)
         samples, stats = scrape(BridgeCollector(bridge)), bridge.stats()

@@ -14,7 +14,7 @@ from policy_bridge.bridge import NullCapture
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.layers import encode_layers
 
-from .conftest import Connect, batch, make_model, ship
+from .conftest import Connect, batch, make_model, ship, sync
 from .doubles import DEADLINE, BlackHole, FakeTrainer
 
 
@@ -54,8 +54,7 @@ def test_a_trainer_that_lost_everything_is_told_again(
     fresh = FakeTrainer()
     with fresh.serve(port):
         assert bridge.flush(DEADLINE)
-        with bridge.sync(2):
-            pass
+        sync(bridge, 2)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
     assert fresh.received[:3] == trainer.received
@@ -81,14 +80,13 @@ def test_a_trainer_with_too_much_to_do_is_asked_again(
 def test_a_stream_without_news_is_opened_again(trainer: FakeTrainer, connect: Connect) -> None:
     model = make_model()
     trainer.ack = False
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, stall_seconds=0.3, version=1)
-        ship(bridge, model, batch((10,)))
-        trainer.wait_for(lambda: len(trainer.received) == 1)
-        trainer.ack = True
-        assert bridge.flush(DEADLINE)
-        assert len(set(trainer.received)) == 1
-        assert "does not answer" in bridge.stats().last_error
+    bridge = connect(model=model, stall_seconds=0.3, version=1)
+    ship(bridge, model, batch((10,)))
+    trainer.wait_for(lambda: len(trainer.received) == 1)
+    trainer.ack = True
+    assert bridge.flush(DEADLINE)
+    assert len(set(trainer.received)) == 1
+    assert "does not answer" in bridge.stats().last_error
 
 
 def test_a_stream_whose_first_credit_never_comes_is_opened_again(
@@ -96,16 +94,15 @@ def test_a_stream_whose_first_credit_never_comes_is_opened_again(
 ) -> None:
     model = make_model()
     trainer.hang.add("StreamStates")
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, stall_seconds=0.3, version=1)
-        ship(bridge, model, batch((10, 10)))
-        trainer.wait_for(lambda: trainer.events.count(("StreamStates", -1)) >= 2)
-        assert "does not answer" in bridge.stats().last_error
-        trainer.hang.clear()
-        trainer.release.set()
-        assert bridge.flush(DEADLINE)
-        assert bridge.stats().shed == {}
-        assert len(trainer.samples) == 2
+    bridge = connect(model=model, stall_seconds=0.3, version=1)
+    ship(bridge, model, batch((10, 10)))
+    trainer.wait_for(lambda: trainer.events.count(("StreamStates", -1)) >= 2)
+    assert "does not answer" in bridge.stats().last_error
+    trainer.hang.clear()
+    trainer.release.set()
+    assert bridge.flush(DEADLINE)
+    assert bridge.stats().shed == {}
+    assert len(trainer.samples) == 2
 
 
 def test_another_draft_after_a_restart_sheds_what_no_longer_fits(
@@ -118,8 +115,7 @@ def test_another_draft_after_a_restart_sheds_what_no_longer_fits(
         assert bridge.stats().shed == {"draft_changed": 3}
         other.wait_for(lambda: other.sessions == 1)
         assert isinstance(bridge.capture(), NullCapture)
-        with bridge.sync(2):
-            pass
+        sync(bridge, 2)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
     assert {tuple(s.header.aux_layers.ids) for s in other.samples.values()} == {(1, 3, 6)}
@@ -143,8 +139,7 @@ def test_an_absent_trainer_leaves_null_windows_until_it_comes(
         assert bridge.wait_connected(DEADLINE)
         # Nobody copied version 1's matrices while no trainer said which rows it wants.
         assert isinstance(bridge.capture(), NullCapture)
-        with bridge.sync(2):
-            pass
+        sync(bridge, 2)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
     assert len(trainer.samples) == 3
@@ -156,18 +151,15 @@ def test_a_resumed_job_that_starts_before_its_trainer_is_told_of_newer_versions(
     """Or its samples would be trained with the matrices that another job gave these versions."""
     model, data = make_model(), batch((8,))
     with trainer.serve() as server, connect(server.address, model=model) as before:
-        with before.sync(7):
-            pass
+        sync(before, 7)
         trainer.wait_for(lambda: 7 in trainer.tensors)
     bridge = connect(server.address, model=model, wait=False, connect_seconds=0.05, version=3)
     with trainer.serve(server.port):
         assert bridge.wait_connected(DEADLINE)
-        with bridge.sync(4):
-            pass
+        sync(bridge, 4)
         ship(bridge, model, data)
         assert "policy_version: found 4, expected > 7" in bridge.stats().capture_off_reason
-        with bridge.sync(8):
-            pass
+        sync(bridge, 8)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
     assert [sample.policy_version for sample in trainer.samples.values()] == [8]
@@ -181,8 +173,7 @@ def test_a_trainer_that_never_answers_costs_only_the_deadlines(connect: Connect)
 
         def policy() -> None:
             for version in (1, 2, 3):
-                with bridge.sync(version):
-                    pass
+                sync(bridge, version)
                 ship(bridge, model, data)
             bridge.close()
             done.set()
@@ -211,8 +202,7 @@ def test_states_that_come_after_the_draft_changed_are_not_taken_for_its_own(
     with other.serve(port):
         other.wait_for(lambda: other.sessions == 1)
         assert bridge.wait_connected(DEADLINE)
-        with bridge.sync(2):
-            pass
+        sync(bridge, 2)
         if first == "new":
             # The trainer is told of version 2, and with it the bridge no more waits for version 1.
             ship(bridge, model, data)
@@ -229,22 +219,20 @@ def test_states_that_come_after_the_draft_changed_are_not_taken_for_its_own(
 
 def test_what_fits_goes_out_behind_what_does_not(trainer: FakeTrainer, connect: Connect) -> None:
     # Both wait in the outbox when the first is looked at: they must not travel together.
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=(model := make_model()))
-        trainer.hang.add("AnnouncePolicy")
-        with bridge.sync(1):
-            pass
-        ship(bridge, model, batch((10, 7, 9, 8)))
-        assert bridge._copier.wait_idle(DEADLINE)
-        held = bridge._outbox._held
-        with bridge._outbox._changed:
-            for name in list(held)[1::2]:
-                held[name].header.aux_layers.CopyFrom(encode_layers((1, 3, 6)))
-        trainer.hang.clear()
-        trainer.release.set()
-        assert bridge.flush(DEADLINE)
-        assert bridge.stats().shed == {"draft_changed": 2}
-        assert bridge.stats().accepted == len(trainer.samples) == 2
+    bridge = connect(model=(model := make_model()))
+    trainer.hang.add("AnnouncePolicy")
+    sync(bridge, 1)
+    ship(bridge, model, batch((10, 7, 9, 8)))
+    assert bridge._copier.wait_idle(DEADLINE)
+    held = bridge._outbox._held
+    with bridge._outbox._changed:
+        for name in list(held)[1::2]:
+            held[name].header.aux_layers.CopyFrom(encode_layers((1, 3, 6)))
+    trainer.hang.clear()
+    trainer.release.set()
+    assert bridge.flush(DEADLINE)
+    assert bridge.stats().shed == {"draft_changed": 2}
+    assert bridge.stats().accepted == len(trainer.samples) == 2
 
 
 def test_a_trainer_slower_than_the_policy_takes_what_it_has_time_for(
@@ -256,8 +244,7 @@ def test_a_trainer_slower_than_the_policy_takes_what_it_has_time_for(
     with trainer.serve() as server:
         bridge = connect(server.address, model=model)
         for version in range(1, 6):
-            with bridge.sync(version):
-                pass
+            sync(bridge, version)
             ship(bridge, model, batch((10, 12)))
             trainer.wait_for(lambda: ("AnnouncePolicy", -1) in trainer.events)
         trainer.release.set()
@@ -272,15 +259,13 @@ def test_what_waits_for_a_hung_trainer_is_copied_into_memory_that_was_there(
 ) -> None:
     model = make_model()
     trainer.hang = {"AnnouncePolicy"}
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        trainer.wait_for(lambda: ("AnnouncePolicy", -1) in trainer.events)
-        assert bridge._matrices is not None
-        used = set()
-        for version in range(2, 12):
-            with bridge.sync(version):
-                pass
-            used |= {memory.data_ptr() for _, memory in bridge._matrices._slots}
-        # Two matrices of the version that is being announced, of the newest, and of the next one.
-        assert len(used) <= 6
-        trainer.release.set()
+    bridge = connect(model=model, version=1)
+    trainer.wait_for(lambda: ("AnnouncePolicy", -1) in trainer.events)
+    assert bridge._matrices is not None
+    used = set()
+    for version in range(2, 12):
+        sync(bridge, version)
+        used |= {memory.data_ptr() for _, memory in bridge._matrices._slots}
+    # Two matrices of the version that is being announced, of the newest, and of the next one.
+    assert len(used) <= 6
+    trainer.release.set()

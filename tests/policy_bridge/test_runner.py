@@ -171,33 +171,29 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_flush_waits_for_copies(
     trainer: FakeTrainer, connect: Connect, held: threading.Event
 ) -> None:
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=(model := make_model()), version=1)
-        ship(bridge, model, batch((9, 12)))
-        assert not bridge.flush(0.0)
-        held.set()
-        assert bridge.flush(DEADLINE)
-        assert bridge.stats().accepted == len(trainer.samples) == 2
+    bridge = connect(model=(model := make_model()), version=1)
+    ship(bridge, model, batch((9, 12)))
+    assert not bridge.flush(0.0)
+    held.set()
+    assert bridge.flush(DEADLINE)
+    assert bridge.stats().accepted == len(trainer.samples) == 2
 
 
 def test_close_ships_what_is_still_to_be_copied(
     trainer: FakeTrainer, connect: Connect, held: threading.Event
 ) -> None:
-    with trainer.serve() as server:
-        bridge = connect(
-            server.address, model=(model := make_model()), drain_seconds=DEADLINE, version=1
-        )
-        # One copy runs, another one waits.
-        ship(bridge, model, batch((9, 12)))
-        ship(bridge, model, batch((7, 8)))
-        closing = threading.Thread(target=bridge.close)
-        closing.start()
-        side = bridge._copier
-        with side._changed:
-            assert side._changed.wait_for(lambda: side._closed, DEADLINE)
-        held.set()
-        closing.join(DEADLINE)
-        assert bridge.stats().accepted == len(trainer.samples) == 4
+    bridge = connect(model=(model := make_model()), drain_seconds=DEADLINE, version=1)
+    # One copy runs, another one waits.
+    ship(bridge, model, batch((9, 12)))
+    ship(bridge, model, batch((7, 8)))
+    closing = threading.Thread(target=bridge.close)
+    closing.start()
+    side = bridge._copier
+    with side._changed:
+        assert side._changed.wait_for(lambda: side._closed, DEADLINE)
+    held.set()
+    closing.join(DEADLINE)
+    assert bridge.stats().accepted == len(trainer.samples) == 4
 
 
 def test_what_the_loop_writes_after_ship_does_not_go_out(
@@ -251,17 +247,16 @@ def test_states_written_between_ship_and_copy_are_refused(
     model, data = make_model(), batch((9,))
     seen: list[torch.Tensor] = []
     model.model.layers[4].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, strict=True, version=1)
-        with torch.no_grad():
-            ship(bridge, model, data)
-            seen[0].mul_(2.0)
-        held.set()
-        assert bridge.flush(DEADLINE)
-        assert bridge.stats().captures_refused == 1
-        with pytest.raises(RefusedError, match="written in place"):
-            ship(bridge, model, data)
-        assert bridge.stats().outbox_samples == 0 == len(trainer.samples)
+    bridge = connect(model=model, strict=True, version=1)
+    with torch.no_grad():
+        ship(bridge, model, data)
+        seen[0].mul_(2.0)
+    held.set()
+    assert bridge.flush(DEADLINE)
+    assert bridge.stats().captures_refused == 1
+    with pytest.raises(RefusedError, match="written in place"):
+        ship(bridge, model, data)
+    assert bridge.stats().outbox_samples == 0 == len(trainer.samples)
 
 
 def test_float8_states_are_quantized_as_they_are_captured(
@@ -294,17 +289,16 @@ def test_a_device_without_memory_costs_the_window_and_not_the_run(
         raise torch.OutOfMemoryError("seeded by a test")
 
     model, data = make_model(), batch((9, 12))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, strict=True, version=1)
-        for name in ("without_logits", "fill"):
-            monkeypatch.setattr(capture, name, full)
-            ship(bridge, model, data)
-            assert bridge.flush(DEADLINE)
-            monkeypatch.undo()
-        assert bridge.stats().shed == {"device_memory": 4}
+    bridge = connect(model=model, strict=True, version=1)
+    for name in ("without_logits", "fill"):
+        monkeypatch.setattr(capture, name, full)
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
-        assert bridge.stats().accepted == 2
+        monkeypatch.undo()
+    assert bridge.stats().shed == {"device_memory": 4}
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    assert bridge.stats().accepted == 2
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 15, 40])

@@ -140,30 +140,28 @@ def test_the_budget_bounds_what_is_shipped(trainer: FakeTrainer, connect: Connec
     model, data = make_model(), batch((10,) * 12)
     token = bytes_per_token(3, HIDDEN, torch.float32)
     assert token == 4 * HIDDEN * 4 + 21
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, bytes_per_step=35 * token, version=1)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
-        stats = bridge.stats()
-        assert (stats.chosen_samples, stats.chosen_tokens, stats.not_chosen_samples) == (3, 30, 9)
-        assert stats.captured_tokens == 120
-        assert len(trainer.samples) == stats.accepted == 3
-        states = sum(s.aux.nbytes + s.final_hidden.nbytes for s in trainer.samples.values())
-        assert states == 30 * 4 * HIDDEN * 4
+    bridge = connect(model=model, bytes_per_step=35 * token, version=1)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    stats = bridge.stats()
+    assert (stats.chosen_samples, stats.chosen_tokens, stats.not_chosen_samples) == (3, 30, 9)
+    assert stats.captured_tokens == 120
+    assert len(trainer.samples) == stats.accepted == 3
+    states = sum(s.aux.nbytes + s.final_hidden.nbytes for s in trainer.samples.values())
+    assert states == 30 * 4 * HIDDEN * 4
 
 
 def test_a_trainer_that_does_not_train_is_sent_what_it_has_a_use_for(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model, data = make_model(), batch((10,) * 12)
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        for wanted, more in ((45, 12), (0, 4), (0, 12)):
-            before = len(trainer.samples)
-            trainer.wanted_tokens = wanted
-            ship(bridge, model, data)
-            assert bridge.flush(DEADLINE)
-            assert len(trainer.samples) - before == more, "each answer holds from then on"
+    bridge = connect(model=model, version=1)
+    for wanted, more in ((45, 12), (0, 4), (0, 12)):
+        before = len(trainer.samples)
+        trainer.wanted_tokens = wanted
+        ship(bridge, model, data)
+        assert bridge.flush(DEADLINE)
+        assert len(trainer.samples) - before == more, "each answer holds from then on"
 
 
 @pytest.mark.parametrize("forwards", [None, 4])
@@ -172,15 +170,14 @@ def test_the_budget_holds_over_micro_batches(
 ) -> None:
     model, data = make_model(), batch((10,) * 12)
     budget = 60 * bytes_per_token(3, HIDDEN, torch.float32)
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, bytes_per_step=budget, version=1)
-        with torch.no_grad(), bridge.capture(forwards=forwards) as capture:
-            for start in range(0, 12, 3):
-                rows = slice(start, start + 3)
-                model(data["input_ids"][rows])
-                capture.ship(data["input_ids"][rows], loss_mask=data["loss_mask"][rows])
-        assert bridge.flush(DEADLINE)
-        assert len(trainer.samples) == 6
+    bridge = connect(model=model, bytes_per_step=budget, version=1)
+    with torch.no_grad(), bridge.capture(forwards=forwards) as capture:
+        for start in range(0, 12, 3):
+            rows = slice(start, start + 3)
+            model(data["input_ids"][rows])
+            capture.ship(data["input_ids"][rows], loss_mask=data["loss_mask"][rows])
+    assert bridge.flush(DEADLINE)
+    assert len(trainer.samples) == 6
 
 
 def test_a_selector_of_ones_own(trainer: FakeTrainer, connect: Connect) -> None:
@@ -188,26 +185,24 @@ def test_a_selector_of_ones_own(trainer: FakeTrainer, connect: Connect) -> None:
         return [max(range(len(pool)), key=lambda i: pool[i].tokens)]
 
     model, data = make_model(), batch((8, 13, 9))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, selector=longest, version=1)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
-        (sample,) = trainer.samples.values()
-        assert trainer.tensor(sample, "token_ids").tolist() == data["input_ids"][1].tolist()
+    bridge = connect(model=model, selector=longest, version=1)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    (sample,) = trainer.samples.values()
+    assert trainer.tensor(sample, "token_ids").tolist() == data["input_ids"][1].tolist()
 
 
 def test_long_sequences_arrive_as_windows(trainer: FakeTrainer, connect: Connect) -> None:
     trainer.max_tokens = 16
     model, data = make_model(), batch((40,), "left")
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
-        ids, targets = data["input_ids"][0].tolist(), []
-        for sample in trainer.samples.values():
-            positions = trainer.tensor(sample, "positions").tolist()
-            assert len(positions) <= 16
-            assert trainer.tensor(sample, "token_ids").tolist() == [ids[p] for p in positions]
-            mask = trainer.tensor(sample, "loss_mask").tolist()
-            targets += [p for p, kept in zip(positions, mask, strict=True) if kept]
-        assert sorted(targets) == list(range(3, 40))
+    bridge = connect(model=model, version=1)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    ids, targets = data["input_ids"][0].tolist(), []
+    for sample in trainer.samples.values():
+        positions = trainer.tensor(sample, "positions").tolist()
+        assert len(positions) <= 16
+        assert trainer.tensor(sample, "token_ids").tolist() == [ids[p] for p in positions]
+        mask = trainer.tensor(sample, "loss_mask").tolist()
+        targets += [p for p, kept in zip(positions, mask, strict=True) if kept]
+    assert sorted(targets) == list(range(3, 40))

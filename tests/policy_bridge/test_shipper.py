@@ -17,7 +17,7 @@ from slipstream.sample import Sample, layout_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
-from .conftest import Connect, batch, make_model, ship
+from .conftest import Connect, batch, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer, Server
 
 # One sample of batch((10,)): 10 tokens of 4 states of 32 float32.
@@ -77,8 +77,7 @@ def test_a_version_is_announced_before_its_first_sample_and_hashes_save_bytes(
             if version == 3:
                 with torch.no_grad():
                     model.lm_head.weight.mul_(1.5)
-            with bridge.sync(version):
-                pass
+            sync(bridge, version)
             ship(bridge, model, batch((10, 10)))
             # Or a slow trainer would not be told of the version before the newest.
             assert bridge.flush(DEADLINE)
@@ -124,14 +123,13 @@ def test_a_sample_larger_than_the_trainers_window_does_not_block_the_others(
 def test_close_interrupts_a_call_that_hangs(trainer: FakeTrainer, connect: Connect) -> None:
     model = make_model()
     trainer.hang.add("AnnouncePolicy")
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        ship(bridge, model, batch((10, 10)))
-        trainer.wait_for(lambda: ("AnnouncePolicy", -1) in trainer.events)
-        bridge.close()
-        assert bridge.stats().shed == {"closed": 2}
-        assert accounted(bridge) == 2
-        trainer.release.set()
+    bridge = connect(model=model, version=1)
+    ship(bridge, model, batch((10, 10)))
+    trainer.wait_for(lambda: ("AnnouncePolicy", -1) in trainer.events)
+    bridge.close()
+    assert bridge.stats().shed == {"closed": 2}
+    assert accounted(bridge) == 2
+    trainer.release.set()
 
 
 def test_a_trainer_that_holds_its_acks_fills_a_bounded_outbox(
@@ -139,21 +137,19 @@ def test_a_trainer_that_holds_its_acks_fills_a_bounded_outbox(
 ) -> None:
     model, data = make_model(), batch((10,) * 4)
     trainer.ack = False
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, outbox_bytes=6 * SAMPLE_BYTES)
-        for version in (1, 2, 3):
-            with bridge.sync(version):
-                pass
-            ship(bridge, model, data)
-            assert bridge.stats().outbox_bytes <= 6 * SAMPLE_BYTES
-            # Or the next version might come before this one is announced, and shed for that.
-            trainer.wait_for(lambda v=version: len(trainer.samples) >= 4 * v)  # type: ignore[misc]
-        stats = bridge.stats()
-        # 4 of version 1; then 2 of them make room, then the last 2 and 0 of version 2 ...
-        assert stats.outbox_samples == 6
-        assert sum(stats.shed.values()) == 6
-        assert stats.shed["superseded"] == 6
-        assert accounted(bridge) == 12
+    bridge = connect(model=model, outbox_bytes=6 * SAMPLE_BYTES)
+    for version in (1, 2, 3):
+        sync(bridge, version)
+        ship(bridge, model, data)
+        assert bridge.stats().outbox_bytes <= 6 * SAMPLE_BYTES
+        # Or the next version might come before this one is announced, and shed for that.
+        trainer.wait_for(lambda v=version: len(trainer.samples) >= 4 * v)  # type: ignore[misc]
+    stats = bridge.stats()
+    # 4 of version 1; then 2 of them make room, then the last 2 and 0 of version 2 ...
+    assert stats.outbox_samples == 6
+    assert sum(stats.shed.values()) == 6
+    assert stats.shed["superseded"] == 6
+    assert accounted(bridge) == 12
 
 
 def test_refusals_are_counted_by_field_and_the_stream_goes_on(
@@ -187,17 +183,15 @@ def test_a_refused_run_is_logged_once_and_shown(
 
 def test_close_drains_and_ends_every_thread(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((10,) * 3)
-    with trainer.serve() as server:
-        with connect(server.address, model=model, drain_seconds=DEADLINE) as bridge:
-            with bridge.sync(1):
-                pass
-            ship(bridge, model, data)
-        assert len(trainer.samples) == 3
-        names = [thread.name for thread in threading.enumerate()]
-        assert not [name for name in names if name.startswith("slipstream-")]
-        bridge.close()
-        with pytest.raises(RefusedError, match="closed"):
-            bridge.capture()
+    with connect(model=model, drain_seconds=DEADLINE) as bridge:
+        sync(bridge, 1)
+        ship(bridge, model, data)
+    assert len(trainer.samples) == 3
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("slipstream-")]
+    bridge.close()
+    with pytest.raises(RefusedError, match="closed"):
+        bridge.capture()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -236,8 +230,7 @@ def test_ids_are_unique_over_bridges_of_one_run(trainer: FakeTrainer, connect: C
     with trainer.serve() as server:
         for version in (1, 2):
             with connect(server.address, model=model, drain_seconds=DEADLINE) as bridge:
-                with bridge.sync(version):
-                    pass
+                sync(bridge, version)
                 ship(bridge, model, data)
     assert len(trainer.samples) == len(trainer.received) == 6
     assert all(isinstance(s, Sample) for s in trainer.samples.values())

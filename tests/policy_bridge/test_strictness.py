@@ -14,7 +14,7 @@ from policy_bridge.capture import Capture
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
 
-from .conftest import Connect, batch, make_model, ship
+from .conftest import Connect, batch, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer
 
 Spoil = Callable[[torch.nn.Module, dict[str, torch.Tensor], Capture], None]
@@ -71,32 +71,31 @@ def test_a_call_that_does_not_fit_costs_its_window(
     trainer: FakeTrainer, connect: Connect, field: str, strict: bool
 ) -> None:
     model, data = make_model(), batch((8, 6))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, strict=strict, version=1)
-        if strict:
-            with pytest.raises(RefusedError) as refused, torch.no_grad(), bridge.capture() as taken:
-                CALLS[field](model, data, taken)  # type: ignore[arg-type]
-            assert refused.value.field == field
-        else:
-            with torch.no_grad(), bridge.capture() as taken:
-                CALLS[field](model, data, taken)  # type: ignore[arg-type]
-                assert not any(m._forward_hooks for m in model.modules()) or field in (
-                    "acceptance",
-                    "input_ids",
-                    "position_ids",
-                )
-                run(model, data, taken)  # type: ignore[arg-type]
-        stats = bridge.stats()
-        assert stats.capture_off_reason.startswith(f"{field}: found")
-        assert "Next step:" in stats.capture_off_reason
-        assert stats.captures_refused == 1
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-        assert bridge.flush(DEADLINE) and not trainer.samples
-        # The next window is sound: the reason is gone.
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
-        assert len(trainer.samples) == 2
-        assert bridge.stats().capture_off_reason == ""
+    bridge = connect(model=model, strict=strict, version=1)
+    if strict:
+        with pytest.raises(RefusedError) as refused, torch.no_grad(), bridge.capture() as taken:
+            CALLS[field](model, data, taken)  # type: ignore[arg-type]
+        assert refused.value.field == field
+    else:
+        with torch.no_grad(), bridge.capture() as taken:
+            CALLS[field](model, data, taken)  # type: ignore[arg-type]
+            assert not any(m._forward_hooks for m in model.modules()) or field in (
+                "acceptance",
+                "input_ids",
+                "position_ids",
+            )
+            run(model, data, taken)  # type: ignore[arg-type]
+    stats = bridge.stats()
+    assert stats.capture_off_reason.startswith(f"{field}: found")
+    assert "Next step:" in stats.capture_off_reason
+    assert stats.captures_refused == 1
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert bridge.flush(DEADLINE) and not trainer.samples
+    # The next window is sound: the reason is gone.
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    assert len(trainer.samples) == 2
+    assert bridge.stats().capture_off_reason == ""
 
 
 def test_a_wrong_call_in_every_step_is_logged_once(
@@ -128,14 +127,13 @@ def test_numbers_of_sequences_that_are_none_cost_their_window(
     trainer: FakeTrainer, connect: Connect, field: str, value: object
 ) -> None:
     model, data = make_model(), batch((8, 6))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        with torch.no_grad(), bridge.capture() as capture:
-            run(model, data, capture, **{field: value})  # type: ignore[arg-type]
-        assert bridge.flush(DEADLINE) and not trainer.samples
-        assert bridge.stats().capture_off_reason.startswith(f"{field}: found")
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE) and len(trainer.samples) == 2
+    bridge = connect(model=model, version=1)
+    with torch.no_grad(), bridge.capture() as capture:
+        run(model, data, capture, **{field: value})  # type: ignore[arg-type]
+    assert bridge.flush(DEADLINE) and not trainer.samples
+    assert bridge.stats().capture_off_reason.startswith(f"{field}: found")
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE) and len(trainer.samples) == 2
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -143,24 +141,22 @@ def test_a_version_that_goes_backwards_turns_capture_off_until_one_rises(
     trainer: FakeTrainer, connect: Connect, strict: bool
 ) -> None:
     model, data = make_model(), batch((8,))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, strict=strict, version=5)
-        if strict:
-            with pytest.raises(RefusedError, match=r"policy_version: found 4, expected > 5"):
-                bridge.sync(4).__enter__()
-            return
-        with bridge.sync(4) as window:
-            pass
-        assert window.result is not None
-        assert "policy_version: found 4, expected > 5" in bridge.stats().capture_off_reason
-        ship(bridge, model, data)
-        assert isinstance(bridge.capture(), NullCapture)
-        with bridge.sync(6):
-            pass
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
-        assert {s.policy_version for s in trainer.samples.values()} == {6}
-        assert bridge.stats().capture_off_reason == ""
+    bridge = connect(model=model, strict=strict, version=5)
+    if strict:
+        with pytest.raises(RefusedError, match=r"policy_version: found 4, expected > 5"):
+            bridge.sync(4).__enter__()
+        return
+    with bridge.sync(4) as window:
+        pass
+    assert window.result is not None
+    assert "policy_version: found 4, expected > 5" in bridge.stats().capture_off_reason
+    ship(bridge, model, data)
+    assert isinstance(bridge.capture(), NullCapture)
+    sync(bridge, 6)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    assert {s.policy_version for s in trainer.samples.values()} == {6}
+    assert bridge.stats().capture_off_reason == ""
 
 
 def test_a_resumed_run_below_what_the_trainer_knows_is_told_so(
@@ -169,8 +165,7 @@ def test_a_resumed_run_below_what_the_trainer_knows_is_told_so(
     model, data = make_model(), batch((8,))
     with trainer.serve() as server:
         with connect(server.address, model=model) as before:
-            with before.sync(7):
-                pass
+            sync(before, 7)
             trainer.wait_for(lambda: 7 in trainer.tensors)
         bridge = connect(server.address, model=model, version=3)
         assert "policy_version: found 3, expected > 7" in bridge.stats().capture_off_reason
@@ -202,8 +197,7 @@ def test_a_draft_that_does_not_fit_turns_capture_off(
                 bridge.sync(1).__enter__()
             assert refused.value.field == field
             return
-        with bridge.sync(1):
-            pass
+        sync(bridge, 1)
         assert isinstance(bridge.capture(), NullCapture)
         assert bridge.stats().capture_off_reason.startswith(f"{field}: found")
 
@@ -213,21 +207,18 @@ def test_a_run_that_the_trainer_refuses_turns_capture_off_until_it_takes_it(
 ) -> None:
     model, data = make_model(), batch((8,))
     trainer.refuse_run = RefusedError("policy.hidden_size", 32, 64, "use the right draft")
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, wait=False)
-        trainer.wait_for(lambda: trainer.events.count(("OpenRun", -1)) >= 2)
-        with bridge.sync(1):
-            pass
-        ship(bridge, model, data)
-        assert "policy.hidden_size: found 32, expected 64" in bridge.stats().capture_off_reason
-        trainer.refuse_run = None
-        assert bridge.wait_connected(DEADLINE)
-        with bridge.sync(2):
-            pass
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
-        assert len(trainer.samples) == 1
-        assert bridge.stats().capture_off_reason == ""
+    bridge = connect(model=model, wait=False)
+    trainer.wait_for(lambda: trainer.events.count(("OpenRun", -1)) >= 2)
+    sync(bridge, 1)
+    ship(bridge, model, data)
+    assert "policy.hidden_size: found 32, expected 64" in bridge.stats().capture_off_reason
+    trainer.refuse_run = None
+    assert bridge.wait_connected(DEADLINE)
+    sync(bridge, 2)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    assert len(trainer.samples) == 1
+    assert bridge.stats().capture_off_reason == ""
 
 
 def test_samples_that_are_all_refused_stop_until_the_next_version(
@@ -237,21 +228,19 @@ def test_samples_that_are_all_refused_stop_until_the_next_version(
     model, data = make_model(), batch((8,) * 8)
     bad = [RefusedError("aux_hidden_states", "not finite", "finite", "look at the policy")]
     trainer.refuse = lambda _: bad[0] if bad else None
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        for _ in range(3):
-            ship(bridge, model, data)
-            assert bridge.flush(DEADLINE)
-        stats = bridge.stats()
-        assert (stats.refused, stats.captures, stats.captures_skipped) == (16, 2, 1)
-        assert "samples.aux_hidden_states: found 16 samples" in stats.capture_off_reason
-        bad.clear()
-        with bridge.sync(2):
-            pass
+    bridge = connect(model=model, version=1)
+    for _ in range(3):
         ship(bridge, model, data)
         assert bridge.flush(DEADLINE)
-        assert bridge.stats().accepted == 8
-        assert bridge.stats().capture_off_reason == ""
+    stats = bridge.stats()
+    assert (stats.refused, stats.captures, stats.captures_skipped) == (16, 2, 1)
+    assert "samples.aux_hidden_states: found 16 samples" in stats.capture_off_reason
+    bad.clear()
+    sync(bridge, 2)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    assert bridge.stats().accepted == 8
+    assert bridge.stats().capture_off_reason == ""
 
 
 def test_a_trainer_that_refuses_for_ever_new_reasons_fills_no_memory() -> None:
@@ -278,65 +267,58 @@ def test_a_policy_that_cannot_be_captured_trains_on_and_is_still_synced() -> Non
 
 
 def test_arguments_of_a_window_are_refused_alike(trainer: FakeTrainer, connect: Connect) -> None:
-    with trainer.serve() as server:
-        bridge = connect(server.address)
-        assert isinstance(bridge.capture(), NullCapture)
-        assert "no policy version" in bridge.stats().capture_off_reason
-        with bridge.sync(1):
-            pass
-        for arguments, field in (
-            ({"temperature": 0.0}, "temperature"),
-            ({"temperature": None}, "temperature"),
-            ({"forwards": 0}, "forw"),
-        ):
-            assert isinstance(bridge.capture(**arguments), NullCapture)  # type: ignore[arg-type]
-            assert bridge.stats().capture_off_reason.startswith(field)
+    bridge = connect()
+    assert isinstance(bridge.capture(), NullCapture)
+    assert "no policy version" in bridge.stats().capture_off_reason
+    sync(bridge, 1)
+    for arguments, field in (
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": None}, "temperature"),
+        ({"forwards": 0}, "forw"),
+    ):
+        assert isinstance(bridge.capture(**arguments), NullCapture)  # type: ignore[arg-type]
+        assert bridge.stats().capture_off_reason.startswith(field)
 
 
 def test_mistakes_in_handling_the_bridge_raise_in_both_modes(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
-    with trainer.serve() as server:
-        bridge = connect(server.address)
-        with pytest.raises(RefusedError, match="whole number"):
-            bridge.sync(-1).__enter__()
-        with bridge.sync(1), pytest.raises(RefusedError, match="open window"):
-            bridge.sync(2).__enter__()
-        bridge.close()
-        for call in (bridge.capture, bridge.sync(2).__enter__):
-            with pytest.raises(RefusedError, match="closed"):
-                call()
+    bridge = connect()
+    with pytest.raises(RefusedError, match="whole number"):
+        bridge.sync(-1).__enter__()
+    with bridge.sync(1), pytest.raises(RefusedError, match="open window"):
+        bridge.sync(2).__enter__()
+    bridge.close()
+    for call in (bridge.capture, bridge.sync(2).__enter__):
+        with pytest.raises(RefusedError, match="closed"):
+            call()
 
 
 def test_a_selector_that_lacks_its_numbers_costs_the_window(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model, data = make_model(), batch((8,))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, selector=MostRejected(), version=1)
-        ship(bridge, model, data)
-        assert bridge.stats().capture_off_reason.startswith("acceptance: found none")
+    bridge = connect(model=model, selector=MostRejected(), version=1)
+    ship(bridge, model, data)
+    assert bridge.stats().capture_off_reason.startswith("acceptance: found none")
 
 
 def test_a_hung_trainer_costs_one_sync_its_deadline(trainer: FakeTrainer, connect: Connect) -> None:
     trainer.hang.add("PrepareSync")
-    with trainer.serve() as server:
-        bridge = connect(server.address, sync_seconds=1.0)
-        asked = [0]
-        bridge._probe._trainer = Hanging(asked)  # type: ignore[assignment]
-        for version in (1, 2, 3):
-            with bridge.sync(version):
-                pass
-        # The call may come after its deadline, too.
-        trainer.wait_for(lambda: ("PrepareSync", -1) in trainer.events)
-        assert trainer.events.count(("PrepareSync", -1)) == 1
-        assert "is not reached" in str(bridge.stats().last_sync)
-        trainer.hang.clear()
-        trainer.release.set()
-        Hanging.answered = True
-        with bridge.sync(4):
-            pass
-        trainer.wait_for(lambda: trainer.events.count(("PrepareSync", -1)) == 2)
+    bridge = connect(sync_seconds=1.0)
+    asked = [0]
+    bridge._probe._trainer = Hanging(asked)  # type: ignore[assignment]
+    for version in (1, 2, 3):
+        sync(bridge, version)
+    # The call may come after its deadline, too.
+    trainer.wait_for(lambda: ("PrepareSync", -1) in trainer.events)
+    assert trainer.events.count(("PrepareSync", -1)) == 1
+    assert "is not reached" in str(bridge.stats().last_sync)
+    trainer.hang.clear()
+    trainer.release.set()
+    Hanging.answered = True
+    sync(bridge, 4)
+    trainer.wait_for(lambda: trainer.events.count(("PrepareSync", -1)) == 2)
 
 
 class Hanging:

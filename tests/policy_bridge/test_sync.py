@@ -216,20 +216,19 @@ def test_a_draft_that_failed_is_reported_and_no_error(
 def test_an_exception_inside_aborts_the_stage_and_passes_on(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
-    with trainer.serve() as server:
-        bridge = connect(server.address, rollout_servers=addresses(rollouts))
-        with pytest.raises(KeyError, match="the user's"), bridge.sync(1) as window:
-            window.push_policy()
-            raise KeyError("the user's")
-        assert bridge.policy_version is None
-        for double, _ in rollouts:
-            assert double.staged == {} and double.commits == []
-            assert len(double.aborted) == 1
-        assert ("CompleteSync", -1) not in trainer.events
-        # The same version may be tried again.
-        with bridge.sync(1) as window:
-            window.push_policy()
-        assert [double.policy_version for double, _ in rollouts] == [1, 1]
+    bridge = connect(rollout_servers=addresses(rollouts))
+    with pytest.raises(KeyError, match="the user's"), bridge.sync(1) as window:
+        window.push_policy()
+        raise KeyError("the user's")
+    assert bridge.policy_version is None
+    for double, _ in rollouts:
+        assert double.staged == {} and double.commits == []
+        assert len(double.aborted) == 1
+    assert ("CompleteSync", -1) not in trainer.events
+    # The same version may be tried again.
+    with bridge.sync(1) as window:
+        window.push_policy()
+    assert [double.policy_version for double, _ in rollouts] == [1, 1]
 
 
 @pytest.mark.parametrize("swallowed", [False, True])
@@ -237,44 +236,41 @@ def test_a_server_that_does_not_stage_the_policy_stops_the_window(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, swallowed: bool
 ) -> None:
     rollouts[1][0].fail.add("Stage")
-    with trainer.serve() as server:
-        bridge = connect(server.address, rollout_servers=addresses(rollouts))
-        with pytest.raises(PolicySyncError, match="a switch") as raised, bridge.sync(1) as window:
-            if swallowed:
-                with pytest.raises(PolicySyncError):
-                    window.push_policy()
-            else:
+    bridge = connect(rollout_servers=addresses(rollouts))
+    with pytest.raises(PolicySyncError, match="a switch") as raised, bridge.sync(1) as window:
+        if swallowed:
+            with pytest.raises(PolicySyncError):
                 window.push_policy()
-        assert set(raised.value.errors) == {rollouts[1][1].address}
-        assert bridge.policy_version is None
-        assert [double.policy_version for double, _ in rollouts] == [None, None]
-        assert [double.staged for double, _ in rollouts] == [{}, {}]
+        else:
+            window.push_policy()
+    assert set(raised.value.errors) == {rollouts[1][1].address}
+    assert bridge.policy_version is None
+    assert [double.policy_version for double, _ in rollouts] == [None, None]
+    assert [double.staged for double, _ in rollouts] == [{}, {}]
 
 
 def test_a_server_that_does_not_commit_the_policy_is_an_error(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     rollouts[0][0].fail.add("Commit")
-    with trainer.serve() as server:
-        bridge = connect(server.address, rollout_servers=addresses(rollouts))
-        expected = pytest.raises(PolicySyncError, match="not committed on 1 rollout")
-        with expected as raised, bridge.sync(1) as window:
-            window.push_policy()
-        assert set(raised.value.errors) == {rollouts[0][1].address}
-        assert raised.value.result.draft_versions == {rollouts[1][1].address: 3}
-        assert bridge.policy_version is None
-        assert rollouts[0][0].staged == {}
+    bridge = connect(rollout_servers=addresses(rollouts))
+    expected = pytest.raises(PolicySyncError, match="not committed on 1 rollout")
+    with expected as raised, bridge.sync(1) as window:
+        window.push_policy()
+    assert set(raised.value.errors) == {rollouts[0][1].address}
+    assert raised.value.result.draft_versions == {rollouts[1][1].address: 3}
+    assert bridge.policy_version is None
+    assert rollouts[0][0].staged == {}
 
 
 def test_a_server_that_is_gone_is_an_error(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     rollouts[0][1].kill()
-    with trainer.serve() as server:
-        bridge = connect(server.address, rollout_servers=addresses(rollouts))
-        with pytest.raises(PolicySyncError, match="UNAVAILABLE"), bridge.sync(1) as window:
-            window.push_policy()
-        assert rollouts[1][0].staged == {}
+    bridge = connect(rollout_servers=addresses(rollouts))
+    with pytest.raises(PolicySyncError, match="UNAVAILABLE"), bridge.sync(1) as window:
+        window.push_policy()
+    assert rollouts[1][0].staged == {}
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -351,30 +347,27 @@ def test_a_server_that_is_gone_is_left_out_by_choice_and_counted(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts, when: str
 ) -> None:
     (dead, dead_server), (other, other_server) = rollouts
-    with trainer.serve() as server:
-        bridge = connect(
-            server.address, rollout_servers=addresses(rollouts), skip_unreachable_servers=True
-        )
-        if when == "before":
+    bridge = connect(rollout_servers=addresses(rollouts), skip_unreachable_servers=True)
+    if when == "before":
+        dead_server.kill()
+    with bridge.sync(1) as window:
+        window.push_policy()
+        if when == "between":
             dead_server.kill()
-        with bridge.sync(1) as window:
-            window.push_policy()
-            if when == "between":
-                dead_server.kill()
-        assert window.result is not None
-        assert set(window.result.left_out) == {dead_server.address}
-        assert "UNAVAILABLE" in window.result.left_out[dead_server.address]
-        assert set(window.result.draft_versions) == {other_server.address}
-        assert (other.policy_version, dead.policy_version) == (1, None)
-        assert bridge.stats().servers_left_out == 1 and bridge.policy_version == 1
-        # One that answers and refuses is an error all the same, and so is a fleet that is gone.
-        other.fail.add("Stage")
-        with pytest.raises(PolicySyncError, match="a switch"), bridge.sync(2) as window:
-            window.push_policy()
-        other_server.kill()
-        with pytest.raises(PolicySyncError, match="UNAVAILABLE"), bridge.sync(2) as window:
-            window.push_policy()
-        assert bridge.policy_version == 1
+    assert window.result is not None
+    assert set(window.result.left_out) == {dead_server.address}
+    assert "UNAVAILABLE" in window.result.left_out[dead_server.address]
+    assert set(window.result.draft_versions) == {other_server.address}
+    assert (other.policy_version, dead.policy_version) == (1, None)
+    assert bridge.stats().servers_left_out == 1 and bridge.policy_version == 1
+    # One that answers and refuses is an error all the same, and so is a fleet that is gone.
+    other.fail.add("Stage")
+    with pytest.raises(PolicySyncError, match="a switch"), bridge.sync(2) as window:
+        window.push_policy()
+    other_server.kill()
+    with pytest.raises(PolicySyncError, match="UNAVAILABLE"), bridge.sync(2) as window:
+        window.push_policy()
+    assert bridge.policy_version == 1
 
 
 def test_misuse_is_refused(trainer: FakeTrainer, connect: Connect, rollouts: Rollouts) -> None:

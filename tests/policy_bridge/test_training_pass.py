@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,15 +16,7 @@ from slipstream.errors import RefusedError
 from .conftest import Connect, batch, make_model
 from .doubles import DEADLINE, FakeTrainer
 from .test_models import PLAIN, checkpointed, compiled_layers_in_place, plain, qwen3
-from .windows import Batch, Streams, Windows, assert_same_bits, hold, hooks_on, logits_of
-
-
-@pytest.fixture
-def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
-    """Of a device."""
-    made = Streams(monkeypatch).copier()
-    yield made
-    made.close()
+from .windows import Batch, Windows, assert_same_bits, hold, hooks_on, logits_of
 
 
 def only_ids(model: nn.Module, micro: Batch) -> torch.Tensor:
@@ -136,26 +128,25 @@ def test_states_are_of_the_version_before_the_step(trainer: FakeTrainer, connect
     with torch.no_grad():
         logits = [model(data["input_ids"][n : n + 1]).logits[0, :-1] for n in range(4)]
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        for first in (0, 2):
-            with bridge.capture(training=True) as capture:
-                for row in range(first, first + 2):
-                    micro = {key: value[row : row + 1] for key, value in data.items()}
-                    loss_of(logits_of(model, micro), micro).backward()
-                    capture.ship(**micro)
-            optimizer.step()
-        assert bridge.flush(DEADLINE)
-        assert bridge.stats().shed == {"policy_moved": 2}
-        assert len(trainer.samples) == 2
-        for sample in trainer.samples.values():
-            length = len(sample.token_ids)
-            row = (9, 5).index(length)
-            own = logits[row][: length - 1].log_softmax(-1)
-            own = own.gather(-1, sample.token_ids[1:, None].long()).squeeze(-1)
-            found = trainer.tensor(sample, "sampled_logprobs")[1:]
-            kept = sample.loss_mask[1:]
-            torch.testing.assert_close(found[kept], own[kept], atol=1e-5, rtol=1e-5)
+    bridge = connect(model=model, version=1)
+    for first in (0, 2):
+        with bridge.capture(training=True) as capture:
+            for row in range(first, first + 2):
+                micro = {key: value[row : row + 1] for key, value in data.items()}
+                loss_of(logits_of(model, micro), micro).backward()
+                capture.ship(**micro)
+        optimizer.step()
+    assert bridge.flush(DEADLINE)
+    assert bridge.stats().shed == {"policy_moved": 2}
+    assert len(trainer.samples) == 2
+    for sample in trainer.samples.values():
+        length = len(sample.token_ids)
+        row = (9, 5).index(length)
+        own = logits[row][: length - 1].log_softmax(-1)
+        own = own.gather(-1, sample.token_ids[1:, None].long()).squeeze(-1)
+        found = trainer.tensor(sample, "sampled_logprobs")[1:]
+        kept = sample.loss_mask[1:]
+        torch.testing.assert_close(found[kept], own[kept], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("columns", [1, 3, 1000])

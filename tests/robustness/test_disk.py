@@ -17,7 +17,7 @@ from rollout_server.store import ContentStore, Key
 from slipstream.errors import RefusedError, refused_from
 from slipstream.tensors import bytes_of, digest
 from slipstream.v1 import draft_trainer_pb2 as pb
-from tests.draft_trainer.rig import make_config, refusal, rollouts, running
+from tests.draft_trainer.rig import feeding, make_config, refusal, rollouts
 from tests.draft_trainer.synthetic import Policy
 from tests.transport.rig import samples, sending
 
@@ -65,9 +65,7 @@ def test_a_trainer_whose_disk_is_full_refuses_by_name_and_goes_on(
         replay={"directory": str(disk / "samples"), "capacity_bytes": 1 << 20},
     )
     accepted, refused = pb.ACK_STATUS_ACCEPTED, pb.ACK_STATUS_REFUSED
-    with running(config, train=False) as (_, client):
-        client.open()
-        client.announce(1)
+    with feeding(config, train=False) as (_, client):
         assert [ack.status for ack in client.send(*rollouts(3, 1))] == [accepted] * 3
         filler = fill(disk)
         # What fits into pages that are there already is taken; the rest by name.
@@ -128,9 +126,7 @@ def test_shared_memory_that_cannot_be_written_costs_the_ring_only(
 ) -> None:
     sealed = mount(tmp_path / "sealed", "ro,size=64k")
     config = make_config(tmp_path, server={"shared_memory": str(sealed)})
-    with running(config, train=False) as (server, client):
-        client.open()
-        client.announce(1)
+    with feeding(config, train=False) as (server, client):
         with sending(server.address, shared_memory=str(sealed)) as sender:
             sender.send(*samples(1, seed=1))
             sender.flush()
@@ -142,9 +138,7 @@ def test_shared_memory_that_fills_up_costs_no_sample(tmp_path: Path, mount: Moun
     memory = mount(tmp_path / "memory", "size=512k")
     config = make_config(tmp_path, server={"shared_memory": str(memory)})
     sent = samples(60, seed=1)
-    with running(config, train=False) as (server, client):
-        client.open()
-        client.announce(1)
+    with feeding(config, train=False) as (server, _):
         settings = {"shared_memory": str(memory), "outbox_bytes": 1 << 17}
         with sending(server.address, **settings) as sender:
             sender.send(*sent[:20])

@@ -13,6 +13,7 @@ from examples.arithmetic_grpo.processes import Service, free_port
 from slipstream.tensors import digest
 from tests.rollout_server.checkpoints import load, perturbed, write_draft
 from tests.rollout_server.live import Live, prompts, until
+from tests.rollout_server.test_supervisor import alive
 
 pytestmark = pytest.mark.vllm
 
@@ -33,13 +34,6 @@ def descendants(pid: int) -> set[int]:
         if not more:
             return found & (parents.keys() | {pid})
         found |= more
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_equal_heads_stay_apart_and_sigterm_leaves_nothing(  # type: ignore[no-untyped-def]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.draft_trainer.rig import make_config, running
+from tests.draft_trainer.rig import feeding, make_config, running
 
 from .rig import samples, sending
 
@@ -46,9 +46,7 @@ def test_killed_bridge_leaves_no_segment_and_the_trainer_serves_the_next(
     tmp_path: Path, memory: Path
 ) -> None:
     config = make_config(tmp_path, server={"shared_memory": str(memory)})
-    with running(config, train=False) as (server, client):
-        client.open()
-        client.announce(1)
+    with feeding(config, train=False) as (server, client):
         offered = {path.name for path in memory.iterdir()}
         with process("sender_process", server.address, memory, 1) as sender:
             assert line(sender)[1] == "shared_memory"

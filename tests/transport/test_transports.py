@@ -16,7 +16,7 @@ from slipstream import tensors as framing
 from slipstream.checksum import Bytes
 from slipstream.sample import FLOAT8
 from slipstream.shm import HEADER_BYTES, SharedFile
-from tests.draft_trainer.rig import DEADLINE, Client, make_config, running
+from tests.draft_trainer.rig import DEADLINE, Client, feeding, make_config
 
 from .rig import Sender, assert_same, deliver, kept, samples, sending, through_float8
 from .test_kills import line, process
@@ -33,9 +33,7 @@ def memory(tmp_path: Path) -> Path:
 @pytest.fixture
 def trainer(tmp_path: Path, memory: Path) -> Iterator[tuple[TrainerServer, Client]]:
     config = make_config(tmp_path, server={"shared_memory": str(memory), "max_streams": 3})
-    with running(config, train=False) as (server, client):
-        client.open()
-        client.announce(1)
+    with feeding(config, train=False) as (server, client):
         yield server, client
     assert list(memory.iterdir()) == []
 
@@ -87,9 +85,7 @@ def test_without_the_same_memory_states_go_by_grpc(
             return file
 
         monkeypatch.setattr(SharedFile, "create", classmethod(other))
-    with running(config, train=False) as (server, client):
-        client.open()
-        client.announce(1)
+    with feeding(config, train=False) as (server, _):
         stats = deliver(server.address, samples(5), shared_memory=seen)
         assert (stats.accepted, stats.transport) == (5, "grpc")
         wanted = {

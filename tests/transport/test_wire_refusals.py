@@ -21,10 +21,10 @@ from tests.draft_trainer.rig import (
     SPEC,
     Client,
     Stream,
+    feeding,
     make_config,
     refusal,
     request_of,
-    running,
 )
 
 from .rig import samples
@@ -34,9 +34,7 @@ from .rig import samples
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainerServer, Client]]:
     memory = tmp_path_factory.mktemp("memory")
     config = make_config(tmp_path_factory.mktemp("refusals"), server={"shared_memory": str(memory)})
-    with running(config, train=False) as (server, client):
-        client.open()
-        client.announce(1)
+    with feeding(config, train=False) as (server, client):
         yield server, client
 
 
