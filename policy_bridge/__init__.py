@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from policy_bridge.selection import (
         Candidate,
         MostRejected,
-        NewestFirst,
         Selector,
         UniformRandom,
     )
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "bridge": ("DisabledBridge", "PolicyBridge"),
     "config": ("BridgeConfig", "ModulePaths"),
-    "selection": ("Candidate", "MostRejected", "NewestFirst", "Selector", "UniformRandom"),
+    "selection": ("Candidate", "MostRejected", "Selector", "UniformRandom"),
     "stats": ("BridgeStats", "SyncResult"),
     "sync": ("PolicySyncError",),
 }
@@ -46,7 +45,6 @@ __all__ = [
     "DisabledBridge",
     "ModulePaths",
     "MostRejected",
-    "NewestFirst",
     "PolicyBridge",
     "PolicySyncError",
     "Selector",

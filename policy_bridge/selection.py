@@ -102,16 +102,6 @@ class UniformRandom:
         return fill(sorted(range(len(lots)), key=lots.__getitem__), candidates, budget_bytes)
 
 
-class NewestFirst:
-    """Takes what was run last: later passes first, in a pass later rows, in a row later windows."""
-
-    def __call__(self, candidates: Sequence[Candidate], budget_bytes: int) -> list[int]:
-        """See ``Selector``."""
-        places = [(one.forward, one.row, one.start) for one in candidates]
-        order = sorted(range(len(candidates)), key=places.__getitem__, reverse=True)
-        return fill(order, candidates, budget_bytes)
-
-
 class MostRejected:
     """Takes the sequences on which the draft was accepted least; equals in random order.
 

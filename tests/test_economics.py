@@ -107,7 +107,6 @@ def test_generation_by_hand() -> None:
     plain = generate(flat, (0.5,), [10, 30], lambda batch: 0, slots=2)
     assert plain.seconds == pytest.approx(3.0)
     assert plain.mean_batch == pytest.approx((1.0 * 2 + 2.0 * 1) / 3)
-    assert plain.drafted_seconds == 0
     drafted = generate(flat, (0.5,), [10, 30], lambda batch: 1, slots=2)
     assert drafted.seconds == pytest.approx(30 / 1.5 * 0.15)
     # One slot: one after the other. A third rollout takes the slot of the first that ends.
@@ -116,7 +115,6 @@ def test_generation_by_hand() -> None:
     # Drafts of a lone request only.
     tail = generate(flat, (0.5,), [10, 30], lambda batch: int(batch == 1), slots=2)
     assert tail.seconds == pytest.approx(1.0 + 20 / 1.5 * 0.15)
-    assert tail.drafted_seconds == pytest.approx(2.0)
     with pytest.raises(RefusedError, match="at least one rollout"):
         generate(flat, (0.5,), [], lambda batch: 0, slots=2)
 

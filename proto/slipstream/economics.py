@@ -113,15 +113,11 @@ class Generation:
 
     Attributes:
         seconds: until the last one ends.
-        tokens: generated.
         mean_batch: requests in a step, averaged over seconds.
-        drafted_seconds: of ``seconds``, in steps with k above 0.
     """
 
     seconds: float
-    tokens: float
     mean_batch: float
-    drafted_seconds: float
 
 
 def generate(
@@ -152,7 +148,7 @@ def generate(
         )
     waiting = iter(lengths)
     ends: list[tuple[float, float]] = []  # on the clock of tokens a request; with its start
-    clock = seconds = batch_seconds = drafted = begun = 0.0
+    clock = seconds = batch_seconds = begun = 0.0
     for length in waiting:
         heapq.heappush(ends, (length, 0.0))
         if len(ends) == slots:
@@ -169,14 +165,13 @@ def generate(
             )
             seconds += passed
             batch_seconds += passed * running
-            drafted += passed if k else 0.0
             clock = end
         begun -= start
         following = next(waiting, None)
         if following is not None:
             heapq.heappush(ends, (clock + following, clock))
             begun += clock
-    return Generation(seconds, sum(lengths), batch_seconds / seconds, drafted)
+    return Generation(seconds, batch_seconds / seconds)
 
 
 @dataclass(frozen=True)

@@ -240,11 +240,6 @@ class FreeList:
             size += after
         self._add(start, size)
 
-    @property
-    def parts(self) -> list[tuple[int, int]]:
-        """(start, size) of every free part, in order."""
-        return sorted(self._sizes.items())
-
     def _add(self, start: int, size: int) -> None:
         self._sizes[start], self._starts[start + size] = size, start
         insort(self._by_size, (size, start))

@@ -13,7 +13,6 @@ from policy_bridge.selection import (
     CONTEXT_TOKENS,
     Candidate,
     MostRejected,
-    NewestFirst,
     UniformRandom,
     bytes_per_token,
     choose,
@@ -55,15 +54,6 @@ def test_uniform_random_is_uniform() -> None:
             counts[index] += 1
     assert sum(counts) == 20_000
     assert all(abs(count - 1000) < 6 * 22.4 for count in counts)
-
-
-def test_the_newest_are_the_last_that_were_run() -> None:
-    pool = [
-        Candidate(forward, row, start, start + 5, 0, 0, 5, 50)
-        for forward, row, start in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 5), (1, 1, 0))
-    ]
-    assert NewestFirst()(pool, 150) == [4, 3, 2]
-    assert NewestFirst()(pool, 1000) == [4, 3, 2, 1, 0]
 
 
 def test_the_most_rejected_come_first_and_equals_by_chance() -> None:
