@@ -25,8 +25,9 @@ from draft_trainer.config import CanaryConfig, PublishConfig
 from draft_trainer.counters import Counters
 from draft_trainer.releases import commits
 from draft_trainer.releases.canary import AcceptanceWatch, Canary
+from draft_trainer.releases.client import DraftPayload, RolloutClient
 from draft_trainer.releases.commits import Payloads
-from draft_trainer.releases.fleet import DraftPayload, Fleet, RolloutClient
+from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler

@@ -29,7 +29,8 @@ from benchmarks.publish_faults.rig import write_releases
 from draft_trainer.config import PublishConfig
 from draft_trainer.counters import Counters
 from draft_trainer.releases.canary import AcceptanceWatch
-from draft_trainer.releases.fleet import Calls, DraftPayload, Failure, Fleet, Quorum
+from draft_trainer.releases.client import DraftPayload, Failure
+from draft_trainer.releases.fleet import Calls, Fleet, Quorum
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler
 from draft_trainer.releases.registry import open_promotions

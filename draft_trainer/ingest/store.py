@@ -225,7 +225,9 @@ class SampleStore:
     @repairing
     def saved(self, draw: int) -> None:
         """A training state that contains the draws up to this one is on disk."""
-        self._free_exhausted(draw)
+        with self._db.transaction():
+            gone = self._evict("times_drawn >= ? AND last_draw <= ?", self._config.max_epochs, draw)
+        self._free(gone)
         with self._db.transaction():
             previous = self._db.get("state_draw", 0)
             if previous < draw:
@@ -455,11 +457,6 @@ class SampleStore:
             text = "%s: %d samples are damaged and dropped, the first of them are %s"
             logger.error(text, self.folder, len(numbers), list(numbers[:20]))
             self._count("damaged", len(numbers))
-
-    def _free_exhausted(self, draw: int) -> None:
-        with self._db.transaction():
-            gone = self._evict("times_drawn >= ? AND last_draw <= ?", self._config.max_epochs, draw)
-        self._free(gone)
 
     def _evict_worst(self, nbytes: int) -> bool:
         """Evict about this many bytes that nothing views; False where there are none."""

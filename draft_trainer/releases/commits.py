@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 from draft_trainer.counters import Counters
-from draft_trainer.releases.fleet import DraftPayload, Failure, Fleet, Quorum, RolloutClient
+from draft_trainer.releases.client import DraftPayload, Failure, RolloutClient
+from draft_trainer.releases.fleet import Fleet, Quorum
 from draft_trainer.releases.registry import Registry
 from slipstream.client import Progress
 from slipstream.errors import RefusedError

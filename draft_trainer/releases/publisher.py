@@ -26,6 +26,7 @@ from dataclasses import replace
 
 from draft_trainer.counters import Counters
 from draft_trainer.releases.canary import Canary
+from draft_trainer.releases.client import Failure, RolloutClient
 from draft_trainer.releases.commits import (
     Payloads,
     PublishResult,
@@ -34,12 +35,7 @@ from draft_trainer.releases.commits import (
     expect_on,
     put_on,
 )
-from draft_trainer.releases.fleet import (
-    DraftLag,
-    Failure,
-    Fleet,
-    RolloutClient,
-)
+from draft_trainer.releases.fleet import DraftLag, Fleet
 from draft_trainer.releases.promotions import Promotions, Trial
 from draft_trainer.releases.registry import Registry
 from draft_trainer.releases.spread import spread_to

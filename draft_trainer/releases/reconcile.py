@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from draft_trainer.releases.canary import AcceptanceWatch
+from draft_trainer.releases.client import Failure, RolloutClient
 from draft_trainer.releases.commits import put_on, stage_on
-from draft_trainer.releases.fleet import Failure, RolloutClient
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.spread import FAN_OUT
 from slipstream.errors import RefusedError

@@ -19,8 +19,9 @@ from functools import partial
 import grpc
 
 from draft_trainer.counters import Counters
+from draft_trainer.releases.client import DraftPayload, Failure
 from draft_trainer.releases.commits import ServerOutcome
-from draft_trainer.releases.fleet import Calls, DraftPayload, Failure, Fleet, Quorum
+from draft_trainer.releases.fleet import Calls, Fleet, Quorum
 from slipstream.client import Progress
 from slipstream.v1 import rollout_server_pb2 as pb
 

@@ -19,7 +19,7 @@ from draft_trainer.counters import Counters, by_label, total
 from draft_trainer.ingest.ingest import Ingest
 from draft_trainer.ingest.run import Run, Runs, Session
 from draft_trainer.ingest.store import SampleStore
-from draft_trainer.releases.fleet import Failure
+from draft_trainer.releases.client import Failure
 from draft_trainer.releases.promotions import Promotions, Trial
 from draft_trainer.releases.registry import Registry
 from draft_trainer.server.diagnosis import ProblemLog, diagnose

@@ -9,7 +9,7 @@ import pytest
 
 from draft_trainer.config import CanaryConfig
 from draft_trainer.releases import canary
-from draft_trainer.releases.fleet import RolloutClient
+from draft_trainer.releases.client import RolloutClient
 from slipstream.errors import RefusedError, StatusCode
 from tests.draft_trainer.fleet_rig import LONG, RELEASES, Rig
 

@@ -9,7 +9,8 @@ import pytest
 
 from draft_trainer.config import PublishConfig
 from draft_trainer.config_file import load_config, parse_config
-from draft_trainer.releases.fleet import Failure, Fleet
+from draft_trainer.releases.client import Failure
+from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.members import Members
 from slipstream.errors import RefusedError
 from slipstream.security import ClientCredentials

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from draft_trainer.releases.fleet import Failure
+from draft_trainer.releases.client import Failure
 from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_rig import Rig
 from tests.draft_trainer.registry_rig import flip

@@ -19,7 +19,8 @@ from draft_trainer.config import PublishConfig
 from draft_trainer.counters import Counters
 from draft_trainer.releases import spread
 from draft_trainer.releases.canary import AcceptanceWatch
-from draft_trainer.releases.fleet import DraftPayload, Failure, Fleet
+from draft_trainer.releases.client import DraftPayload, Failure
+from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.reconcile import Reconciler
 from draft_trainer.releases.registry import Registry, open_promotions

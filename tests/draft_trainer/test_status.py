@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from draft_trainer.cli.top import DASH, Seen, number, picture, shares
-from draft_trainer.releases.fleet import Failure
+from draft_trainer.releases.client import Failure
 from draft_trainer.server import status
 from draft_trainer.server.diagnosis import ProblemLog
 from draft_trainer.server.status import FleetView, PolicyClock

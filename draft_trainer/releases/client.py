@@ -1,0 +1,233 @@
+"""One rollout server: what the trainer asks of it, and a release ready to be staged there.
+
+A server that cannot be reached is a value here (``Failure``), never an exception: the trainer
+outlives its fleet. Texts that servers send are bounded and cleaned here, where they arrive.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import grpc
+import torch
+
+from draft_trainer.config import PublishConfig
+from slipstream.client import TRAINER, Progress, open_channel, stage
+from slipstream.errors import RefusedError, clean, failure_text
+from slipstream.security import NONE, ClientCredentials
+from slipstream.tensors import digest_of_specs
+from slipstream.v1 import rollout_server_pb2 as pb
+from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
+from slipstream.v1 import tensor_pb2
+
+T = TypeVar("T")
+
+MAX_STAGED = 64
+"""Ids of stages that are read of one server's state; a server holds one or two."""
+
+UNKNOWN_FATE = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "UNKNOWN")
+"""Codes after which the server may or may not have done what it was asked."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a server did not do what it was asked."""
+
+    text: str
+    code: grpc.StatusCode
+
+    @property
+    def unknown_fate(self) -> bool:
+        """The answer was lost: only a read-back tells what happened."""
+        return self.code.name in UNKNOWN_FATE
+
+
+@dataclass(frozen=True)
+class DraftPayload:
+    """One release, ready to stage: its tensors (CPU, any shape) with their specs."""
+
+    version: int
+    trained_against_policy_version: int | None
+    tensors: Mapping[str, torch.Tensor]
+    specs: Sequence[tensor_pb2.TensorSpec]
+
+    @property
+    def stage_id(self) -> str:
+        """The name it is committed or aborted by."""
+        return f"draft-{self.version}"
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @cached_property
+    def sha256(self) -> bytes:
+        """``ServerState.draft_sha256`` of a server that serves it."""
+        return digest_of_specs(self.specs)
+
+
+class RolloutClient:
+    """One rollout server's control plane."""
+
+    def __init__(
+        self,
+        address: str,
+        config: PublishConfig,
+        credentials: ClientCredentials = NONE,
+        trainer: str = "",
+    ) -> None:
+        self.address = address
+        self._who = ((TRAINER, trainer),) if trainer else ()
+        self._config = config
+        self._channel = open_channel(address, credentials=credentials)
+        self._stub = pb_grpc.RolloutServerStub(self._channel)
+
+    def state(self, read_back: bool = False) -> pb.ServerState | Failure:
+        """What it serves; with ``read_back`` its workers look into their memory for it."""
+        request = pb.GetStateRequest(read_back=read_back)
+        answer = self._ask(self._stub.GetState, request, self._config.state_timeout_s)
+        return answer if isinstance(answer, Failure) else cleaned(answer)
+
+    def stage(
+        self,
+        draft: DraftPayload,
+        stage_id: str = "",
+        *,
+        sources: Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> pb.StageResult | Failure:
+        """Let it pull and verify a release while it generates, under its usual id or another.
+
+        Args:
+            draft: the release.
+            stage_id: the other one.
+            sources: servers from which it fetches what they have; this side sends the rest.
+            progress: kept up to date.
+        """
+        return self._staged(
+            draft,
+            lambda: stage(
+                self._stub,
+                stage_id=stage_id or draft.stage_id,
+                kind=pb.STAGE_KIND_DRAFT,
+                version=draft.version,
+                tensors=draft.tensors,
+                specs=draft.specs,
+                trained_against_policy_version=draft.trained_against_policy_version,
+                sources=sources,
+                progress=progress,
+                metadata=self._who,
+                timeout=self._config.stage_timeout_s,
+            ),
+        )
+
+    def pull(
+        self, draft: DraftPayload, sources: Sequence[str], progress: Progress
+    ) -> pb.StageResult | Failure:
+        """The same, from ``sources`` alone; ABORTED: they did not give all of it."""
+        header = pb.StageHeader(
+            stage_id=draft.stage_id,
+            kind=pb.STAGE_KIND_DRAFT,
+            version=draft.version,
+            trained_against_policy_version=draft.trained_against_policy_version,
+            tensors=draft.specs,
+            sources=sources,
+        )
+
+        def ask() -> pb.StageResult | Failure:
+            timeout = self._config.stage_timeout_s
+            answer = self._stub.Pull(header, timeout=timeout, metadata=self._who)
+            progress.saw(answer.needed)
+            if answer.HasField("staged"):
+                return answer.staged
+            text = f"{len(answer.needed.names)} tensors that none of {', '.join(sources)} gave"
+            return Failure(f"{self.address}: {text}", grpc.StatusCode.ABORTED)
+
+        return self._staged(draft, ask)
+
+    def _staged(
+        self, draft: DraftPayload, call: Callable[[], pb.StageResult | Failure]
+    ) -> pb.StageResult | Failure:
+        began = time.monotonic()
+        answer = self._call(call)
+        if not isinstance(answer, Failure):
+            answer.seconds = time.monotonic() - began
+            answer.bytes_from_sources = min(answer.bytes_from_sources, draft.nbytes)
+        return answer
+
+    def expect(self, version: int, sha256: bytes) -> Failure | None:
+        """Tell it which draft the fleet serves: with another one it is not ready."""
+        request = pb.ExpectRequest(draft_version=version, draft_sha256=sha256)
+        return self._told(self._stub.Expect, request, self._config.state_timeout_s)
+
+    def commit(self, stage_ids: Sequence[str]) -> pb.ServerState | Failure:
+        """Make the named stages live in one worker call; the state after it."""
+        return self._changed(self._stub.Commit, pb.CommitRequest(stage_ids=stage_ids))
+
+    def abort(self, stage_ids: Sequence[str]) -> Failure | None:
+        """Forget stages. Idempotent."""
+        request = pb.AbortRequest(stage_ids=stage_ids)
+        return self._told(self._stub.Abort, request, self._config.state_timeout_s)
+
+    def roll_back(self) -> pb.ServerState | Failure:
+        """Back to the draft it served before; the state after it."""
+        return self._changed(self._stub.RollBack, pb.RollBackRequest())
+
+    def set_speculation(self, enabled: bool) -> Failure | None:
+        """Turn drafting on or off between two steps."""
+        request = pb.SetSpeculationRequest(enabled=enabled)
+        return self._told(self._stub.SetSpeculation, request, self._config.commit_timeout_s)
+
+    def watch(self, interval_ms: int, timeout: float) -> Iterator[pb.AcceptanceReport]:
+        """Acceptance counters as they move, for ``timeout`` seconds; ends early where it fails."""
+        request = pb.WatchAcceptanceRequest(min_interval_ms=interval_ms)
+        try:
+            for report in self._stub.WatchAcceptance(request, timeout=timeout, metadata=self._who):
+                cleaned(report.state)
+                yield report
+        except (grpc.RpcError, ValueError):
+            return
+
+    def close(self) -> None:
+        """Give up the connection; calls in flight fail."""
+        self._channel.close()
+
+    def _changed(self, method: Callable[..., Any], request: object) -> pb.ServerState | Failure:
+        answer = self._ask(method, request, self._config.commit_timeout_s)
+        return answer if isinstance(answer, Failure) else cleaned(answer.state)
+
+    def _told(self, method: Callable[..., Any], request: object, timeout: float) -> Failure | None:
+        answer = self._ask(method, request, timeout)
+        return answer if isinstance(answer, Failure) else None
+
+    def _ask(self, method: Callable[..., Any], request: object, timeout: float) -> Any:
+        return self._call(lambda: method(request, timeout=timeout, metadata=self._who))
+
+    def _call(self, call: Callable[[], T | Failure]) -> T | Failure:
+        try:
+            return call()
+        except grpc.RpcError as error:
+            # A call object carries its status; a bare RpcError (channel closed) does not.
+            code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNAVAILABLE
+            return Failure(f"{self.address}: {failure_text(error)}", code)
+        except (RefusedError, ConnectionError, ValueError) as error:
+            # ValueError: grpc's answer to a call on a closed channel.
+            return Failure(f"{self.address}: {error}", grpc.StatusCode.UNAVAILABLE)
+
+
+def cleaned(state: pb.ServerState) -> pb.ServerState:
+    """A server's state with its texts bounded and on one line each, in place."""
+    for name in ("not_ready", "model", "draft_sample_method", "draft_kind", "trainer"):
+        setattr(state, name, clean(getattr(state, name)))
+    # One byte more than a checksum has: a longer one stays another than every release's.
+    state.draft_sha256 = state.draft_sha256[:33]
+    state.DiscardUnknownFields()
+    staged = [clean(stage_id) for stage_id in state.staged[:MAX_STAGED]]
+    del state.staged[:]
+    state.staged.extend(staged)
+    return state
