@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.architectures.policies import POLICIES, policy_of
-from benchmarks.gate_calibration.acceptance import Acceptance, rollouts
+from benchmarks.gate_calibration.__main__ import counters_of, rollouts
 from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
 from draft_trainer.checkpoints.draft import WEIGHTS_FILE
 from draft_trainer.drafters.acceptance import expected_acceptance
@@ -35,7 +35,6 @@ from draft_trainer.offline.fit import PLOT_FILE
 from draft_trainer.offline.record import Recorder
 from draft_trainer.recordings.recording import Recording
 from examples.arithmetic_grpo.make_draft import DRAFT_LENGTH, record, run
-from examples.arithmetic_grpo.rollouts import RolloutClient
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.local_services import RolloutServer
 from examples.task import Task
@@ -106,25 +105,14 @@ class Greedy:
     def __init__(self, server: RolloutServer, prompts: Sequence[list[int]]) -> None:
         self._server, self._prompts = server, prompts
         server.speculate(False)
-        self._expected = self._completions()
+        self._expected = rollouts(server, prompts, 1, temperature=0.0)
         server.speculate(True)
 
     def equal(self) -> int:
         """How many completions are equal now."""
-        pairs = zip(self._completions(), self._expected, strict=True)
+        now = rollouts(self._server, self._prompts, 1, temperature=0.0)
+        pairs = zip(now, self._expected, strict=True)
         return sum(found == expected for found, expected in pairs)
-
-    def _completions(self) -> list[list[int]]:
-        # It asks a trainer only for releases, of which there are none.
-        server = self._server
-        client = RolloutClient(server.http, server.control, server.control, "policy")
-        try:
-            generation, _ = client.generate(self._prompts, 1, temperature=0.0)
-        finally:
-            client.close()
-        if generation.failed:
-            raise RuntimeError(f"{len(generation.failed)} failed: {generation.failed[0]}")
-        return generation.completions
 
 
 def drafts_of(task: Task[Any], policy: Path, folder: Path) -> tuple[Path, Path]:
@@ -157,23 +145,22 @@ def served(
     """
     server.swap(version, load_file(draft / WEIGHTS_FILE))
     began = time.perf_counter()
-    counted, completions = rollouts(server, version, prompts, SAMPLES)
+    completions = rollouts(server, prompts, SAMPLES)
     seconds = time.perf_counter() - began
+    counted = counters_of(server, version)
     equal = greedy.equal()
     rows = [prompts[number // SAMPLES] for number in range(len(completions))]
     states = folder / f"measured-{version}"
     with Recorder(model, states) as recorder:
         recorder.add(list(zip(rows, completions, strict=True)))
-    replayed = _replayed(draft, Recording(states))
-    tokens = sum(map(len, completions))
-    return _served(counted, replayed, equal, tokens, seconds)
-
-
-def _served(
-    counted: Acceptance, replayed: float, equal: int, tokens: int, seconds: float
-) -> Served:
     return Served(
-        counted.length, counted.standard_error, replayed, counted.drafts, equal, tokens, seconds
+        counted.acceptance_length or 1.0,
+        counted.standard_error,
+        _replayed(draft, Recording(states)),
+        counted.drafts,
+        equal,
+        sum(map(len, completions)),
+        seconds,
     )
 
 

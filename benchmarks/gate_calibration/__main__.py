@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gate_calibration.acceptance import Acceptance, rollouts
 from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
 from draft_trainer.drafters import Draft
 from draft_trainer.drafters.acceptance import AcceptanceEstimate, Method, expected_acceptance
@@ -26,6 +25,7 @@ from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.offline.record import Recorder
 from draft_trainer.recordings.recording import Recording
 from draft_trainer.releases.registry import Registry
+from examples.arithmetic_grpo.rollouts import RolloutClient, SpecCounters
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.local_services import RolloutServer
 from slipstream.v1 import release_pb2
@@ -65,28 +65,33 @@ class Point:
     held_out: float
     held_out_error: float
     per_position: tuple[float, ...]
-    measured: Acceptance
+    measured: SpecCounters
     seconds: float
+
+    @property
+    def measured_length(self) -> float:
+        """Tokens per verification step, bonus token included."""
+        return self.measured.acceptance_length or 1.0
 
     @property
     def relative(self) -> float:
         """``predicted`` over measured, less 1."""
-        return self.predicted / self.measured.length - 1
+        return self.predicted / self.measured_length - 1
 
     @property
     def held_out_relative(self) -> float:
         """``held_out`` over measured, less 1."""
-        return self.held_out / self.measured.length - 1
+        return self.held_out / self.measured_length - 1
 
     @property
     def measured_error(self) -> float:
         """Standard error of the measurement over it."""
-        return self.measured.standard_error / self.measured.length
+        return self.measured.standard_error / self.measured_length
 
     def to_dict(self) -> dict[str, Any]:
         """All figures."""
         return asdict(self) | {
-            "measured_length": self.measured.length,
+            "measured_length": self.measured_length,
             "measured_standard_error": self.measured.standard_error,
             "relative": self.relative,
             "held_out_relative": self.held_out_relative,
@@ -103,7 +108,7 @@ def row(p: Point) -> list[str]:
     """A release's line of the table."""
     found = p.measured
     return [
-        *(str(p.version), f"{p.noise:.2f}", str(found.drafts), f"{found.length:.3f}"),
+        *(str(p.version), f"{p.noise:.2f}", str(found.drafts), f"{p.measured_length:.3f}"),
         *(f"{found.standard_error:.3f}", f"{p.predicted:.3f}", f"{p.relative:+.2%}"),
         *(f"{p.held_out:.3f}", f"{p.held_out_error:.3f}", f"{p.held_out_relative:+.2%}"),
     ]
@@ -111,7 +116,7 @@ def row(p: Point) -> list[str]:
 
 def targets(points: Sequence[Point]) -> list[Target]:
     """What the gate's figures are held to."""
-    lengths = [p.measured.length for p in points]
+    lengths = [p.measured_length for p in points]
     off_by = "greatest |predicted / measured - 1|, states of"
     return [
         Target.at_least("releases", len(points), LEAST_RELEASES),
@@ -217,14 +222,15 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> Generator[Point]:
     ):
         # Rollouts of a draft that is measured nowhere else: what a gate would hold out.
         server.swap(len(versions), registry.tensors(0))
-        _, before = _rollouts(server, len(versions), prompts, SAMPLES)
+        before = rollouts(server, prompts, SAMPLES)
         held_out = pool.submit(predictor.states, before)
         try:
             for version, noise in zip(versions, [0.0, *NOISE], strict=True):
                 # Version 0 has drafted while the server warmed up.
                 number = len(versions) + 1 + version
                 server.swap(number, registry.tensors(version))
-                measured, completions = _rollouts(server, number, prompts, SAMPLES)
+                completions = rollouts(server, prompts, SAMPLES)
+                measured = counters_of(server, number)
                 predictions.append(
                     pool.submit(predictor.point, version, noise, measured, completions, held_out)
                 )
@@ -236,17 +242,31 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> Generator[Point]:
             pool.shutdown(cancel_futures=True)
 
 
-def _rollouts(
-    server: RolloutServer, version: int, prompts: Sequence[list[int]], samples: int
-) -> tuple[Acceptance, list[list[int]]]:
-    """As ``rollouts``, some at a time: a starved server drops some of 500 connections."""
+def rollouts(
+    server: RolloutServer, prompts: Sequence[list[int]], samples: int, temperature: float = 1.0
+) -> list[list[int]]:
+    """Completions: all of the first prompt, of the second, ... Raises RuntimeError: one failed."""
+    # It asks a trainer only for releases, of which there are none.
+    client = RolloutClient(server.http, server.control, server.control, "policy")
     completions: list[list[int]] = []
-    for start in range(0, len(prompts), _PROMPTS_AT_ONCE):
-        some = prompts[start : start + _PROMPTS_AT_ONCE]
-        # The counters of a version go on from call to call.
-        acceptance, more = rollouts(server, version, some, samples)
-        completions += more
-    return acceptance, completions
+    try:
+        # Some at a time: a starved server drops some of 500 connections.
+        for start in range(0, len(prompts), _PROMPTS_AT_ONCE):
+            some = prompts[start : start + _PROMPTS_AT_ONCE]
+            generation, _ = client.generate(some, samples, temperature=temperature)
+            if generation.failed:
+                raise RuntimeError(f"{len(generation.failed)} failed: {generation.failed[0]}")
+            completions += generation.completions
+    finally:
+        client.close()
+    return completions
+
+
+def counters_of(server: RolloutServer, version: int) -> SpecCounters:
+    """vLLM's counters of a draft version."""
+    found = server.counters()[version]
+    positions = tuple(found.accepted_per_position)
+    return SpecCounters(found.drafts, found.draft_tokens, found.accepted_tokens, positions)
 
 
 class _Predictor:
@@ -284,7 +304,7 @@ class _Predictor:
         self,
         version: int,
         noise: float,
-        measured: Acceptance,
+        measured: SpecCounters,
         completions: Sequence[list[int]],
         held_out: Future[Recording],
     ) -> Point:

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from benchmarks.gate_calibration.__main__ import Point, make_releases, row, targets
-from benchmarks.gate_calibration.acceptance import Acceptance
 from draft_trainer.releases.registry import Registry
+from examples.arithmetic_grpo.rollouts import SpecCounters
 from tests.draft_trainer.rig import write_draft
 
 
 def point(version: int, predicted: float, accepted: int, drafts: int = 20_000) -> Point:
     """A release that was measured at 1 + accepted / drafts, one draft token a step."""
-    measured = Acceptance(drafts, accepted, (accepted,))
+    measured = SpecCounters(drafts, drafts, accepted, (accepted,))
     return Point(version, 0.1, predicted, predicted, 0.01, (0.5,), measured, 1.0)
 
 
