@@ -34,8 +34,8 @@ from benchmarks.harness import (
     spread_text,
     table,
 )
+from examples.arithmetic_grpo.sampling import prompt_ids
 from examples.arithmetic_grpo.task import sample_problem
-from examples.arithmetic_grpo.tokenizer import build_tokenizer
 from examples.local_services import ARITHMETIC, RolloutServer
 
 OFF, AUTO = "none", "auto"
@@ -67,35 +67,45 @@ class Load:
     """Requests of one cell; every arm serves the same ones."""
 
     def __init__(self, cell: str, seed: int) -> None:
-        rng, tokenizer = random.Random(seed), build_tokenizer()
+        rng = random.Random(seed)
         self.count = TAIL_REQUESTS if cell == TAIL else int(cell)
-        problems = [sample_problem(rng).prompt for _ in range(max(self.count, 8))]
-        self._prompts = [list(tokenizer(prompt).input_ids) for prompt in problems]
+        self._prompts = [prompt_ids(sample_problem(rng)) for _ in range(max(self.count, 8))]
         lengths = [max(4, min(200, int(24 * rng.lognormvariate(0, 0.9)))) for _ in self._prompts]
         self._lengths = lengths if cell == TAIL else None
 
     async def run(self, http: str) -> float:
         """Tokens a second."""
-        limits = httpx.Limits(max_connections=self.count)
-        async with httpx.AsyncClient(base_url=http, timeout=300, limits=limits) as client:
+        async with client_of(http, self.count) as client:
 
             async def one(number: int) -> int:
-                body = {
-                    "model": "policy",
-                    "prompt": self._prompts[number],
-                    "temperature": 1.0,
-                    "max_tokens": self._lengths[number] if self._lengths else MAX_TOKENS,
-                    "ignore_eos": self._lengths is not None,
-                }
-                answer = await client.post("/v1/completions", json=body)
-                answer.raise_for_status()
-                return int(answer.json()["usage"]["completion_tokens"])
+                length = self._lengths[number] if self._lengths else None
+                return await complete(client, self._prompts[number], length)
 
             began, tokens = time.perf_counter(), 0
             for start in range(0, len(self._prompts), self.count):
                 batch = range(start, min(start + self.count, len(self._prompts)))
                 tokens += sum(await asyncio.gather(*map(one, batch)))
             return tokens / (time.perf_counter() - began)
+
+
+def client_of(http: str, requests: int) -> httpx.AsyncClient:
+    """For so many requests at once."""
+    limits = httpx.Limits(max_connections=requests)
+    return httpx.AsyncClient(base_url=http, timeout=300, limits=limits)
+
+
+async def complete(client: httpx.AsyncClient, prompt: list[int], length: int | None) -> int:
+    """Tokens of a completion at temperature 1: so many, whatever the policy says, or as it ends."""
+    body = {
+        "model": "policy",
+        "prompt": prompt,
+        "temperature": 1.0,
+        "max_tokens": length or MAX_TOKENS,
+        "ignore_eos": length is not None,
+    }
+    answer = await client.post("/v1/completions", json=body)
+    answer.raise_for_status()
+    return int(answer.json()["usage"]["completion_tokens"])
 
 
 def measure(

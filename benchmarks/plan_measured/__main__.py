@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.draft_length.__main__ import NOISE, noisy
+from benchmarks.draft_length.__main__ import NOISE, client_of, complete, noisy
 from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
 from draft_trainer.cli.plan import served_costs
 from examples.arithmetic_grpo import task as arithmetic
@@ -59,23 +59,11 @@ class Load:
         return asyncio.run(self._run(requests, seconds))
 
     async def _run(self, requests: int, seconds: float) -> float:
-        limits = httpx.Limits(max_connections=requests)
-        async with httpx.AsyncClient(base_url=self._http, timeout=300, limits=limits) as client:
-
-            async def one() -> None:
-                body = {
-                    "model": "policy",
-                    "prompt": next(self._prompts),
-                    "temperature": 1.0,
-                    "max_tokens": TOKENS,
-                    "ignore_eos": True,
-                }
-                (await client.post("/v1/completions", json=body)).raise_for_status()
-
+        async with client_of(self._http, requests) as client:
             began, tokens = time.perf_counter(), 0
             while (passed := time.perf_counter() - began) < seconds or not tokens:
-                await asyncio.gather(*(one() for _ in range(requests)))
-                tokens += requests * TOKENS
+                asked = (complete(client, next(self._prompts), TOKENS) for _ in range(requests))
+                tokens += sum(await asyncio.gather(*asked))
             return tokens / passed
 
 

@@ -95,18 +95,10 @@ class Rig:
 
     def start_trainer(self) -> dict[str, Any]:
         """Start the trainer. Its first words: ready, or why not."""
-        self._pipe, theirs = self._context.Pipe()
-        self._trainer = self._context.Process(
-            target=trainer_process.run,
-            args=(str(self.root), self.addresses, theirs, self.canary, self.publish),
-            daemon=True,
-        )
-        self._trainer.start()
-        theirs.close()
+        self._trainer, self._pipe = self._new_trainer()
         return self._answer()
 
-    def second_trainer(self) -> dict[str, Any]:
-        """What another trainer on the same registry says before it ends."""
+    def _new_trainer(self) -> tuple[Any, Connection]:
         pipe, theirs = self._context.Pipe()
         process = self._context.Process(
             target=trainer_process.run,
@@ -115,6 +107,11 @@ class Rig:
         )
         process.start()
         theirs.close()
+        return process, pipe
+
+    def second_trainer(self) -> dict[str, Any]:
+        """What another trainer on the same registry says before it ends."""
+        process, pipe = self._new_trainer()
         answer: dict[str, Any] = pipe.recv() if pipe.poll(PATIENCE) else {}
         pipe.close()
         process.join(PATIENCE)

@@ -72,6 +72,7 @@ def initial(kind: str, policy: Path, folder: Path, seed: int, vocabulary: int) -
         return out
     if kind == "draft_model":
         return first_layers(policy, out, LAYERS)
+    shape: tuple[object, ...]
     if kind == "dflash":
         aux = ",".join(map(str, AUX_LAYERS))
         shape = ("--mask-token", VOCAB_SIZE - 1, "--layers", LAYERS, "--aux-layers", aux)

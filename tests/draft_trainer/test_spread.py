@@ -233,16 +233,26 @@ def test_a_server_that_is_put_right_fetches_from_those_that_serve_it(
     assert rig.sent("trainer") == sent
 
 
-class HalfSource(pb_grpc.RolloutServerServicer):
-    """Sends a part of a tensor, from wherever it is asked to, then breaks or goes on."""
+class Source(pb_grpc.RolloutServerServicer):
+    """A server of which tensors are fetched."""
 
-    def __init__(self, data: bytes, stop_at: int) -> None:
-        self.data, self.stop_at = data, stop_at
-        self.offsets: list[int] = []
+    def __init__(self) -> None:
         self._server = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS)
         pb_grpc.add_RolloutServerServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop(None).wait(5)
+
+
+class HalfSource(Source):
+    """Sends a part of a tensor, from wherever it is asked to, then breaks or goes on."""
+
+    def __init__(self, data: bytes, stop_at: int) -> None:
+        super().__init__()
+        self.data, self.stop_at = data, stop_at
+        self.offsets: list[int] = []
 
     def Fetch(
         self, request: pb.FetchRequest, context: grpc.ServicerContext
@@ -252,9 +262,6 @@ class HalfSource(pb_grpc.RolloutServerServicer):
             yield pb.FetchResponse(data=self.data[start : min(start + 10, self.stop_at)])
         if self.stop_at < len(self.data):
             context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
-
-    def stop(self) -> None:
-        self._server.stop(None).wait(5)
 
 
 @pytest.mark.parametrize("altered", [False, True])
@@ -295,14 +302,11 @@ class PatientSource(HalfSource):
         yield from super().Fetch(request, context)
 
 
-class EndlessSource(pb_grpc.RolloutServerServicer):
+class EndlessSource(Source):
     """Answers at once, and never with a byte."""
 
     def __init__(self) -> None:
-        self._server = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS)
-        pb_grpc.add_RolloutServerServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        self._server.start()
+        super().__init__()
         self._ended = threading.Event()
 
     def Fetch(
@@ -313,7 +317,7 @@ class EndlessSource(pb_grpc.RolloutServerServicer):
 
     def stop(self) -> None:
         self._ended.set()
-        self._server.stop(None).wait(5)
+        super().stop()
 
 
 def test_a_source_that_sends_too_little_leaves_time_to_the_next(
