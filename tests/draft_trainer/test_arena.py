@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_trainer.ingest.arena import ALIGNMENT, Arena, aligned
+from draft_trainer.ingest.arena import ALIGNMENT, Arena
 from slipstream.checksum import Bytes
 from slipstream.errors import RefusedError, StatusCode
 
@@ -28,10 +28,6 @@ def retained(arena: Arena, units: int) -> int:
     start = start_of(arena, block)
     arena.retain(start)
     return start
-
-
-def test_aligned() -> None:
-    assert [aligned(n) for n in (0, 1, 64, 65)] == [64, 64, 64, 128]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -215,18 +215,6 @@ def test_unusable_files(tmp_path: Path, capsys: Capture) -> None:
     assert "training.ttt_steps: found 2, expected at least publish.num_speculative_tokens" in line
 
 
-def test_help_names_everything(capsys: Capture) -> None:
-    def text(*arguments: str) -> str:
-        with pytest.raises(SystemExit) as caught:
-            main([*arguments, "--help"])
-        assert caught.value.code == 0
-        return capsys.readouterr().out
-
-    assert all(word in text() for word in ("serve", "status", "releases"))
-    assert "--config FILE" in text("serve")
-    assert "--pin" in text("releases", "promote")
-
-
 def test_check_prints_the_whole_configuration_and_what_is_wrong(
     tmp_path: Path, capsys: Capture
 ) -> None:

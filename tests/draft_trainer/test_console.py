@@ -22,7 +22,6 @@ from pathlib import Path
 
 import pytest
 
-from draft_trainer.cli.main import main
 from slipstream.client import open_channel
 from slipstream.v1 import console_pb2
 from tests.draft_trainer.fleet_double import RolloutDouble
@@ -337,9 +336,3 @@ def test_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
         )
         done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
         assert done.stdout.split() == ["events"], done.stderr
-
-
-def test_a_shell_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["completion", "tcsh"])
-    assert "invalid choice" in capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import grpc
-import pytest
 
 from draft_trainer.server.app import TrainerServer
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -71,21 +70,6 @@ def test_stream_cut_in_the_middle_and_opened_again(
     after = client.status()
     assert after.samples_accepted - before.samples_accepted == 12
     assert after.samples_duplicate - before.samples_duplicate == 7
-
-
-def test_replay_is_bounded_and_sheds_the_oldest(tmp_path: Path) -> None:
-    config = make_config(tmp_path, replay={"capacity_bytes": 40_000, "held_out_fraction": 0.01})
-    with feeding(config, train=False) as (_, client):
-        messages = rollouts(100, seed=2)
-        peak = 0
-        with Stream(client) as stream:
-            for message in messages:
-                assert stream.send(message).status == pb.ACK_STATUS_ACCEPTED
-                peak = max(peak, client.status().replay_bytes)
-        status = client.status()
-        assert 30_000 < peak <= 40_000
-        assert status.samples_evicted + status.samples_pending == pytest.approx(100, abs=5)
-        assert status.samples_evicted > 50
 
 
 def test_one_sample_larger_than_the_replay_is_refused_and_not_remembered(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.ingest.policies import MatrixFiles
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import digest
-from tests.draft_trainer.synthetic import Policy
 
 
 def test_matrices_are_files_by_their_content(tmp_path: Path) -> None:
@@ -45,16 +44,6 @@ def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "policies").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RefusedError, match="symbolic link"):
         MatrixFiles(tmp_path / "policies")
-
-
-def test_a_window_without_its_prompt_is_a_group_of_its_own() -> None:
-    sample = Policy().samples(1)[0]
-    windows = [
-        sample.repacked(sample_id=name, loss_mask=torch.ones_like(sample.loss_mask))
-        for name in ("w0", "w1")
-    ]
-    assert [window.group for window in windows] == ["w0", "w1"]
-    assert sample.repacked(sample_id="a").group == sample.repacked(sample_id="b").group
 
 
 def test_policy_heads_share_equal_matrices_and_stay_bounded() -> None:

@@ -11,7 +11,6 @@ import grpc
 import pytest
 import torch
 
-from draft_trainer.config_file import parse_config
 from draft_trainer.counters import total
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.training.economy import Decision
@@ -27,15 +26,12 @@ from tests.draft_trainer.rig import (
     Stream,
     feeding,
     make_config,
-    raw_config,
     refusal,
     rollouts,
     running,
     train,
     train_until_released,
 )
-from tests.draft_trainer.synthetic import Policy
-from tests.draft_trainer.test_gate import completions
 
 
 def test_trains_gates_releases_and_publishes_with_the_policy(tmp_path: Path) -> None:
@@ -93,22 +89,6 @@ def test_released_tensors_never_change_while_training_goes_on(tmp_path: Path) ->
         train(client, 1000)
         after = registry.tensors(version)
         assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_duplicate_is_not_trained_twice(tmp_path: Path) -> None:
-    config = make_config(tmp_path, replay={"held_out_fraction": 0.01, "max_epochs": 1})
-    with feeding(config) as (_, client):
-        train(client, 0)
-        tokens = client.status().tokens_trained
-        acks = client.send(*rollouts(60, 0))
-        assert {ack.status for ack in acks} == {pb.ACK_STATUS_DUPLICATE}
-        status = client.status()
-        assert (status.samples_accepted, status.samples_duplicate) == (60, 60)
-        assert status.samples_pending == 0
-        # A fresh sample proves that the loop has come round again.
-        client.send(*rollouts(61, 3)[60:])
-        status = client.wait_for(lambda s: s.samples_accepted == 61 and s.idle)
-        assert status.tokens_trained - tokens <= 25
 
 
 def test_a_candidate_is_judged_in_time_however_many_steps_are_asked_for(tmp_path: Path) -> None:
@@ -263,29 +243,6 @@ def test_training_that_dies_is_noticed(tmp_path: Path, monkeypatch: pytest.Monke
         client.send(*rollouts(20))
         assert server.died.wait(DEADLINE)
         assert server._counters.training_error == "the training thread ended with an error"
-
-
-def test_a_small_run_trains_and_is_judged_with_nothing_configured(tmp_path: Path) -> None:
-    """24 prompts a policy version, four completions each; only the draft is named."""
-    config = parse_config(
-        {"draft": raw_config(tmp_path)["draft"], "server": {"port": 0, "metrics_port": 0}}
-    )
-    policy = Policy(0, 4.0)
-    with running(config) as (_, client):
-        client.open()
-        for version in range(1, 5):
-            client.announce(version, policy)
-            made = completions(policy, 24, seed=version)
-            samples = [sample.repacked(policy_version=version) for sample in made]
-            acks = client.send(*samples)
-            assert {ack.status for ack in acks} == {pb.ACK_STATUS_ACCEPTED}
-            status = client.wait_for(
-                lambda s: s.idle and s.samples_pending == 0 and s.HasField("last_verdict")
-            )
-        # 2,300 tokens a version, a quarter of them held out, in two epochs: eight steps.
-        assert status.train_steps >= 4 * 6
-        assert status.last_verdict.outcome in ("passed", "failed"), status.last_verdict
-        assert status.last_verdict.gate.prompts >= 8
 
 
 def test_a_full_disk_holds_training_up_and_does_not_end_it(

@@ -69,17 +69,6 @@ def test_a_batch_keeps_its_bytes_while_others_need_the_room(tmp_path: Path) -> N
     assert store.accept(held) == [True] * 6
 
 
-def test_too_large_for_the_whole_arena(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 10 * SIZE)
-    store.begin("run", {})
-    put(store, "a")
-    with pytest.raises(RefusedError) as caught:
-        store.reserve(10 * SIZE + 1)
-    assert (caught.value.field, caught.value.found) == ("sample", f"{10 * SIZE + 1} bytes")
-    assert f"at most {10 * SIZE} bytes (replay.capacity_bytes)" in caught.value.expected
-    assert store.counts().resident == 1
-
-
 def test_a_reservation_that_is_not_accepted_comes_back_with_its_last_view(tmp_path: Path) -> None:
     store = open_store(tmp_path, 10 * SIZE)
     store.begin("run", {})

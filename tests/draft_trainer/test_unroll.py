@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from draft_trainer.drafters.attention import ttt_attention
-from draft_trainer.drafters.batch import Batch, ahead, collate
+from draft_trainer.drafters.batch import Batch, collate
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from tests.draft_trainer.dense_head import enter, leave, rotate
 from tests.draft_trainer.synthetic import Policy, head
@@ -136,8 +136,3 @@ def test_padding_and_packing_change_nothing() -> None:
     for row, expected in enumerate(alone):
         assert (padded[row, : len(expected)] - expected).abs().max() < 1e-5
         assert (split[row, : len(expected)] - expected).abs().max() < 1e-5
-
-
-def test_ahead_shifts_and_fills_with_zero() -> None:
-    assert ahead(torch.tensor([[1, 2, 3]]), 1).tolist() == [[2, 3, 0]]
-    assert ahead(torch.tensor([[1, 2, 3]]), 5).tolist() == [[0, 0, 0]]
