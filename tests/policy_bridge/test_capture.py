@@ -161,12 +161,11 @@ def test_gradients_are_bit_identical(
         return [p.grad for p in model.parameters()]  # type: ignore[misc]
 
     plain = gradients(None, make_model())
-    with trainer.serve() as server:
-        model = make_model()
-        bridge = connect(server.address, model=model, version=1)
-        bridged = gradients(bridge, model)
-        assert bridge.flush(DEADLINE)
-        assert len(trainer.samples) == 3
+    model = make_model()
+    bridge = connect(model=model, version=1)
+    bridged = gradients(bridge, model)
+    assert bridge.flush(DEADLINE)
+    assert len(trainer.samples) == 3
     assert len(plain) == len(bridged) > 50
     assert all(torch.equal(a, b) for a, b in zip(plain, bridged, strict=True))
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())

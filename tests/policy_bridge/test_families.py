@@ -135,15 +135,14 @@ def test_a_policy_under_autocast_is_rounded_as_it_rounds(family: str, fused: boo
 def test_a_bias_is_announced_with_its_version(trainer: FakeTrainer, connect: Connect) -> None:
     model = make_model()
     model.lm_head.bias = nn.Parameter(torch.randn(VOCAB))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        trainer.wait_for(lambda: 1 in trainer.tensors)
-        with torch.no_grad():
-            model.lm_head.bias.mul_(2.0)
-        sync(bridge, 2)
-        ship(bridge, model, batch((9,)))
-        assert bridge.flush(DEADLINE)
-        assert trainer.specs[-1].lm_head_bias
+    bridge = connect(model=model, version=1)
+    trainer.wait_for(lambda: 1 in trainer.tensors)
+    with torch.no_grad():
+        model.lm_head.bias.mul_(2.0)
+    sync(bridge, 2)
+    ship(bridge, model, batch((9,)))
+    assert bridge.flush(DEADLINE)
+    assert trainer.specs[-1].lm_head_bias
     assert trainer.chunks_sent[2] == {"lm_head.bias"}
     assert torch.equal(trainer.tensors[2]["lm_head.bias"], model.lm_head.bias[trainer.vocab_ids])
 
@@ -220,31 +219,28 @@ def test_logits_that_are_changed_unannounced_are_refused_by_cause(
 ) -> None:
     change, cause, step = CHANGES[name]
     model, data = Changed(change), batch((12, 9))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, modules=PATHS, version=1)
-        for version in (2, 3):
-            with torch.no_grad(), bridge.capture() as capture:
-                model(data["input_ids"])
-                capture.ship(**data)
-            sync(bridge, version)
-        reason = bridge.stats().capture_off_reason
-        assert reason.startswith("model.logits: found") and cause in reason and step in reason
-        assert bridge.flush(DEADLINE) and not trainer.samples
-        if "=" in step:
-            scale, cap = map(
-                float, re.findall(r"logit_scale=(\S+), logit_soft_cap=(\S+)", reason)[0]
-            )
-            settings: dict[str, Any] = {"logit_scale": scale, "logit_soft_cap": cap, "version": 4}
-            again = connect(server.address, model=model, modules=PATHS, **settings)
-            with torch.no_grad(), again.capture() as capture:
-                logits = model(data["input_ids"])
-                own = logits[:, :-1].log_softmax(-1)
-                own = own.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
-                capture.ship(**data, sampled_logprobs=own)
-            assert again.flush(DEADLINE)
-            assert again.stats().capture_off_reason == "" and len(trainer.samples) == 2
-            mass = masses(model.inner, list(trainer.samples.values()), LogitForm(scale, cap))
-            torch.testing.assert_close(mass, torch.ones_like(mass), atol=1e-3, rtol=0)
+    bridge = connect(model=model, modules=PATHS, version=1)
+    for version in (2, 3):
+        with torch.no_grad(), bridge.capture() as capture:
+            model(data["input_ids"])
+            capture.ship(**data)
+        sync(bridge, version)
+    reason = bridge.stats().capture_off_reason
+    assert reason.startswith("model.logits: found") and cause in reason and step in reason
+    assert bridge.flush(DEADLINE) and not trainer.samples
+    if "=" in step:
+        scale, cap = map(float, re.findall(r"logit_scale=(\S+), logit_soft_cap=(\S+)", reason)[0])
+        settings: dict[str, Any] = {"logit_scale": scale, "logit_soft_cap": cap, "version": 4}
+        again = connect(model=model, modules=PATHS, **settings)
+        with torch.no_grad(), again.capture() as capture:
+            logits = model(data["input_ids"])
+            own = logits[:, :-1].log_softmax(-1)
+            own = own.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+            capture.ship(**data, sampled_logprobs=own)
+        assert again.flush(DEADLINE)
+        assert again.stats().capture_off_reason == "" and len(trainer.samples) == 2
+        mass = masses(model.inner, list(trainer.samples.values()), LogitForm(scale, cap))
+        torch.testing.assert_close(mass, torch.ones_like(mass), atol=1e-3, rtol=0)
 
 
 def test_a_constant_in_every_logit_changes_nothing(trainer: FakeTrainer, connect: Connect) -> None:

@@ -19,16 +19,15 @@ B = "slipstream_bridge_"
 
 def test_a_bridge_that_ships(trainer: FakeTrainer, connect: Connect) -> None:
     model = make_model()
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        empty = scrape(BridgeCollector(bridge))
-        assert value(empty, B + "policy_version") is None
-        assert of(empty, B + "last_sync_seconds") == {}
-        assert of(empty, B + "shed_samples_total")["outbox_full",] == 0
-        sync(bridge, 3)
-        ship(bridge, model, batch((10, 10)))
-        assert bridge.flush(DEADLINE)
-        samples, stats = scrape(BridgeCollector(bridge)), bridge.stats()
+    bridge = connect(model=model)
+    empty = scrape(BridgeCollector(bridge))
+    assert value(empty, B + "policy_version") is None
+    assert of(empty, B + "last_sync_seconds") == {}
+    assert of(empty, B + "shed_samples_total")["outbox_full",] == 0
+    sync(bridge, 3)
+    ship(bridge, model, batch((10, 10)))
+    assert bridge.flush(DEADLINE)
+    samples, stats = scrape(BridgeCollector(bridge)), bridge.stats()
     assert value(samples, B + "connected") == 1
     assert value(samples, B + "policy_version") == 3
     assert value(samples, B + "syncs_total") == value(samples, B + "announced_policies_total") == 1
@@ -98,24 +97,23 @@ def test_one_flat_dictionary_holds_the_bridges_numbers_and_the_trainers(
         servers=[{"address": "a:1"}],
     )
     model = make_model()
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=3)
-        trainer.hang.add("GetStatus")
-        # A trainer that does not answer is not waited for.
-        found = bridge.metrics()
-        assert not any(name.startswith("trainer/") for name in found)
-        assert found["bridge/policy_version"] == 3 and found["bridge/connected"] == 1
-        assert found["bridge/last_sync/commit_seconds"] >= 0
-        assert "bridge/last_error" not in found
-        trainer.hang.clear()
-        trainer.release.set()
-        trainer.wait_for(lambda: ("GetStatus", -1) in trainer.events)
-        asked = bridge._status._asked
-        assert asked is not None
-        asked.exception(DEADLINE)
-        ship(bridge, model, batch((10, 10)))
-        assert bridge.flush(DEADLINE)
-        found = bridge.metrics()
+    bridge = connect(model=model, version=3)
+    trainer.hang.add("GetStatus")
+    # A trainer that does not answer is not waited for.
+    found = bridge.metrics()
+    assert not any(name.startswith("trainer/") for name in found)
+    assert found["bridge/policy_version"] == 3 and found["bridge/connected"] == 1
+    assert found["bridge/last_sync/commit_seconds"] >= 0
+    assert "bridge/last_error" not in found
+    trainer.hang.clear()
+    trainer.release.set()
+    trainer.wait_for(lambda: ("GetStatus", -1) in trainer.events)
+    asked = bridge._status._asked
+    assert asked is not None
+    asked.exception(DEADLINE)
+    ship(bridge, model, batch((10, 10)))
+    assert bridge.flush(DEADLINE)
+    found = bridge.metrics()
     assert found["bridge/accepted"] == 2
     assert found["trainer/train_steps"] == 7 and found["trainer/loss"] == 1.5
     assert found["trainer/step_acceptance/1"] == 0.25

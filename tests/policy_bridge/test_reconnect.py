@@ -69,10 +69,9 @@ def test_a_trainer_with_too_much_to_do_is_asked_again(
     busy = RefusedError("server.max_calls", 4, 4, "wait", StatusCode.RESOURCE_EXHAUSTED)
     trainer.refuse_announcements = [busy, busy, busy]
     model = make_model()
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        ship(bridge, model, batch((10,) * 3))
-        assert bridge.flush(DEADLINE)
+    bridge = connect(model=model, version=1)
+    ship(bridge, model, batch((10,) * 3))
+    assert bridge.flush(DEADLINE)
     assert (bridge.stats().accepted, bridge.stats().shed) == (3, {})
     assert trainer.refuse_announcements == []
 
@@ -241,14 +240,13 @@ def test_a_trainer_slower_than_the_policy_takes_what_it_has_time_for(
     """A version stays while it is announced; given up are those that wait behind it."""
     model = make_model()
     trainer.hang = {"AnnouncePolicy"}
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        for version in range(1, 6):
-            sync(bridge, version)
-            ship(bridge, model, batch((10, 12)))
-            trainer.wait_for(lambda: ("AnnouncePolicy", -1) in trainer.events)
-        trainer.release.set()
-        assert bridge.flush(DEADLINE)
+    bridge = connect(model=model)
+    for version in range(1, 6):
+        sync(bridge, version)
+        ship(bridge, model, batch((10, 12)))
+        trainer.wait_for(lambda: ("AnnouncePolicy", -1) in trainer.events)
+    trainer.release.set()
+    assert bridge.flush(DEADLINE)
     assert sorted(trainer.tensors) == [1, 5]
     assert sorted(s.policy_version for s in trainer.samples.values()) == [1, 1, 5, 5]
     assert bridge.stats().shed == {"policy_not_announced": 6}

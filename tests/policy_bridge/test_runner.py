@@ -207,16 +207,15 @@ def test_what_the_loop_writes_after_ship_does_not_go_out(
         "sampled_logits": torch.rand(1, 9, generator=torch.Generator().manual_seed(3)),
     }
     before = {name: tensor.clone() for name, tensor in given.items()}
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        with torch.no_grad(), bridge.capture() as capture:
-            model(data["input_ids"])
-            capture.ship(**given)
-        for tensor in given.values():
-            tensor.zero_()
-        held.set()
-        assert bridge.flush(DEADLINE)
-        (sample,) = trainer.samples.values()
+    bridge = connect(model=model, version=1)
+    with torch.no_grad(), bridge.capture() as capture:
+        model(data["input_ids"])
+        capture.ship(**given)
+    for tensor in given.values():
+        tensor.zero_()
+    held.set()
+    assert bridge.flush(DEADLINE)
+    (sample,) = trainer.samples.values()
     assert trainer.tensor(sample, "token_ids").tolist() == before["input_ids"][0].tolist()
     assert trainer.tensor(sample, "loss_mask").tolist() == before["loss_mask"][0].tolist()
     for name in ("sampled_logprobs", "sampled_logits"):
@@ -230,14 +229,13 @@ def test_log_probs_are_of_the_weights_that_made_the_pass(
     with torch.no_grad():
         logits = model(data["input_ids"]).logits[0, :-1]
     expected = logits.log_softmax(-1).gather(-1, data["input_ids"][0, 1:, None]).squeeze(-1)
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        ship(bridge, model, data)
-        with torch.no_grad():
-            model.lm_head.weight.mul_(2.0)
-        held.set()
-        assert bridge.flush(DEADLINE)
-        (sample,) = trainer.samples.values()
+    bridge = connect(model=model, version=1)
+    ship(bridge, model, data)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    held.set()
+    assert bridge.flush(DEADLINE)
+    (sample,) = trainer.samples.values()
     torch.testing.assert_close(trainer.tensor(sample, "sampled_logprobs")[1:], expected)
 
 
@@ -263,23 +261,22 @@ def test_float8_states_are_quantized_as_they_are_captured(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model, data = make_model(torch.bfloat16), batch((9, 12))
-    with trainer.serve() as server:
-        whole = connect(server.address, model=model, version=1)
-        ship(whole, model, data)
-        assert whole.flush(DEADLINE)
-        plain = {bytes(s.token_ids.numpy()): s for s in trainer.samples.values()}
-        trainer.samples.clear()
-        bridge = connect(server.address, model=model, states_dtype="float8_e4m3", version=2)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
-        assert len(trainer.samples) == 2
-        for sample in trainer.samples.values():
-            own = plain[bytes(sample.token_ids.numpy())]
-            expected = own.repacked(dtype=FLOAT8)
-            assert sample.layout == expected.layout
-            for name in (*TENSORS, "scales"):
-                found, wanted = getattr(sample, name), getattr(expected, name)
-                assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), name
+    whole = connect(model=model, version=1)
+    ship(whole, model, data)
+    assert whole.flush(DEADLINE)
+    plain = {bytes(s.token_ids.numpy()): s for s in trainer.samples.values()}
+    trainer.samples.clear()
+    bridge = connect(model=model, states_dtype="float8_e4m3", version=2)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    assert len(trainer.samples) == 2
+    for sample in trainer.samples.values():
+        own = plain[bytes(sample.token_ids.numpy())]
+        expected = own.repacked(dtype=FLOAT8)
+        assert sample.layout == expected.layout
+        for name in (*TENSORS, "scales"):
+            found, wanted = getattr(sample, name), getattr(expected, name)
+            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), name
 
 
 def test_a_device_without_memory_costs_the_window_and_not_the_run(

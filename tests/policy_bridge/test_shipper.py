@@ -71,16 +71,15 @@ def test_a_version_is_announced_before_its_first_sample_and_hashes_save_bytes(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model = make_model()
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        for version in (1, 2, 3):
-            if version == 3:
-                with torch.no_grad():
-                    model.lm_head.weight.mul_(1.5)
-            sync(bridge, version)
-            ship(bridge, model, batch((10, 10)))
-            # Or a slow trainer would not be told of the version before the newest.
-            assert bridge.flush(DEADLINE)
+    bridge = connect(model=model)
+    for version in (1, 2, 3):
+        if version == 3:
+            with torch.no_grad():
+                model.lm_head.weight.mul_(1.5)
+        sync(bridge, version)
+        ship(bridge, model, batch((10, 10)))
+        # Or a slow trainer would not be told of the version before the newest.
+        assert bridge.flush(DEADLINE)
     firsts = [trainer.events.index(("announced", v)) for v in (1, 2, 3)]
     samples = [trainer.events.index(("sample", v)) for v in (1, 2, 3)]
     assert all(a < s for a, s in zip(firsts, samples, strict=True))
@@ -98,10 +97,9 @@ def test_a_version_is_announced_before_its_first_sample_and_hashes_save_bytes(
 def test_credits_are_never_overdrawn(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((10,) * 8)
     trainer.credit = 2 * SAMPLE_BYTES  # One message with its overhead, not two.
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
+    bridge = connect(model=model, version=1)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
     assert trainer.overdrawn == 0
     assert len(trainer.samples) == 8
 
@@ -111,11 +109,10 @@ def test_a_sample_larger_than_the_trainers_window_does_not_block_the_others(
 ) -> None:
     model = make_model()
     trainer.credit = 2 * SAMPLE_BYTES
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, stall_seconds=0.3, version=1)
-        ship(bridge, model, batch((40, 10, 10)))
-        assert bridge.flush(DEADLINE)
-        assert bridge.stats().shed == {"no_credit": 1}
+    bridge = connect(model=model, stall_seconds=0.3, version=1)
+    ship(bridge, model, batch((40, 10, 10)))
+    assert bridge.flush(DEADLINE)
+    assert bridge.stats().shed == {"no_credit": 1}
     assert len(trainer.samples) == 2
     assert trainer.overdrawn == 0
 
@@ -159,11 +156,10 @@ def test_refusals_are_counted_by_field_and_the_stream_goes_on(
     trainer.refuse = lambda s: (
         RefusedError("token_ids", 7, 10, "send ten") if s.token_ids.shape[0] == 7 else None
     )
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, version=1)
-        ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
-        stats = bridge.stats()
+    bridge = connect(model=model, version=1)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    stats = bridge.stats()
     assert (stats.accepted, stats.refused) == (2, 2)
     assert stats.refused_by_field == {"token_ids": 2}
     assert sum("token_ids" in record.message for record in caplog.records) == 1
@@ -173,11 +169,10 @@ def test_a_refused_run_is_logged_once_and_shown(
     trainer: FakeTrainer, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer.refuse_run = RefusedError("policy.hidden_size", 32, 64, "use the right draft")
-    with trainer.serve() as server:
-        bridge = connect(server.address, wait=False)
-        trainer.wait_for(lambda: trainer.events.count(("OpenRun", -1)) >= 3)
-        assert "policy.hidden_size: found 32, expected 64" in bridge.stats().last_error
-        bridge.close()
+    bridge = connect(wait=False)
+    trainer.wait_for(lambda: trainer.events.count(("OpenRun", -1)) >= 3)
+    assert "policy.hidden_size: found 32, expected 64" in bridge.stats().last_error
+    bridge.close()
     assert sum("policy.hidden_size" in record.message for record in caplog.records) == 1
 
 
@@ -206,31 +201,29 @@ def test_a_mistake_in_the_bridges_own_thread_costs_samples_not_the_run(
 
     monkeypatch.setattr("policy_bridge.connection.Connection._send_batch", mistake)
     model, data = make_model(), batch((10, 10))
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model, strict=strict, version=1)
+    bridge = connect(model=model, strict=strict, version=1)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    assert not bridge.wait_connected(DEADLINE)
+    assert bridge.stats().shed == {"shipper_died": 2}
+    assert "see the log" in bridge.stats().last_error
+    if strict:
+        with pytest.raises(RefusedError, match="bridge: found its thread"):
+            bridge.capture()
+    else:
         ship(bridge, model, data)
-        assert bridge.flush(DEADLINE)
-        assert not bridge.wait_connected(DEADLINE)
-        assert bridge.stats().shed == {"shipper_died": 2}
-        assert "see the log" in bridge.stats().last_error
-        if strict:
-            with pytest.raises(RefusedError, match="bridge: found its thread"):
-                bridge.capture()
-        else:
-            ship(bridge, model, data)
-            stats = bridge.stats()
-            assert (stats.captures_skipped, stats.outbox_samples) == (1, 0)
-            assert "a PolicyBridge built anew captures again" in stats.capture_off_reason
-        bridge.close()
+        stats = bridge.stats()
+        assert (stats.captures_skipped, stats.outbox_samples) == (1, 0)
+        assert "a PolicyBridge built anew captures again" in stats.capture_off_reason
+    bridge.close()
     assert accounted(bridge) == 2
 
 
 def test_ids_are_unique_over_bridges_of_one_run(trainer: FakeTrainer, connect: Connect) -> None:
     model, data = make_model(), batch((10,) * 3)
-    with trainer.serve() as server:
-        for version in (1, 2):
-            with connect(server.address, model=model, drain_seconds=DEADLINE) as bridge:
-                sync(bridge, version)
-                ship(bridge, model, data)
+    for version in (1, 2):
+        with connect(model=model, drain_seconds=DEADLINE) as bridge:
+            sync(bridge, version)
+            ship(bridge, model, data)
     assert len(trainer.samples) == len(trainer.received) == 6
     assert all(isinstance(s, Sample) for s in trainer.samples.values())

@@ -163,17 +163,16 @@ def test_a_resumed_run_below_what_the_trainer_knows_is_told_so(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
     model, data = make_model(), batch((8,))
-    with trainer.serve() as server:
-        with connect(server.address, model=model) as before:
-            sync(before, 7)
-            trainer.wait_for(lambda: 7 in trainer.tensors)
-        bridge = connect(server.address, model=model, version=3)
-        assert "policy_version: found 3, expected > 7" in bridge.stats().capture_off_reason
-        ship(bridge, model, data)
-        assert not trainer.samples
-        # The very version that the trainer knows is what a resumed policy is.
-        resumed = connect(server.address, model=model, version=7)
-        assert resumed.stats().capture_off_reason == ""
+    with connect(model=model) as before:
+        sync(before, 7)
+        trainer.wait_for(lambda: 7 in trainer.tensors)
+    bridge = connect(model=model, version=3)
+    assert "policy_version: found 3, expected > 7" in bridge.stats().capture_off_reason
+    ship(bridge, model, data)
+    assert not trainer.samples
+    # The very version that the trainer knows is what a resumed policy is.
+    resumed = connect(model=model, version=7)
+    assert resumed.stats().capture_off_reason == ""
 
 
 @pytest.mark.parametrize(

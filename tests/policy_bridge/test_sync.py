@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from policy_bridge import DisabledBridge, PolicySyncError
+from policy_bridge import DisabledBridge, PolicyBridge, PolicySyncError
+from policy_bridge.stats import SyncResult
 from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -37,6 +38,14 @@ def addresses(rollouts: Rollouts) -> tuple[str, ...]:
     return tuple(server.address for _, server in rollouts)
 
 
+def push(bridge: PolicyBridge, version: int) -> SyncResult:
+    """A weight sync that pushes the policy."""
+    with bridge.sync(version) as window:
+        window.push_policy()
+    assert window.result is not None
+    return window.result
+
+
 def commit_all(trainer: FakeTrainer, rollouts: Rollouts) -> None:
     """Let the trainer do what a real one does in CompleteSync."""
 
@@ -57,17 +66,17 @@ def test_policy_and_draft_are_committed_in_one_call(
     model = make_model()
     commit_all(trainer, rollouts)
     trainer.rollout_servers = addresses(rollouts)  # The bridge asks the trainer for them.
-    with trainer.serve() as server:
-        bridge = connect(server.address, model=model)
-        with bridge.sync(5) as window:
-            window.push_policy()
-            assert all(double.policy_version is None for double, _ in rollouts)
-        assert window.result is not None
-        assert window.result.draft_versions == dict.fromkeys(addresses(rollouts), 7)
-        assert window.result.draft_errors == ()
-        assert window.result.policy_pushed
-        assert bridge.stats().last_sync == window.result
-        assert bridge.policy_version == bridge.stats().policy_version == 5
+    bridge = connect(model=model)
+    with bridge.sync(5) as window:
+        window.push_policy()
+        assert all(double.policy_version is None for double, _ in rollouts)
+    result = window.result
+    assert result is not None
+    assert result.draft_versions == dict.fromkeys(addresses(rollouts), 7)
+    assert result.draft_errors == ()
+    assert result.policy_pushed
+    assert bridge.stats().last_sync == result
+    assert bridge.policy_version == bridge.stats().policy_version == 5
     for double, _ in rollouts:
         assert double.policy_version == 5
         assert [len(ids) for ids in double.commits] == [1]
@@ -80,15 +89,13 @@ def test_connections_to_servers_that_left_the_fleet_are_closed(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     first, second = addresses(rollouts)
-    with trainer.serve() as server:
-        bridge = connect(server.address)
-        for version, servers in ((1, (first, second)), (2, (second,)), (3, (first, second))):
-            trainer.rollout_servers = servers
-            session = bridge._connection.session
-            bridge._connection.session = replace(session, rollout_servers=servers)
-            with bridge.sync(version) as window:
-                window.push_policy()
-            assert bridge._fleet._channels.keys() == set(servers)
+    bridge = connect()
+    for version, servers in ((1, (first, second)), (2, (second,)), (3, (first, second))):
+        trainer.rollout_servers = servers
+        session = bridge._connection.session
+        bridge._connection.session = replace(session, rollout_servers=servers)
+        push(bridge, version)
+        assert bridge._fleet._channels.keys() == set(servers)
     assert [double.policy_version for double, _ in rollouts] == [3, 3]
 
 
@@ -104,10 +111,9 @@ def test_without_a_push_only_the_draft_is_committed(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     commit_all(trainer, rollouts)
-    with trainer.serve() as server:
-        bridge = connect(server.address, rollout_servers=addresses(rollouts))
-        with bridge.sync(1) as window:
-            pass
+    bridge = connect(rollout_servers=addresses(rollouts))
+    with bridge.sync(1) as window:
+        pass
     assert window.result is not None and not window.result.policy_pushed
     assert set(window.result.draft_versions.values()) == {7}
     assert all(double.policy_version is None for double, _ in rollouts)
@@ -128,11 +134,9 @@ def test_the_policy_arrives_without_the_trainer(
         else:
             trainer.hang.add(failure)
             bridge = connect(server.address, **settings)
-        with bridge.sync(1) as window:
-            window.push_policy()
-        assert window.result is not None
-        assert len(window.result.draft_errors) == 1
-        assert window.result.draft_versions == dict.fromkeys(addresses(rollouts), 3)
+        result = push(bridge, 1)
+        assert len(result.draft_errors) == 1
+        assert result.draft_versions == dict.fromkeys(addresses(rollouts), 3)
         assert bridge.policy_version == 1
         trainer.release.set()
     for double, _ in rollouts:
@@ -156,10 +160,8 @@ def test_a_commit_that_the_trainer_made_before_it_was_cut_off_is_not_made_twice(
     trainer.on_complete = complete
     with trainer.serve() as server:
         bridge = connect(server.address, rollout_servers=addresses(rollouts))
-        with bridge.sync(1) as window:
-            window.push_policy()
-    assert window.result is not None
-    assert window.result.draft_errors == (f"{rollouts[1][1].address}: cut off",)
+        result = push(bridge, 1)
+    assert result.draft_errors == (f"{rollouts[1][1].address}: cut off",)
     assert [len(double.commits) for double, _ in rollouts] == [1, 1]
     assert [double.policy_version for double, _ in rollouts] == [1, 1]
 
@@ -176,8 +178,7 @@ def test_a_version_that_is_pushed_again_with_other_weights_goes_live(
             with torch.no_grad():
                 model.lm_head.weight.fill_(value)
             bridge = connect(server.address, wait=False, model=model, **settings)
-            with bridge.sync(4) as window:
-                window.push_policy()
+            push(bridge, 4)
             bridge.close()
             for double, _ in rollouts:
                 assert double.policy_version == 4
@@ -201,12 +202,9 @@ def test_a_draft_that_failed_is_reported_and_no_error(
 
     trainer.staging = [pb.ServerOutcome(address=first.address, error="disk full")]
     trainer.on_complete = complete
-    with trainer.serve() as server:
-        bridge = connect(server.address, rollout_servers=addresses(rollouts))
-        with bridge.sync(1) as window:
-            window.push_policy()
-    assert window.result is not None
-    assert window.result.draft_errors == (
+    bridge = connect(rollout_servers=addresses(rollouts))
+    result = push(bridge, 1)
+    assert result.draft_errors == (
         f"{first.address}: disk full",
         f"{second.address}: draft left behind",
     )
@@ -284,10 +282,9 @@ def test_a_push_before_the_trainer_is_there_waits_for_it(
     server.kill()
     bridge = connect(server.address, model=model, wait=False, connect_seconds=0.2)
     for version in (1, 2):
-        with bridge.sync(version) as window:
-            window.push_policy()
-        assert window.result is not None and window.result.policy_waits
-        assert not window.result.policy_pushed
+        result = push(bridge, version)
+        assert result.policy_waits
+        assert not result.policy_pushed
         ship(bridge, model, batch((6,)))
     assert bridge.policy_version == 2
     assert (bridge.stats().waiting_pushes, bridge.stats().late_pushes) == (2, 0)
@@ -306,9 +303,8 @@ def test_a_push_before_the_trainer_is_there_waits_for_it(
             assert all(torch.equal(d.live["lm_head.weight"], pushed) for d, _ in rollouts)
             bridge.capture()
             assert [len(double.commits) for double, _ in rollouts] == [1, 1]
-        with bridge.sync(3) as window:
-            window.push_policy()
-        assert window.result is not None and window.result.policy_pushed
+        result = push(bridge, 3)
+        assert result.policy_pushed
     assert [double.policy_version for double, _ in rollouts] == [3, 3]
 
 
@@ -335,10 +331,8 @@ def test_the_policy_is_pushed_although_its_version_goes_backwards(
     trainer: FakeTrainer, connect: Connect, rollouts: Rollouts
 ) -> None:
     trainer.rollout_servers = addresses(rollouts)
-    with trainer.serve() as server:
-        bridge = connect(server.address, version=5)
-        with bridge.sync(4) as window:
-            window.push_policy()
+    bridge = connect(version=5)
+    push(bridge, 4)
     assert [double.policy_version for double, _ in rollouts] == [4, 4]
 
 
@@ -371,16 +365,15 @@ def test_a_server_that_is_gone_is_left_out_by_choice_and_counted(
 
 
 def test_misuse_is_refused(trainer: FakeTrainer, connect: Connect, rollouts: Rollouts) -> None:
-    with trainer.serve() as server:
-        bridge = connect(server.address)
-        with pytest.raises(RefusedError, match="rollout_servers"), bridge.sync(1) as window:
-            window.push_policy()
-        other = connect(server.address, rollout_servers=addresses(rollouts))
-        with pytest.raises(RefusedError, match="push_policy"), other.sync(1) as window:
-            window.push_policy()
-            window.push_policy()
-        with pytest.raises(RefusedError, match="open window"), other.sync(1), other.sync(2):
-            pass
+    bridge = connect()
+    with pytest.raises(RefusedError, match="rollout_servers"), bridge.sync(1) as window:
+        window.push_policy()
+    other = connect(rollout_servers=addresses(rollouts))
+    with pytest.raises(RefusedError, match="push_policy"), other.sync(1) as window:
+        window.push_policy()
+        window.push_policy()
+    with pytest.raises(RefusedError, match="open window"), other.sync(1), other.sync(2):
+        pass
     with pytest.raises(RefusedError, match="disabled"), DisabledBridge().sync(1) as null_window:
         null_window.push_policy()
 
@@ -412,15 +405,14 @@ def test_what_vllm_receives_is_sent_while_the_servers_commit(
             return commit(stage_ids)  # type: ignore[no-any-return]
 
         double.commit = received  # type: ignore[method-assign]
-    with trainer.serve() as server:
-        bridge = connect(server.address, rollout_servers=addresses(rollouts), sync_seconds=0.2)
-        with bridge.sync(6) as window:
-            window.push_external({"names": ["w"]}, lambda: receiving.wait(DEADLINE))
-            assert [list(double.updates.values()) for double, _ in rollouts] == [
-                ['{"names": ["w"]}']
-            ] * 2
-            with pytest.raises(RefusedError, match=r"push_policy.*one per window"):
-                window.push_policy()
+    bridge = connect(rollout_servers=addresses(rollouts), sync_seconds=0.2)
+    with bridge.sync(6) as window:
+        window.push_external({"names": ["w"]}, lambda: receiving.wait(DEADLINE))
+        assert [list(double.updates.values()) for double, _ in rollouts] == [
+            ['{"names": ["w"]}']
+        ] * 2
+        with pytest.raises(RefusedError, match=r"push_policy.*one per window"):
+            window.push_policy()
     assert window.result is not None and window.result.policy_pushed
     assert [double.policy_version for double, _ in rollouts] == [6, 6]
     assert all(double.live == {} for double, _ in rollouts)
@@ -432,10 +424,9 @@ def test_a_transfer_that_cannot_be_sent_is_the_callers_error(
     def fails() -> None:
         raise RuntimeError("NCCL")
 
-    with trainer.serve() as server:
-        bridge = connect(server.address, rollout_servers=addresses(rollouts), sync_seconds=0.2)
-        with pytest.raises(RuntimeError, match="NCCL"), bridge.sync(6) as window:
-            window.push_external({}, fails)
+    bridge = connect(rollout_servers=addresses(rollouts), sync_seconds=0.2)
+    with pytest.raises(RuntimeError, match="NCCL"), bridge.sync(6) as window:
+        window.push_external({}, fails)
     with (
         DisabledBridge() as disabled,
         disabled.sync(1) as null,
