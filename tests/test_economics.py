@@ -94,7 +94,6 @@ def test_speed_up_and_the_best_length() -> None:
     assert best_length(TABLE, RATES, 1) == 3
     # Three times a plain step at 64 requests, for 2.8 tokens.
     assert best_length(TABLE, RATES, 64) == 0
-    assert best_length(TABLE, RATES, 1, margin=0.8) == 0
     rows = schedule(lambda batch: best_length(TABLE, RATES, batch), 64)
     assert [row[2] for row in rows] == [3, 0]
     assert rows[0][0] == 1

@@ -104,20 +104,17 @@ class _Row:
         return self.sample.policy_version, str(self.sample.logits_dtype)
 
 
-def collate(
-    samples: Sequence[Sample], policy_heads: PolicyHeads, device: torch.device | None = None
-) -> Batch:
+def collate(samples: Sequence[Sample], policy_heads: PolicyHeads) -> Batch:
     """One batch of all sequences in ``samples``; a packed sample becomes a row per segment.
 
     Args:
         samples: at least one, all of one policy version.
         policy_heads: must hold it.
-        device: where it will go; the CPU if None.
 
     Raises:
         RefusedError: the policy version is not held, or there are several.
     """
-    return _collate([row for sample in samples for row in _segments(sample)], policy_heads, device)
+    return _collate([row for sample in samples for row in _segments(sample)], policy_heads, None)
 
 
 def batches(

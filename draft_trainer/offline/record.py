@@ -49,7 +49,6 @@ class Recorder:
         temperature: of the rollouts.
         states_dtype: what the states are cast to; None keeps the policy's own.
         max_tokens: longer sequences become windows that overlap.
-        run_id: names the recording.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Recorder:
         temperature: float = 1.0,
         states_dtype: torch.dtype | None = torch.bfloat16,
         max_tokens: int = 2048,
-        run_id: str = "offline",
     ) -> None:
         self._model = model
         self._modules = find_modules(model, ModulePaths())
@@ -73,7 +71,7 @@ class Recorder:
         self._temperature = temperature
         self._states_dtype = states_dtype
         self._numbers = itertools.count()
-        self._writer = RecordingWriter(out, facts_of(self._modules, layers, run_id))
+        self._writer = RecordingWriter(out, facts_of(self._modules, layers))
         modules = self._modules
         named = (modules.head_weight, modules.embed_weight, modules.head_bias)
         tensors = (tensor.detach() for tensor in named if tensor is not None)
@@ -142,10 +140,10 @@ class Recorder:
         return True
 
 
-def facts_of(modules: PolicyModules, layers: tuple[int, ...], run_id: str) -> RecordingFacts:
+def facts_of(modules: PolicyModules, layers: tuple[int, ...]) -> RecordingFacts:
     """What a recording says of its policy."""
     return RecordingFacts(
-        run_id=run_id,
+        run_id="offline",
         hidden_size=modules.hidden_size,
         vocab_size=modules.vocab_size,
         num_hidden_layers=len(modules.layers),

@@ -78,15 +78,9 @@ def speed_up(
     return acceptance_length(rates, k) / break_even(costs, k, batch, context)
 
 
-def best_length(
-    costs: Costs,
-    rates: Sequence[float],
-    batch: float,
-    context: float = 0.0,
-    margin: float = 0.0,
-) -> int:
-    """The k with the most tokens a second; 0 unless one gains more than ``margin``."""
-    best, most = 0, 1 + margin
+def best_length(costs: Costs, rates: Sequence[float], batch: float, context: float = 0.0) -> int:
+    """The k with the most tokens a second; 0 unless one gains."""
+    best, most = 0, 1.0
     for k in costs.draft_lengths:
         gain = speed_up(costs, rates, k, batch, context) if k else 1.0
         if gain > most:

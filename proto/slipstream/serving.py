@@ -283,13 +283,13 @@ TIMEOUT = 5.0
 """Seconds within which a live service answers."""
 
 
-def serving(channel: grpc.Channel, service: str = "", timeout: float = TIMEOUT) -> bool:
+def serving(channel: grpc.Channel, service: str = "") -> bool:
     """Whether it says SERVING. ``service`` empty: the process as a whole.
 
     Raises grpc.RpcError: it does not answer, or knows no such service.
     """
     request = health_pb2.HealthCheckRequest(service=service)
-    answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
+    answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 

@@ -17,7 +17,6 @@ def init_dflash(
     mask_token_id: int,
     *,
     layers: int = 2,
-    block_size: int = 16,
     aux_layer_ids: tuple[int, ...] | None = None,
     intermediate_size: int | None = None,
     seed: int = 0,
@@ -28,7 +27,6 @@ def init_dflash(
         policy: whose draft it is.
         mask_token_id: one of its tokens that no text has.
         layers: decoder layers; drafts for large policies have five.
-        block_size: places that it is trained with, the first token's included; for other tools.
         aux_layer_ids: auxiliary layers ("after L layers"); ``choose_aux_layers`` if None.
         intermediate_size: width of the MLPs; the policy's if None.
         seed: of the random weights.
@@ -66,7 +64,8 @@ def init_dflash(
         "rope_theta": rope.theta,
         "rope_parameters": rope.to_dict(),
         "tie_word_embeddings": False,
-        "block_size": block_size,
+        # Places that other tools train with, the first token's included.
+        "block_size": 16,
         NESTED: {"mask_token_id": mask_token_id, "target_layer_ids": [one - 1 for one in ids]},
     }
     draft = DflashHead(DflashConfig.from_dict(document))
