@@ -1,4 +1,4 @@
-"""The TOML file of ``draft-trainer serve --config FILE``, every key checked before anything starts.
+"""Reads the TOML file of ``draft-trainer serve --config FILE`` and checks every key at start-up.
 
 Relative paths are relative to the file's folder.
 """

@@ -1,4 +1,4 @@
-"""What the trainer counts: prometheus_client metrics, increased where the fact happens.
+"""The trainer's counters: prometheus_client metrics, incremented where the event happens.
 
 ``server.status`` puts them into ``TrainerStatus``; ``/metrics`` serves their registry.
 """

@@ -1,4 +1,4 @@
-"""Files that are on disk whole or not at all, whatever instant the process is killed at."""
+"""Atomic file writes: after a kill, a file is complete on disk or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""state.db: everything a trainer must remember over a kill, in one SQLite file beside its releases.
+"""state.db: everything that must survive a kill of the trainer, in one SQLite file.
 
 Pointer, intent, pins, canary trial, gate results, events and history. Changes that belong together
 are one transaction, on disk (synchronous=FULL) before any thread sees them: there is no intent to

@@ -1,4 +1,4 @@
-"""``PolicyBridge``, which a training loop holds, and a disabled one with the same methods."""
+"""``PolicyBridge``, the training loop's entry point, and a disabled one with the same methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the choice and the copies of a capture are done: beside the policy's own work.
+"""Selects and copies captured states in parallel with the policy's own work.
 
 For a policy on a GPU both are done on a stream and a thread of their own, without a synchronisation
 on the policy's stream. For one on a CPU the choice is made at once, because its numbers may come

@@ -1,4 +1,4 @@
-"""From forward passes to candidates, and from chosen ones to samples.
+"""Turns forward passes into candidates, and chosen candidates into samples.
 
 Up to the choice everything stays on the policy's device. What is computed for a sample (the sampled
 tokens' logits and log-probabilities) is computed for the chosen rows alone, where the policy's

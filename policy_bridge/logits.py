@@ -1,4 +1,4 @@
-"""What the policy makes of its lm_head's output: as configured, and checked on its own logits.
+"""How the policy computes logits from lm_head's output: from its configuration, and verified.
 
 The teacher is computed from final hidden states and lm_head. A policy that changes its logits after
 that (a soft cap, a factor) is announced with the change; one whose own logits are not what that

@@ -1,4 +1,4 @@
-"""``bridge.stats()`` for Prometheus, in a process that serves it already or wants to.
+"""``bridge.stats()`` as Prometheus metrics, for a process that serves them.
 
 prometheus_client is not among the bridge's own packages: nothing else here imports this module.
 

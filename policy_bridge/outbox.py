@@ -1,4 +1,4 @@
-"""A queue of samples bounded in bytes, which gives up the oldest policy's samples first.
+"""A queue of samples, bounded in bytes, that sheds the oldest policy version first.
 
 Invariant: every sample that was taken leaves in exactly one way: settled by an acknowledgement, or
 shed and counted under a reason. Samples stay here until they are acknowledged, so what is in flight

@@ -1,4 +1,4 @@
-"""Which sequences are sent, decided before any hidden state leaves the device.
+"""Chooses the sequences to send, before any hidden state leaves the device.
 
 Also reads what a caller says of a batch of B rows and S columns: padded, packed, or both.
 """

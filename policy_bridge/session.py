@@ -1,4 +1,4 @@
-"""An open run, and the policy versions that are made known in it before their first sample.
+"""An open run, and the policy versions announced in it before their first sample.
 
 The trainer's answer to OpenRun is checked against the policy. When a version is synced, the
 matrices that the trainer needs are copied; they are hashed and sent later, off the policy's thread

@@ -1,4 +1,4 @@
-"""What the bridge did, in numbers: nothing is given up without being counted here."""
+"""The bridge's counters: every dropped sample is counted here, by reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Splits vLLM's speculative counters by the versions that were live, and watches them.
+"""Splits vLLM's speculative counters by the versions that were live, and streams them.
 
 vLLM reports, per engine step, how many drafts were verified and how many of their tokens were
 accepted. The first step after a commit verifies drafts that were proposed before it, so a commit

@@ -1,4 +1,4 @@
-"""Checkpoint directories, read without loading a tensor; and whether a stage can replace one.
+"""Reads checkpoint directories without loading tensors, and checks that a stage fits one.
 
 A stage is compared with the checkpoint that the server was started with: whatever has its names
 and shapes goes through the same weight loaders, sharded or not.

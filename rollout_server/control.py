@@ -1,4 +1,4 @@
-"""The control plane's state: what is staged, what is live, and how that changes.
+"""The control plane's state: staged and live versions, and the transitions between them.
 
 One event loop owns it. Commits are serialised and, once begun, run to their end even if the caller
 disconnects: after half a commit the server would not know what it serves.

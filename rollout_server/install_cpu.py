@@ -1,4 +1,4 @@
-"""``python -m rollout_server.install_cpu``: vLLM's CPU build into this interpreter's environment.
+"""``python -m rollout_server.install_cpu``: installs vLLM's CPU build into this environment.
 
 The packages are exactly those of the lock files, which the wheel carries, without their
 dependencies: vLLM's own list names CUDA builds that do not import beside a CPU build of torch.

@@ -1,4 +1,4 @@
-"""Other rollout servers as sources of a draft: fetch its content by hash, and serve what is held.
+"""Other rollout servers as sources of a draft: fetches tensors by hash, and serves its own.
 
 A source is trusted with nothing: every tensor is verified as if a client had sent it. One whose
 bytes have another hash is not asked again for that stage, and named in the stage's result.

@@ -1,4 +1,4 @@
-"""Which policy version sampled each token of a completion, for requests that go on over commits.
+"""Which policy version sampled each token of a request that continues across commits.
 
 A client that sends the header ``x-slipstream-policy-versions`` with ``POST /v1/completions`` gets
 it back with JSON: ``{"version": 4, "spans": {"0/2": [[0, 3], [41, 4]]}}``. Sample 2 of prompt 0 has

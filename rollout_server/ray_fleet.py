@@ -1,4 +1,4 @@
-"""``rollout-server fleet``: rollout servers that Ray places and restarts; who serves is in a file.
+"""``rollout-server fleet``: rollout servers that Ray places and restarts, listed in a file.
 
 The file is what ``publish.rollout_servers = ["file:..."]`` of the draft trainer reads, so the
 trainer knows nothing of Ray. Three processes for each server:

@@ -1,4 +1,4 @@
-"""Whether the draft in a worker's memory is the one that was committed."""
+"""Checks that the draft in a worker's memory is the committed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Applies weights to live vLLM modules in one worker call, between two engine steps: all or none.
+"""Applies weights to live vLLM modules in one worker call between two steps, all or none.
 
 A draft whose standby copy is ready is swapped (``swap``). One from whose parameters vLLM derives
 other tensors (``served.derived``) is never reloaded: its copy is then made in the commit.

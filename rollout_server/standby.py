@@ -1,4 +1,4 @@
-"""Which standby copies of the draft a worker has, and in which state they are.
+"""The standby copies of the draft in a worker, and the state of each.
 
 They are made in a thread while the engine generates; what swaps them is in ``swap``.
 """

@@ -1,4 +1,4 @@
-"""Whether speculation pays: what speculative and plain steps cost, and what is accepted.
+"""Whether speculation pays: costs of steps with and without drafts, and live acceptance.
 
 Costs are compared at the same number of requests in flight: a step of one request and a step of a
 hundred differ more than a speculative one from a plain one. Plain steps are rare on a server that

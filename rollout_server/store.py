@@ -1,4 +1,4 @@
-"""Weights on the host: tensors by content, and how a worker reads them.
+"""Weights on the host: tensors by content hash, and how a worker reads them.
 
 One file of raw bytes per tensor, named by SHA-256 and dtype, in a private directory (in shared
 memory where it fits). Workers map the files, so nothing is copied between receiving a tensor

@@ -1,4 +1,4 @@
-"""Standby weights: a draft is loaded beside the live one and swapped with it between two steps.
+"""Standby weights: loads a draft beside the live one and swaps the two between two steps.
 
 ``StandbyCopy`` is a second set of the draft's weights in the worker's memory, in the
 form that its kernels use: the modules are copied without their memory, get parameters in the form

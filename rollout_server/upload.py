@@ -1,4 +1,4 @@
-"""The tensors of one stage that the content store lacks, while they arrive."""
+"""Receives the tensors of a stage that the content store lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guards for two of vLLM's bugs that break losslessness, and for one that serialises requests.
+"""Patches for two vLLM bugs that break losslessness, and for one that serialises requests.
 
 **A shared lm_head.** If the draft's lm_head equals the verifier's when vLLM loads it, which is the
 usual initialisation of a draft, vLLM drops the draft's and points it at the verifier's. The next

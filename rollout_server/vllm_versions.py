@@ -1,4 +1,4 @@
-"""Which vLLM this is: versions, imports whose place differs by version, and what the plug-ins need.
+"""vLLM versions: imports that differ between them, and the names that the plug-ins need.
 
 The launcher checks all of it before anything is loaded: a version outside of ``KNOWN`` and a name
 that the plug-ins patch and that is not there are refusals, where they would be an AttributeError in

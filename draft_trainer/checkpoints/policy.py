@@ -1,4 +1,4 @@
-"""What a new draft takes from a policy's Hugging Face checkpoint: sizes, lm_head, final norm."""
+"""Reads sizes, lm_head and final norm of a policy's Hugging Face checkpoint for a new draft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The console ``draft-trainer``: names the extra that a missing package belongs to."""
+"""Entry point of ``draft-trainer``: names the extra that a missing package belongs to."""
 
 from __future__ import annotations
 

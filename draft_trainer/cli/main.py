@@ -1,4 +1,4 @@
-"""``draft-trainer``: run the trainer, ask a running one, or make a draft offline.
+"""``draft-trainer``: runs the trainer, queries a running one, or makes a draft offline.
 
 Every command is a dataclass: its fields are the options, its docstring is the help, ``run`` does
 the work and returns the exit code. Nothing that loads torch is imported before ``run``.

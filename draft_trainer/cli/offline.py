@@ -1,4 +1,4 @@
-"""``draft-trainer record``, ``init`` and ``fit``: states, a draft from nothing, its training."""
+"""``draft-trainer record``, ``init`` and ``fit``: record states, make a draft, train it."""
 
 from __future__ import annotations
 

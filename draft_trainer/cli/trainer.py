@@ -1,4 +1,4 @@
-"""What the commands share: the connection to a running trainer, and how answers are printed."""
+"""Shared by the commands: the connection to a running trainer, and the output of answers."""
 
 from __future__ import annotations
 

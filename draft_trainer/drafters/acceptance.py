@@ -1,4 +1,4 @@
-"""Acceptance that vLLM would measure, predicted from recorded states.
+"""Predicts the acceptance that vLLM would measure, from recorded states.
 
 **Why a recorded rollout is enough.** Speculative sampling emits tokens distributed as p. Given
 that a token x was emitted at a verified position whose draft came from q, the draft was accepted

@@ -1,4 +1,4 @@
-"""Samples as padded rows, with everything about the policy that the objective needs."""
+"""Samples as padded rows, with the policy data that the objective needs."""
 
 from __future__ import annotations
 

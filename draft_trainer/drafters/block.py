@@ -1,4 +1,4 @@
-"""A decoder layer as Llama, Qwen2, Qwen3 and Qwen3-Next have it: attention, then a SwiGLU.
+"""A decoder layer as in Llama, Qwen2, Qwen3 and Qwen3-Next: attention, then a SwiGLU.
 
 The parameter names are those of Hugging Face's checkpoints. How its queries meet keys is up to the
 mechanism: ``project`` gives queries, keys and values, ``finish`` takes what was attended to.

@@ -1,4 +1,4 @@
-"""What every draft mechanism offers to the rest of the trainer.
+"""The interface of a draft mechanism to the rest of the trainer.
 
 Store, learner, gate, registry and server use only what is declared here. A mechanism is a
 ``DraftShape`` (its configuration), a ``Draft`` (the module that is trained) and a ``Drafter``,

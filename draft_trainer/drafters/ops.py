@@ -1,4 +1,4 @@
-"""RMSNorm, rotary embedding, SwiGLU and matrix products, each with a backward pass of its own.
+"""RMSNorm, rotary embedding, SwiGLU and matrix products, each with its own backward pass.
 
 The first three have a C kernel for CPUs beside the plain torch that runs everywhere; products in
 float32 on CPUs go through oneDNN, which torch ships but uses for other types only.

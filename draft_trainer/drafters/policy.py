@@ -1,4 +1,4 @@
-"""How each policy version makes its logits, and its embeddings."""
+"""Each policy version's lm_head, logit settings and embeddings."""
 
 from __future__ import annotations
 

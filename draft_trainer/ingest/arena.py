@@ -1,4 +1,4 @@
-"""A memory-mapped file of fixed size, handed out in extents that stay put while they are viewed."""
+"""A memory-mapped file of fixed size, allocated in extents that are pinned while viewed."""
 
 from __future__ import annotations
 

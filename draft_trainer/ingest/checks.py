@@ -1,4 +1,4 @@
-"""What a sample must be: its header, and what its block holds beside states.
+"""Validates a sample: its header, and the contents of its block other than states.
 
 Every check stands for states that would otherwise train without an error and never be accepted by
 the policy: swapped layers, another vocabulary, raw instead of normalised log-probs, a packed batch

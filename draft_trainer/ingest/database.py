@@ -1,4 +1,4 @@
-"""samples.db: the connection, and what is done about a damaged file.
+"""samples.db: its connection, and the recovery of a damaged file.
 
 WAL without fsync: what was committed survives kill -9, because it is in the page cache. After a
 reboot the folder is discarded (``folder``). A damaged file costs the rows that cannot be read any

@@ -1,4 +1,4 @@
-"""Decides what becomes of samples: accepted once, recognised as duplicates, or refused by name.
+"""Accepts samples once, recognises duplicates, and refuses the rest by name.
 
 One path for every sample: its header is validated, a duplicate is answered, an extent of the store
 is reserved, the block is read into it (``preadv`` from the client's file, or a copy out of the

@@ -1,4 +1,4 @@
-"""Whether the teacher of a sample is a distribution: p(v) = exp(y_v / T - log Z), y = W h.
+"""Checks that a sample's teacher is a distribution: p(v) = exp(y_v / T - log Z), y = W h.
 
 y comes from the states and the policy version's lm_head, log Z from the sampled token's logit and
 log-probability. A policy that makes its logits in another way than it announced, log-probabilities

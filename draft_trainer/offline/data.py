@@ -1,4 +1,4 @@
-"""What a fit reads: its configuration, and one recording split by prompt, in an order by seed."""
+"""Inputs of a fit: its configuration, and a recording split by prompt and ordered by seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains a draft offline on recorded states and keeps it at its best estimated acceptance length.
+"""Trains a draft offline on recorded states and keeps the weights with the best estimate.
 
 A fit is a function of its inputs: the recording, the draft, the configuration and the number of
 threads. A killed fit resumes from its newest training state and ends with the bits that it would

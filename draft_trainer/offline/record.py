@@ -1,4 +1,4 @@
-"""Records a policy's states for rollouts that are there already, for ``init`` and ``fit``.
+"""Records a policy's states on existing rollouts, for ``init`` and ``fit``.
 
 Every rollout goes once more through the policy, a Hugging Face causal language model, under the
 bridge's own capture: this process is the policy's, and the one place of the trainer that imports

@@ -1,4 +1,4 @@
-"""What a fit tells: ``training.jsonl``, a plot of it, and progress on the terminal.
+"""Reports of a fit: ``training.jsonl``, a plot of it, and progress on the terminal.
 
 The log has one JSON object a line, each with its ``event``:
 

@@ -1,4 +1,4 @@
-"""Writes recordings: of samples that ingest accepts, beside the service, or of any others.
+"""Writes recordings, of samples that ingest accepts or of any others.
 
 Ingest hands a copy of a sample over with a deadline; one thread writes. Samples beyond what it can
 write are shed and counted: training has them either way.

@@ -1,4 +1,4 @@
-"""One server's part of a publish: a release ready to stage, its commit, and what came of it.
+"""One server's part of a publish: the prepared release, its commit, and the result.
 
 What happened is decided by an answer or, where the answer was lost, by reading the server's state;
 never by assuming.

@@ -1,4 +1,4 @@
-"""The rollout servers, and how several are asked at the same time.
+"""The rollout servers, and concurrent calls to several of them.
 
 Every call has a deadline, and calls to several servers run in parallel. What happened is decided by
 an answer or, where the answer was lost, by reading the server's state; never by assuming.

@@ -1,4 +1,4 @@
-"""The gate: a candidate passes when its gain over the promoted release is real.
+"""The gate: a candidate passes if its gain over the promoted release is significant.
 
 Both are replayed on the same held-out samples, so that the samples' own difficulty cancels. The
 interval of the paired difference is over prompts: completions of one prompt are one observation.

@@ -1,4 +1,4 @@
-"""Makes a checkpoint that was trained elsewhere a release.
+"""Makes a release from a checkpoint that was trained elsewhere.
 
 Nothing of the client is trusted: no path of it is opened, what arrives is bounded before it is
 kept, and the checkpoint is read and checked here like any other. It has to be of the shape and

@@ -1,4 +1,4 @@
-"""Who belongs to the fleet: addresses, DNS names and membership files, looked up repeatedly."""
+"""Membership of the fleet: addresses, DNS names and membership files, looked up repeatedly."""
 
 from __future__ import annotations
 

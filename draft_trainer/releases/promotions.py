@@ -1,8 +1,8 @@
-"""The pointer: which release the fleet should serve, which passed, and which is on trial.
+"""Which release the fleet should serve, which releases passed, and which is on trial.
 
-Without it a restarted trainer would fall back to the initial draft and the next sync would push
-that to every server. An intent is on disk before its first commit, so that a trainer that is killed
-between the commits of two servers knows afterwards that there may be servers to be put back.
+Without this record, a restarted trainer would fall back to the initial draft, and the next sync
+would push that to every server. An intent is on disk before its first commit, so that a trainer
+killed between the commits of two servers knows after its restart which servers to check.
 
 A release is good once its live acceptance has stood a trial against the last one that did. One that
 was replaced, or has no traffic to be judged on, is undecided: nothing is ever rolled back to it,

@@ -1,4 +1,4 @@
-"""Keeps the fleet as it should be: ends trials, and puts diverged servers back on their release.
+"""Reconciles the fleet: ends trials, and puts diverged servers back on their release.
 
 Where the policy is not synced through Slipstream (``publish.on = "promotion"``) it publishes what
 is promoted, too.

@@ -1,4 +1,4 @@
-"""The registry: immutable releases under one directory, and which of them retention removes.
+"""The registry: immutable releases under one directory, and their removal by retention.
 
 A release is written to a temporary name, fsynced and renamed; it is removed by a rename first. At
 no instant is there half of one. ``state.db`` beside them says which release is served; its lock is

@@ -1,4 +1,4 @@
-"""One release on disk: an immutable folder that vLLM loads as it is, and its manifest.
+"""One release on disk: an immutable folder that vLLM loads unchanged, and its manifest.
 
 Looking at a release checks its names, its manifest, its config.json and the size of its weights,
 without a read of the weights; ``read_tensors`` checks every tensor's SHA-256.

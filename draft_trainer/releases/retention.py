@@ -1,4 +1,4 @@
-"""Which releases of a registry stay on disk, and why: retention's bounds and what they spare."""
+"""Retention: which releases of a registry stay on disk, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages one release on many servers: from the trainer on a few, from one another on the rest.
+"""Stages a release on many servers: the trainer sends to a few, the rest fetch from peers.
 
 A server that holds the release sends it to ``FAN_OUT`` others at a time, so with every round there
 are ``1 + FAN_OUT`` times as many that hold it, and what the trainer sends does not depend on the

@@ -1,4 +1,4 @@
-"""Why no draft is being released: one finding for every part of the way, with what to do about it.
+"""Why no draft is being released: one finding for each part of the path, with the next step.
 
 A pure function of the status and the configuration. `draft-trainer doctor`, `top` and the page show
 its texts, and a problem is logged once when it begins.

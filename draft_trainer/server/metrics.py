@@ -1,4 +1,4 @@
-"""What ``/metrics`` serves: the trainer's counters, and its status at the time of the scrape."""
+"""The content of ``/metrics``: the trainer's counters, and its status at the scrape."""
 
 from __future__ import annotations
 

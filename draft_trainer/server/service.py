@@ -1,4 +1,4 @@
-"""The trainer's gRPC service: messages in, calls to what does the work, messages out.
+"""The trainer's gRPC service: translates messages to calls of the other modules and back.
 
 Every method is a coroutine on the server's event loop; what blocks (checks, SQLite, files, calls to
 rollout servers) runs on the app's workers. ``Guard`` turns a RefusedError into a status.

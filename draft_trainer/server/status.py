@@ -1,4 +1,4 @@
-"""``TrainerStatus``: put together in one function, and kept as snapshots, which are the history.
+"""``TrainerStatus``: built in one function, and kept as snapshots for the history.
 
 The page, ``draft-trainer top``, ``status``, ``/metrics`` and the gRPC stream all show this message.
 """

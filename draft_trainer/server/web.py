@@ -1,4 +1,4 @@
-"""The trainer's HTTP port: ``/metrics``, the page, and the page's facts as JSON.
+"""The trainer's HTTP port: ``/metrics``, the page, and the page's data as JSON.
 
 GET and HEAD alone. No part of a request is put into an answer but a host name that is refused.
 Everything that a client can hold is bounded: connections, their time, the size of a request.

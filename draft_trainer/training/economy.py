@@ -1,4 +1,4 @@
-"""Decides whether the draft is trained now: seconds of generation that it saves against its own.
+"""Decides whether to train now: the generation time that training saves against its cost.
 
 One decision a policy version. At an acceptance length L generation is s(L) times as fast as without
 drafts, so that G seconds a version become G s(L) / s(L + g) with a draft that is better by g. The

@@ -1,4 +1,4 @@
-"""The training thread: steps while there are samples, gates and releases what it learned.
+"""The training thread: trains while there are samples, and gates and releases candidates.
 
 It sleeps on an event while there is nothing to train on.
 """

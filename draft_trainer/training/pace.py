@@ -1,4 +1,4 @@
-"""How training goes on: with many small steps far from the draft's best, with careful ones near it.
+"""The pace of training: many small steps far from the draft's best, careful ones near it.
 
 A head far from its best gains with every update, whatever its noise: the number of updates decides
 how much a token teaches. Near its best the same steps add noise alone, and a candidate is worse

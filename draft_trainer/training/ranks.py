@@ -1,4 +1,4 @@
-"""The ranks of a data-parallel training and what they tell one another.
+"""The ranks of data-parallel training, and what they exchange.
 
 torch.distributed underneath: gloo between processors, NCCL between GPUs. Started by torchrun, or by
 anything else that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT (Ray does). Only

@@ -1,4 +1,4 @@
-"""Training states on disk: everything that a killed run needs to resume with the same bits.
+"""Training states on disk, from which a killed run resumes with the same bits.
 
 One safetensors file per state. Its header names the format, the step, the position in the data, to
 what the state belongs, and a SHA-256 over all of that and every tensor's bytes. A file is written

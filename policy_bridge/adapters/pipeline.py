@@ -1,4 +1,4 @@
-"""Policies cut into pipeline stages: every stage captures its own layers, the last one ships.
+"""Pipeline-parallel policies: every stage captures its own layers, the last one ships.
 
 On each rank of a pipeline:
 

@@ -1,4 +1,4 @@
-"""TRL's ``GRPOTrainer`` (tried with 1.16.0) on rollout servers, its passes captured.
+"""TRL's ``GRPOTrainer`` (tested with 1.16.0) on rollout servers, with its passes captured.
 
     paths = ModulePaths(final_norm="model.norm")
     bridge = PolicyBridge(model, BridgeConfig(trainer=..., run_id=..., modules=paths))

@@ -1,4 +1,4 @@
-"""Checksums of blocks, and whether their floats are finite.
+"""Checksums of blocks, and the check that their floats are finite.
 
 XXH3 where the peers have ``xxhash``; a training image without it uses CRC-32. numpy, zlib and
 xxhash release the interpreter's lock while they work.

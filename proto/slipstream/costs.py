@@ -1,4 +1,4 @@
-"""Seconds of engine steps: measured ones, or estimates from a model's shape and an accelerator.
+"""Seconds of engine steps: measured, or estimated from a model's shape and an accelerator.
 
 Nothing here imports torch or gRPC. The roofline is arXiv 2606.18967's: the larger of memory and
 compute time, and an overhead for each request.

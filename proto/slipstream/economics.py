@@ -1,4 +1,4 @@
-"""What speculation costs and earns: one model for the page, CLI, server, trainer and tests.
+"""Costs and gains of speculation: one model for the page, CLI, server, trainer and tests.
 
 Pure functions of costs that were measured or stated; nothing here imports torch or gRPC.
 

@@ -1,4 +1,4 @@
-"""Refusals, and what is kept of text that came over the wire.
+"""Refusals, and the cleaning of text that comes over the wire.
 
 A server raises ``RefusedError``; ``abort_with`` turns it into a gRPC status whose text is for
 people and whose trailing metadata is for programs; ``refused_from`` turns the failed call back into

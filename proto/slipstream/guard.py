@@ -1,4 +1,4 @@
-"""What stands before every call of a server: identity, rate, size, number and silence.
+"""Checks before every call of a server: identity, rate, size, concurrency and idle time.
 
 ``Guard`` is the one interceptor of both services. What a client may hold is bounded here, and a
 refusal becomes a status that says what to do.

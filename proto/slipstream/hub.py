@@ -1,4 +1,4 @@
-"""Names of models on the Hugging Face hub, wherever a folder is taken."""
+"""Resolves model names on the Hugging Face hub, wherever a checkpoint folder is accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Auxiliary layer numbers and the convention they are in.
+"""Auxiliary layer numbers and their convention.
 
 Inside Slipstream a layer number L always means "after L decoder layers"
 (0 = embeddings), which is vLLM's reading and the index into Hugging Face's

@@ -1,4 +1,4 @@
-"""How a policy makes logits of its final hidden states; the same in the bridge and in the trainer.
+"""Computes a policy's logits from final hidden states, for the bridge and the trainer alike.
 
     y = soft_cap * tanh(scale * (W h + b) / soft_cap)
 

@@ -1,4 +1,4 @@
-"""What the three processes share of their metrics: gauges read at a scrape, and the build.
+"""Metrics code shared by the three processes: gauges read at a scrape, and build info.
 
 Names follow Prometheus and OpenMetrics: base units, ``_seconds`` and ``_bytes`` last. A metric
 that has no value yet has no series: a zero would be a measurement.

@@ -1,4 +1,4 @@
-"""The layout of a sample's tensors as one block, the same on every transport and in the trainer.
+"""The layout of a sample's tensors in one block, the same on every transport and in the trainer.
 
 In this order, little-endian, T tokens, A auxiliary layers, H hidden size, S = A + 1 scales for
 float8 and otherwise none:

@@ -1,4 +1,4 @@
-"""Who may call a server: roles, tokens and client certificates, and what a client shows.
+"""Authorization of callers: roles, tokens and client certificates, and client credentials.
 
 A server listens beyond loopback only with TLS and with callers that show who they are, unless its
 configuration allows otherwise in plain words. docs/security.md says how to set it up and what it

@@ -1,4 +1,4 @@
-"""One gRPC server for both services, on ``grpc.aio``: its life, its health, and where work blocks.
+"""One gRPC server for both services, on ``grpc.aio``: lifecycle, health, and blocking work.
 
 As a command, the health probe of a container (Kubernetes' own gRPC probes know no TLS):
 

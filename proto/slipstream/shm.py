@@ -1,4 +1,4 @@
-"""The file of shared memory that a bridge keeps its samples in and a trainer reads them from.
+"""The file of shared memory in which a bridge keeps its samples for the trainer to read.
 
 The bridge makes it, writes each block once with ``pwrite`` and names it in the header of a stream;
 the trainer opens it by name, size and nonce: equal nonces prove that both see the same memory, also

@@ -1,4 +1,4 @@
-"""Tensors on the wire: whole ones inside a message, large ones in chunks, states in eight bits.
+"""Tensors on the wire: whole in a message, large ones in chunks, states in eight bits.
 
 Every decode checks shape, size and checksum and raises ``RefusedError`` naming the field, so that
 no damaged message becomes a tensor.

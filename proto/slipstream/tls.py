@@ -1,4 +1,4 @@
-"""Files with certificates, keys and secrets: checked before they are used, read again on change."""
+"""Certificate, key and secret files: checked before use, reread when they change."""
 
 from __future__ import annotations
 

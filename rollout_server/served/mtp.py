@@ -1,4 +1,4 @@
-"""Native MTP heads as vLLM serves them: a draft of the policy's config.json and its MTP tensors.
+"""Native MTP heads as vLLM serves them: the policy's config.json and its MTP tensors.
 
 Embeddings and lm_head are the verifier's modules (``_maybe_share_embeddings`` and
 ``_maybe_share_lm_head`` in vLLM's ``v1/spec_decode/llm_base_proposer.py``), so that both follow

@@ -1,4 +1,4 @@
-"""What every draft mechanism offers to the rest of the rollout server."""
+"""The interface of a draft mechanism to the rest of the rollout server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The DFlash draft: decoder layers over a block of places, and the context that they attend to.
+"""The DFlash draft: decoder layers over a block of positions and its context.
 
 For the anchor i, the block is x_{i+1} and K times the mask token, at positions i + 1 .. i + 1 + K;
 place s + 1 proposes x_{i+2+s}, so all K tokens come from one forward pass. In every layer the

@@ -1,4 +1,4 @@
-"""A draft model: a causal language model that sees tokens alone.
+"""A draft model: a causal language model whose only inputs are tokens.
 
 Step s of the anchor i is what the model says after x_{i+1+s}: with the recorded tokens fed, all
 steps of all anchors are one forward pass over the sequence. While drafts are accepted they are the
