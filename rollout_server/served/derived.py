@@ -1,9 +1,9 @@
 """Tensors that vLLM derives from a draft's parameters at load time.
 
-A swap of the parameters alone keeps those of the previous draft. A layer-wise reload packs each layer
-before the draft's loader makes such tensors of it: they are empty then, and the engine dies at its
-next step. ``RULES`` names those that a swap replaces, because vLLM's own loader makes them in the
-standby copy too. A draft with any other is never staged.
+A swap of the parameters alone keeps those of the previous draft. A layer-wise reload packs each
+layer before the draft's loader derives such tensors from it: they are then empty, and the engine
+fails at its next step. ``RULES`` names those that a swap replaces, because vLLM's own loader makes
+them in the standby copy too. A draft with any other is never staged.
 """
 
 from __future__ import annotations
