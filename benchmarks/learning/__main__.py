@@ -4,7 +4,7 @@ Two policies (the examples'), three seeds. From scratch: acceptance length after
 the policy's own rollouts, by the replay on held-out ones, of the weights rounded as they are
 released. CPU seconds are the training step's own, on one thread, without the measurement. Both
 trainers get the same sequences, start from the same weights, and compute in bfloat16. Online: see
-``moving``, with the defaults and with others.
+``moving``, with the defaults and with others. MTP: see ``mtp``, on the arithmetic policy.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from benchmarks.draft_training.case import Case
 from benchmarks.draft_training.contestants import default_directory, python_of
 from benchmarks.harness import Target, finish, options, say, spread_text, table, write
 from benchmarks.learning.moving import Course, Versions, considered, drawn, follow, move
+from benchmarks.learning.mtp import formulation_targets, formulations
 from benchmarks.workers import WorkerProcess
 from draft_trainer.checkpoints.policy import read_policy
 from draft_trainer.config import ReplayConfig, TrainingConfig
@@ -51,7 +52,7 @@ POLICIES: dict[str, tuple[Path, Any, int]] = {
 }
 """Checkpoint, task, draft vocabulary."""
 
-PARTS = ("scratch", "online")
+PARTS = ("scratch", "online", "mtp")
 MARKS = (40_000, 70_000, 100_000)
 """Tokens after which acceptance is measured."""
 
@@ -356,6 +357,11 @@ def main(argv: list[str] | None = None) -> int:
                     arm: [run.figures for run in runs] for arm, runs in courses.items()
                 }
                 targets += online_targets(courses["the defaults"], name)
+            if "mtp" in chosen.parts and name == "arithmetic":
+                data = record(name, folder)
+                lengths = formulations(data.policy, data.train, data.held, MARKS[-1], chosen.seeds)
+                figures[name]["mtp"] = lengths
+                targets += formulation_targets(lengths)
             write(chosen.json, figures, targets)
     return finish(chosen.json, figures, targets)
 

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional as F
 
 from benchmarks.learning.__main__ import (
     OURS,
@@ -17,8 +19,31 @@ from benchmarks.learning.__main__ import (
     targets_of,
 )
 from benchmarks.learning.moving import Candidate, Course
+from benchmarks.learning.mtp import depth_loss, formulation_targets
+from draft_trainer.drafters.batch import ahead, collate
+from tests.draft_trainer.synthetic import VOCAB, Policy, mtp_head
 
 SERVED: Any = SimpleNamespace()
+
+
+def test_the_first_depth_of_the_peers_mtp_objective_is_the_first_step_that_is_served() -> None:
+    head, policy = mtp_head(), Policy()
+    batch = collate(policy.samples(3), policy.heads(rows=torch.arange(VOCAB)))
+    counted = ahead(batch.loss_mask, 2)
+    [output, _] = head.unroll(batch, 2)
+    logits = head.logits(output, batch.policy)[counted]
+    expected = F.cross_entropy(logits, ahead(batch.token_ids, 2)[counted])
+    torch.testing.assert_close(depth_loss(head, batch, [1.0]), expected)
+    with torch.no_grad():
+        first, both = depth_loss(head, batch, [0.5]), depth_loss(head, batch, [0.5, 0.5])
+    assert both > first
+
+
+def test_an_mtp_head_is_compared_with_the_better_formulation_at_the_best_rates() -> None:
+    rates = {1e-3: [2.0, 3.0], 2e-3: [3.0, 2.8]}
+    lower = {1e-3: [2.5, 2.4], 2e-3: [2.0, 2.0]}
+    [target] = formulation_targets({OURS: rates, "speculators": lower, "Megatron": lower})
+    assert target.value == pytest.approx(3.0 / 2.5) and target.ok
 
 
 def marks(*lengths: float, seconds: float) -> list[Mark]:
