@@ -209,7 +209,7 @@ class StepClock:
         planned = output.num_spec_tokens_to_schedule
         if output.scheduled_new_reqs or output.total_num_scheduled_tokens != decoded:
             return MIXED, 0
-        if not self._switch.enabled:
+        if not self._switch.enabled or not self._scheduler.num_spec_tokens:
             return (MIXED if drafts else PLAIN), 0
         # Every request verifies as many tokens as are drafted next; near its end, fewer.
         longest = max(map(len, drafts.values()), default=0)

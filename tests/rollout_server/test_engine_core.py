@@ -74,6 +74,7 @@ class Core:
             schedule=lambda: None,
             update_from_output=lambda output, result: result,
             has_requests=lambda: self.left,
+            num_spec_tokens=3,
         )
         fake = SimpleNamespace(perf_counter=lambda: self.now)
         monkeypatch.setattr(rollout_server.engine_core, "time", fake)
@@ -114,6 +115,13 @@ class Core:
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     return Core(monkeypatch)
+
+
+def test_every_decode_step_of_a_server_without_a_draft_is_plain(core: Core) -> None:
+    core.scheduler.num_spec_tokens = 0
+    core.step(1.0, [0, 0], new=True)
+    core.step(0.5, [0, 0])
+    assert core.sums == {("mixed", 2, 0): (1, 1.0), ("plain", 2, 0): (1, 0.5)}
 
 
 def test_steps_by_kind_and_size(core: Core) -> None:
