@@ -361,8 +361,8 @@ class EconomyConfig(Section):
     """[economy]: when the draft is trained.
 
     Attributes:
-        mode: "always", "never", or "when-it-pays": while the expected saving exceeds the cost (see
-            ``training.economy``).
+        mode: "when-it-pays": while the expected saving exceeds the cost (see
+            ``training.economy``); "always"; "never".
         training_share: of a second of training that the loop loses; None: on a CPU what training
             waits for the cores that it shares, as measured, and 1 on a GPU, as where they take
             turns on it. Where the trainer has its own devices: their number over the loop's times
@@ -370,7 +370,7 @@ class EconomyConfig(Section):
         horizon_versions: policy versions over which a better draft is expected to be served.
     """
 
-    mode: Literal["always", "when-it-pays", "never"] = "always"
+    mode: Literal["when-it-pays", "always", "never"] = "when-it-pays"
     training_share: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
     horizon_versions: Annotated[int, Field(ge=1)] = 20
 

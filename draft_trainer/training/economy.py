@@ -253,7 +253,10 @@ class Economy:
                 "the draft's acceptance on held-out states": length,
             }
             names = ", ".join(name for name, value in known.items() if value is None)
-            return Decision(version, self._unknown > LOOK_VERSIONS, f"not known yet: {names}")
+            train = self._unknown > LOOK_VERSIONS
+            waited = f"{self._unknown} of {LOOK_VERSIONS} policy versions waited for them"
+            text = "training counts as paying" if train else waited
+            return Decision(version, train, f"not known yet, {text}: {names}")
         cost, assumed = self._cost, ""
         if cost is None:
             cost, assumed = seconds * self._assumed_share(), " (assumed)"
