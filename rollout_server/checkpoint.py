@@ -6,7 +6,6 @@ and shapes goes through the same weight loaders, sharded or not.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from google.protobuf import json_format
 from safetensors import SafetensorError, safe_open
 
 from slipstream.errors import RefusedError, StatusCode
+from slipstream.hub import indexed_files, read_json
 from slipstream.tensors import dtype_from_wire
 from slipstream.v1 import release_pb2, tensor_pb2
 
@@ -31,6 +31,7 @@ _SAFETENSORS_DTYPES = {
 _STAGED_DTYPES = frozenset(_SAFETENSORS_DTYPES.values())
 _NESTED_CONFIGS = ("text_config", "llm_config", "language_config")
 _FLOATS = ("float32", "bfloat16", "float16")
+_ADVICE = "write the file again"
 VOCABULARY_MAPS = ("d2t", "t2d")
 
 
@@ -61,13 +62,7 @@ def read_config(directory: Path, option: str) -> dict[str, Any]:
         found = "nothing there" if not directory.exists() else "without config.json"
         next_step = "give a checkpoint directory, or the name of a model on the hub"
         raise RefusedError(option, f"{directory}: {found}", "config.json", next_step)
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise _damaged(path, f"not JSON ({error})", "a JSON object") from error
-    if not isinstance(config, dict):
-        raise _damaged(path, type(config).__name__, "a JSON object")
-    return config
+    return read_json(path, _ADVICE)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -75,17 +70,8 @@ def weight_files(directory: Path) -> list[Path]:
 
     Raises RefusedError: the index is damaged, or names a file that is not beside it.
     """
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return sorted(directory.glob("*.safetensors"))
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise _damaged(index, repr(error), "an object with a weight_map") from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise _damaged(index, repr(name), "names of files beside it")
-    return [directory / name for name in names]
+    indexed = indexed_files(directory, _ADVICE)
+    return sorted(directory.glob("*.safetensors")) if indexed is None else indexed
 
 
 def read_layout(directory: Path, option: str) -> dict[str, TensorLayout]:
@@ -107,7 +93,8 @@ def read_layout(directory: Path, option: str) -> dict[str, TensorLayout]:
             with safe_open(path, framework="pt") as file:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise _damaged(path, f"unreadable ({error})", "a safetensors file") from error
+            found = f"unreadable ({error})"
+            raise RefusedError(str(path), found, "a safetensors file", _ADVICE) from error
         for name, tensor in slices.items():
             dtype = _SAFETENSORS_DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
             layout[name] = TensorLayout(dtype, tuple(tensor.get_shape()))
@@ -171,10 +158,6 @@ def read_manifest(directory: Path) -> release_pb2.ReleaseManifest | None:
             "a ReleaseManifest as JSON",
             "write the release again",
         ) from error
-
-
-def _damaged(path: Path, found: str, expected: str) -> RefusedError:
-    return RefusedError(str(path), found, expected, "write the file again")
 
 
 @dataclass(frozen=True)

@@ -264,3 +264,6 @@ def test_plan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "--step-costs and --gpu" in capsys.readouterr().err
     assert main([*argv, "--requests", "65"]) == 2
     assert "the largest measured" in capsys.readouterr().err
+    absent = str(tmp_path / "absent.json")
+    assert main(["plan", *argv[3:], "--gpu", "H100", "--policy", absent]) == 2
+    assert f"{absent}: found" in capsys.readouterr().err

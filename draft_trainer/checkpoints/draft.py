@@ -7,49 +7,29 @@ and, for trainers, its inverse t2d, bool [vocab], true at the target ids.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slipstream.errors import RefusedError
+from slipstream.hub import indexed_files
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_ADVICE = "write the checkpoint again, as safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-
-
-def read_document(directory: Path, next_step: str) -> dict[str, Any]:
-    """A checkpoint's config.json. Raises RefusedError: it is none."""
-    path = directory / CONFIG_FILE
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise RefusedError(str(path), str(error), "a JSON object", next_step) from error
-    if not isinstance(document, dict):
-        raise RefusedError(str(path), type(document).__name__, "a JSON object", next_step)
-    return document
 
 
 def weight_files(directory: Path) -> list[Path]:
     """Where the tensors are. Raises RefusedError: only pickles are there, or a broken index."""
-    index = directory / INDEX_FILE
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise _refused(index, repr(error), "an object with a weight_map") from error
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise _refused(index, repr(name), "names of files in its own folder")
-        return [directory / name for name in names]
+    indexed = indexed_files(directory, _ADVICE)
+    if indexed is not None:
+        return indexed
     path = directory / WEIGHTS_FILE
     pickled = [] if path.is_file() else pickles(directory)
     if pickled:
@@ -125,9 +105,7 @@ def tensor_names(directory: Path) -> set[str]:
 
 
 def _refused(path: Path, found: object, expected: str) -> RefusedError:
-    return RefusedError(
-        str(path), str(found), expected, "write the checkpoint again, as safetensors"
-    )
+    return RefusedError(str(path), str(found), expected, _ADVICE)
 
 
 def target_ids(d2t: Tensor) -> Tensor:

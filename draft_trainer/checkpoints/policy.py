@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slipstream.errors import RefusedError
+from slipstream.hub import read_json
 
 MOST_SIZE, MOST_LAYERS = 1 << 24, 1 << 10
 """Far above any model's, and far below what exhausts memory."""
 
+_ADVICE = "give the model's folder as Hugging Face save_pretrained writes it"
 _PREFIXES = ("", "model.", "model.language_model.", "language_model.", "language_model.model.")
 
 
@@ -56,12 +57,7 @@ def read_policy(directory: Path) -> PolicyCheckpoint:
 def read_policy_config(directory: Path) -> dict[str, Any]:
     """The language model's part of a policy's config.json. Raises as ``read_policy``."""
     path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise _refused(str(path), error, "the policy's config.json") from error
-    if not isinstance(config, dict):
-        raise _refused(str(path), type(config).__name__, "a JSON object")
+    config = read_json(path, _ADVICE)
     for name in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "speculators_model_type"):
         if name in config:
             raise _refused(str(path), f"{name}, so a draft", "the policy itself")
@@ -113,6 +109,4 @@ def _tensor(
 
 
 def _refused(field: str, found: object, expected: str) -> RefusedError:
-    return RefusedError(
-        field, found, expected, "give the model's folder as Hugging Face save_pretrained writes it"
-    )
+    return RefusedError(field, found, expected, _ADVICE)

@@ -15,6 +15,7 @@ from tyro.conf import arg
 
 from draft_trainer.cli.trainer import File, at_least, print_table
 from slipstream.errors import RefusedError
+from slipstream.hub import read_json
 
 if TYPE_CHECKING:
     from slipstream.costs import Costs, StepTable
@@ -174,12 +175,7 @@ class Plan:
             return table, f"measured by {self.server}", rates
         if self.policy is None:
             raise RefusedError("--policy", "nothing", "the policy's config.json", "give it")
-        try:
-            config = json.loads(self.policy.read_text())
-        except ValueError as error:
-            raise RefusedError(
-                "--policy", f"{self.policy}: {error}", "JSON", "name the policy's config.json"
-            ) from error
+        config = read_json(self.policy, "name the policy's config.json as --policy")
         gpu = hardware(str(self.gpu))
         roofline = Roofline(
             gpu,

@@ -24,7 +24,6 @@ from draft_trainer.checkpoints.draft import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     check_tensors,
-    read_document,
     t2d_of,
     target_ids,
     tensor_names,
@@ -33,6 +32,7 @@ from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.block import BlockShape
 from draft_trainer.drafters.policy import PolicyHead
 from slipstream.errors import RefusedError, StatusCode
+from slipstream.hub import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,7 +401,7 @@ class OneLayout(Drafter):
         if layout != "plain":
             raise RefusedError("layout", layout, "plain", "leave it out: there is no other")
         config = draft.config
-        document = config.to_dict() if like is None else read_document(like, self.advice)
+        document = config.to_dict() if like is None else read_json(like / CONFIG_FILE, self.advice)
         tensors = {name: t.detach().to("cpu", dtype) for name, t in draft.state_dict().items()}
         names = {name: self.stored_name(config, name) for name in tensors}
         Checkpoint(

@@ -192,7 +192,7 @@ def test_import_refuses_what_is_not_this_registrys_draft(
         json.dumps({"weight_map": {"fc.weight": "../initial/model.safetensors"}})
     )
     line = refused(capsys, "import", outside, "--registry", folder)
-    assert "names of files in its own folder" in line
+    assert "names of files beside it" in line
     assert "which is no folder" in refused(capsys, "list", "--registry", tmp_path / "nothing")
     assert "without a release" in refused(capsys, "list", "--registry", tmp_path / "wide")
     assert "a running trainer" in refused(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draft_trainer.checkpoints.draft import WEIGHTS_FILE, load_tensors, pickles, read_document
+from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE, load_tensors, pickles
 from draft_trainer.checkpoints.policy import read_policy_config
 from draft_trainer.drafters.dflash.config import DflashConfig
 from draft_trainer.drafters.dflash.head import DflashHead
 from draft_trainer.drafters.draft import Checkpoint, OneLayout
 from slipstream.errors import RefusedError
+from slipstream.hub import read_json
 
 _ADVICE = "give a DFlash draft for this policy, or make one: draft-trainer init --draft-kind dflash"
 _POLICYS = ("embed_tokens.weight", "lm_head.weight")
@@ -22,7 +23,7 @@ class Dflash(OneLayout):
 
     def read(self, directory: Path, policy: Path | None = None) -> Checkpoint:
         """See ``Drafter.read``."""
-        stored, document = load_tensors(directory), read_document(directory, _ADVICE)
+        stored, document = load_tensors(directory), read_json(directory / CONFIG_FILE, _ADVICE)
         if pickled := pickles(directory):
             # vLLM would load a mask_embedding.pt in place of the mask token's embedding.
             raise RefusedError(str(directory / pickled[0]), "a pickle", WEIGHTS_FILE, _ADVICE)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draft_trainer.checkpoints.draft import load_tensors, read_document
+from draft_trainer.checkpoints.draft import CONFIG_FILE, load_tensors
 from draft_trainer.checkpoints.policy import read_policy_config, size_of
 from draft_trainer.drafters.draft import Checkpoint, OneLayout
 from draft_trainer.drafters.draft_model.config import POLICY_WIDTH, LmConfig
 from draft_trainer.drafters.draft_model.model import DraftLm
 from slipstream.errors import RefusedError
+from slipstream.hub import read_json
 
 _ADVICE = "give a small causal language model as Hugging Face save_pretrained writes it"
 
@@ -22,7 +23,7 @@ class DraftModel(OneLayout):
     def read(self, directory: Path, policy: Path | None = None) -> Checkpoint:
         """See ``Drafter.read``; a model that is no release yet needs ``policy``."""
         stored = load_tensors(directory)
-        found = read_document(directory, _ADVICE)
+        found = read_json(directory / CONFIG_FILE, _ADVICE)
         document = dict(found)
         if policy is not None:
             theirs = read_policy_config(policy)

@@ -17,7 +17,6 @@ from draft_trainer.checkpoints.draft import (
     check_tensors,
     d2t_of,
     load_tensors,
-    read_document,
     tensor_names,
     weight_files,
 )
@@ -33,6 +32,7 @@ from draft_trainer.drafters.eagle3.config import LAYER_IDS, OWN_EMBEDDINGS, Head
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.eagle3.layouts import MODELOPT, PLAIN, SPECULATORS, Document, Layout
 from slipstream.errors import RefusedError
+from slipstream.hub import read_json
 
 # In this order: the first that recognises a config.json has it.
 _LAYOUTS = (SPECULATORS, MODELOPT, PLAIN)
@@ -174,7 +174,7 @@ def _read_config(
     directory: Path, policy: Path | None
 ) -> tuple[HeadConfig, Layout, Document, Document]:
     """The configuration, the layout, and config.json as stored and as vLLM must read it."""
-    path, document = directory / CONFIG_FILE, read_document(directory, _ADVICE)
+    path, document = directory / CONFIG_FILE, read_json(directory / CONFIG_FILE, _ADVICE)
     _refuse_policy(directory, document)
     layout = next((layout for layout in _LAYOUTS if layout.matches(document)), None)
     if layout is None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draft_trainer.checkpoints.draft import load_tensors, read_document, weight_files
+from draft_trainer.checkpoints.draft import CONFIG_FILE, load_tensors, weight_files
 from draft_trainer.checkpoints.policy import read_policy_config
 from draft_trainer.drafters.draft import Checkpoint, DraftShape, OneLayout
 from draft_trainer.drafters.mtp.config import FAMILIES, MtpConfig
 from draft_trainer.drafters.mtp.head import MtpHead
 from slipstream.errors import RefusedError
+from slipstream.hub import read_json
 
 _SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 _ADVICE = (
@@ -35,7 +36,7 @@ class Mtp(OneLayout):
     def read(self, directory: Path, policy: Path | None = None) -> Checkpoint:
         """See ``Drafter.read``; whatever else the checkpoint has, the policy's weights, is left."""
         weight_files(directory)  # a pickle is the better reason than what else is missing
-        document = read_document(directory, _ADVICE)
+        document = read_json(directory / CONFIG_FILE, _ADVICE)
         config: MtpConfig = self.shape_of(directory, document)
         if policy is not None:
             theirs, ours = read_policy_config(policy), document.get("text_config") or document
