@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -204,6 +204,14 @@ class RolloutServer:
         if not found:
             raise LookupError(exact)
         return sum(found)
+
+
+def start_all(servers: Sequence[RolloutServer], timeout: float) -> None:
+    """Start servers beside one another and wait for each. Raises ServiceError."""
+    for server in servers:
+        server.service.start()
+    for server in servers:
+        server.service.wait_ready(timeout)
 
 
 def refused(call: Callable[[], T]) -> T:

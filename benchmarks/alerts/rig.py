@@ -26,6 +26,7 @@ from examples.local_services import (
     READY_TIMEOUT,
     RolloutServer,
     script,
+    start_all,
 )
 from policy_bridge import BridgeConfig
 from policy_bridge.metrics import BridgeCollector
@@ -69,10 +70,7 @@ class Rig:
 
     def __enter__(self) -> Rig:
         try:
-            for server in self.servers:
-                server.service.start()
-            for server in self.servers:
-                server.service.wait_ready(2 * READY_TIMEOUT)
+            start_all(self.servers, 2 * READY_TIMEOUT)
             self.policy.start()
         except BaseException:
             self._stop()

@@ -99,7 +99,7 @@ class Rig:
                         return True
             return False
 
-        self._until(ready, "the trainer is ready")
+        self.wait_for(ready, "the trainer is ready")
         self.wire.lead_to(self._address)
 
     def start_policy(self, transport: str) -> None:
@@ -145,7 +145,7 @@ class Rig:
     def stop_trainer(self) -> None:
         """SIGSTOP; the process is stopped when this returns."""
         os.kill(self._trainer.pid, signal.SIGSTOP)
-        self._until(lambda: is_stopped(self._trainer.pid), "the trainer stopped")
+        self.wait_for(lambda: is_stopped(self._trainer.pid), "the trainer stopped")
 
     def continue_trainer(self) -> None:
         """SIGCONT."""
@@ -155,29 +155,34 @@ class Rig:
 
     def wait_acknowledged(self, more: int = 4) -> None:
         """Until so many samples were acknowledged that were not before."""
-        self.records.refresh()
-        aim = len(self.records.acknowledged) + more
-
-        def reached() -> bool:
-            self.records.refresh()
-            return len(self.records.acknowledged) >= aim
-
-        self._until(reached, f"{more} more samples are acknowledged")
+        what = f"{more} more samples are acknowledged"
+        self._wait_more(lambda: len(self.records.acknowledged), more, what)
 
     def wait_steps(self, more: int) -> None:
         """Until the policy has made so many steps more."""
+        what = f"the policy makes {more} more steps"
+        self._wait_more(lambda: len(self.records.steps), more, what)
+
+    def _wait_more(self, count: Callable[[], int], more: int, what: str) -> None:
         self.records.refresh()
-        aim = len(self.records.steps) + more
+        aim = count() + more
 
         def reached() -> bool:
             self.records.refresh()
-            return len(self.records.steps) >= aim
+            return count() >= aim
 
-        self._until(reached, f"the policy makes {more} more steps")
+        self.wait_for(reached, what)
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         """Until it holds. Raises StalledError, as all that wait here do."""
-        self._until(condition, what)
+        deadline = time.monotonic() + self._patience
+        while not condition():
+            for name, process in (("policy", self._policy), ("trainer", self._trainer)):
+                code = None if process is None else process.exitcode
+                assert code in (None, 0, -signal.SIGKILL), f"the {name} ended with {code}"
+            if time.monotonic() > deadline:
+                raise StalledError(f"not in {self._patience:g} s: {what}")
+            time.sleep(_POLL)
 
     # What is looked at.
 
@@ -208,7 +213,7 @@ class Rig:
             return len(self._open_files()) <= 1
 
         try:
-            self._until(settled, "the rings of streams that ended are gone")
+            self.wait_for(settled, "the rings of streams that ended are gone")
         except StalledError:
             return len(self._open_files()) - 1
         return 0
@@ -228,7 +233,7 @@ class Rig:
                 status = stub.GetStatus(pb.GetStatusRequest(), timeout=self._patience)
                 return bool(status.idle) and not status.samples_pending
 
-            self._until(drained, "the trainer has trained on everything")
+            self.wait_for(drained, "the trainer has trained on everything")
         self.end_trainer()
         left = [str(path) for path in self.memory.iterdir()]
         samples = sample_folder(self.registry)
@@ -260,16 +265,6 @@ class Rig:
         process.terminate()
         process.join(self._patience)
         assert process.exitcode == 0, f"the {name} ended with {process.exitcode}"
-
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + self._patience
-        while not condition():
-            for name, process in (("policy", self._policy), ("trainer", self._trainer)):
-                code = None if process is None else process.exitcode
-                assert code in (None, 0, -signal.SIGKILL), f"the {name} ended with {code}"
-            if time.monotonic() > deadline:
-                raise StalledError(f"not in {self._patience:g} s: {what}")
-            time.sleep(_POLL)
 
 
 class StalledError(AssertionError):

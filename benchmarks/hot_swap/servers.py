@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.hot_swap import PEER_BACKEND
-from examples.local_services import CALL_SECONDS, ROOT, RolloutServer
+from examples.local_services import CALL_SECONDS, ROOT, RolloutServer, start_all
 
 READY_SECONDS = 400.0
 
@@ -70,10 +70,7 @@ class Servers:
 
     def __enter__(self) -> Servers:
         try:
-            for server in self.all:
-                server.service.start()
-            for server in self.all:
-                server.service.wait_ready(READY_SECONDS)
+            start_all(self.all, READY_SECONDS)
         except BaseException:
             self.stop()
             raise

@@ -12,6 +12,7 @@ from benchmarks.publish_faults.faults import Fault
 from benchmarks.publish_faults.rig import DRAFT, Rig
 from draft_trainer.config import CanaryConfig
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
+from examples.local_services import start_all
 
 IN_FLIGHT = 8
 PROMPTS = 32
@@ -49,11 +50,7 @@ class VllmRig(Rig):
 
     def start(self) -> None:
         """As the doubles, both at once; the first time, the load begins."""
-        ended = [server for server in self.vllm if not server.service.alive]
-        for server in ended:
-            server.service.start()
-        for server in ended:
-            server.service.wait_ready(READY_SECONDS)
+        start_all([server for server in self.vllm if not server.service.alive], READY_SECONDS)
         if self.load is None:
             self.load = self._begin()
         if self._trainer is None or not self._trainer.is_alive():
