@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,20 +38,15 @@ from benchmarks.harness import (
 )
 from benchmarks.transport.receiver import AUX_LAYERS, POLICY_VERSION, RUN, VOCAB
 from benchmarks.workers import WorkerProcess
-from policy_bridge.config import BridgeConfig
-from policy_bridge.connection import Connection
-from policy_bridge.outbox import Outbox
-from policy_bridge.stats import Counters
-from slipstream.client import open_channel
 from slipstream.sample import Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
+from tests.transport.rig import Sender, sending
 
 HIDDEN = 4096
 TOKENS = (4, 32, 256, 1024)
 ROUND_BYTES = 256 << 20
 REPLAY_BYTES = 256 << 20
 OUTBOX_BYTES = 512 << 20
-DEADLINE = 120.0
 SHARED, INLINE, COPY = "shared memory", "gRPC inline", "memcpy"
 SHARED_TO_INLINE = 2.0
 
@@ -92,31 +86,12 @@ class Measured:
         }
 
 
-class Sender:
+class Feed:
     """One open stream to the receiver."""
 
-    def __init__(self, receiver: WorkerProcess, transport: str) -> None:
-        address = receiver.greeting["address"]
-        config = BridgeConfig(
-            trainer=address, run_id=RUN, transport=transport, outbox_bytes=OUTBOX_BYTES
-        )
-        spec = pb.PolicySpec(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=36)
-        modules = SimpleNamespace(spec=lambda name: spec, layers=[None] * 36, vocab_size=VOCAB)
-        self._names = itertools.count()
-        self._transport = transport
-        self._receiver = receiver
-        self._counters = Counters()
-        self._outbox = Outbox(config.outbox_bytes, self._counters)
-        self._channel = open_channel(address)
-        self._connection = Connection(
-            self._channel,
-            modules,  # type: ignore[arg-type]
-            self._outbox,
-            config,
-            self._counters,
-        )
-        if not self._connection.wait_connected(DEADLINE):
-            raise RuntimeError("no run was opened")
+    def __init__(self, sender: Sender, receiver: WorkerProcess, name: str) -> None:
+        self._sender, self._receiver, self._name = sender, receiver, name
+        self._numbers = itertools.count()
 
     def send(self, samples: Sequence[Sample]) -> tuple[float, float, float]:
         """Send samples under new ids.
@@ -126,40 +101,23 @@ class Sender:
             process and of the receiver meanwhile.
         """
         named = [self._named(sample) for sample in samples]
-        accepted = self._accepted()
+        accepted = self._sender.stats().accepted
         receiver_cpu = self._receiver.ask("cpu")["seconds"]
         own_cpu, started = time.process_time(), time.perf_counter()
-        for sample in named:
-            if not self._outbox.put(sample):
-                raise RuntimeError("the outbox refused a sample")
-        if not self._outbox.wait_empty(DEADLINE):
-            raise RuntimeError("not everything was acknowledged in time")
+        self._sender.send(*named)
+        self._sender.flush()
         seconds = time.perf_counter() - started
         own_cpu = time.process_time() - own_cpu
         receiver_cpu = self._receiver.ask("cpu")["seconds"] - receiver_cpu
-        if self._accepted() - accepted != len(samples):
+        if self._sender.stats().accepted - accepted != len(samples):
             raise RuntimeError("a sample was refused or taken for a duplicate")
         return seconds, own_cpu, receiver_cpu
-
-    def close(self) -> None:
-        """End the stream."""
-        self._connection.stop()
-        self._outbox.close()
-        self._channel.close()
-        if not self._connection.join():
-            raise RuntimeError("the connection did not end")
 
     def _named(self, sample: Sample) -> Sample:
         header = pb.VerifierStates()
         header.CopyFrom(sample.header)
-        header.sample_id = f"{self._transport}-{next(self._names)}"
+        header.sample_id = f"{self._name}-{next(self._numbers)}"
         return Sample(header, sample.block)
-
-    def _accepted(self) -> int:
-        stats = self._counters.snapshot(
-            connected=True, policy_version=None, outbox_samples=0, outbox_bytes=0, last_sync=None
-        )
-        return stats.accepted
 
 
 def make_samples(tokens: int) -> list[Sample]:
@@ -202,20 +160,21 @@ def measure(tokens: int, rounds: int, core: int | None, log: Path) -> Measured:
         receiver = stack.enter_context(
             WorkerProcess("receiver", "benchmarks.transport.receiver", arguments, log, core=core)
         )
-        senders = {
-            name: Sender(receiver, mode) for name, mode in ((SHARED, "auto"), (INLINE, "grpc"))
-        }
-        for sender in senders.values():
-            stack.callback(sender.close)
+        spec = pb.PolicySpec(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=36)
+        settings: dict[str, Any] = {"run_id": RUN, "outbox_bytes": OUTBOX_BYTES, "spec": spec}
+        feeds = {}
+        for name, mode in ((SHARED, "auto"), (INLINE, "grpc")):
+            opened = sending(receiver.greeting["address"], transport=mode, **settings)
+            feeds[name] = Feed(stack.enter_context(opened), receiver, name)
 
         def send(name: str) -> None:
-            seconds, own, theirs = senders[name].send(samples)
+            seconds, own, theirs = feeds[name].send(samples)
             found.rates.setdefault(name, []).append(total / seconds)
             found.cpu.setdefault(name, []).append((own / total * 1e9, theirs / total * 1e9))
 
         # Fills the store and touches all memory.
-        for sender in senders.values():
-            sender.send(samples)
+        for feed in feeds.values():
+            feed.send(samples)
         interleaved(
             {COPY: copy, SHARED: lambda: send(SHARED), INLINE: lambda: send(INLINE)}, rounds
         )

@@ -18,8 +18,9 @@ from policy_bridge.stats import BridgeStats, Counters
 from slipstream.client import open_channel
 from slipstream.sample import TENSORS, Sample
 from slipstream.tensors import dequantize_into, quantize
+from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.rig import DEADLINE, SPEC
-from tests.draft_trainer.synthetic import VOCAB, Policy
+from tests.draft_trainer.synthetic import Policy
 
 RUN = "run"
 
@@ -59,11 +60,16 @@ class Sender:
 
 
 @contextmanager
-def sending(address: str, connected: bool = True, **settings: Any) -> Iterator[Sender]:
+def sending(
+    address: str, connected: bool = True, spec: pb.PolicySpec = SPEC, **settings: Any
+) -> Iterator[Sender]:
     """A connection that feeds the trainer at ``address``, whose run was opened before."""
-    config = BridgeConfig(trainer=address, run_id=RUN, **{"max_backoff_seconds": 0.1, **settings})
+    given = {"run_id": RUN, "max_backoff_seconds": 0.1, **settings}
+    config = BridgeConfig(trainer=address, **given)
     modules = SimpleNamespace(
-        spec=lambda name: SPEC, layers=[None] * SPEC.num_hidden_layers, vocab_size=VOCAB
+        spec=lambda name: spec,
+        layers=[None] * spec.num_hidden_layers,
+        vocab_size=spec.vocab_size,
     )
     counters = Counters()
     outbox = Outbox(config.outbox_bytes, counters)
