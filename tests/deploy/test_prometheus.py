@@ -96,16 +96,16 @@ def test_keys_that_the_runbook_names_exist() -> None:
         assert f"`{key}`" in operations, key
 
 
+def succeeds(*arguments: str) -> None:
+    """``promtool`` with these arguments."""
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @needs_promtool
 def test_configuration_and_rules_are_valid() -> None:
     config = PROMETHEUS / "prometheus.yml"
-    done = subprocess.run(
-        ["promtool", "check", "config", "--lint=all", "--lint-fatal", str(config)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeds("check", "config", "--lint=all", "--lint-fatal", str(config))
 
 
 @needs_promtool
@@ -113,25 +113,13 @@ def test_configuration_and_rules_are_valid() -> None:
 def test_a_scrape_configuration_of_the_documentation_is_valid(text: str, tmp_path: Path) -> None:
     path = tmp_path / "prometheus.yml"
     path.write_text(text)
-    done = subprocess.run(
-        ["promtool", "check", "config", "--syntax-only", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeds("check", "config", "--syntax-only", str(path))
 
 
 @needs_promtool
 @pytest.mark.parametrize("name", ["recording_test.yml", "alerts_test.yml"])
 def test_rules_do_what_they_should(name: str) -> None:
-    done = subprocess.run(
-        ["promtool", "test", "rules", str(PROMETHEUS / "tests" / name)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeds("test", "rules", str(PROMETHEUS / "tests" / name))
 
 
 def test_promtool_tries_every_rule() -> None:
