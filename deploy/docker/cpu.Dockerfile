@@ -5,7 +5,7 @@
 #   docker build -f deploy/docker/cpu.Dockerfile --target demo -t slipstream/demo:cpu .
 #
 # The targets share every layer; they differ in what they start. Name the base by its digest
-# (--build-arg PYTHON=python@sha256:...) where a tag is not trusted to stay what it is.
+# (--build-arg PYTHON=python@sha256:...) if you do not trust a tag to stay the same.
 ARG PYTHON=python:3.11.14-slim-bookworm
 
 FROM ${PYTHON} AS build

@@ -1,5 +1,5 @@
-# Both services on NVIDIA GPUs, on top of vLLM's own image: it has torch, CUDA and vLLM built to
-# fit each other, and rollout nodes have it already.
+# Both services on NVIDIA GPUs, on top of vLLM's own image: it has matching builds of
+# torch, CUDA and vLLM, and rollout nodes usually have it already.
 #
 #   docker build -f deploy/docker/gpu.Dockerfile --target draft-trainer -t slipstream/draft-trainer:gpu .
 #   docker build -f deploy/docker/gpu.Dockerfile --target rollout-server -t slipstream/rollout-server:gpu .
@@ -25,7 +25,7 @@ RUN python -m pip wheel --quiet --no-deps --no-build-isolation --no-index --whee
 
 FROM ${VLLM} AS base
 USER 0
-# Not the whole lock: what vLLM's image has (torch, pydantic, starlette, rich ...) fits its CUDA.
+# Not the whole lock: the packages of vLLM's image (torch, pydantic, starlette, rich ...) match its CUDA.
 RUN --mount=type=bind,from=build,source=/build,target=/build \
     python3 -m pip install --no-cache-dir --quiet --no-deps --require-hashes -r /build/run.lock \
     && python3 -m pip install --no-cache-dir --quiet --no-deps /build/wheels/*.whl \

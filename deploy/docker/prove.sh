@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds cpu.Dockerfile without a Docker daemon and without a registry of images, and starts what it
-# made: as root on Debian, with `apt-get install buildah debootstrap`. Ten minutes, 20 GiB of disk.
+# Builds cpu.Dockerfile without a Docker daemon or an image registry, and starts the result.
+# Needs root on Debian, with `apt-get install buildah debootstrap`. Ten minutes, 20 GiB of disk.
 #
 #   sh deploy/docker/prove.sh FOLDER
 #
@@ -25,7 +25,7 @@ if ! buildah images --quiet localhost/python >/dev/null 2>&1; then
 	rm -rf "$folder/rootfs"
 fi
 
-# With layers: what was done is not done again by the next run.
+# With layers, so that the next run reuses them.
 buildah bud --isolation chroot --network host --layers \
 	--volume /etc/ssl/certs:/etc/ssl/certs:ro \
 	${PIP_CONF:+--volume "$PIP_CONF:/etc/pip.conf:ro"} ${WHEELS:+--volume "$WHEELS:$WHEELS:ro"} \
@@ -37,7 +37,7 @@ trap 'buildah rm "$box"' EXIT
 inside() {
 	buildah run --isolation chroot "$box" -- "$@"
 }
-# Who it runs as, what it was built of, and that both services and the demo start.
+# Checks the user, the packages, and that both services and the demo start.
 test "$(inside id -u)" = 10001
 inside python -c "from slipstream.metrics import code_version; print(code_version())"
 inside draft-trainer serve --help >/dev/null

@@ -86,7 +86,7 @@ def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
     custom: dict[str, Any] = {}
     options: dict[str, Any] = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": ""}}
     if panel.kind == "timeseries":
-        # A gap is a gap: no drafts is no acceptance, and a line through it would be one.
+        # Gaps stay gaps: without drafts there is no acceptance, and a line would show one.
         custom = {"fillOpacity": 20 if panel.stacked else 0, "spanNulls": False}
         custom["stacking"] = {"mode": "normal" if panel.stacked else "none", "group": "A"}
         options = {
