@@ -23,7 +23,7 @@ examples:
       --draft-length 3 --dtype float32 --max-model-len 512
   rollout-server serve --help=all      every option, vLLM's included
   rollout-server fleet --replicas 2 --members fleet ./policy --draft ./draft
-                                       two servers that Ray places and keeps
+                                       two servers that Ray places and restarts
 """
 
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("command", choices=["serve", "fleet"], help="see serve --help")
+    parser.add_argument("command", choices=["serve", "fleet"], help="see COMMAND --help")
     # Only the first word is parsed here: the rest is vLLM's parser's, whose import
     # takes seconds.
     command = parser.parse_args(arguments[:1]).command

@@ -105,8 +105,8 @@ def build_parser() -> Any:
         prog="rollout-server serve",
         usage="rollout-server serve MODEL --draft DIR [options]",
         description="Serve MODEL (a checkpoint, or its name on the hub) with vLLM and a "
-        "live-swappable draft. Every option of vLLM's server is taken as well; "
-        "--help=all shows them, --help=slipstream these.",
+        "live-swappable draft. Every option of vLLM's server is accepted too: --help=all shows "
+        "them, --help=slipstream shows Slipstream's.",
     )
     group = parser.add_argument_group("slipstream", "The draft and the control plane.")
     group.add_argument(
@@ -120,47 +120,47 @@ def build_parser() -> Any:
     group.add_argument(
         "--draft-kind",
         choices=[*SERVED],
-        help="How tokens are drafted; by default what --draft is, eagle3, mtp or dflash. ngram "
-        "(from the sequence's own tokens) and none take no --draft: they are baselines, whose "
-        "policy is pushed as ever.",
+        help="How tokens are drafted; by default the kind of --draft, if it is eagle3, mtp or "
+        "dflash. ngram (from the sequence's own tokens) and none are baselines without --draft; "
+        "policies can be pushed to them too.",
     )
     group.add_argument(
         "--draft-sample-method",
         choices=["probabilistic", "greedy"],
         default=Settings.draft_sample_method,
-        help="How the draft proposes. probabilistic accepts the most at temperature > 0.",
+        help="How the draft proposes tokens. probabilistic has the higher acceptance at "
+        "temperature > 0.",
     )
     group.add_argument(
         "--speculation",
         choices=["auto", "fixed", "off"],
-        help="auto, the default with a draft: as many tokens as generate fastest at each batch "
-        "size, none included, from step times that are measured before the server is ready and "
-        "from live acceptance; fixed: --draft-length tokens in every step; off: none until the "
-        "control plane says otherwise.",
+        help="auto, the default with a draft: the fastest draft length for each batch size, none "
+        "included, from step times that are measured before the server is ready and from live "
+        "acceptance; fixed: --draft-length tokens in every step; off: no drafts until the control "
+        "plane turns them on.",
     )
     group.add_argument(
         "--control-host",
         default=Settings.control_host,
-        help="Address of the control plane. Other than loopback needs a certificate and tokens.",
+        help="Address of the control plane. Any but loopback needs a certificate and tokens.",
     )
     for option, default, what in (
         (
             "--draft-length",
             Settings.draft_length,
-            "Tokens that the draft proposes per step (k); with --speculation auto, at most.",
+            "Tokens that the draft proposes per step (k); the maximum with --speculation auto.",
         ),
         ("--control-port", Settings.control_port, "Port of the gRPC control plane."),
         (
             "--stage-bytes",
             Settings.stage_bytes,
-            "Bound in bytes on the weights that are held on the host: live, previous and staged "
-            "drafts and policies.",
+            "Bound in bytes on the weights that the host holds: live, previous and staged drafts "
+            "and policies.",
         ),
         (
             "--guard-drafts",
             Settings.guard_drafts,
-            "Drafts of which not one token was accepted after which the server says that it is "
-            "not ready.",
+            "The server is not ready after this many verification steps without an accepted token.",
         ),
     ):
         group.add_argument(option, type=int, default=default, metavar="N", help=what)
@@ -173,8 +173,8 @@ def build_parser() -> Any:
     group.add_argument(
         "--allow-kv-connector",
         action="store_true",
-        help="Take a --kv-transfer-config that is not known to keep the cache of one policy apart "
-        "from that of the next.",
+        help="Accept a --kv-transfer-config whose connector is not known to separate the caches of "
+        "successive policies.",
     )
     group.add_argument(
         "--draft-config",
@@ -186,14 +186,14 @@ def build_parser() -> Any:
     group.add_argument(
         vllm_versions.OPTION,
         action="store_true",
-        help="Serve with a vLLM whose version is not known to work "
-        f"({vllm_versions.KNOWN[0]} to {vllm_versions.KNOWN[-1]} are), if it has what is needed.",
+        help=f"Serve with a vLLM version outside {vllm_versions.KNOWN[0]} to "
+        f"{vllm_versions.KNOWN[-1]}, if it has every name that is needed.",
     )
     add_access_options(group)
     for option, what in (
-        ("--peer-token-file", "File whose first token is shown to other servers' control planes."),
-        ("--peer-ca", "PEM of the CA that signed their certificates; turns TLS on towards them."),
-        ("--peer-certificate", "PEM of this server's own certificate as their client."),
+        ("--peer-token-file", "File whose first token is sent to other servers' control planes."),
+        ("--peer-ca", "PEM of the CA that signed their certificates; turns TLS to them on."),
+        ("--peer-certificate", "PEM of this server's certificate as their client."),
         ("--peer-key", "PEM of its private key."),
     ):
         group.add_argument(option, type=Path, metavar="FILE", help=what)
@@ -431,23 +431,23 @@ _ROLES = (Role.OBSERVE, Role.OPERATE)
 def add_access_options(group: Any) -> None:
     """Register the options: files and names, never secrets."""
     for option, what in (
-        ("--control-certificate", "PEM of the control plane's certificate; turns TLS on there."),
+        ("--control-certificate", "PEM of the control plane's certificate; turns TLS on."),
         ("--control-key", "PEM of its private key."),
-        ("--control-client-ca", "PEM of a CA; every client needs a certificate of it."),
+        ("--control-client-ca", "PEM of a CA; every client needs a certificate signed by it."),
     ):
         group.add_argument(option, type=Path, metavar="FILE", help=what)
     for option, value, what in (
-        ("--control-token", "FILE", "File of tokens that"),
-        ("--control-name", "NAME", "Name in client certificates (* for all) that"),
+        ("--control-token", "FILE", "File of tokens with"),
+        ("--control-name", "NAME", "Name in client certificates (* for all) with"),
     ):
-        text = f"{what} have the role observe or operate. May be given several times."
+        text = f"{what} the role observe or operate. May be given several times."
         kind = {"action": "append", "default": [], "metavar": f"ROLE={value}"}
         group.add_argument(option, help=text, **kind)
     for option, what in (
-        ("--control-allow-plaintext", "Let it listen beyond loopback without TLS."),
+        ("--control-allow-plaintext", "Listen on other addresses than loopback without TLS."),
         (
             "--control-allow-anonymous",
-            "Let every caller that reaches it there replace the weights.",
+            "Listen there without authentication: every caller may replace the weights.",
         ),
     ):
         group.add_argument(option, action="store_true", help=what)

@@ -336,26 +336,30 @@ def build_parser() -> argparse.ArgumentParser:
         prog="rollout-server fleet",
         usage="rollout-server fleet --replicas N --members FILE [options] MODEL --draft DIR "
         "[any option of rollout-server serve]",
-        description="Ray places N rollout servers and starts one again that ended or hangs. "
+        description="Ray places N rollout servers and restarts a server that ended or hangs. "
         "Replica i listens on its node's address, on the first ports plus i. FILE lists the "
         'control planes that serve: publish.rollout_servers = ["file:FILE"]. Runs until SIGTERM '
-        "or SIGINT, then ends them all.",
+        "or SIGINT, then stops all servers.",
         allow_abbrev=False,
     )
-    parser.add_argument("--replicas", type=int, required=True, metavar="N")
-    parser.add_argument("--members", type=Path, required=True, metavar="FILE")
+    parser.add_argument(
+        "--replicas", type=int, required=True, metavar="N", help="number of servers"
+    )
+    parser.add_argument(
+        "--members", type=Path, required=True, metavar="FILE", help="list of control planes"
+    )
     for option, default, text in (
-        ("--cpus", 1.0, "of each replica (default: 1)"),
-        ("--gpus", 0.0, "of each replica (default: 0)"),
-        ("--host", "", "that all listen on (default: each its node's address)"),
-        ("--first-port", 8000, "OpenAI API (default: 8000)"),
-        ("--first-control-port", 50061, "control plane (default: 50061)"),
-        ("--ready-timeout-s", 600.0, "of a start (default: 600)"),
-        ("--server-name", "", "name in their certificate, where it is not a node's address"),
-        ("--ray-address", "auto", "of the cluster (default: the one of this node)"),
+        ("--cpus", 1.0, "CPUs of each replica (default: 1)"),
+        ("--gpus", 0.0, "GPUs of each replica (default: 0)"),
+        ("--host", "", "address of all replicas (default: each its node's)"),
+        ("--first-port", 8000, "OpenAI API of replica 0 (default: 8000)"),
+        ("--first-control-port", 50061, "control plane of replica 0 (default: 50061)"),
+        ("--ready-timeout-s", 600.0, "for the placement, and for a start (default: 600)"),
+        ("--server-name", "", "name in their certificate, if not a node's address"),
+        ("--ray-address", "auto", "the cluster (default: that of this node)"),
     ):
         parser.add_argument(option, type=type(default), default=default, help=text)
-    ca = "on every node: PEM of the CA of their certificate"
+    ca = "PEM of the CA of their certificate, on every node"
     parser.add_argument("--ca", type=Path, metavar="FILE", help=ca)
     return parser
 

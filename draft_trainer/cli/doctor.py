@@ -26,10 +26,10 @@ ASK_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(Connection):
-    """Say why no draft is being released, and which key to turn.
+    """Say why no draft is being released, and which key to change.
 
-    Asks the running trainer. With --config it checks the configuration too: the draft, the device,
-    and that every rollout server answers and drafts as the configuration says; that works before
+    Asks the running trainer. With --config it also checks the configuration: the draft, the device,
+    and that every rollout server answers and drafts as the configuration says; this works before
     the trainer is started. Exit status 1: there is a problem.
     """
 

@@ -47,27 +47,27 @@ class Command(Protocol):
 class Serve:
     """Run the trainer.
 
-    Runs until SIGTERM or SIGINT. Prints one line when it is ready. Several ranks: torchrun
-    --nproc-per-node N --no-python draft-trainer serve ...; rank 0 is the server.
+    Runs until SIGTERM or SIGINT, and prints one line when it is ready. For several ranks, start it
+    with torchrun --standalone --nproc-per-node N --no-python draft-trainer serve ...; rank 0 is the
+    server.
 
     The configuration needs draft.initial, the checkpoint that the rollout servers were started
     with, and publish.rollout_servers, their control planes. Every other key has a default. While
-    they are left out, these follow what arrives: replay.held_out_fraction, training.batch_tokens,
+    not set, these keys follow the data: replay.held_out_fraction, training.batch_tokens,
     gate.min_anchors, publish.num_speculative_tokens and publish.draft_sample_method.
-    draft-trainer doctor says which key to turn when no draft is released.
+    If no draft is released, draft-trainer doctor says which key to change.
     """
 
     config: Annotated[Path, arg(metavar="FILE")]
     """TOML with the sections server, access, credentials, draft, replay, training, gate, publish,
-    canary, economy and recording; paths in it are relative to its folder."""
+    canary, economy and recording. Paths in it are relative to its folder."""
     set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY=VALUE")] = ()
-    """A key of the configuration, as in training.learning_rate=3e-4, over the file's; more than
-    once where more than one is meant."""
+    """Override a key of the file, as in training.learning_rate=3e-4. May be given several times."""
     check: bool = False
-    """Print the whole configuration as it takes effect, check the draft, the device and the rollout
-    servers, and end. Exit status 1: there is a problem."""
+    """Print the effective configuration, check the draft, the device and the rollout servers, and
+    exit, with status 1 if there is a problem."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """What goes to stderr."""
+    """Lowest level that is logged, to stderr."""
 
     def run(self) -> int:
         """0: stopped by a signal; 1: training failed, or not everything ended in time."""
@@ -122,7 +122,7 @@ class Serve:
             )
             return FAILED
         if not clean:
-            print("draft-trainer: not everything ended in time", file=sys.stderr)
+            print("draft-trainer: not everything stopped in time", file=sys.stderr)
             return FAILED
         return 0
 

@@ -32,12 +32,12 @@ Count = Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")]
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Record a policy's states, to make and train a draft on.
+    """Record a policy's hidden states, to make and train a draft.
 
-    Runs rollouts once more through the policy and keeps its hidden states: 2 bytes for each value
-    of four states a token, 32 KiB a token for a hidden size of 4096. The rollouts are those of
-    --rollouts, or are generated from --prompts by the OpenAI-compatible vLLM server at --endpoint,
-    which serves the same policy.
+    Runs rollouts through the policy and stores its hidden states: four states per token with 2
+    bytes per value, which is 32 KiB per token for a hidden size of 4096. The rollouts come from the
+    file given with --rollouts, or are generated from --prompts by the OpenAI-compatible vLLM server
+    at the address given with --endpoint, which must serve the same policy.
     """
 
     policy: Needed
@@ -45,24 +45,24 @@ class Record:
     out: Needed
     """The recording; must not exist."""
     rollouts: File = None
-    """JSON, {"prompt": [token ids], "completion": [token ids]} a line."""
+    """File with one {"prompt": [token ids], "completion": [token ids]} per line."""
     prompts: File = None
-    """JSON, {"prompt": "text"}, {"prompt": [token ids]} or {"messages": [...]} a line."""
+    """File with one {"prompt": "text"}, {"prompt": [token ids]} or {"messages": [...]} per line."""
     endpoint: Annotated[str | None, arg(metavar="URL", help_behavior_hint="(optional)")] = None
     """http://HOST:PORT of the server that completes --prompts."""
     model: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(optional)")] = None
-    """The policy's name there; by default what was given as --policy."""
+    """The policy's name on that server; by default the value of --policy."""
     samples: Annotated[int, arg(metavar="N")] = 1
     """Completions of each prompt."""
     max_tokens: Annotated[int, arg(metavar="N")] = 1024
-    """Of a completion."""
+    """Maximum tokens of a completion."""
     temperature: Annotated[float, arg(metavar="X")] = 1.0
-    """At which the rollouts were, or are, sampled; above 0."""
+    """Sampling temperature of the rollouts; above 0."""
     aux_layers: Annotated[str | None, arg(metavar="L,L,L", help_behavior_hint="(optional)")] = None
-    """Policy layers whose output is recorded, as numbers of layers passed; by default 2, n // 2 and
-    n - 3, or fitting ones below 8 layers."""
+    """Record the states after this many decoder layers; by default after 2, n // 2 and n - 3 of n
+    layers, or suitable numbers below 8 layers."""
     dtype: _DTYPES = "auto"
-    """Of the policy's weights."""
+    """Type of the policy's weights."""
     device: Annotated[str, arg(metavar="DEVICE")] = "cpu"
     """Where the policy runs: cpu, cuda, cuda:1."""
     threads: Count = None
@@ -143,13 +143,13 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Init:
-    """Make a draft for a policy from scratch, or take out the one that it has.
+    """Make a draft for a policy, or extract the policy's own MTP head.
 
-    With --draft-kind mtp: the policy's own MTP head, and nothing else of it. With dflash: an
-    untrained DFlash draft, whose embeddings and lm_head are the policy's. Otherwise it makes an
-    untrained EAGLE-3 draft that vLLM loads: sizes, lm_head and final norm from the policy,
-    the draft vocabulary from the tokens that were recorded most often. Train it with draft-trainer
-    fit, or with draft-trainer serve.
+    By default, makes an untrained EAGLE-3 draft that vLLM loads: sizes, lm_head and final norm are
+    the policy's, the draft vocabulary is the tokens recorded most often. With --draft-kind dflash,
+    makes an untrained DFlash draft, whose embeddings and lm_head are the policy's. With mtp,
+    extracts only the policy's MTP head. Train the draft with draft-trainer fit or draft-trainer
+    serve.
     """
 
     policy: Needed
@@ -157,26 +157,26 @@ class Init:
     out: Needed
     """The draft; must not exist."""
     states: Folder = None
-    """Recorded states of the policy, to choose the draft vocabulary by; without them it is the
+    """Recorded states of the policy, which determine the draft vocabulary; without them it is the
     policy's whole vocabulary."""
     draft_vocab: Count = None
-    """Tokens that the draft can propose; by default 32000, or all where there are fewer."""
+    """Size of the draft vocabulary; by default 32000, or all tokens if there are fewer."""
     aux_layers: Annotated[str | None, arg(metavar="L,L,L", help_behavior_hint="(optional)")] = None
-    """Policy layers whose output the draft reads, as numbers of layers passed; by default the
-    recorded ones, or 2, n // 2 and n - 3, or fitting ones below 8 layers."""
+    """The draft reads the states after this many decoder layers; by default the recorded ones, or
+    after 2, n // 2 and n - 3 of n layers, or suitable numbers below 8 layers."""
     intermediate_size: Count = None
     """Width of the draft's MLP; by default the policy's."""
     seed: Annotated[int, arg(metavar="N")] = 0
-    """Of the random weights."""
+    """Seed of the random weights."""
     draft_kind: Annotated[
         Literal["eagle3", "mtp", "dflash"], arg(help_behavior_hint="(optional)")
     ] = "eagle3"
     """The draft's mechanism (eagle3)."""
     mask_token: Count = None
-    """dflash: id of a token of the policy that no text has, such as a reserved one; it stands where
-    tokens are proposed."""
+    """dflash: id of a policy token that occurs in no text, such as a reserved one; it marks the
+    positions of proposed tokens."""
     layers: Count = None
-    """dflash: decoder layers (2)."""
+    """dflash: number of decoder layers (2)."""
 
     def run(self) -> int:
         """Writes the draft and prints what was made."""
@@ -294,25 +294,25 @@ _KEYS = {
 class Fit:
     """Train a draft on recorded states.
 
-    Trains a draft offline, estimates its acceptance length on held-out prompts before, during and
-    after, and keeps its best weights. --out is a draft that vLLM loads, with training.jsonl and
-    training.svg beside it. SIGTERM and SIGINT end it after the current step; so ended, or killed,
-    it goes on with --resume. Several ranks: torchrun --standalone --nproc-per-node N --no-python
-    draft-trainer fit ...
+    Estimates the draft's acceptance length on held-out prompts before, during and after training,
+    and keeps its best weights. Writes a draft that vLLM loads to the folder given with --out, with
+    training.jsonl and training.svg. SIGTERM and SIGINT stop it after the current step. After that,
+    or after a kill, it continues with --resume. For several ranks, start it with torchrun
+    --standalone --nproc-per-node N --no-python draft-trainer fit ...
     """
 
     states: Needed
     """Recorded states."""
     draft: Needed
-    """The draft to begin with, as draft-trainer init makes it, or the name of one on the hub."""
+    """The initial draft, as draft-trainer init makes it, or its name on the hub."""
     out: Needed
-    """The trained draft; must not exist, unless it is resumed."""
+    """The trained draft; must not exist, except with --resume."""
     policy: Folder = None
-    """The draft's policy; needed where the draft's checkpoint does not say everything."""
+    """The draft's policy; needed if the draft's checkpoint does not have all settings."""
     config: File = None
     """TOML with the sections fit and training; the options below override it."""
     resume: bool = False
-    """Go on with the unfinished fit in --out; begin one if there is none."""
+    """Continue the unfinished fit in --out; start one if there is none."""
     draft_kind: Kind = None
     """The draft's mechanism: eagle3, mtp, draft_model or dflash (eagle3)."""
     epochs: Count = None
@@ -320,19 +320,19 @@ class Fit:
     draft_length: Count = None
     """Speculative tokens that will be served (3)."""
     learning_rate: Annotated[float | None, arg(metavar="X", help_behavior_hint="(optional)")] = None
-    """AdamW's, after warm-up (1e-3)."""
+    """Learning rate after warm-up (1e-3)."""
     batch_tokens: Count = None
     """Tokens of one step (4096)."""
     ttt_steps: Count = None
     """Depth of the training-time test (5)."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
-    """Of matrix products; weights and optimizer are float32 either way (float32)."""
+    """Type of matrix products (float32); weights and optimizer are always float32."""
     device: Literal["cpu", "cuda"] | None = None
-    """Where it computes (cpu)."""
+    """Device of the training (cpu)."""
     threads: Count = None
     """Threads of torch (torch's own choice)."""
     seed: Count = None
-    """Orders the data (0)."""
+    """Seed of the data order (0)."""
 
     def run(self) -> int:
         """0: trained to the end; 128 plus the signal's number: ended by it, to be resumed."""

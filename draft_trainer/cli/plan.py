@@ -42,15 +42,15 @@ class Plan:
     """
 
     lengths: Annotated[str, arg(metavar="FILE")]
-    """Completion lengths of an RL step in tokens: a file with one a line or a JSON list, or
+    """Completion lengths of an RL step in tokens: a file with one per line or a JSON list, or
     lognormal:MEDIAN,SIGMA,CAP."""
     acceptance: Rates = None
-    """Acceptance by position of the draft: accepted tokens at each position divided by drafts.
-    By default what --server has counted."""
+    """Acceptance by position: accepted tokens at each draft position, divided by drafts. By default
+    the counters of --server."""
     frozen_acceptance: Rates = None
-    """The same of the draft that would be served unadapted."""
+    """The same for a draft that is not adapted."""
     server: Word = None
-    """Address of a rollout server's HTTP port, HOST:PORT, to read measurements from."""
+    """HTTP address of a rollout server, HOST:PORT, whose measurements to use."""
     step_costs: File = None
     """CSV with the columns batch_size, num_draft_tokens and step_seconds."""
     step_noise: Annotated[float, arg(metavar="X")] = 0.05
@@ -62,36 +62,36 @@ class Plan:
     gpus_per_engine: Number = 1
     """Tensor-parallel size of an engine."""
     weight_bytes: Annotated[float, arg(metavar="X")] = 2.0
-    """Of a policy weight: 2 for bfloat16, 1 for FP8."""
+    """Bytes of a policy weight: 2 for bfloat16, 1 for FP8."""
     draft_vocabulary: Number = 32_000
     """Tokens that the EAGLE-3 draft can propose."""
     engines: Number = 1
     """Rollout engines."""
     rollouts: Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")] = None
-    """Completions of a step on each engine; by default as many as --requests."""
+    """Completions per step on each engine; by default the value of --requests."""
     requests: Number = 64
     """Requests that an engine runs at once."""
     prompt_tokens: Number = 0
-    """Of a request."""
+    """Prompt tokens of a request."""
     other_seconds: Seconds = 0.0
-    """Of a step without its generation: log-probs, update, weight sync."""
+    """Seconds of a step outside generation: log-probs, update, weight sync."""
     lag: Number = 0
     """Policy versions that rollouts may be behind; 0: generation and training alternate."""
     capture_seconds: Seconds = 0.0
-    """That capture adds to the policy's step."""
+    """Seconds per step that capture adds to the policy's step."""
     training_seconds: Seconds = 0.0
-    """Of the draft trainer, a step."""
+    """Seconds per step that the draft trainer takes."""
     training_share: Annotated[float, arg(metavar="X")] = 1.0
-    """Of a training second that the loop loses: 1 where they take turns on a device; where the
-    trainer has its own, its devices over the loop's times their value elsewhere."""
+    """Share of a training second that the loop loses: 1 if they take turns on a device. For a
+    trainer with its own devices: their number over the loop's, times their value elsewhere."""
     publish_seconds: Seconds = 0.0
-    """That generation pauses for a new draft, a step."""
+    """Seconds per step that generation pauses for a new draft."""
     equal_lengths: bool = False
-    """Accept completion lengths without a tail."""
+    """Accept --lengths whose maximum is close to their median."""
     steps: Number = 10
     """RL steps to simulate."""
     seed: Annotated[int, arg(metavar="N")] = 0
-    """Of the simulation."""
+    """Seed of the simulation."""
     json: File = None
     """Write the plan here, with every input."""
     page: File = None

@@ -37,16 +37,16 @@ CARD_FILE = "README.md"
 
 @dataclass(frozen=True, kw_only=True)
 class Promote(Reading):
-    """Stage and commit a release on every rollout server, past the gate.
+    """Stage and commit a release on every rollout server, without the gate.
 
-    Where that fails on one server, all go back to the release they had. Exit status 1: it did. With
-    --registry the next trainer on that folder does it.
+    If that fails on one server, all go back to the release that they had, and the exit status is 1.
+    With --registry, the next trainer on that folder does it.
     """
 
     version: Version
     """Draft version of the release."""
     pin: bool = False
-    """No candidate of the gate replaces it, until a release is promoted without --pin."""
+    """No candidate replaces it until a release is promoted without --pin."""
 
     def run(self) -> int:
         if self.registry is not None:
@@ -61,13 +61,13 @@ class Promote(Reading):
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback(Reading):
-    """Put every rollout server back to the release that the fleet served before.
+    """Put every rollout server back on the release that the fleet served before.
 
     Exit status 1: a server did not follow; it does at the next publish.
     """
 
     reason: str = ""
-    """For the trainer's log."""
+    """Reason for the trainer's log."""
 
     def run(self) -> int:
         if self.registry is not None:
@@ -95,7 +95,7 @@ def _report(result: pb.PublishResult, as_json: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Pin(Connection):
-    """Keep a release whatever draft.keep_releases and draft.keep_bytes say, over restarts."""
+    """Keep a release regardless of draft.keep_releases and draft.keep_bytes, across restarts."""
 
     version: Version
     """Draft version of the release."""
@@ -115,12 +115,12 @@ class Pin(Connection):
 
 @dataclass(frozen=True, kw_only=True)
 class Unpin(Pin):
-    """Let draft.keep_releases and draft.keep_bytes decide on a release again."""
+    """Apply draft.keep_releases and draft.keep_bytes to a release again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export(Reading):
-    """Copy a release into a folder, verified, as a checkpoint that vLLM loads.
+    """Copy a release to a folder, verified, as a checkpoint that vLLM loads.
 
     As released, its manifest goes with it, and rollout-server --draft knows its version. A model
     card is beside it, so that the folder can be pushed as it is: hf upload ORG/NAME DIR.
@@ -133,9 +133,9 @@ class Export(Reading):
     layout: Annotated[
         Literal["plain", "speculators"] | None, arg(help_behavior_hint="(optional)")
     ] = None
-    """Write it in this layout, without its manifest; by default as released."""
+    """Write this layout, without the manifest; by default as released."""
     policy: Folder = None
-    """The policy's folder, which speculators' layout names."""
+    """The policy's folder, which the speculators layout names."""
 
     def run(self) -> int:
         from draft_trainer.drafters import DRAFTERS
@@ -198,7 +198,7 @@ def _write_as_released(folder: Path, manifest: Manifest, tensors: dict[str, Tens
 
 @dataclass(frozen=True, kw_only=True)
 class Import(Reading):
-    """Make a draft that was trained elsewhere a release.
+    """Make a release from a draft that was trained elsewhere.
 
     Reads a checkpoint in the layout of vLLM, SpecForge, speculators or ModelOpt, checks it, and
     sends it to the trainer, which checks it again. The release is not promoted: promote it by its
@@ -208,7 +208,7 @@ class Import(Reading):
     folder: Annotated[Positional[Path], arg(metavar="DIR")]
     """The checkpoint, or the name of one on the hub."""
     policy: Folder = None
-    """Its policy's folder; needed where the checkpoint does not say everything."""
+    """Its policy's folder; needed if the checkpoint does not have all settings."""
     gate: bool = False
     """Measure it on the trainer's held-out states; a pass promotes it."""
 
@@ -270,10 +270,10 @@ def _import_requests(
 
 @dataclass(frozen=True)
 class Releases:
-    """Look at releases, copy them in and out, move the fleet.
+    """Inspect, export and import releases, and select the one that the fleet serves.
 
-    A release is an immutable draft checkpoint in a trainer's registry. Commands ask the trainer at
-    --address; those with --registry also work on the folder itself, without one.
+    A release is an immutable draft checkpoint in a trainer's registry. The commands ask the trainer
+    at the address given with --address. With --registry they use the folder itself.
     """
 
     action: (

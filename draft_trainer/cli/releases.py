@@ -115,7 +115,7 @@ class Reading(Connection):
     """Options of a command that reads releases."""
 
     registry: Folder = None
-    """A registry's folder, to be read without a trainer."""
+    """A registry's folder, to use directly instead of asking a trainer."""
     json: bool = False
     """Everything as JSON."""
 
@@ -131,10 +131,10 @@ class Reading(Connection):
 
 @dataclass(frozen=True, kw_only=True)
 class List(Reading):
-    """Every release that is kept, oldest first.
+    """List the releases that are kept, oldest first.
 
-    Where each comes from, what the gate found (expected acceptance length, gain over the release it
-    had to beat), its size, and why retention keeps it.
+    Shows the source of each, the gate's result (expected acceptance length, gain over the release
+    that it was compared with), its size, and why retention keeps it.
     """
 
     def run(self) -> int:

@@ -64,7 +64,7 @@ _GONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Status(Connection):
-    """Where a running trainer stands, with every rollout server."""
+    """Show the state of a running trainer and of every rollout server."""
 
     json: bool = False
     """The whole status as JSON."""
@@ -123,22 +123,22 @@ class Top(Connection):
 
 @dataclass(frozen=True, kw_only=True)
 class Events(Connection):
-    """What happened, and with --follow what happens.
+    """Show past events and, with --follow, new ones.
 
-    Prints the newest events, oldest first. With --follow it goes on until it is interrupted, over
-    restarts of the trainer, without a gap or a repetition.
+    Prints the newest events, oldest first. With --follow it continues until it is interrupted,
+    across restarts of the trainer, without gaps or repetitions.
     """
 
     follow: Annotated[bool, arg(aliases=["-f"])] = False
-    """Go on with what happens."""
+    """Print new events as they happen."""
     newest: Annotated[int, arg(metavar="N")] = 20
-    """Of those that are kept, so many; 0: all that are kept."""
+    """Number of past events; 0: all that are kept."""
     after: Annotated[int, arg(metavar="NUMBER")] = 0
     """Only events with a higher number."""
     registry: Annotated[Path | None, arg(metavar="DIR")] = None
-    """A registry's folder, to be read while no trainer runs on it."""
+    """A registry's folder, to read directly instead of asking a trainer."""
     json: bool = False
-    """One JSON object a line."""
+    """One JSON object per line."""
 
     def run(self) -> int:
         from draft_trainer.state import described, kind_name

@@ -336,10 +336,10 @@ class ClientCredentials:
 
     Attributes:
         ca: PEM of the CA that signed the server's certificate; turns TLS on.
-        certificate: PEM of this client's own certificate, for servers that ask for one.
+        certificate: PEM of this client's certificate, for servers that require one.
         key: PEM of its private key.
         token_file: file whose first token is sent with every call.
-        server_name: name in the server's certificate, where it is not that of the address.
+        server_name: name in the server's certificate, if it is not the name in the address.
         allow_plaintext: send the token without TLS over the network.
     """
 
