@@ -85,4 +85,4 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
 
 def _stop(trainer: TrainerServer) -> None:
     if not trainer.stop():
-        logger.warning("the draft trainer did not end within server.shutdown_timeout_s")
+        logger.warning("the draft trainer did not stop within server.shutdown_timeout_s")

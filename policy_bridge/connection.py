@@ -140,7 +140,7 @@ class Connection:
             self._set_connected(False)
             if self.died:
                 # A bug in the bridge: shed the outbox so that no waiter blocks.
-                text = "the bridge's thread to the trainer ended of an error; see the log"
+                text = "the bridge's connection thread ended with an error; see the log"
                 self._counters.error(text)
                 self._outbox.close("shipper_died")
 

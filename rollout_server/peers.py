@@ -96,7 +96,7 @@ class Peers:
             if why:
                 given_up[why].append(address)
                 self.failures[why] += 1
-                logger.warning("source %s given up (%s): %s", clean(address), why, clean(text))
+                logger.warning("source %s dropped (%s): %s", clean(address), why, clean(text))
         for name in upload.missing:
             upload.forget(name)
         return given_up

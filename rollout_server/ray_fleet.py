@@ -373,10 +373,12 @@ def fleet(arguments: Sequence[str]) -> int:
     """
     args, serve = build_parser().parse_known_args(list(arguments))
     if args.replicas < 1:
-        raise RefusedError("--replicas", args.replicas, "at least 1", "say how many")
+        raise RefusedError("--replicas", args.replicas, "at least 1", "set it")
     if args.cpus < 0 or args.gpus < 0 or not args.cpus + args.gpus:
         found = f"{args.cpus:g} and {args.gpus:g} of a replica"
-        raise RefusedError("--cpus, --gpus", found, "more than none of one", "say what it needs")
+        raise RefusedError(
+            "--cpus, --gpus", found, "more than 0 of one of them", "set what it needs"
+        )
     for option in _ADDRESSES:
         if any(word == option or word.startswith(f"{option}=") for word in serve):
             raise RefusedError(option, "given", "not given", "use the first ports; Ray gives hosts")

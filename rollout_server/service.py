@@ -433,7 +433,8 @@ class ControlServer:
         found = self._guard.check(control.live[DRAFT].version or 0, control.commits[DRAFT])
         control.report(ACCEPTANCE, found)
         if control.not_ready != before:
-            logger.warning("not ready: %s", control.not_ready or "no longer so")
+            now = f"not ready: {control.not_ready}" if control.not_ready else "ready again"
+            logger.warning("%s", now)
 
     def _set_health(self, serving: bool) -> None:
         self._server.set_serving(serving)

@@ -195,7 +195,7 @@ class CostWatch:
         if self._without_speculation is None or size is None or now < self._not_before:
             return
         self._not_before = now + PROBE_EVERY_SECONDS
-        logger.info("no drafts for at most %.0f s: timing plain steps", PROBE_SECONDS)
+        logger.info("no drafts for at most %.0f s: timing steps without drafts", PROBE_SECONDS)
         async with self._without_speculation():
             while self._costs.unknown_size == size and time.monotonic() < now + PROBE_SECONDS:
                 await asyncio.sleep(PROBE_SECONDS / 20)

@@ -220,10 +220,12 @@ def check_version(version: str, untested: bool) -> None:
                 f"{KNOWN[0]} to {KNOWN[-1]} (tested: {', '.join(TESTED)})",
                 f"install one of these, or try this one with {OPTION}",
             )
-        logger.warning("vLLM %s is outside of %s to %s", version, KNOWN[0], KNOWN[-1])
+        logger.warning("vLLM %s is outside the range %s to %s", version, KNOWN[0], KNOWN[-1])
     elif release not in TESTED:
         tested = ", ".join(TESTED)
-        logger.warning("vLLM %s has what is needed and was not run; tested: %s", version, tested)
+        logger.warning(
+            "vLLM %s has every name that is needed, but is not tested; tested: %s", version, tested
+        )
 
 
 def check_hooks(version: str, read: ReadSource | None = None) -> None:

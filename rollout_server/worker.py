@@ -282,7 +282,7 @@ def reserve_standby(worker_class: type) -> None:
         reserved = standby_bytes(self.get_model(), draft)
         setattr(self, _RESERVED, reserved)
         left = available - reserved
-        logger.info("%d MiB are left out of the KV cache for standby drafts", reserved >> 20)
+        logger.info("%d MiB are excluded from the KV cache for standby drafts", reserved >> 20)
         return left
 
     leaving_room._slipstream = True  # type: ignore[attr-defined]

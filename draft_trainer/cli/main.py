@@ -70,7 +70,7 @@ class Serve:
     """Lowest level that is logged, to stderr."""
 
     def run(self) -> int:
-        """0: stopped by a signal; 1: training failed, or not everything ended in time."""
+        """0: stopped by a signal; 1: training failed, or not everything stopped in time."""
         from draft_trainer.config_file import changed_keys, load_config
         from draft_trainer.kernels.library import use_kernels
         from draft_trainer.server.app import TrainerServer

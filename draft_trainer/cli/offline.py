@@ -297,8 +297,8 @@ class Fit:
     Estimates the draft's acceptance length on held-out prompts before, during and after training,
     and keeps its best weights. Writes a draft that vLLM loads to the folder given with --out, with
     training.jsonl and training.svg. SIGTERM and SIGINT stop it after the current step. After that,
-    or after a kill, it continues with --resume. For several ranks, start it with torchrun
-    --standalone --nproc-per-node N --no-python draft-trainer fit ...
+    or after a kill, it continues with --resume. For several ranks, start it with
+    torchrun --standalone --nproc-per-node N --no-python draft-trainer fit ...
     """
 
     states: Needed

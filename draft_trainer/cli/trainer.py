@@ -92,7 +92,7 @@ def explained(error: grpc.RpcError, address: str) -> RefusedError:
             "--timeout",
             f"no answer from {address} in time",
             "an answer",
-            "look at draft-trainer status; give it longer with --timeout",
+            "check draft-trainer status; allow more time with --timeout",
         )
     untrusted = _UNTRUSTED.search(failure_text(error))
     if untrusted is not None:
@@ -100,15 +100,15 @@ def explained(error: grpc.RpcError, address: str) -> RefusedError:
             "--ca",
             f"a certificate of {address} that is not trusted ({untrusted.group()})",
             "a certificate of that CA, valid now, for the name in --address",
-            "look at it with: openssl s_client -connect ADDRESS -showcerts; give the right --ca, "
-            "or --server-name where the address is not the name in it",
+            "inspect it with: openssl s_client -connect ADDRESS -showcerts; give the right --ca, "
+            "or --server-name if the address is not the name in it",
         )
     return RefusedError(
         "--address",
         f"{address} ({failure_text(error)})",
         "a running draft-trainer",
         "start it with draft-trainer serve, or give the address that it printed when it was ready; "
-        "--ca where it has a certificate, --certificate and --key where it has access.client_ca",
+        "--ca if it has a certificate, --certificate and --key if it has access.client_ca",
     )
 
 

@@ -128,7 +128,7 @@ class SampleFolder:
             raise self._refused("the samples of another registry", self._advice)
         if known["boot"] != owner["boot"]:
             logger.warning(
-                "%s is older than this machine's start: its samples are removed", self.path
+                "%s is from before this machine's last boot: its samples are removed", self.path
             )
             self._clear()
             self._marker.write_text(json.dumps(owner))

@@ -286,7 +286,7 @@ class SampleStore:
         self._free(gone)
         self._run = (run_id, facts)
         self._held_out_fraction = self._config.held_out_fraction or HELD_OUT_MOST
-        logger.info("run %r begins; %d samples of the previous run are dropped", run_id, len(gone))
+        logger.info("run %r starts; %d samples of the previous run are dropped", run_id, len(gone))
 
     @repairing
     def put_policy(self, run_id: str, version: int, names: Sequence[str]) -> None:
@@ -427,7 +427,7 @@ class SampleStore:
                 query = "UPDATE samples SET held_out = 0, seal = ? WHERE number = ?"
                 self._db.execute(query, seal_of(*columns), number)
         self._db.set("held_out_fraction", fraction)
-        logger.info("%d prompts are held out: from now on %.0f %%", prompts, 100 * fraction)
+        logger.info("%d prompts are held out; the share is now %.0f %%", prompts, 100 * fraction)
         return fraction
 
     def _read(self, rows: Sequence[tuple[Any, ...]]) -> list[Sample]:

@@ -233,7 +233,7 @@ class Reconciler:
             return
         wanted = publisher.promotions.now.wanted_on(address)
         publisher.promotions.state.events.published("healed", wanted, f"{address} {found.text}")
-        logger.warning("%s was put on draft %d: it %s", address, wanted, found.text)
+        logger.warning("%s was put on draft %d again: it %s", address, wanted, found.text)
 
     def _run(self) -> None:
         revision, due, measure_at = 0, time.monotonic(), 0.0

@@ -386,7 +386,7 @@ def newest_own(registry: Registry) -> release_pb2.ReleaseManifest:
         except RefusedError as error:
             if version == 0:
                 raise
-            logger.error("training does not go on from draft %d: %s", version, error)
+            logger.error("training does not continue from draft %d: %s", version, error)
             continue
         if manifest.source != imported:
             return manifest

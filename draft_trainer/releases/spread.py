@@ -195,7 +195,9 @@ class Spread:
         self._dropped.add(source)
         self._holders.remove(source)
         self._counters.sources_dropped.labels(why).inc()
-        logger.warning("%s is no source of draft %d any more: %s", source, self._draft.version, why)
+        logger.warning(
+            "%s is dropped as a source of draft %d: %s", source, self._draft.version, why
+        )
 
 
 @dataclass

@@ -148,7 +148,7 @@ class TrainerServer:
         )
         memory = Path(server.shared_memory) if server.shared_memory else None
         for name in remove_stale(memory) if memory else ():
-            logger.warning("removed %s, left by a bridge that was killed", name)
+            logger.warning("removed %s, which a killed bridge left", name)
         ingest = Ingest(
             *(expected, self._store, self._counters, TeacherCheck(ids), arrived, memory),
             on_accepted=self._recorder.offer if self._recorder else None,

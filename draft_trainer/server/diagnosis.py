@@ -58,7 +58,7 @@ def _policy(status: TrainerStatus, config: TrainerConfig) -> Found:
         return (
             WAITING,
             f"run {status.run_id} is open, and has registered no policy version",
-            "go through one step of the loop with bridge.sync(version) and bridge.capture()",
+            "run one step of the loop with bridge.sync(version) and bridge.capture()",
         )
     return OK, f"run {status.run_id} is at policy version {status.policy_version}", ""
 
@@ -90,9 +90,7 @@ def _samples(status: TrainerStatus, config: TrainerConfig) -> Found:
             "training keeps up",
             "damaged": "look at the disk of replay.directory",
         }
-        found = (
-            f"{count} of {accepted} samples were given up before they were trained on ({reason})"
-        )
+        found = f"{count} of {accepted} samples were dropped before they were trained on ({reason})"
         return PROBLEM, found, keys[reason]
     held = status.samples_held_out
     return OK, f"{accepted} accepted, {held} of those in memory held out for the gate", ""
@@ -108,19 +106,19 @@ def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
     if status.training_error:
         waits = status.training_error.startswith("training waits")
         next_step = "read the error in the log; a restart resumes from the newest training state"
-        return PROBLEM, status.training_error, "make room there" if waits else next_step
+        return PROBLEM, status.training_error, "free space there" if waits else next_step
     steps, skipped = status.train_steps, status.train_steps_skipped
     if skipped > steps:
         return (
             PROBLEM,
             f"{skipped} steps were skipped, {steps} were not: losses or gradients are not finite, "
             "or no token of a sample can be trained on",
-            "look at the loss in /metrics; lower training.learning_rate; check the loss_mask that "
-            "is shipped",
+            "check the loss in /metrics and the loss_mask that is shipped; lower "
+            "training.learning_rate",
         )
     if status.training_paused:
         mode = config.economy.mode
-        next_step = f'nothing, or set economy.mode = "always" ("{mode}" now) to train all the same'
+        next_step = f'nothing, or set economy.mode = "always" ("{mode}" now) to train regardless'
         return WAITING, f"training is paused: {status.training_decision}", next_step
     held, pending = status.samples_held_out, status.samples_pending
     if not steps and held and not pending:
@@ -135,13 +133,15 @@ def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
 def _gate(status: TrainerStatus, config: TrainerConfig) -> Found:
     if not status.HasField("last_verdict"):
         steps, seconds = config.training.steps_per_candidate, config.training.candidate_seconds
-        found = f"no candidate yet: one is judged after {steps} steps, {seconds:g} s, or when idle"
+        found = (
+            f"no candidate yet: the gate decides after {steps} steps, {seconds:g} s, or when idle"
+        )
         return WAITING, found, ""
     result = status.last_verdict
     if result.outcome == "passed":
         return OK, result.reason, ""
     if result.outcome == "write_failed":
-        return PROBLEM, result.reason, "make room on the disk of draft.registry"
+        return PROBLEM, result.reason, "free space on the disk of draft.registry"
     if result.outcome == "not_measured" and result.held_out_prompts:
         share, gate = _share(config), config.gate
         needed = gate.needed_anchors(result.held_out_prompts)
@@ -160,7 +160,7 @@ def _gate(status: TrainerStatus, config: TrainerConfig) -> Found:
         return (
             PROBLEM,
             result.reason,
-            f"let more prompts arrive, raise replay.held_out_fraction "
+            f"wait for more prompts, raise replay.held_out_fraction "
             f"({_share(config):g}), or lower gate.min_anchors "
             f"({config.gate.needed_anchors(0)})",
         )
@@ -176,7 +176,9 @@ def _gate(status: TrainerStatus, config: TrainerConfig) -> Found:
 def _release(status: TrainerStatus, config: TrainerConfig) -> Found:
     promoted, newest = status.promoted_release, status.newest_release
     if status.pinned:
-        found = f"draft {promoted} is pinned by hand, no candidate replaces it (newest: {newest})"
+        found = (
+            f"draft {promoted} is pinned manually, so no candidate replaces it (newest: {newest})"
+        )
         next_step = f"draft-trainer releases promote {newest} (without --pin)"
         return PROBLEM, found, next_step
     if not status.HasField("promoted_release"):
@@ -201,7 +203,8 @@ def _release(status: TrainerStatus, config: TrainerConfig) -> Found:
 def _servers(status: TrainerStatus, config: TrainerConfig) -> Found:
     if not config.publish.rollout_servers:
         next_step = 'set publish.rollout_servers = ["HOST:PORT"], their --control-port'
-        return PROBLEM, "no rollout servers are named: releases are made, none is served", next_step
+        found = "no rollout servers are configured: releases are made, and none is served"
+        return PROBLEM, found, next_step
     if not status.servers:
         return WAITING, "no rollout server is known yet", ""
     for server in status.servers:
@@ -210,7 +213,7 @@ def _servers(status: TrainerStatus, config: TrainerConfig) -> Found:
             next_step = "start it, or correct publish.rollout_servers"
             return PROBLEM, f"{name} does not answer: {server.error}", next_step
         if server.state.not_ready:
-            next_step = "nothing for two minutes: the release is put there again; then restart it"
+            next_step = "wait two minutes for the trainer to repair it; if it does not, restart it"
             return PROBLEM, f"{name} is not ready: {server.state.not_ready}", next_step
         if server.reachable and not server.state.speculation_enabled:
             next_step = "wait for a fresher release, or turn it on with SetSpeculation"
@@ -224,7 +227,7 @@ def _servers(status: TrainerStatus, config: TrainerConfig) -> Found:
         if server.reachable
     }
     if len(ways) > 1:
-        found = f"they draft in different ways: {', '.join(sorted(ways))}"
+        found = f"the servers draft with different settings: {', '.join(sorted(ways))}"
         return PROBLEM, found, "start them with the same --draft-length and sampling method"
     return OK, f"{len(status.servers)} answer and draft", ""
 
@@ -239,7 +242,7 @@ def drafts_otherwise(state: ServerState, config: TrainerConfig) -> tuple[str, st
     ):
         ours = getattr(publish, key)
         if theirs and ours is not None and theirs != ours:
-            found = f"it drafts with {key} = {theirs}, and candidates are judged for {ours}"
+            found = f"it drafts with {key} = {theirs}, and candidates are measured for {ours}"
             return found, f"leave publish.{key} out, or start the server with {ours}"
     if state.num_speculative_tokens > depth:
         tokens = state.num_speculative_tokens
@@ -259,7 +262,7 @@ def _trial(status: TrainerStatus, config: TrainerConfig) -> Found:
             "needed (canary.min_drafts); a release that stays undecided is never rolled back to"
         )
         return PROBLEM, f"{found}, without a verdict: {trial.undecided}", next_step
-    return WAITING, found, "keep requests coming: live acceptance decides"
+    return WAITING, found, "keep sending requests: live acceptance decides"
 
 
 def _most(counts: Mapping[str, int]) -> tuple[str, int]:
@@ -280,4 +283,4 @@ class ProblemLog:
                 logger.warning("%s: %s. Next step: %s", one.part, one.found, one.next_step)
             elif one.severity == OK and one.part in self._told:
                 self._told.discard(one.part)
-                logger.warning("%s: no longer so (%s)", one.part, one.found)
+                logger.warning("%s: resolved (%s)", one.part, one.found)

@@ -184,7 +184,7 @@ class LocalCall(grpc.RpcError, grpc.Call):  # type: ignore[misc]
         elif isinstance(error, TimeoutError) and self._deadline.expired():
             self._end(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
         elif error is not None:
-            logger.error("%s ended of an error", self._call.method, exc_info=error)
+            logger.error("%s ended with an error", self._call.method, exc_info=error)
             self._end(StatusCode.UNKNOWN, f"{type(error).__name__}: {error}")
         else:
             self._end(StatusCode.OK, "")

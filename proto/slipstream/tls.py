@@ -99,13 +99,13 @@ class Followed(Generic[T]):
                 names = ", ".join(map(str, self._paths))
                 try:
                     self._value = self._read()
-                    logger.info("read %s again", names)
+                    logger.info("reread %s", names)
                 except RefusedError as error:
                     if self._when_bad is None:
-                        logger.error("%s. What was read before stays in use until then", error)
+                        logger.error("%s. The previous contents stay in use until then", error)
                     else:
                         self._value = self._when_bad
-                        logger.error("%s. Nothing of it is accepted until then", error)
+                        logger.error("%s. Nothing from it is accepted until then", error)
             return self._value
 
 

@@ -108,7 +108,7 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
             {"training_paused": True, "training_decision": "saves 1 s, costs 9 s"},
             *("training", WAITING, "paused: saves 1 s, costs 9 s", "economy.mode"),
         ),
-        ({"training_error": "training waits: full"}, "training", PROBLEM, "full", "make room"),
+        ({"training_error": "training waits: full"}, "training", PROBLEM, "full", "free space"),
         ({"training_error": "ended"}, "training", PROBLEM, "ended", "restart"),
         ({"last_verdict": None}, "gate", WAITING, "no candidate yet", ""),
         (
@@ -135,7 +135,7 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
             {"last_verdict": Verdict(outcome="failed", reason="no real gain", incumbent_version=4)},
             *("gate", WAITING, "not better than draft 4: no real gain", "nothing while"),
         ),
-        ({"pinned": True}, "release", PROBLEM, "draft 4 is pinned by hand", "releases promote 4"),
+        ({"pinned": True}, "release", PROBLEM, "draft 4 is pinned manually", "releases promote 4"),
         ({"promoted_release": 5}, "release", WAITING, "next weight sync", "publish.on"),
         ({"servers": []}, "servers", WAITING, "no rollout server", ""),
         (
@@ -196,8 +196,8 @@ def test_a_problem_is_logged_once_and_again_when_it_comes_back(
         log.note(diagnose(status, CONFIG))
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(":")[0] for line in lines] == ["gate"] * 3
-    assert lines[0].startswith(f"gate: {FEW}. Next step: let more prompts arrive")
-    assert "no longer so" in lines[1] and lines[2] == lines[0]
+    assert lines[0].startswith(f"gate: {FEW}. Next step: wait for more prompts")
+    assert "resolved" in lines[1] and lines[2] == lines[0]
 
 
 def test_doctor_of_a_running_trainer(
