@@ -211,11 +211,11 @@ def page(typed: list[Typed], commit: str) -> str:
     total = sum(one.seconds for one in typed)
     parts = [
         "# The first hour: a log\n\n"
-        "Written by `python -m docs.first_hour`, which typed [the tutorial](tutorial.md) in a "
-        f"fresh clone of commit {commit}\nwith a new environment: {os.cpu_count()} cores, Python "
+        "Written by `python -m docs.first_hour`, which runs [the tutorial](tutorial.md) in a fresh "
+        f"clone, here of commit {commit},\nwith a new environment: {os.cpu_count()} cores, Python "
         f"{platform.python_version()}, no GPU. The commands took {_minutes(total)}, "
-        f"{_minutes(setup)} of them\nfor the set-up with its downloads. A service's time is until "
-        "it was ready. Of outputs the end is shown.\n"
+        f"{_minutes(setup)} of them\nfor the set-up with its downloads. The time of a service is "
+        "the time until it was ready. Of each output, only the\nend is shown.\n"
     ]
     section = ""
     for one in typed:
