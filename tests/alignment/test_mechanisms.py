@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.local_services import ARITHMETIC, DRAFT_LENGTH
 from tests.alignment.recorded import policy_heads, record
 from tests.alignment.test_replay import ROLLOUTS, TOLERANCE, counters, generate
+from tests.losslessness.joint import Z_BOUND, surprise
 from tests.rollout_server.checkpoints import load, perturbed
 from tests.rollout_server.live import Live, RefusedError, prompts
 
@@ -98,11 +100,23 @@ def test_swaps_with_requests_in_flight_lose_nothing(case: Case) -> None:
                 live.stage("draft", "theirs", 99, draft | {name: torch.zeros(128, 192)})
 
 
+def test_samples_under_swaps_are_the_policys(case: Case) -> None:
+    """Null: every token is drawn from the policy's own distribution at T = 1 (``Z_BOUND``)."""
+    live, draft = case.live, load(case.draft)
+    tokens = [prompt_ids(problem) for problem in held_out_problems(64)]
+    with live.generating(tokens, temperature=1.0) as rounds:
+        for number in range(1, SWAPS + 1):
+            other = perturbed(draft, scale=2.0, seed=number)
+            live.swap(SWAPS + number, other if number % 2 else draft)
+    found = surprise(model_of(case.policy), tokens * len(rounds), [*chain(*rounds)])
+    assert found.tokens > 2000 and found.worst < Z_BOUND, found
+
+
 @pytest.mark.parametrize("pushed", [False, True])
 def test_replay_predicts_measured_acceptance(case: Case, pushed: bool) -> None:
     """Also after a push of another policy, whose embeddings and lm_head an MTP head follows."""
     live, model = case.live, model_of(case.policy)
-    live.swap(SWAPS + 1 + pushed, load(case.draft))
+    live.swap(2 * SWAPS + 1 + pushed, load(case.draft))
     if pushed:
         moved = perturbed(dict(model.state_dict()), scale=0.05, seed=3)
         model.load_state_dict(moved)

@@ -61,6 +61,10 @@ def chi_square_p_value(
     return float(chi2.sf(statistic, degrees))
 
 
+Z_BOUND = 3.9
+"""Of ``Surprise``: refuses the null in one run of 10,000 for each of its sums."""
+
+
 @dataclass(frozen=True)
 class Surprise:
     """Two sums over sampled tokens that are martingales if the policy drew each of them.
@@ -68,7 +72,7 @@ class Surprise:
     With p the policy's distribution at a token and x the token: -log p(x) less its entropy, and
     1 if x is the likeliest token less that token's probability. Each sum over the square root of
     the sum of its variances is standard normal for many tokens, however prompts, lengths and drafts
-    were chosen; so ``abs(z) > 3.9`` has a false-alarm rate of 1e-4 each, 2e-4 for both.
+    were chosen; so ``abs(z) > Z_BOUND`` has a false-alarm rate of 1e-4 each, 2e-4 for both.
     """
 
     nll: float

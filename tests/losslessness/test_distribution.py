@@ -24,7 +24,7 @@ from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids, sam
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
 from examples.arithmetic_grpo.tokenizer import EOS_ID
 from slipstream.errors import RefusedError
-from tests.losslessness.joint import chi_square_p_value, exact_joint, surprise
+from tests.losslessness.joint import Z_BOUND, chi_square_p_value, exact_joint, surprise
 from tests.rollout_server.live import Live
 
 pytestmark = pytest.mark.vllm
@@ -35,7 +35,6 @@ TOKENS = 4
 ALPHA = 1e-4
 GREEDY_PROMPTS = 128
 WHOLE_PROMPTS, WHOLE_SAMPLES = 64, 8
-Z_BOUND = 3.9
 
 
 @pytest.fixture(scope="module")

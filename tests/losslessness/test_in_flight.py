@@ -27,11 +27,10 @@ from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids, sam
 from examples.arithmetic_grpo.task import MAX_COMPLETION_TOKENS
 from policy_bridge.adapters.completions import Completion, CompletionsClient
 from slipstream.errors import RefusedError
-from tests.losslessness.joint import SurpriseSums, log_probs_over_versions
+from tests.losslessness.joint import Z_BOUND, SurpriseSums, log_probs_over_versions
 from tests.rollout_server.live import Live
 
 PROMPTS, SAMPLES = 64, 8
-Z_BOUND = 3.9
 NOISE, SHARPNESS = 0.5, 0.7
 """Of the second policy: noise in a matrix's own spread, and the factor of its logits."""
 

@@ -54,17 +54,22 @@ class Live(RolloutServer):
         answer.raise_for_status()
         return [tuple(choice["token_ids"]) for choice in answer.json()["choices"]]
 
-    def generate(self, batch: Sequence[list[int]], tokens: int = 40) -> list[Completion]:
-        """Greedy completions, ``IN_FLIGHT`` requests at a time. Raises on any failure."""
+    def generate(
+        self, batch: Sequence[list[int]], tokens: int = 40, temperature: float = 0.0
+    ) -> list[Completion]:
+        """Completions, ``IN_FLIGHT`` requests at a time. Raises on any failure."""
 
         def one(prompt: list[int]) -> Completion:
-            return self.complete(prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True)[0]
+            sampling = {"temperature": temperature, "ignore_eos": True}
+            return self.complete(prompt, max_tokens=tokens, **sampling)[0]
 
         with ThreadPoolExecutor(IN_FLIGHT) as pool:
             return list(pool.map(one, batch))
 
     @contextmanager
-    def generating(self, batch: Sequence[list[int]]) -> Iterator[list[list[Completion]]]:
+    def generating(
+        self, batch: Sequence[list[int]], temperature: float = 0.0
+    ) -> Iterator[list[list[Completion]]]:
         """Requests in flight for as long as the block lasts, however fast the machine.
 
         ``batch`` is served over and over; each round's completions are appended to the
@@ -75,7 +80,7 @@ class Live(RolloutServer):
 
         def work() -> None:
             while not enough.is_set():
-                rounds.append(self.generate(batch))
+                rounds.append(self.generate(batch, temperature=temperature))
 
         before = sum(self.drafts().values())
         with ThreadPoolExecutor(1) as pool:
