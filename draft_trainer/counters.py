@@ -69,7 +69,7 @@ class Counters:
         )
         self.samples_refused = self._counter(
             "samples_refused",
-            "Refused samples, by field of VerifierStates, by what had no capacity for them, or "
+            "Refused samples: by field of VerifierStates, by the resource that was full, or "
             "`teacher`: their logits and log-probabilities are not those of the announced lm_head.",
             "field",
             ("teacher",),
@@ -102,8 +102,8 @@ class Counters:
         )
         self.samples_evicted = self._counter(
             "samples_evicted",
-            "Samples evicted: `capacity` to make room, untrained; `stale` for a policy version "
-            "too old, untrained; `unsaved` to make room, trained on but not in a training state "
+            "Samples evicted: `capacity` to free space, untrained; `stale` for a policy version "
+            "too old, untrained; `unsaved` to free space, trained on but not in a training state "
             "yet; `undone` of those whose training was lost with a kill; `damaged` because bytes "
             "or row of the sample are not what was accepted.",
             "reason",
@@ -152,9 +152,8 @@ class Counters:
         )
         self.roll_backs = self._counter(
             "roll_backs",
-            "Releases taken back: `commit_failed` where a server did not take it, `trial` where "
-            "live acceptance fell, `by_hand`, and `interrupted` where the trainer ended between "
-            "commits.",
+            "Releases rolled back: `commit_failed`, a server did not commit it; `trial`, live "
+            "acceptance was worse; `by_hand`; `interrupted`, the trainer ended between commits.",
             "reason",
             ("commit_failed", "trial", "by_hand", "interrupted"),
         )
@@ -174,7 +173,7 @@ class Counters:
         )
         self.heals_failed = self._counter(
             "heals_failed",
-            "Attempts at that which failed; they are repeated.",
+            "Failed attempts to put a server on its release; they are repeated.",
             "reason",
             ("other_version", "other_content", "not_ready"),
         )
@@ -187,8 +186,8 @@ class Counters:
         )
         self.sources_dropped = self._counter(
             "sources_dropped",
-            "Servers that gave others a release and were no source of it any more: `altered` bytes "
-            "had another hash, or it `failed` to answer or to hold it.",
+            "Servers dropped as a source of a release for others: `altered`, bytes had another "
+            "hash; `failed`, it did not answer or lacked the release.",
             "reason",
             ("altered", "failed"),
         )

@@ -74,7 +74,7 @@ FACTS: tuple[Fact[BridgeStats], ...] = (
     ),
     Fact(
         "acknowledgements",
-        "The trainer's answers.",
+        "Answers of the trainer to samples.",
         lambda s: {outcome: getattr(s, outcome) for outcome in _OUTCOMES},
         {"outcome": _OUTCOMES},
         "counter",
@@ -88,14 +88,14 @@ FACTS: tuple[Fact[BridgeStats], ...] = (
     ),
     Fact(
         "shed_samples",
-        "Samples given up, by reason.",
+        "Dropped samples, by reason.",
         attrgetter("shed"),
         {"reason": SHED_REASONS},
         "counter",
     ),
     Fact(
         "announced_policies",
-        "Policy versions that the trainer was told of.",
+        "Policy versions announced to the trainer.",
         attrgetter("announced"),
         {},
         "counter",

@@ -67,7 +67,7 @@ class BridgeStats:
     transport_reason: str = ""
     """Why the states do not go through shared memory; empty when they do."""
     policy_version: int | None = _gauge(
-        None, "Last policy version whose sync ended well. No series before the first sync."
+        None, "Last policy version whose sync succeeded. No series before the first sync."
     )
     captures: int = 0
     """Capture windows that took states."""
@@ -79,11 +79,13 @@ class BridgeStats:
     """Why the next window would take nothing, or why the last one was refused; empty while
     capture is on."""
     captured_tokens: int = _counter("Unpadded tokens of the forward passes given to `ship`.")
-    chosen_samples: int = _counter("Samples that the selector took of them.")
-    chosen_tokens: int = _counter("Tokens of these.")
-    not_chosen_samples: int = _counter("Samples that it left, to stay within the budget.")
+    chosen_samples: int = _counter("Captured samples that were chosen to be sent.")
+    chosen_tokens: int = _counter("Tokens of the chosen samples.")
+    not_chosen_samples: int = _counter(
+        "Captured samples that were not chosen, to stay within the budget."
+    )
     sent_samples: int = _counter("Samples sent, repeats included.")
-    sent_bytes: int = _counter("Bytes of these, through shared memory or serialized.")
+    sent_bytes: int = _counter("Bytes of sent samples, through shared memory or serialized.")
     resent_samples: int = _counter("Repeats after a lost stream.")
     accepted: int = 0
     """Samples that the trainer took."""
@@ -94,20 +96,20 @@ class BridgeStats:
     refused_by_field: Mapping[str, int] = field(default_factory=dict)
     """These by the field that the refusal names."""
     shed: Mapping[str, int] = field(default_factory=dict)
-    """Samples given up, by reason."""
-    shed_bytes: int = _counter("Bytes of samples given up.")
+    """Dropped samples, by reason."""
+    shed_bytes: int = _counter("Bytes of dropped samples.")
     outbox_samples: int = _gauge(0, "Samples that wait, unacknowledged ones included.")
     outbox_bytes: int = _gauge(0, "Bytes of the samples that wait.")
     outbox_capacity_bytes: int = _gauge(0, "Bound of `outbox_bytes`.")
     announced: int = 0
-    """Policy versions that the trainer was told of."""
-    connects: int = _counter("Runs opened, the first included.")
-    syncs: int = _counter("Sync windows that ended well.")
+    """Policy versions announced to the trainer."""
+    connects: int = _counter("Runs opened, including the first.")
+    syncs: int = _counter("Sync windows that succeeded.")
     waiting_pushes: int = _counter("Windows whose push waits for the trainer to name the servers.")
-    late_pushes: int = _counter("Waiting pushes that a later capture window made good.")
+    late_pushes: int = _counter("Waiting pushes that a later capture window completed.")
     servers_left_out: int = _counter("Rollout servers that a window left out as unreachable.")
     last_sync: SyncResult | None = None
-    """The newest sync that ended well; None before it."""
+    """The newest sync that succeeded; None before it."""
     last_error: str = ""
     """The newest error of the trainer's side; empty if none."""
 

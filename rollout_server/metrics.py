@@ -36,13 +36,13 @@ COMMIT_BUCKETS = (
     *(0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
 _STEP = {"kind": ("speculative", "plain", "mixed"), "requests": (), "draft_length": ()}
-_ALL = "of all draft versions since the start, those included that have no series any more."
+_ALL = "of all draft versions since the start, including versions without a series."
 _SIZES = (
-    "`requests` is the most in the step: 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on. No series for "
-    "kinds and sizes that have not occurred."
+    "`requests` is their number, rounded up to 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on. No series "
+    "for kinds and sizes that have not occurred."
 )
 _NO_COST = "No series while the cost of either kind of step is unknown for every number of requests"
-_NO_POLICY = "No series until one was pushed through Slipstream."
+_NO_POLICY = "No series until a policy is pushed through Slipstream."
 
 
 class CommitCounts:
@@ -146,7 +146,7 @@ FACTS: tuple[Fact[Observed], ...] = (
     ),
     _counter(
         "access_refused",
-        "Calls of the control plane without the right to make them.",
+        "Calls of the control plane without the required role.",
         lambda o: o.refusals.by_reason,
         {"reason": REASONS},
     ),
@@ -204,7 +204,7 @@ FACTS: tuple[Fact[Observed], ...] = (
     ),
     _counter(
         "engine_step_seconds",
-        "Time that these steps took, from one step's output to the next while the engine is busy. "
+        "Time of engine steps, from one step's output to the next while the engine is busy. "
         + _SIZES,
         lambda o: {(*map(str, key),): total.seconds for key, total in o.costs.sums.items()},
         _STEP,
@@ -240,7 +240,7 @@ FACTS: tuple[Fact[Observed], ...] = (
         lambda o: o.control.speculation_enabled,
     ),
     Fact("draft_length", "Tokens that a draft proposes at most (k).", lambda o: o.draft_length),
-    Fact("draft_version", "Draft version that proposes.", lambda o: o.control.live[DRAFT].version),
+    Fact("draft_version", "Live draft version.", lambda o: o.control.live[DRAFT].version),
     Fact(
         "trained_against_policy_version",
         "Policy version that the live draft was trained against. No series for a draft that was "
@@ -249,7 +249,7 @@ FACTS: tuple[Fact[Observed], ...] = (
     ),
     Fact(
         "policy_version",
-        f"Policy version that verifies. {_NO_POLICY}",
+        f"Live policy version. {_NO_POLICY}",
         lambda o: o.control.live[POLICY].version,
     ),
     Fact(
@@ -286,8 +286,8 @@ FACTS: tuple[Fact[Observed], ...] = (
     ),
     _counter(
         "sources_given_up",
-        "Servers that this one fetched a draft from and gave up for that stage: `altered` bytes of "
-        "another hash, or `failed` to answer or to hold it.",
+        "Servers dropped as a source of a draft: `altered`, bytes had another hash; `failed`, it "
+        "did not answer or lacked the draft.",
         lambda o: dict(o.peers.failures),
         {"reason": FAILURES},
     ),

@@ -63,10 +63,10 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
     Fact("streams", "Open streams of samples.", lambda s: s.streams, {"transport": TRANSPORTS}),
     _is("sessions", "Open sessions of the current run."),
     _is("samples_pending", "Samples accepted, not trained on yet."),
-    _is("samples_held_out", "Samples that never train and feed the gate."),
+    _is("samples_held_out", "Samples held out of training, for the gate."),
     _is(
         "samples_unsaved",
-        "Samples trained on for the last time, kept until a training state has that.",
+        "Samples after their last epoch, kept until a training state includes it.",
     ),
     _is("replay_bytes", "Bytes in the replay buffer."),
     _is("replay_capacity_bytes", "Bound of the replay buffer."),
@@ -151,16 +151,16 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
     Fact("gate_anchors", f"Held-out anchors of the last gate result. {_NO_GATE}", _gate("anchors")),
     Fact(
         "problem",
-        "1 where a part of the way from the policy to released drafts does not go on by itself; "
+        "1 while a part of the path from the policy to released drafts needs action; "
         "`draft-trainer doctor` says what to do.",
         lambda s: {one.part: one.severity == PROBLEM for one in s.diagnosis},
         {"part": PARTS},
     ),
     Fact(
         "servers",
-        "Rollout servers when they were last asked: `known` ones, `reachable` of them, `ready` of "
-        "these, and `current`: reachable ones on the release that they should serve. No series "
-        "before that.",
+        "Rollout servers at the last check: `known`; `reachable` ones of these; `ready` ones of "
+        "the reachable; `current`, reachable and on the release that they should serve. No series "
+        "before the first check.",
         lambda s: s.servers_by_state,
         {"state": ("known", "reachable", "ready", "current")},
     ),
@@ -185,7 +185,7 @@ def facts(refusals: Refusals) -> tuple[Fact[TrainerStatus], ...]:
         ),
         Fact(
             "access_refused",
-            "Calls without the right to make them.",
+            "Calls without the required role.",
             lambda _: refusals.by_reason,
             {"reason": REASONS},
             "counter",
