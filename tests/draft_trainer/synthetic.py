@@ -10,6 +10,8 @@ from torch import Tensor
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.dflash.config import DflashConfig
 from draft_trainer.drafters.dflash.head import DflashHead
+from draft_trainer.drafters.draft_model.config import POLICY_WIDTH, LmConfig
+from draft_trainer.drafters.draft_model.model import DraftLm
 from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
 from draft_trainer.drafters.mtp.config import MtpConfig
 from draft_trainer.drafters.mtp.head import MtpHead
@@ -104,6 +106,16 @@ def mtp_head(seed: int = 0) -> MtpHead:
     """A random MTP head."""
     torch.manual_seed(seed)
     return MtpHead(MtpConfig.from_dict(QWEN))
+
+
+def draft_model_head(seed: int = 0) -> DraftLm:
+    """A random draft model of two layers."""
+    left = ("architectures", "num_experts", "partial_rotary_factor", "layer_types")
+    document = {name: value for name, value in QWEN.items() if name not in left}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    document |= {"model_type": "qwen3", "rope_parameters": rope, POLICY_WIDTH: HIDDEN}
+    torch.manual_seed(seed)
+    return DraftLm(LmConfig.from_dict(document))
 
 
 class Policy:

@@ -28,12 +28,17 @@ from draft_trainer.training.learner import Learner
 from draft_trainer.training.optimizer import Schedule
 from draft_trainer.training.ranks import RankLostError, Ranks, shares
 from draft_trainer.training.state import StateStore, head_facts
-from tests.draft_trainer.synthetic import Policy, dflash_head, head, mtp_head
+from tests.draft_trainer.synthetic import Policy, dflash_head, draft_model_head, head, mtp_head
 
 CONFIG = TrainingConfig(learning_rate=5e-3, warmup_steps=5, weight_averaging=0.9, ttt_steps=3)
 SCHEDULE = Schedule(5e-3, warmup_steps=5, decay_steps=60)
 
-HEADS: dict[str, Callable[[int], Draft]] = {"eagle3": head, "mtp": mtp_head, "dflash": dflash_head}
+HEADS: dict[str, Callable[[int], Draft]] = {
+    "eagle3": head,
+    "mtp": mtp_head,
+    "draft_model": draft_model_head,
+    "dflash": dflash_head,
+}
 """By mechanism, of a seed."""
 
 
