@@ -117,6 +117,8 @@ def _gains(demo: dict[str, Any]) -> str:
     for arm, name in (("frozen", "frozen draft"), ("adapted", "adapted draft")):
         medians = " | ".join(f"{speed[arm]['median']:.2f}" for speed in speeds.values())
         rows.append(f"| {name} | {lengths[arm]['end']:.2f} | {medians} |")
+    medians = " | ".join(f"{speed['n-gram']['median']:.2f}" for speed in speeds.values())
+    rows.insert(3, f"| n-gram drafts | {figures['tokens_per_step']['n-gram']:.2f} | {medians} |")
     gain, frozen = (speeds[heaviest][arm] for arm in ("adapted", "frozen"))
     text = (
         f"Measured by `make demo` on {machine['cores']} cores of an {machine['cpu']}, without a "
@@ -124,7 +126,8 @@ def _gains(demo: dict[str, Any]) -> str:
         "generation throughput relative to no speculation: the median of interleaved rounds, with "
         f"the trainer stopped. At {heaviest} requests the rounds range from "
         f"{gain['min']:.2f} to {gain['max']:.2f} for the adapted draft and from "
-        f"{frozen['min']:.2f} to {frozen['max']:.2f} for the frozen one."
+        f"{frozen['min']:.2f} to {frozen['max']:.2f} for the frozen one. Most steps have no n-gram "
+        "draft; that row's length is of all steps."
     )
     rows += ["", *textwrap.wrap(text, 108)]
     if "followed" in figures:

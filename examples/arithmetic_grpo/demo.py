@@ -15,14 +15,14 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_trainer.training.economy import core_seconds
 from examples.arithmetic_grpo.live_table import LiveTable
 from examples.arithmetic_grpo.loop import GrpoLoop, LoopSettings
 from examples.arithmetic_grpo.make_mtp import policy_with_mtp
 from examples.arithmetic_grpo.processes import Service, ServiceError, Services, free_port
-from examples.arithmetic_grpo.records import ADAPTED, FROZEN, MIXED, OFF, RunRecord
+from examples.arithmetic_grpo.records import ADAPTED, FROZEN, MIXED, NGRAM, OFF, RunRecord
 from examples.arithmetic_grpo.report import write_report
 from examples.arithmetic_grpo.rollouts import RolloutClient
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
@@ -38,6 +38,7 @@ from examples.arithmetic_grpo.watch import addresses, prometheus_beside, served
 from examples.figures import Target, target_table
 from examples.local_services import DRAFT_LENGTH, READY_TIMEOUT, RolloutServer, script
 from policy_bridge import BridgeConfig, PolicyBridge
+from policy_bridge.sync import policy_tensors
 
 HERE = Path(__file__).resolve().parent
 
@@ -124,7 +125,7 @@ def _run(options: argparse.Namespace, seed: int, directory: Path, began: float) 
         table = LiveTable(options.steps)
         watched = ports["bridge"] if options.watch else None
         try:
-            _train(options, seed, run, rollouts, services, table, watched)
+            model = _train(options, seed, run, rollouts, services, table, watched)
             seconds, peak = trainer.usage()
             run.cost |= {"trainer_cpu_seconds": seconds, "trainer_peak_bytes": float(peak)}
             after = core_seconds(trainer.pid)
@@ -132,7 +133,9 @@ def _run(options: argparse.Namespace, seed: int, directory: Path, began: float) 
             took = after.taken_since(before) if before and after else seconds
             run.cost["trainer_took_seconds"] = took
             if options.speed_rounds:
-                run.speed = _speed(options, rollouts, trainer, table)
+                _speed(options, run, rollouts, trainer, table)
+                server.stop()
+                _ngram_speed(options, run, model, directory / "ngram-server.log", table)
         finally:
             rollouts.close()
     run.total_seconds = time.perf_counter() - began
@@ -147,7 +150,7 @@ def _train(
     services: Services,
     table: LiveTable,
     bridge_port: int | None,
-) -> None:
+) -> PreTrainedModel:
     # On a CPU, and for a policy this small, eager attention is faster than the fused kernel.
     model = AutoModelForCausalLM.from_pretrained(
         options.policy, dtype=torch.float32, attn_implementation="eager"
@@ -194,25 +197,55 @@ def _train(
         stats = bridge.stats()
         run.bridge = {key: str(value) for key, value in vars(stats).items()}
         run.cost = {"sent_bytes_per_step": stats.sent_bytes / options.steps}
+    return model
 
 
 def _speed(
-    options: argparse.Namespace, rollouts: RolloutClient, trainer: Service, table: LiveTable
-) -> dict[str, dict[str, list[float]]]:
+    options: argparse.Namespace,
+    run: RunRecord,
+    rollouts: RolloutClient,
+    trainer: Service,
+    table: LiveTable,
+) -> None:
     """Generation alone: on these cores a trainer beside it slows whichever arm it meets.
 
     What it takes from the loop is in the figures of the loop.
     """
-    newest = rollouts.state().draft_version
-    for version in (0, newest):
+    versions = {ADAPTED: rollouts.state().draft_version, FROZEN: 0}
+    for version in versions.values():
         rollouts.swap(version)  # keeps the release, which nobody serves once the trainer ends
     trainer.stop()
     prompts = [prompt_ids(problem) for problem in held_out_problems(16)]
-    speed = measure_speed(
-        rollouts, prompts, newest, rounds=options.speed_rounds, progress=table.note
+    run.speed, run.tokens_per_step = measure_speed(
+        rollouts, versions, prompts, rounds=options.speed_rounds, progress=table.note
     )
     table.note("")
-    return speed
+
+
+def _ngram_speed(
+    options: argparse.Namespace,
+    run: RunRecord,
+    model: PreTrainedModel,
+    log: Path,
+    table: LiveTable,
+) -> None:
+    """The last policy on a server that drafts n-grams, after the other: an idle engine spins."""
+    table.note("speed: starting a server that drafts n-grams")
+    prompts = [prompt_ids(problem) for problem in held_out_problems(16)]
+    with RolloutServer(log, "--draft-kind", "ngram", policy=options.policy, draft=None) as server:
+        server.stage("policy", "last", 1, policy_tensors(model, "bfloat16"))
+        server.commit("last")
+        rollouts = RolloutClient(server.http, server.control, server.control, "policy")
+        try:
+            run.ngram_speed, found = measure_speed(
+                *(rollouts, {NGRAM: None}, prompts),
+                rounds=options.speed_rounds,
+                progress=table.note,
+            )
+        finally:
+            rollouts.close()
+    run.tokens_per_step[NGRAM] = found[NGRAM]
+    table.note("")
 
 
 def _trainer_config(

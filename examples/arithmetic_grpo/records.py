@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 FROZEN, ADAPTED, OFF, MIXED = "frozen", "adapted", "off", "mixed"
 ARMS = (FROZEN, ADAPTED, OFF, MIXED)
 """Drafts of release 0; of the newest release; no speculation; swapped between both in flight."""
+NGRAM = "n-gram"
+"""Drafts from the sequence's own tokens, on a server of its own, after the last step."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,10 @@ class RunRecord:
     swaps: list[SwapRecord] = field(default_factory=list)
     speed: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     """Batch size -> arm -> tokens/s of each interleaved round, after the last step."""
+    ngram_speed: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    """Likewise of the server that drafts n-grams: with them, and without speculation."""
+    tokens_per_step: dict[str, float] = field(default_factory=dict)
+    """Of a sequence in an engine step of these rounds, by arm, whether or not it had a draft."""
     start_seconds: float = 0.0
     total_seconds: float = 0.0
     bridge: dict[str, object] = field(default_factory=dict)

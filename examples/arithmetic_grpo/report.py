@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from examples.arithmetic_grpo.records import ADAPTED, ARMS, FROZEN, MIXED, OFF, RunRecord
+from examples.arithmetic_grpo.records import ADAPTED, ARMS, FROZEN, MIXED, NGRAM, OFF, RunRecord
 from examples.arithmetic_grpo.summary import (
     END_STEPS,
     followed_in,
@@ -26,11 +26,18 @@ from examples.arithmetic_grpo.summary import (
 )
 from examples.figures import Target
 
-COLOURS = {FROZEN: "#c0392b", ADAPTED: "#1f77b4", OFF: "#7f7f7f", MIXED: "#8e6bbf"}
+COLOURS = {
+    FROZEN: "#c0392b",
+    ADAPTED: "#1f77b4",
+    OFF: "#7f7f7f",
+    MIXED: "#8e6bbf",
+    NGRAM: "#3a9a5b",
+}
 LABELS = {
     FROZEN: "frozen (release 0)",
     ADAPTED: "adapted (newest release)",
     OFF: "no speculation",
+    NGRAM: "n-gram",
     MIXED: "swapped in flight",
 }
 PHASES = ("data", "generation", "log_prob", "training", "sync")
@@ -83,8 +90,8 @@ def write_report(run: RunRecord, targets: Sequence[Target], path: Path) -> None:
     if run.speed:
         speed = (
             "Generation speed",
-            "Tokens/s over those without speculation, the arms interleaved on the idle server "
-            "after the last step; bars are medians, whiskers the extremes.",
+            "Tokens/s over those without speculation, a server's arms interleaved, after the last "
+            "step; bars are medians, whiskers the extremes.",
             speed_figure(run),
         )
         sections.insert(2, speed)
@@ -152,14 +159,14 @@ def speed_figure(run: RunRecord) -> Figure:
     """Speed-up over no speculation by batch size."""
     figure, axes = _axes("batch size", "tokens/s over no speculation")
     batches = list(run.speed)
-    for offset, arm in ((-0.2, FROZEN), (0.2, ADAPTED)):
+    for offset, arm in ((-0.27, FROZEN), (0.0, ADAPTED), (0.27, NGRAM)):
         ratios = [speed_ratios(run, batch, arm) for batch in batches]
         medians = [statistics.median(r) for r in ratios]
         low = [m - min(r) for m, r in zip(medians, ratios, strict=True)]
         high = [max(r) - m for m, r in zip(medians, ratios, strict=True)]
         x = [index + offset for index in range(len(batches))]
         axes.bar(
-            x, medians, 0.36, yerr=[low, high], capsize=4, color=COLOURS[arm], label=LABELS[arm]
+            x, medians, 0.25, yerr=[low, high], capsize=4, color=COLOURS[arm], label=LABELS[arm]
         )
     axes.axhline(1, color="#222", linewidth=1)
     axes.set_xticks(range(len(batches)), batches)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from examples.arithmetic_grpo.records import ADAPTED, FROZEN, OFF
+from examples.arithmetic_grpo.records import OFF
 from examples.arithmetic_grpo.rollouts import RolloutClient
 
 BATCHES = (1, 8)
@@ -12,30 +12,33 @@ BATCHES = (1, 8)
 
 def measure_speed(
     rollouts: RolloutClient,
+    versions: Mapping[str, int | None],
     prompts: Sequence[Sequence[int]],
-    adapted_version: int,
     *,
     rounds: int = 5,
     requests_per_round: int = 8,
     progress: Callable[[str], None] = lambda text: None,
-) -> dict[str, dict[str, list[float]]]:
-    """Tokens per second of each arm at each batch size.
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, float]]:
+    """Tokens per second of each arm at each batch size, and tokens of a sequence's step.
 
     Every round runs all arms, the order turning by one each time, so that a drift of the
     machine's speed falls on all of them alike.
 
     Args:
         rollouts: the server, with nothing else to do.
+        versions: by arm the release that drafts, None where no release does; without speculation
+            is an arm of every comparison.
         prompts: token ids; taken in turn.
-        adapted_version: the release of the adapted arm.
         rounds: interleaved rounds.
         requests_per_round: requests of each arm, batch size and round, at least the batch size.
         progress: told what is being measured.
 
     Returns:
-        Batch size (as text) -> arm -> tokens/s of each round.
+        Batch size (as text) -> arm -> tokens/s of each round; and by arm the tokens of a sequence
+        in an engine step, generated / (generated - accepted), over all rounds.
     """
-    arms = [ADAPTED, FROZEN, OFF]
+    arms = [*versions, OFF]
+    totals = {arm: [0, 0] for arm in arms}
     figures: dict[str, dict[str, list[float]]] = {
         str(batch): {arm: [] for arm in arms} for batch in BATCHES
     }
@@ -45,15 +48,17 @@ def measure_speed(
             for arm in arms[turn:] + arms[:turn]:
                 progress(f"speed: batch {batch}, round {index + 1}/{rounds}, {arm}")
                 rollouts.set_speculation(arm != OFF)
-                if arm != OFF:
-                    rollouts.swap(0 if arm == FROZEN else adapted_version)
+                version = versions.get(arm)
+                if version is not None:
+                    rollouts.swap(version)
                 tokens, seconds = 0, 0.0
                 for start in range(0, max(requests_per_round, batch), batch):
                     chosen = [prompts[(start + k) % len(prompts)] for k in range(batch)]
                     generation, _ = rollouts.generate(chosen, 1)
                     tokens += generation.tokens
                     seconds += generation.seconds
+                    totals[arm][0] += generation.tokens
+                    totals[arm][1] += generation.counters.accepted
                 figures[str(batch)][arm].append(tokens / seconds)
-    rollouts.set_speculation(True)
-    rollouts.swap(adapted_version)
-    return figures
+    per_step = {arm: tokens / (tokens - accepted) for arm, (tokens, accepted) in totals.items()}
+    return figures, per_step

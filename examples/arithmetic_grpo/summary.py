@@ -14,6 +14,7 @@ from examples.arithmetic_grpo.records import (
     ADAPTED,
     ARMS,
     FROZEN,
+    NGRAM,
     OFF,
     ArmRecord,
     RunRecord,
@@ -150,7 +151,7 @@ def surprise_against_off(run: RunRecord, arm: str) -> tuple[float, float]:
 
 def speed_ratios(run: RunRecord, batch: str, arm: str) -> list[float]:
     """Tokens/s of an arm over those without speculation, round by round."""
-    rounds = run.speed[batch]
+    rounds = (run.ngram_speed if arm == NGRAM else run.speed)[batch]
     return [a / b for a, b in zip(rounds[arm], rounds[OFF], strict=True)]
 
 
@@ -281,9 +282,10 @@ def write_summary(run: RunRecord, path: Path) -> dict[str, Any]:
             **{arm: spread(loop_ratios(run, arm)) for arm in (FROZEN, ADAPTED)},
         },
         "speed_over_no_speculation": {
-            batch: {arm: spread(speed_ratios(run, batch, arm)) for arm in (FROZEN, ADAPTED)}
+            batch: {arm: spread(speed_ratios(run, batch, arm)) for arm in (FROZEN, ADAPTED, NGRAM)}
             for batch in run.speed
         },
+        "tokens_per_step": run.tokens_per_step,
         "cost": run.cost,
         "net": asdict(net(run)) | {"text": net_text(run)} if run.cost else None,
         "live_swap_seconds": spread([s.call_seconds for s in live]) if live else None,

@@ -13,6 +13,7 @@ from examples.arithmetic_grpo.records import (
     ADAPTED,
     ARMS,
     FROZEN,
+    NGRAM,
     OFF,
     ArmRecord,
     RunRecord,
@@ -95,7 +96,15 @@ def run() -> RunRecord:
         settings={},
         steps=steps,
         swaps=swaps,
-        speed={"1": {FROZEN: [80.0, 90.0], ADAPTED: [150.0, 120.0], OFF: [100.0, 100.0]}},
+        speed={
+            "1": {
+                FROZEN: [80.0, 90.0],
+                ADAPTED: [150.0, 120.0],
+                OFF: [100.0, 100.0],
+            }
+        },
+        ngram_speed={"1": {NGRAM: [95.0, 85.0], OFF: [100.0, 100.0]}},
+        tokens_per_step={NGRAM: 1.06},
         total_seconds=10.0,
         trainer={"swaps_made": 12, "swaps_counted": 12},
     )
@@ -119,6 +128,7 @@ def test_figures_are_pooled_over_steps(run: RunRecord) -> None:
     assert pooled_length(run.steps, OFF) is None
     assert pooled_positions(run.steps, ADAPTED) == pytest.approx([1.05, 0.7, 0.35])
     assert speed_ratios(run, "1", ADAPTED) == [1.5, 1.2]
+    assert speed_ratios(run, "1", NGRAM) == [0.95, 0.85]
     difference, z = surprise_against_off(run, FROZEN)
     assert difference == pytest.approx(4 / 400)
     # Six steps of 400 tokens and variance 8 on either side: 0.01 / sqrt(2 * 48 / 2400^2).
