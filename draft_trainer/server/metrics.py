@@ -95,6 +95,11 @@ FACTS: tuple[Fact[TrainerStatus], ...] = (
         "`economy.mode` is when-it-pays, and while not known.",
     ),
     _is("idle", "1 while there is nothing to train on."),
+    _is(
+        "training_paused",
+        "1 while samples only measure the served draft: training does not pay, or "
+        "`economy.mode` is never.",
+    ),
     _which(
         "draft_version",
         "Draft version: the newest release, the promoted one, and the last that the whole fleet "
