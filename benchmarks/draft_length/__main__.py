@@ -49,6 +49,9 @@ MAX_TOKENS = 96
 CORE = 0
 SETTLE_SECONDS = 8.0
 """Of load before a cell is measured: what an automatic arm has to learn in a minute-long step."""
+REST_SECONDS = 1.5
+"""Before each arm: for a second after its last step the worker of another arm's server spins on the
+core that all of them share (``SpinCondition`` of vLLM's ``shm_broadcast``)."""
 
 
 def noisy(draft: Path, share: float) -> dict[str, torch.Tensor]:
@@ -122,6 +125,7 @@ def measure(
     number = [0]
 
     def runner(server: RolloutServer) -> float:
+        time.sleep(REST_SECONDS)
         return asyncio.run(Load(cell, number[0]).run(server.http))
 
     def after(done: int) -> None:

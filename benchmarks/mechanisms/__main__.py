@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.draft_length.__main__ import Load
+from benchmarks.draft_length.__main__ import REST_SECONDS, Load
 from benchmarks.harness import (
     Target,
     end_on_sigterm,
@@ -150,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         number = [0]
 
         def run(server: RolloutServer, requests: str) -> float:
+            time.sleep(REST_SECONDS)
             return asyncio.run(Load(requests, number[0]).run(server.http))
 
         for requests in parsed.requests:
