@@ -25,7 +25,6 @@ from examples.arithmetic_grpo.processes import Service, ServiceError, Services, 
 from examples.arithmetic_grpo.records import ADAPTED, FROZEN, MIXED, NGRAM, OFF, RunRecord
 from examples.arithmetic_grpo.report import write_report
 from examples.arithmetic_grpo.rollouts import RolloutClient
-from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.arithmetic_grpo.speed import measure_speed
 from examples.arithmetic_grpo.summary import (
     followed_in,
@@ -215,9 +214,8 @@ def _speed(
     for version in versions.values():
         rollouts.swap(version)  # keeps the release, which nobody serves once the trainer ends
     trainer.stop()
-    prompts = [prompt_ids(problem) for problem in held_out_problems(16)]
     run.speed, run.tokens_per_step = measure_speed(
-        rollouts, versions, prompts, rounds=options.speed_rounds, progress=table.note
+        rollouts, versions, rounds=options.speed_rounds, progress=table.note
     )
     table.note("")
 
@@ -231,16 +229,13 @@ def _ngram_speed(
 ) -> None:
     """The last policy on a server that drafts n-grams, after the other: an idle engine spins."""
     table.note("speed: starting a server that drafts n-grams")
-    prompts = [prompt_ids(problem) for problem in held_out_problems(16)]
     with RolloutServer(log, "--draft-kind", "ngram", policy=options.policy, draft=None) as server:
         server.stage("policy", "last", 1, policy_tensors(model, "bfloat16"))
         server.commit("last")
         rollouts = RolloutClient(server.http, server.control, server.control, "policy")
         try:
             run.ngram_speed, found = measure_speed(
-                *(rollouts, {NGRAM: None}, prompts),
-                rounds=options.speed_rounds,
-                progress=table.note,
+                rollouts, {NGRAM: None}, rounds=options.speed_rounds, progress=table.note
             )
         finally:
             rollouts.close()

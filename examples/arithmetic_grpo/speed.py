@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from examples.arithmetic_grpo.records import OFF
 from examples.arithmetic_grpo.rollouts import RolloutClient
+from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 
 BATCHES = (1, 8)
 
@@ -13,7 +14,6 @@ BATCHES = (1, 8)
 def measure_speed(
     rollouts: RolloutClient,
     versions: Mapping[str, int | None],
-    prompts: Sequence[Sequence[int]],
     *,
     rounds: int = 5,
     requests_per_round: int = 8,
@@ -28,7 +28,6 @@ def measure_speed(
         rollouts: the server, with nothing else to do.
         versions: by arm the release that drafts, None where no release does; without speculation
             is an arm of every comparison.
-        prompts: token ids; taken in turn.
         rounds: interleaved rounds.
         requests_per_round: requests of each arm, batch size and round, at least the batch size.
         progress: told what is being measured.
@@ -38,6 +37,7 @@ def measure_speed(
         in an engine step, generated / (generated - accepted), over all rounds.
     """
     arms = [*versions, OFF]
+    prompts = [prompt_ids(problem) for problem in held_out_problems(16)]
     totals = {arm: [0, 0] for arm in arms}
     figures: dict[str, dict[str, list[float]]] = {
         str(batch): {arm: [] for arm in arms} for batch in BATCHES

@@ -29,7 +29,7 @@ def plain_torch() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainerServer, Client]]:
-    """One that takes little and trains nothing, and whoever feeds it."""
+    """A server that takes short samples and does not train, and a client that feeds it."""
     config = make_config(
         tmp_path_factory.mktemp("ingest"),
         server={"max_tokens_per_sample": 32, "receive_window_bytes": 1 << 17},

@@ -142,7 +142,7 @@ def test_a_trainer_that_holds_its_acks_fills_a_bounded_outbox(
         # Or the next version might come before this one is announced, and shed for that.
         trainer.wait_for(lambda v=version: len(trainer.samples) >= 4 * v)  # type: ignore[misc]
     stats = bridge.stats()
-    # 4 of version 1; then 2 of them make room, then the last 2 and 0 of version 2 ...
+    # Version 2 sheds 2 of the 4 samples of version 1; version 3 the other 2, and 2 of version 2.
     assert stats.outbox_samples == 6
     assert sum(stats.shed.values()) == 6
     assert stats.shed["superseded"] == 6
