@@ -22,7 +22,7 @@ class Mtp(Served):
 
     name = "mtp"
     follows_policy = ("embed_tokens", "lm_head")
-    names = ("mtp.", "model.mtp_layers.")
+    names = ("mtp.", "model.mtp_")
 
     def check(self, model_dir: Path, draft_dir: Path) -> None:
         """See ``Served.check``."""

@@ -11,7 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3NextConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding as Qwen2Rotary
 from transformers.models.qwen3_next.modeling_qwen3_next import (
@@ -51,7 +56,22 @@ MIMO = {
     "head_dim": HIDDEN // 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-DOCUMENTS: dict[str, dict[str, Any]] = {"qwen3_next": QWEN, "mimo": MIMO}
+ERNIE = {
+    **{name: value for name, value in MIMO.items() if name != "head_dim"},
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "model_type": "ernie4_5_moe",
+    "moe_num_experts": 4,
+}
+DOCUMENTS: dict[str, dict[str, Any]] = {"qwen3_next": QWEN, "mimo": MIMO, "ernie4_5_moe": ERNIE}
+MODULES: dict[str, tuple[Any, ...]] = {
+    "qwen3_next": (
+        *(Qwen3NextConfig, Qwen3NextRMSNorm, Qwen3NextDecoderLayer),
+        Qwen3NextRotaryEmbedding,
+    ),
+    "mimo": (Qwen2Config, Qwen2RMSNorm, Qwen2DecoderLayer, Qwen2Rotary),
+    "ernie4_5_moe": (LlamaConfig, LlamaRMSNorm, LlamaDecoderLayer, LlamaRotaryEmbedding),
+}
+"""transformers' configuration, norm, layer and rotary embedding of each family's head."""
 
 
 def mtp_head(document: dict[str, Any], seed: int = 0) -> MtpHead:
@@ -74,23 +94,22 @@ class Reference(nn.Module):
     def __init__(self, head: MtpHead) -> None:
         super().__init__()
         self.family, state = FAMILIES[head.config.family], head.state_dict()
-        self.qwen = self.family.qwen
         names = {n: v for n, v in head.config.document.items() if n != "architectures"}
-        kind = Qwen3NextConfig if self.qwen else Qwen2Config
         names.pop("model_type")
+        kind, norm, layer, rotary = MODULES[head.config.family]
         self.config = kind(**names, attn_implementation="eager")
-        norm = Qwen3NextRMSNorm if self.qwen else Qwen2RMSNorm
         self.embed_norm, self.hidden_norm, self.norm = (norm(HIDDEN, 1e-6) for _ in range(3))
+        if head.config.family == "ernie4_5_moe":
+            self.norm = nn.Identity()
         self.fc = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
-        self.layer = (Qwen3NextDecoderLayer if self.qwen else Qwen2DecoderLayer)(self.config, 0)
-        self.rotary = (Qwen3NextRotaryEmbedding if self.qwen else Qwen2Rotary)(self.config)
+        self.layer, self.rotary = layer(self.config, 0), rotary(self.config)
         self.load_state_dict(state)
 
     def fused(self, embeds: Tensor, hidden: Tensor, position: int) -> Tensor:
-        if not self.qwen and position == 0:
+        if self.family.blind_start and position == 0:
             embeds = torch.zeros_like(embeds)
         halves = [self.embed_norm(embeds), self.hidden_norm(hidden)]
-        return self.fc(torch.cat(halves if self.qwen else halves[::-1], -1))
+        return self.fc(torch.cat(halves if self.family.embedding_first else halves[::-1], -1))
 
     def chain(self, embeds: Tensor, final: Tensor, anchor: int, steps: int) -> list[Tensor]:
         """Outputs of the anchor's steps; ``embeds`` and ``final`` are the row's, [T, H]."""
@@ -228,12 +247,43 @@ def test_a_head_that_is_not_represented(changes: dict[str, Any], field: str) -> 
         MtpConfig.from_dict(QWEN | changes)
 
 
+@pytest.mark.parametrize(
+    ("document", "changes", "field"),
+    [
+        (ERNIE, {"use_bias": True}, "use_bias"),
+        (ERNIE, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers"),
+        (QWEN, {"attention_bias": True}, "attention_bias"),
+        (MIMO, {"mlp_bias": True}, "mlp_bias"),
+        (MIMO, {"n_routed_experts": 8}, "n_routed_experts"),
+    ],
+)
+def test_what_a_family_does_not_represent(
+    document: dict[str, Any], changes: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(RefusedError, match=f"config.json {field}.*ernie4_5_moe are supported"):
+        MtpConfig.from_dict(document | changes)
+
+
+def test_exact_names_of_ernie() -> None:
+    names = {FAMILIES["ernie4_5_moe"].stored(name) for name in mtp_head(ERNIE).state_dict()}
+    block = "model.mtp_block.0."
+    assert names == {
+        "model.mtp_emb_norm.0.weight",
+        "model.mtp_hidden_norm.0.weight",
+        "model.mtp_linear_proj.0.weight",
+        f"{block}input_layernorm.weight",
+        f"{block}post_attention_layernorm.weight",
+        *(f"{block}self_attn.{part}_proj.weight" for part in "qkvo"),
+        *(f"{block}mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    }
+
+
 def test_experts_elsewhere_in_the_policy_are_no_matter() -> None:
     dense = {"num_experts": 8, "mlp_only_layers": [0]}
     assert MtpConfig.from_dict(QWEN | dense).block.intermediate_size == 24
     nested = {"model_type": "qwen3_5", "text_config": QWEN | {"model_type": "qwen3_5_text"}}
     config = MtpConfig.from_dict(nested)
-    assert (config.family, config.vocab_size) == ("qwen3_5", VOCAB)
+    assert (config.family, config.vocab_size) == ("qwen3_5_text", VOCAB)
     assert config.to_dict() == nested
 
 

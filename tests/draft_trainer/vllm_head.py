@@ -22,6 +22,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
 
 
@@ -81,6 +82,87 @@ def run(policy: str, draft: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]
     return {name: tensor.clone() for name, tensor in out.items()}
 
 
+class _Chain(nn.Module):
+    """Attention of new tokens to all tokens since ``start`` was called."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.shape = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
+        self.start()
+
+    def start(self) -> None:
+        self.keys, self.values = torch.empty(0), torch.empty(0)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads, kv_heads, head_dim = self.shape
+        q, k, v = (x.view(len(x), -1, head_dim).transpose(0, 1) for x in (q, k, v))
+        self.keys = torch.cat([self.keys, k], 1) if self.keys.numel() else k
+        self.values = torch.cat([self.values, v], 1) if self.values.numel() else v
+        k, v = (x.repeat_interleave(heads // kv_heads, dim=0) for x in (self.keys, self.values))
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return out.transpose(0, 1).flatten(1)
+
+
+def run_mtp(head: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What an MTP head gives for each anchor: a chain of steps, as vLLM's V1 runner drafts.
+
+    Args:
+        head: a release, which is also taken for the policy's configuration.
+        inputs: ``embeds`` and ``final`` [T, H], ``lm_head`` [vocab, H], ``anchors`` [N], ``steps``.
+
+    Returns:
+        ``hidden`` [N, steps, H], what the next step is given, and ``logits`` [N, steps, vocab].
+    """
+    steps, rows = int(inputs["steps"]), inputs["lm_head"]
+    config = EngineArgs(
+        model=head,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=64,
+        enforce_eager=True,
+        speculative_config={"method": "mtp", "model": head, "num_speculative_tokens": steps},
+    ).create_engine_config()
+    assert config.speculative_config is not None
+    hidden_states, logits = [], []
+    with set_current_vllm_config(config):
+        if not model_parallel_is_initialized():
+            initialize_model_parallel(1, 1)
+        drafter = config.speculative_config.draft_model_config
+        model = get_model(vllm_config=config, model_config=drafter)
+        chains = []
+        for module in model.modules():
+            if hasattr(module, "qkv_proj"):
+                chains.append(_Chain(module))
+                module.attn = chains[-1]
+        heads = [m for n, m in model.named_modules() if n.endswith(("lm_head", "shared_head.head"))]
+        assert len(chains) == len(heads) == 1
+        heads[0].weight = nn.Parameter(rows)
+        heads[0].quant_method = _Plain()
+        with torch.inference_mode(), set_forward_context(None, config):
+            for anchor in inputs["anchors"].tolist():
+                chains[0].start()
+                taken, hidden = slice(0, anchor + 1), inputs["final"][: anchor + 1]
+                for step in range(steps):
+                    positions = torch.arange(64)[taken]
+                    embeds = inputs["embeds"][1:][taken].clone()
+                    hidden = model(None, positions, hidden, inputs_embeds=embeds)[-1:]
+                    hidden_states.append(hidden[0].clone())
+                    logits.append(model.compute_logits(hidden)[0].clone())
+                    taken = slice(anchor + step + 1, anchor + step + 2)
+    return {
+        "hidden": torch.stack(hidden_states).unflatten(0, (-1, steps)),
+        "logits": torch.stack(logits).unflatten(0, (-1, steps)),
+    }
+
+
+class _Plain:
+    """Of an lm_head: the product with the rows that it was given."""
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, layer.weight, bias)
+
+
 def main(job: dict[str, object]) -> None:
     """Run every draft of the job and save what came out beside it."""
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker has it
@@ -88,7 +170,10 @@ def main(job: dict[str, object]) -> None:
         init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, "gloo")
         for draft in job["drafts"]:  # type: ignore[attr-defined]
             inputs = load_file(str(job["inputs"]))
-            save_file(run(str(job["policy"]), draft, inputs), f"{draft}.safetensors")
+            found = (
+                run(str(job["policy"]), draft, inputs) if job["policy"] else run_mtp(draft, inputs)
+            )
+            save_file(found, f"{draft}.safetensors")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Shape of a policy's MTP head, from the policy's own ``config.json``.
 
 vLLM has no configuration for a head alone: it reads the policy's, so a release carries that one.
-Two families are represented, in the names and with the function of vLLM 0.32's
-``qwen3_next_mtp.py``, ``qwen3_5_mtp.py`` and ``mimo_mtp.py``: one module, whose block is dense.
+The families are represented in the names and with the function of vLLM 0.32's
+``qwen3_next_mtp.py``, ``qwen3_5_mtp.py``, ``mimo_mtp.py`` and ``ernie_mtp.py``: one module, whose
+block is dense.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from draft_trainer.drafters.draft import StoredShape
 from draft_trainer.drafters.rope import Rope
 from slipstream.errors import RefusedError
 
+PARTS = ("fc.", "embed_norm.", "hidden_norm.", "layer.", "norm.")
+"""What the names of parameters begin with in ``MtpHead``."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -25,73 +29,65 @@ class Family:
     Attributes:
         modules: names of the checkpoint's config.json that say how many modules there are.
         prefix: what every tensor's name begins with in the checkpoint.
-        names: what follows there for the head's parts, by their names in ``MtpHead``.
-        qwen: the block is Qwen3-Next's, whose norms are centred on 0, not Qwen2's.
+        names: what follows there for ``PARTS``; None: the head has no such part.
+        block: whose decoder layer it has: "llama", "qwen2" or "qwen3_next".
         embedding_first: the fused vector begins with the embedding, not with the hidden state.
         blind_start: the embedding at position 0 counts as zeros.
     """
 
     modules: tuple[str, ...]
     prefix: str
-    names: Mapping[str, str]
-    qwen: bool
+    names: tuple[str | None, ...]
+    block: str
     embedding_first: bool
     blind_start: bool
 
     def stored(self, name: str) -> str:
         """The name in the checkpoint of a parameter of ``MtpHead``."""
-        part = next(part for part in self.names if name.startswith(part))
-        return self.prefix + self.names[part] + name.removeprefix(part)
+        at, part = next((at, part) for at, part in enumerate(PARTS) if name.startswith(part))
+        return f"{self.prefix}{self.names[at]}{name.removeprefix(part)}"
 
 
 _QWEN = Family(
     ("num_nextn_predict_layers", "mtp_num_hidden_layers"),
     "mtp.",
-    {
-        "fc.": "fc.",
-        "embed_norm.": "pre_fc_norm_embedding.",
-        "hidden_norm.": "pre_fc_norm_hidden.",
-        "layer.": "layers.0.",
-        "norm.": "norm.",
-    },
-    qwen=True,
+    ("fc.", "pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "layers.0.", "norm."),
+    block="qwen3_next",
     embedding_first=True,
     blind_start=False,
 )
 FAMILIES = {
-    "qwen3_next": _QWEN,
-    "qwen3_5": _QWEN,
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text"), _QWEN),
     "mimo": Family(
         ("num_nextn_predict_layers",),
         "model.mtp_layers.",
-        {
-            "fc.": "0.input_proj.",
-            "embed_norm.": "0.token_layernorm.",
-            "hidden_norm.": "0.hidden_layernorm.",
-            "layer.": "0.",
-            "norm.": "0.final_layernorm.",
-        },
-        qwen=False,
+        ("0.input_proj.", "0.token_layernorm.", "0.hidden_layernorm.", "0.", "0.final_layernorm."),
+        block="qwen2",
         embedding_first=False,
         blind_start=True,
     ),
+    # Its block rotates halves of a head in vLLM, although the policy's layers rotate neighbours.
+    "ernie4_5_moe": Family(
+        ("num_nextn_predict_layers",),
+        "model.mtp_",
+        ("linear_proj.0.", "emb_norm.0.", "hidden_norm.0.", "block.0.", None),
+        block="llama",
+        embedding_first=True,
+        blind_start=True,
+    ),
 }
-"""By ``MtpConfig.family``."""
+"""By the language model's ``model_type``."""
 
-_MODEL_TYPES = {
-    "qwen3_next": "qwen3_next",
-    "qwen3_5": "qwen3_5",
-    "qwen3_5_text": "qwen3_5",
-    "mimo": "mimo",
-}
 _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "layer_scale": (False, None),
     "qkv_bias": (False, None),
+    "mlp_bias": (False, None),
     "use_sliding_window": (False, None),
     "mtp_use_dedicated_embeddings": (False, None),
     "dual_chunk_attention_config": (None,),
 }
+_NO_BIAS = dict.fromkeys(("attention_bias", "bias", "use_bias"), (False, None))
 # Multimodal rotary sections: a text's tokens have the same position in each of them.
 _MROPE = ("mrope_section", "mrope_interleaved")
 
@@ -123,7 +119,10 @@ class MtpConfig(StoredShape):
         """
         text: Mapping[str, Any] = document.get("text_config") or document
         family = FAMILIES[name := _family(document, text)]
-        for field, allowed in _FIXED_VALUES.items():
+        qwen2, qwen3_next = (family.block == block for block in ("qwen2", "qwen3_next"))
+        # vLLM's Qwen2 has these biases whatever the config.json says.
+        fixed = _FIXED_VALUES if qwen2 else _FIXED_VALUES | _NO_BIAS
+        for field, allowed in fixed.items():
             if text.get(field) not in allowed:
                 _refuse(field, text.get(field), allowed[0])
         for field in family.modules:
@@ -142,11 +141,13 @@ class MtpConfig(StoredShape):
             block=BlockShape.of(
                 *(text, "the policy's", _rope(text, family)),
                 # transformers' default for Qwen3-Next and 3.5 is not hidden / heads.
-                size_of(text, "head_dim") if family.qwen else hidden // heads,
-                qk_norm=family.qwen,
-                qkv_bias=not family.qwen,
-                output_gate=family.qwen and text.get("attn_output_gate", True) is True,
-                zero_centred=family.qwen,
+                size_of(text, "head_dim")
+                if qwen3_next or text.get("head_dim") is not None
+                else hidden // heads,
+                qk_norm=qwen3_next,
+                qkv_bias=qwen2,
+                output_gate=qwen3_next and text.get("attn_output_gate", True) is True,
+                zero_centred=qwen3_next,
             ),
             document=dict(document),
         )
@@ -161,11 +162,12 @@ def _family(document: Mapping[str, Any], text: Mapping[str, Any]) -> str:
         _refuse("kv_lora_rank", text["kv_lora_rank"], "none: latent attention is not represented")
     experts = next((n for n in ("num_experts", "n_routed_experts") if text.get(n)), None)
     dense = 0 in (text.get("mlp_only_layers") or ()) or text.get("decoder_sparse_step", 1) != 1
-    if experts is not None and not (kind == "qwen3_next" and dense):
+    dense = kind == "ernie4_5_moe" or (kind == "qwen3_next" and dense)
+    if experts is not None and not dense:
         _refuse(experts, text[experts], "0, or a dense MTP block: experts are not represented")
-    if kind not in _MODEL_TYPES:
-        _refuse("model_type", kind, f"one of {[*_MODEL_TYPES]}")
-    return _MODEL_TYPES[kind]
+    if kind not in FAMILIES:
+        _refuse("model_type", kind, f"one of {[*FAMILIES]}")
+    return str(kind)
 
 
 def _rope(text: Mapping[str, Any], family: Family) -> Rope:
@@ -175,7 +177,7 @@ def _rope(text: Mapping[str, Any], family: Family) -> Rope:
             fields[field] = {n: v for n, v in text[field].items() if n not in _MROPE}
     rope = Rope.from_dict(fields)
     named = {**fields, **(fields.get("rope_parameters") or {})}
-    if family.qwen and named.get("partial_rotary_factor") is None:
+    if family.block == "qwen3_next" and named.get("partial_rotary_factor") is None:
         # transformers' default for these is a quarter, and not the whole.
         _refuse("partial_rotary_factor", "nothing", "a number")
     return rope
@@ -186,5 +188,6 @@ def _refuse(name: str, found: object, expected: object) -> NoReturn:
         f"the policy's config.json {name}",
         found,
         expected,
-        'adapt an EAGLE-3 draft for this policy instead (draft.kind = "eagle3")',
+        f"MTP heads of {', '.join(FAMILIES)} are supported; for this policy, adapt an EAGLE-3 "
+        'draft (draft.kind = "eagle3")',
     )

@@ -1,7 +1,7 @@
 """The MTP head and its unroll.
 
 For the anchor i and step s: token in x_{i+1+s}, position i + s, hidden state in the policy's final
-state h_i (after its final norm) at s = 0 and the head's own normed output of step s - 1 afterwards;
+state h_i (after its final norm) at s = 0 and the head's own output of step s - 1 afterwards;
 attention to the step-0 keys of positions up to i and to the anchor's own keys of steps 1 .. s; the
 output predicts x_{i+2+s} through the policy's lm_head. This is what vLLM's V1 runner computes with
 one module for all draft positions. Embeddings and lm_head are the policy's and follow its versions.
@@ -17,7 +17,7 @@ from draft_trainer.drafters.attention import ttt_attention
 from draft_trainer.drafters.batch import Batch, ahead
 from draft_trainer.drafters.block import Block
 from draft_trainer.drafters.draft import Draft
-from draft_trainer.drafters.mtp.config import FAMILIES, MtpConfig
+from draft_trainer.drafters.mtp.config import FAMILIES, PARTS, MtpConfig
 from draft_trainer.drafters.ops import linear
 
 
@@ -39,15 +39,16 @@ class MtpHead(Draft):
         self.embed_norm, self.hidden_norm = shape.norm(), shape.norm()
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
         self.layer = Block(shape)
-        self.norm = shape.norm()
+        has_norm = FAMILIES[config.family].names[PARTS.index("norm.")] is not None
+        self.norm = shape.norm() if has_norm else nn.Identity()
 
     def normed(self, output: Tensor) -> Tensor:
-        """The output itself: ``unroll`` norms it, because the next step takes it normed."""
+        """The output itself: the next step takes what lm_head takes, so ``unroll`` norms it."""
         return output
 
     def unroll(self, batch: Batch, steps: int, first_anchor: int = 0) -> Iterator[Tensor]:
         """See ``Draft.unroll``; the parameters' type is what is computed in."""
-        family, dtype = FAMILIES[self.config.family], self.norm.weight.dtype
+        family, dtype = FAMILIES[self.config.family], self.fc.weight.dtype
         halves = self.fc.weight.chunk(2, dim=1)
         fc_of_embeds, fc_of_hidden = halves if family.embedding_first else halves[::-1]
         # The embedding's half is the same at every step but for a shift.

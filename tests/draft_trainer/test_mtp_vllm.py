@@ -1,0 +1,121 @@
+"""Every family of MTP heads against vLLM's own modules, step by step of a served draft."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draft_trainer.drafters.batch import Batch
+from draft_trainer.drafters.mtp.checkpoint import Mtp
+from draft_trainer.drafters.mtp.config import MtpConfig
+from draft_trainer.drafters.mtp.head import MtpHead
+from draft_trainer.drafters.policy import PolicyHead
+
+WIDTH, VOCAB, TOKENS, STEPS, ANCHORS = 64, 128, 12, 4, (0, 1, 7)
+TOLERANCE = 1e-5
+"""Relative to the largest value; float32 on both sides, other orders of summation."""
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+_DOCUMENTS: dict[str, dict[str, Any]] = {
+    # transformers does not know MiMo: its checkpoints bring their configuration's code.
+    "mimo": {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"},
+    "ernie4_5_moe": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+    },
+}
+
+
+def _head(name: str) -> MtpHead:
+    """Random in everything, the norms' weights and the biases too."""
+    torch.manual_seed(len(name))
+    head = MtpHead(MtpConfig.from_dict(_SIZES | _DOCUMENTS[name]))
+    with torch.no_grad():
+        for parameter in head.state_dict().values():
+            centre = 1.0 if parameter.ndim == 1 else 0.0
+            torch.nn.init.normal_(parameter, centre, 0.3 if centre else parameter.shape[1] ** -0.5)
+    return head
+
+
+def _inputs() -> dict[str, Tensor]:
+    """One sequence from its first token on."""
+    torch.manual_seed(1)
+    return {
+        "embeds": torch.randn(TOKENS, WIDTH),
+        "final": 3.0 * torch.randn(TOKENS, WIDTH),
+        "lm_head": torch.randn(VOCAB, WIDTH),
+        "anchors": torch.tensor(ANCHORS),
+        "steps": torch.tensor(STEPS),
+    }
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    """What vLLM's module computes of each family's release."""
+    pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp("families")
+    releases = {name: folder / name for name in _DOCUMENTS}
+    for name, path in releases.items():
+        path.mkdir()
+        Mtp().save(path, _head(name), torch.float32)
+    save_file(_inputs(), folder / "inputs.safetensors")
+    job = {
+        "policy": "",
+        "drafts": [str(path) for path in releases.values()],
+        "inputs": str(folder / "inputs.safetensors"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.draft_trainer.vllm_head", json.dumps(job)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {name: load_file(f"{path}.safetensors") for name, path in releases.items()}
+
+
+def _close(ours: Tensor, theirs: Tensor) -> None:
+    error = (ours - theirs).abs().max() / theirs.abs().max()
+    assert error < TOLERANCE, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("name", _DOCUMENTS)
+def test_steps_equal_vllms(served: dict[str, dict[str, Tensor]], name: str) -> None:
+    """What the next step is given, and the logits, of every anchor and step."""
+    head, inputs, theirs = _head(name), _inputs(), served[name]
+    batch = SimpleNamespace(
+        embeds=inputs["embeds"][None],
+        final_hidden=inputs["final"][None],
+        positions=torch.arange(TOKENS)[None],
+    )
+    policy = cast(PolicyHead, SimpleNamespace(lm_head_rows=inputs["lm_head"]))
+    with torch.no_grad():
+        for step, output in enumerate(head.unroll(cast(Batch, batch), STEPS)):
+            for number, anchor in enumerate(ANCHORS):
+                _close(output[0, anchor], theirs["hidden"][number, step])
+                _close(head.logits(output, policy)[0, anchor], theirs["logits"][number, step])
