@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -197,11 +197,12 @@ async def control_plane(
     # Without credentials of its own it would be refused by servers that ask for some.
     shown.fetches = settings.peers is not None or settings.access.open
     control = RolloutControl(engine, store, tracker, committed, draft, policy, shown)
+    config = read_config(settings.model_dir, "MODEL")
     expected = {
         DRAFT: _expected_draft(draft, description, served),
         POLICY: replace(
-            _expected_policy(policy_layout, description, served),
-            quantized=quantization(read_config(settings.model_dir, "MODEL"), policy_layout),
+            _expected_policy(policy_layout, description, served, config),
+            quantized=quantization(config, policy_layout),
         ),
     }
     return control, RolloutService(control, expected, served, peers)
@@ -235,9 +236,11 @@ def _stage_first_draft(draft_dir: Path, store: ContentStore) -> Weights:
     return weights
 
 
-def _expected_policy(layout: Layout, description: Description, served: Served) -> Expected:
+def _expected_policy(
+    layout: Layout, description: Description, served: Served, config: Mapping[str, Any]
+) -> Expected:
     """All of the checkpoint but the draft's tensors in it, which a training loop does not have."""
-    policy = {name: tensor for name, tensor in layout.items() if not served.has(name)}
+    policy = {name: tensor for name, tensor in layout.items() if not served.has(name, config)}
     forbidden = dict.fromkeys(layout.keys() - policy, "stage it as a draft: it is one here")
     return Expected(POLICY, policy, description.served_dtype, forbidden=forbidden)
 

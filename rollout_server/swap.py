@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy as shallow_copy
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -120,11 +121,11 @@ class StandbyCopy:
 
         self._allocate()
         self._root.load_weights(weights)  # type: ignore[operator]
-        for _, copy in self.modules:
+        for live, copy in self.modules:
             _drop_unloaded(copy)
-            method = getattr(copy, "quant_method", None)
+            method = getattr(live, "quant_method", None)
             if isinstance(method, QuantizeMethodBase) and _is_loaded(copy):
-                method.process_weights_after_loading(copy)
+                _as_first_loaded(method).process_weights_after_loading(copy)
         if not any(_is_loaded(copy) for _, copy in self.modules):
             raise NotSwappableError("no tensor of the checkpoint is a parameter of the draft")
         self.hashes = self.read()
@@ -164,7 +165,7 @@ class StandbyCopy:
         if not own and not any(copy is not None for _, copy in named):
             return None
         kind = type(live).__name__
-        if live._buffers:
+        if any(buffer is not None for buffer in live._buffers.values()):
             # What a loader copies into them would be live at once.
             raise NotSwappableError(f"{kind} has buffers")
         copy = live.__class__.__new__(live.__class__)
@@ -240,6 +241,19 @@ def _rebind_loaders(tensor: torch.Tensor, module: _Copied) -> None:
         if isinstance(value, MethodType) and value.__self__ in (module.live, layer_ref_sentinel):
             value = value.__func__.__get__(module.copy)
         tensor.__dict__[name] = value
+
+
+def _as_first_loaded(method: Any) -> Any:
+    """Of experts, a method that has not processed any: it packs them only the first time.
+
+    ``UnquantizedFusedMoEMethod._setup_kernel`` in vLLM's
+    ``layers/fused_moe/unquantized_fused_moe_method.py``.
+    """
+    if getattr(method, "moe_kernel", None) is None:
+        return method
+    fresh = shallow_copy(method)
+    fresh.moe_kernel = None
+    return fresh
 
 
 def _is_loaded(copy: nn.Module) -> bool:

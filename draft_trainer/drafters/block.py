@@ -117,7 +117,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Projections of the SwiGLU."""
+    """A SwiGLU."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()
@@ -125,17 +125,22 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] to [..., H], of one without biases."""
+        gate_up = torch.cat([self.gate_proj.weight, self.up_proj.weight])
+        return swiglu_linear(linear(x, gate_up), self.down_proj.weight)
+
 
 class Block(nn.Module):
-    """The layer."""
+    """The layer; ``mlp`` replaces its SwiGLU."""
 
-    def __init__(self, shape: BlockShape) -> None:
+    def __init__(self, shape: BlockShape, mlp: nn.Module | None = None) -> None:
         super().__init__()
         self.shape = shape
         self.input_layernorm = shape.norm()
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = shape.norm()
-        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
+        self.mlp = mlp or MLP(shape.hidden_size, shape.intermediate_size)
         # Not a buffer: ``to(bfloat16)`` must not round the rotary angles.
         self._inv_freq = shape.rope.inverse_frequencies(shape.head_dim)
         self._attention_scale = shape.rope.attention_scale()
@@ -190,6 +195,5 @@ class Block(nn.Module):
         if gate is not None:
             attended = attended * gate.sigmoid()
         hidden = hidden + linear(attended.flatten(2), self.self_attn.o_proj.weight)
-        gate_up = torch.cat([self.mlp.gate_proj.weight, self.mlp.up_proj.weight])
-        gated = linear(self.post_attention_layernorm(hidden), gate_up)
-        return hidden + swiglu_linear(gated, self.mlp.down_proj.weight)
+        mlp: Tensor = self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + mlp

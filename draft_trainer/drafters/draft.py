@@ -402,7 +402,12 @@ class OneLayout(Drafter):
             raise RefusedError("layout", layout, "plain", "leave it out: there is no other")
         config = draft.config
         document = config.to_dict() if like is None else read_json(like / CONFIG_FILE, self.advice)
-        tensors = {name: t.detach().to("cpu", dtype) for name, t in draft.state_dict().items()}
+        trained = dict(draft.named_parameters())
+        tensors = {
+            # What is not trained keeps its type: rounding could change what a router chooses.
+            name: t.detach().to("cpu", dtype if name in trained else t.dtype)
+            for name, t in draft.state_dict().items()
+        }
         names = {name: self.stored_name(config, name) for name in tensors}
         Checkpoint(
             *(self.module, config, tensors, None, document, names), with_t2d=False, as_stored=True

@@ -44,14 +44,19 @@ def served_by(kind: str | None, draft_dir: Path | None) -> Served:
         manifest = read_manifest(draft_dir)
         kind = manifest.draft_kind if manifest is not None else ""
     if draft_dir is not None:
-        found = read_config(draft_dir, "--draft").get("architectures")
+        config = read_config(draft_dir, "--draft")
+        found = config.get("architectures")
         names = [*map(str, found)] if isinstance(found, list) else []
         _refuse_others(names, kind or None, draft_dir)
         if not kind and ARCHITECTURE in names:
             kind = Dflash.name
         if not kind:
             layout = read_layout(draft_dir, "--draft")
-            known = (name for name, served in SERVED.items() if any(map(served.has, layout)))
+            known = (
+                name
+                for name, served in SERVED.items()
+                if any(served.has(tensor, config) for tensor in layout)
+            )
             kind = next(known, "eagle3")
     if kind not in SERVED:
         expected = f"one of {[*SERVED]}"

@@ -22,6 +22,9 @@ RULES: Mapping[str, tuple[str, ...]] = {
         "_k_norm_weights",
         "_hidden_norm_weight",
     ),
+    # vllm/model_executor/layers/fused_moe: a CPU's kernel packs the experts in place, and only when
+    # they are first loaded: after a reload they would be multiplied as if they were packed.
+    "RoutedExperts": ("w13_weight", "w2_weight"),
 }
 """Attributes by the name of the module's class; a subclass may derive more and needs its own."""
 

@@ -26,8 +26,8 @@ class Served(ABC):
     follows_policy: ClassVar[tuple[str, ...]] = ()
     names: ClassVar[tuple[str, ...]] = ()
 
-    def has(self, name: str) -> bool:
-        """Whether a tensor of a policy's checkpoint is the draft's."""
+    def has(self, name: str, config: Config) -> bool:
+        """Whether a tensor of a checkpoint with this config.json is the draft's."""
         return name.startswith(self.names)
 
     @abstractmethod

@@ -11,7 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3NextConfig,
+)
+from transformers.models.glm4_moe.modeling_glm4_moe import (
+    Glm4MoeDecoderLayer,
+    Glm4MoeRMSNorm,
+    Glm4MoeRotaryEmbedding,
+)
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRMSNorm,
@@ -62,7 +73,28 @@ ERNIE = {
     "model_type": "ernie4_5_moe",
     "moe_num_experts": 4,
 }
-DOCUMENTS: dict[str, dict[str, Any]] = {"qwen3_next": QWEN, "mimo": MIMO, "ernie4_5_moe": ERNIE}
+GLM = {
+    **ERNIE,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "head_dim": 8,
+    "rope_parameters": QWEN["rope_parameters"],
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "n_group": 3,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    **{"qwen3_next": QWEN, "mimo": MIMO},
+    **{"ernie4_5_moe": ERNIE, "glm4_moe": GLM},
+}
 MODULES: dict[str, tuple[Any, ...]] = {
     "qwen3_next": (
         *(Qwen3NextConfig, Qwen3NextRMSNorm, Qwen3NextDecoderLayer),
@@ -70,6 +102,7 @@ MODULES: dict[str, tuple[Any, ...]] = {
     ),
     "mimo": (Qwen2Config, Qwen2RMSNorm, Qwen2DecoderLayer, Qwen2Rotary),
     "ernie4_5_moe": (LlamaConfig, LlamaRMSNorm, LlamaDecoderLayer, LlamaRotaryEmbedding),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeRMSNorm, Glm4MoeDecoderLayer, Glm4MoeRotaryEmbedding),
 }
 """transformers' configuration, norm, layer and rotary embedding of each family's head."""
 
@@ -81,11 +114,28 @@ def mtp_head(document: dict[str, Any], seed: int = 0) -> MtpHead:
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        for buffer in head.buffers():
+            buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.3)
     return head
 
 
 def batch_of(policy: Policy, count: int = 3) -> Batch:
     return collate(policy.samples(count), policy.heads(rows=torch.arange(VOCAB)))
+
+
+def fused_experts(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """With the experts' matrices in one tensor each, as transformers has them."""
+    of_experts = [name for name in tensors if ".experts." in name]
+    if not of_experts:
+        return tensors
+    at = of_experts[0].partition("experts.")[0] + "experts."
+    count = 1 + max(int(name.removeprefix(at).partition(".")[0]) for name in of_experts)
+    gate, up, down = (
+        torch.stack([tensors[f"{at}{number}.{part}_proj.weight"] for number in range(count)])
+        for part in ("gate", "up", "down")
+    )
+    kept = {name: tensor for name, tensor in tensors.items() if name not in of_experts}
+    return kept | {f"{at}gate_up_proj": torch.cat([gate, up], 1), f"{at}down_proj": down}
 
 
 class Reference(nn.Module):
@@ -102,8 +152,13 @@ class Reference(nn.Module):
         if head.config.family == "ernie4_5_moe":
             self.norm = nn.Identity()
         self.fc = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
-        self.layer, self.rotary = layer(self.config, 0), rotary(self.config)
-        self.load_state_dict(state)
+        # Of GLM's layers those after the policy's have experts.
+        number = self.config.num_hidden_layers if head.config.experts else 0
+        self.layer, self.rotary = layer(self.config, number), rotary(self.config)
+        self.load_state_dict(fused_experts(state))
+
+    def normed(self, output: Tensor) -> Tensor:
+        return output if self.family.norm_fed else self.norm(output)
 
     def fused(self, embeds: Tensor, hidden: Tensor, position: int) -> Tensor:
         if self.family.blind_start and position == 0:
@@ -125,7 +180,7 @@ class Reference(nn.Module):
             angles = self.rotary(x, torch.arange(count)[None])
             out = self.layer(x, position_embeddings=angles, attention_mask=mask)
             out = out[0] if isinstance(out, tuple) else out
-            outputs.append(self.norm(out)[0, -1])
+            outputs.append((self.norm(out) if self.family.norm_fed else out)[0, -1])
         return outputs
 
 
@@ -147,14 +202,22 @@ def test_outputs_and_gradients_are_those_of_a_chain_run_anchor_by_anchor(
                 found = outputs[step][row, anchor - first_anchor]
                 torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
                 weight = torch.randn(HIDDEN, generator=generator)
-                ours, theirs = ours + found @ weight, theirs + expected @ weight
+                ours = ours + head.normed(found[None])[0] @ weight
+                theirs = theirs + reference.normed(expected) @ weight
     ours.backward()
     theirs.backward()
-    expected_grads = dict(reference.named_parameters())
-    for parameter_name, parameter in head.named_parameters():
-        expected = expected_grads[parameter_name].grad
+    expected_grads = {n: p.grad for n, p in reference.named_parameters()}
+    # An expert that no token is sent to has no gradient.
+    zeros = {n: torch.zeros_like(p) for n, p in head.named_parameters()}
+    grads = fused_experts(
+        {n: zeros[n] if p.grad is None else p.grad for n, p in head.named_parameters()}
+    )
+    assert grads.keys() == expected_grads.keys()
+    for parameter_name, grad in grads.items():
+        expected = expected_grads[parameter_name]
         scale = float(expected.abs().max())
-        torch.testing.assert_close(parameter.grad, expected, atol=2e-4 * scale, rtol=1e-3)
+        assert scale > 0
+        torch.testing.assert_close(grad, expected, atol=2e-4 * scale, rtol=1e-3)
 
 
 def test_the_loss_is_the_divergence_over_the_whole_vocabulary_and_leaves_lm_head_alone() -> None:
@@ -191,10 +254,9 @@ def test_the_command_takes_out_the_policys_head(tmp_path: Path) -> None:
 def checkpoint(folder: Path, document: dict[str, Any], **others: Tensor) -> MtpHead:
     """A policy's folder: its config.json, and the head's tensors among others."""
     head = mtp_head(document)
-    family = FAMILIES[head.config.family]
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(document))
-    tensors = {family.stored(name): t.detach() for name, t in head.named_parameters()}
+    tensors = {head.config.stored(name): t.detach() for name, t in head.state_dict().items()}
     save_file(tensors | others, folder / "model.safetensors")
     return head
 
@@ -202,11 +264,14 @@ def checkpoint(folder: Path, document: dict[str, Any], **others: Tensor) -> MtpH
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_the_policys_own_head_becomes_release_0_and_goes_on(name: str, tmp_path: Path) -> None:
     policy, document = tmp_path / "policy", DOCUMENTS[name]
-    head = checkpoint(policy, document, **{"lm_head.weight": torch.ones(VOCAB, HIDDEN)})
+    copies = ("model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight")
+    head = checkpoint(
+        policy, document, **{n: torch.ones(VOCAB, HIDDEN) for n in ("lm_head.weight", *copies)}
+    )
     registry = Registry(tmp_path / "releases", DRAFTERS["mtp"])
     assert registry.import_initial(policy, policy).draft_kind == "mtp"
     kept = load_file(registry.path(0) / "model.safetensors")
-    assert kept.keys() == {FAMILIES[name].stored(n) for n in head.state_dict()}
+    assert kept.keys() == {head.config.stored(n) for n in head.state_dict()}
     assert json.loads((registry.path(0) / "config.json").read_text()) == document
     again = registry.drafter.read(registry.path(0), policy)
     assert again.as_stored
@@ -233,6 +298,7 @@ def test_the_policys_own_head_becomes_release_0_and_goes_on(name: str, tmp_path:
         ({"model_type": "deepseek_v3", "n_routed_experts": 8}, "n_routed_experts"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "kv_lora_rank"),
         ({"model_type": "glm4"}, "model_type"),
+        ({"model_type": "glm_ocr"}, "model_type"),
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers"),
         ({"mtp_num_hidden_layers": 3}, "mtp_num_hidden_layers"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -255,17 +321,24 @@ def test_a_head_that_is_not_represented(changes: dict[str, Any], field: str) -> 
         (QWEN, {"attention_bias": True}, "attention_bias"),
         (MIMO, {"mlp_bias": True}, "mlp_bias"),
         (MIMO, {"n_routed_experts": 8}, "n_routed_experts"),
+        (GLM, {"kv_lora_rank": 512}, "kv_lora_rank"),
+        (GLM, {"num_mtp_layers": 2}, "num_mtp_layers"),
+        (GLM, {"first_k_dense_replace": 3}, "first_k_dense_replace"),
+        (GLM, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
 def test_what_a_family_does_not_represent(
     document: dict[str, Any], changes: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(RefusedError, match=f"config.json {field}.*ernie4_5_moe are supported"):
+    with pytest.raises(
+        RefusedError, match=f"config.json {field}.*ernie4_5_moe, glm4_moe are supported"
+    ):
         MtpConfig.from_dict(document | changes)
 
 
 def test_exact_names_of_ernie() -> None:
-    names = {FAMILIES["ernie4_5_moe"].stored(name) for name in mtp_head(ERNIE).state_dict()}
+    head = mtp_head(ERNIE)
+    names = {head.config.stored(name) for name in head.state_dict()}
     block = "model.mtp_block.0."
     assert names == {
         "model.mtp_emb_norm.0.weight",
@@ -276,6 +349,34 @@ def test_exact_names_of_ernie() -> None:
         *(f"{block}self_attn.{part}_proj.weight" for part in "qkvo"),
         *(f"{block}mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
     }
+
+
+def test_exact_names_of_glm() -> None:
+    head = mtp_head(GLM)
+    block, parts = "model.layers.2.", ("gate", "up", "down")
+    experts = [*(f"experts.{number}" for number in range(6)), "shared_experts"]
+    assert {head.config.stored(name) for name in head.state_dict()} == {
+        *(f"{block}{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+        *(f"{block}{name}_layernorm.weight" for name in ("input", "post_attention")),
+        *(f"{block}self_attn.{part}_proj.weight" for part in "qkvo"),
+        *(f"{block}self_attn.{part}_proj.bias" for part in "qkv"),
+        *(f"{block}self_attn.{part}_norm.weight" for part in "qk"),
+        *(f"{block}mlp.{expert}.{part}_proj.weight" for expert in experts for part in parts),
+        f"{block}mlp.gate.weight",
+        f"{block}mlp.gate.e_score_correction_bias",
+    }
+
+
+def test_a_release_keeps_the_correction_of_the_router_in_float32(tmp_path: Path) -> None:
+    """Rounded, it would send tokens to other experts."""
+    head, name = mtp_head(GLM), "layer.mlp.gate.e_score_correction_bias"
+    Mtp().save(tmp_path, head, torch.bfloat16)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(stored[head.config.stored(name)], head.get_buffer(name))
+    assert {t.dtype for n, t in stored.items() if not n.endswith("correction_bias")} == {
+        torch.bfloat16
+    }
+    assert torch.equal(Mtp().read(tmp_path).draft().get_buffer(name), head.get_buffer(name))
 
 
 def test_experts_elsewhere_in_the_policy_are_no_matter() -> None:
@@ -318,7 +419,8 @@ def test_a_policy_whose_logits_vllm_does_not_make_is_refused() -> None:
             check_fit(PolicySizes(*sizes, **changes), shape)
 
 
-def test_training_raises_acceptance_on_final_states_alone() -> None:
+@pytest.mark.parametrize("document", [QWEN, GLM], ids=["qwen3_next", "glm4_moe"])
+def test_training_raises_acceptance_on_final_states_alone(document: dict[str, Any]) -> None:
     """The whole way of a step, with samples that have no auxiliary states."""
     policy = Policy()
     heads: PolicyHeads = policy.heads(rows=torch.arange(VOCAB))
@@ -327,8 +429,11 @@ def test_training_raises_acceptance_on_final_states_alone() -> None:
         for sample in policy.samples(24)
     ]
     config = TrainingConfig(ttt_steps=STEPS, learning_rate=3e-3, warmup_steps=0)
-    learner = Learner(mtp_head(QWEN), config)
+    learner = Learner(mtp_head(document), config)
+    before = {name: tensor.clone() for name, tensor in learner.head.state_dict().items()}
     assert learned(learner, samples, heads, STEPS) > 0.5
+    kept = {n for n, t in learner.head.state_dict().items() if torch.equal(t, before[n])}
+    assert kept == {name for name, _ in learner.head.named_buffers()}
 
 
 def test_every_kind_can_be_configured() -> None:

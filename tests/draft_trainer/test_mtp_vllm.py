@@ -23,19 +23,36 @@ WIDTH, VOCAB, TOKENS, STEPS, ANCHORS = 64, 128, 12, 4, (0, 1, 7)
 TOLERANCE = 1e-5
 """Relative to the largest value; float32 on both sides, other orders of summation."""
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": VOCAB,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
     "num_nextn_predict_layers": 1,
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
+}
+GLM: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
 }
 _DOCUMENTS: dict[str, dict[str, Any]] = {
     # transformers does not know MiMo: its checkpoints bring their configuration's code.
@@ -47,13 +64,19 @@ _DOCUMENTS: dict[str, dict[str, Any]] = {
         "moe_k": 2,
         "moe_intermediate_size": 32,
     },
+    "glm4_moe": GLM,
+    "glm4_moe of one group": GLM
+    | {
+        **{"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "routed_scaling_factor": 1.0},
+        **{"norm_topk_prob": False, "attention_bias": False, "use_qk_norm": False},
+    },
 }
 
 
 def _head(name: str) -> MtpHead:
     """Random in everything, the norms' weights and the biases too."""
     torch.manual_seed(len(name))
-    head = MtpHead(MtpConfig.from_dict(_SIZES | _DOCUMENTS[name]))
+    head = MtpHead(MtpConfig.from_dict(SIZES | _DOCUMENTS[name]))
     with torch.no_grad():
         for parameter in head.state_dict().values():
             centre = 1.0 if parameter.ndim == 1 else 0.0

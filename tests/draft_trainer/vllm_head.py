@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
-from vllm.distributed.parallel_state import model_parallel_is_initialized
+from vllm.distributed.parallel_state import (
+    destroy_model_parallel,
+    model_parallel_is_initialized,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
@@ -125,9 +128,10 @@ def run_mtp(head: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     ).create_engine_config()
     assert config.speculative_config is not None
     hidden_states, logits = [], []
+    # Which groups there are depends on whether the model has experts.
+    destroy_model_parallel()
     with set_current_vllm_config(config):
-        if not model_parallel_is_initialized():
-            initialize_model_parallel(1, 1)
+        initialize_model_parallel(1, 1)
         drafter = config.speculative_config.draft_model_config
         model = get_model(vllm_config=config, model_config=drafter)
         chains = []

@@ -92,6 +92,23 @@ def test_an_mtp_head_that_does_not_fit(tmp_path: Path) -> None:
         SERVED["ngram"].check(model, head)
 
 
+def test_the_head_of_glm_is_the_layer_after_the_policys(tmp_path: Path) -> None:
+    config, at = MODEL | {"model_type": "glm4_moe"}, "model.layers.2."
+    head = {f"{at}eh_proj.weight": torch.zeros(8, 16), f"{at}mlp.gate.weight": torch.zeros(4, 8)}
+    copy = {f"{at}shared_head.head.weight": torch.zeros(16, 8)}
+    policy = POLICY | {"model.layers.1.mlp.gate.weight": torch.zeros(4, 8)}
+    model = write(tmp_path / "model", policy | head | copy, model_type="glm4_moe")
+    release = write(tmp_path / "head", head, model_type="glm4_moe")
+    assert served_by(None, release).name == "mtp"
+    mtp = SERVED["mtp"]
+    mtp.check(model, release)
+    with pytest.raises(RefusedError, match=r"1 others, such as model.layers.2.shared_head.head"):
+        mtp.check(model, write(tmp_path / "copied", head | copy, model_type="glm4_moe"))
+    layout, seen = read_layout(model, "MODEL"), Description(True, ("lm_head.weight",), "float32")
+    expected = _expected_policy(layout, seen, mtp, config)
+    assert expected.layout.keys() == policy.keys()
+
+
 def test_a_draft_model_of_another_vocabulary(tmp_path: Path) -> None:
     model, draft = write(tmp_path / "model", POLICY), write(tmp_path / "draft", POLICY)
     SERVED["draft_model"].check(model, draft)
@@ -154,7 +171,7 @@ def test_stages_of_an_mtp_head_and_of_its_policy(tmp_path: Path) -> None:
         with pytest.raises(RefusedError):
             expected.check([*specs, spec_of(name.removeprefix("model."), tensor)])
     # A training loop has no head: its policy is the rest of the checkpoint.
-    policy = _expected_policy(read_layout(model, "MODEL"), seen, SERVED["mtp"])
+    policy = _expected_policy(read_layout(model, "MODEL"), seen, SERVED["mtp"], MODEL)
     whole = [spec_of(name, tensor) for name, tensor in POLICY.items()]
     policy.check(whole)
     with pytest.raises(RefusedError, match=r"mtp.fc.weight"):
@@ -173,6 +190,8 @@ def test_nothing_is_staged_where_there_is_no_draft() -> None:
 def test_shared_memory_is_fine_where_no_stage_writes() -> None:
     shared = Description(True, ("lm_head.weight",), "float32")
     refuse_shared(shared, SERVED["mtp"])
+    of_glm = Description(True, ("model.layers.2.shared_head.head.weight",), "float32")
+    refuse_shared(of_glm, SERVED["mtp"])
     with pytest.raises(RefusedError, match="lm_head"):
         refuse_shared(shared, SERVED["eagle3"])
 

@@ -81,7 +81,9 @@ class Drafts:
         for name, module in self.draft.named_modules():
             if "cpu_linear" in module.__dict__ and "embed_tokens" not in name:
                 width = getattr(module, "input_size", None) or self.model_config.get_hidden_size()
-                x = torch.randn(3, width, generator=generator).to(torch.bfloat16)
+                # A router's is in float32.
+                dtype = getattr(module, "params_dtype", torch.bfloat16)
+                x = torch.randn(3, width, generator=generator).to(dtype)
                 found[f"{name}(x)"] = module.cpu_linear(x, module.weight, None)  # type: ignore[operator]
         return found
 

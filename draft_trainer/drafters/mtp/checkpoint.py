@@ -31,7 +31,7 @@ class Mtp(OneLayout):
     def stored_name(self, config: DraftShape, name: str) -> str:
         """See ``OneLayout.stored_name``."""
         assert isinstance(config, MtpConfig)
-        return FAMILIES[config.family].stored(name)
+        return config.stored(name)
 
     def read(self, directory: Path, policy: Path | None = None) -> Checkpoint:
         """See ``Drafter.read``; whatever else the checkpoint has, the policy's weights, is left."""
@@ -44,10 +44,11 @@ class Mtp(OneLayout):
                 if ours.get(name) != theirs.get(name):
                     expected = f"{theirs.get(name)}, for this policy"
                     raise _refused(f"the draft's {name}", ours.get(name), expected)
-        family = FAMILIES[config.family]
-        stored = load_tensors(directory, family.prefix)
+        stored = load_tensors(directory, config.prefix)
+        for copy in FAMILIES[config.family].copies:
+            stored.pop(config.prefix + copy, None)
         if not stored:
-            expected = f"tensors {family.prefix}*, which a policy with an MTP head has"
+            expected = f"tensors {config.prefix}*, which a policy with an MTP head has"
             raise _refused(directory, "none of them", expected)
         return self.checkpoint(directory, config, stored, document)
 

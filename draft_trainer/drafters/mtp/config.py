@@ -2,8 +2,7 @@
 
 vLLM has no configuration for a head alone: it reads the policy's, so a release carries that one.
 The families are represented in the names and with the function of vLLM 0.32's
-``qwen3_next_mtp.py``, ``qwen3_5_mtp.py``, ``mimo_mtp.py`` and ``ernie_mtp.py``: one module, whose
-block is dense.
+``models/*_mtp.py``: one module, whose block is dense but for GLM's.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 from draft_trainer.checkpoints.policy import size_of
 from draft_trainer.drafters.block import BlockShape
 from draft_trainer.drafters.draft import StoredShape
+from draft_trainer.drafters.mtp.experts import ExpertsShape
 from draft_trainer.drafters.rope import Rope
 from slipstream.errors import RefusedError
 
@@ -28,11 +28,13 @@ class Family:
 
     Attributes:
         modules: names of the checkpoint's config.json that say how many modules there are.
-        prefix: what every tensor's name begins with in the checkpoint.
+        prefix: begins every tensor's name in the checkpoint; config.json's fields are in braces.
         names: what follows there for ``PARTS``; None: the head has no such part.
-        block: whose decoder layer it has: "llama", "qwen2" or "qwen3_next".
+        block: whose decoder layer it has: "llama", "qwen2", "qwen3_next" or "glm4_moe".
         embedding_first: the fused vector begins with the embedding, not with the hidden state.
         blind_start: the embedding at position 0 counts as zeros.
+        norm_fed: the next step takes the output after the norm, as lm_head does, not before it.
+        copies: names after the prefix of copies of the policy's tensors, which are not read.
     """
 
     modules: tuple[str, ...]
@@ -41,11 +43,8 @@ class Family:
     block: str
     embedding_first: bool
     blind_start: bool
-
-    def stored(self, name: str) -> str:
-        """The name in the checkpoint of a parameter of ``MtpHead``."""
-        at, part = next((at, part) for at, part in enumerate(PARTS) if name.startswith(part))
-        return f"{self.prefix}{self.names[at]}{name.removeprefix(part)}"
+    norm_fed: bool = True
+    copies: tuple[str, ...] = ()
 
 
 _QWEN = Family(
@@ -75,6 +74,16 @@ FAMILIES = {
         embedding_first=True,
         blind_start=True,
     ),
+    "glm4_moe": Family(
+        ("num_nextn_predict_layers", "num_mtp_layers"),
+        "model.layers.{num_hidden_layers}.",
+        ("eh_proj.", "enorm.", "hnorm.", "", "shared_head.norm."),
+        block="glm4_moe",
+        embedding_first=True,
+        blind_start=True,
+        norm_fed=False,
+        copies=("embed_tokens.weight", "shared_head.head.weight"),
+    ),
 }
 """By the language model's ``model_type``."""
 
@@ -99,15 +108,28 @@ class MtpConfig(StoredShape):
     Attributes:
         family: one of ``FAMILIES``.
         block: its decoder layer; its norms are of the same kind.
+        experts: what is in place of its SwiGLU, or None.
         document: the policy's config.json.
     """
 
     family: str
+    experts: ExpertsShape | None
 
     @property
     def plain_logits(self) -> bool:
         """As vLLM's MTP heads, whatever the policy does."""
         return True
+
+    @property
+    def prefix(self) -> str:
+        """What every tensor's name begins with in the checkpoint."""
+        text = self.document.get("text_config") or self.document
+        return FAMILIES[self.family].prefix.format(**text)
+
+    def stored(self, name: str) -> str:
+        """The name in the checkpoint of a tensor of ``MtpHead``."""
+        at, part = next((at, part) for at, part in enumerate(PARTS) if name.startswith(part))
+        return f"{self.prefix}{FAMILIES[self.family].names[at]}{name.removeprefix(part)}"
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> MtpConfig:
@@ -119,9 +141,9 @@ class MtpConfig(StoredShape):
         """
         text: Mapping[str, Any] = document.get("text_config") or document
         family = FAMILIES[name := _family(document, text)]
-        qwen2, qwen3_next = (family.block == block for block in ("qwen2", "qwen3_next"))
-        # vLLM's Qwen2 has these biases whatever the config.json says.
-        fixed = _FIXED_VALUES if qwen2 else _FIXED_VALUES | _NO_BIAS
+        qwen2, qwen3_next, glm = (family.block == b for b in ("qwen2", "qwen3_next", "glm4_moe"))
+        # vLLM's Qwen2 has biases whatever the config.json says, and GLM's block as it says.
+        fixed = _FIXED_VALUES if qwen2 or glm else _FIXED_VALUES | _NO_BIAS
         for field, allowed in fixed.items():
             if text.get(field) not in allowed:
                 _refuse(field, text.get(field), allowed[0])
@@ -131,7 +153,9 @@ class MtpConfig(StoredShape):
         if document.get("quantization_config") is not None:
             _refuse("quantization_config", "one", "none: give the policy as it was trained")
         hidden, heads = size_of(text, "hidden_size"), size_of(text, "num_attention_heads")
-        vocab = size_of(text, "vocab_size")
+        vocab, layers = size_of(text, "vocab_size"), size_of(text, "num_hidden_layers")
+        if glm and text["first_k_dense_replace"] > layers:
+            _refuse("first_k_dense_replace", text["first_k_dense_replace"], f"at most {layers}")
         return cls(
             aux_layer_ids=(),
             target_hidden_size=hidden,
@@ -140,15 +164,16 @@ class MtpConfig(StoredShape):
             family=name,
             block=BlockShape.of(
                 *(text, "the policy's", _rope(text, family)),
-                # transformers' default for Qwen3-Next and 3.5 is not hidden / heads.
+                # For Qwen3-Next, 3.5 and GLM the default is not hidden / heads.
                 size_of(text, "head_dim")
-                if qwen3_next or text.get("head_dim") is not None
+                if qwen3_next or glm or text.get("head_dim") is not None
                 else hidden // heads,
-                qk_norm=qwen3_next,
-                qkv_bias=qwen2,
+                qk_norm=qwen3_next or (glm and text.get("use_qk_norm") is True),
+                qkv_bias=qwen2 or (glm and text.get("attention_bias") is True),
                 output_gate=qwen3_next and text.get("attn_output_gate", True) is True,
                 zero_centred=qwen3_next,
             ),
+            experts=ExpertsShape.of(text) if glm else None,
             document=dict(document),
         )
 
@@ -162,9 +187,9 @@ def _family(document: Mapping[str, Any], text: Mapping[str, Any]) -> str:
         _refuse("kv_lora_rank", text["kv_lora_rank"], "none: latent attention is not represented")
     experts = next((n for n in ("num_experts", "n_routed_experts") if text.get(n)), None)
     dense = 0 in (text.get("mlp_only_layers") or ()) or text.get("decoder_sparse_step", 1) != 1
-    dense = kind == "ernie4_5_moe" or (kind == "qwen3_next" and dense)
-    if experts is not None and not dense:
-        _refuse(experts, text[experts], "0, or a dense MTP block: experts are not represented")
+    taken = kind in ("ernie4_5_moe", "glm4_moe") or (kind == "qwen3_next" and dense)
+    if experts is not None and not taken:
+        _refuse(experts, text[experts], "0, or a dense MTP block, or GLM-4.5's: no other experts")
     if kind not in FAMILIES:
         _refuse("model_type", kind, f"one of {[*FAMILIES]}")
     return str(kind)
@@ -177,8 +202,9 @@ def _rope(text: Mapping[str, Any], family: Family) -> Rope:
             fields[field] = {n: v for n, v in text[field].items() if n not in _MROPE}
     rope = Rope.from_dict(fields)
     named = {**fields, **(fields.get("rope_parameters") or {})}
-    if family.block == "qwen3_next" and named.get("partial_rotary_factor") is None:
-        # transformers' default for these is a quarter, and not the whole.
+    partly = family.block in ("qwen3_next", "glm4_moe")
+    if partly and named.get("partial_rotary_factor") is None:
+        # transformers' default for these is a quarter or half, and not the whole.
         _refuse("partial_rotary_factor", "nothing", "a number")
     return rope
 

@@ -18,11 +18,12 @@ from draft_trainer.drafters.batch import Batch, ahead
 from draft_trainer.drafters.block import Block
 from draft_trainer.drafters.draft import Draft
 from draft_trainer.drafters.mtp.config import FAMILIES, PARTS, MtpConfig
+from draft_trainer.drafters.mtp.experts import Experts
 from draft_trainer.drafters.ops import linear
 
 
 class MtpHead(Draft):
-    """The trainable part of an MTP head; ``Family.stored`` gives the checkpoint's names.
+    """The trainable part of an MTP head; ``MtpConfig.stored`` gives the checkpoint's names.
 
     Args:
         config: its shape.
@@ -35,16 +36,16 @@ class MtpHead(Draft):
     def __init__(self, config: MtpConfig, draft_vocab_ids: Tensor | None = None) -> None:
         super().__init__(draft_vocab_ids)
         self.config: MtpConfig = config
-        shape = config.block
+        shape, experts = config.block, config.experts
         self.embed_norm, self.hidden_norm = shape.norm(), shape.norm()
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
-        self.layer = Block(shape)
+        self.layer = Block(shape, Experts(shape.hidden_size, experts) if experts else None)
         has_norm = FAMILIES[config.family].names[PARTS.index("norm.")] is not None
         self.norm = shape.norm() if has_norm else nn.Identity()
 
     def normed(self, output: Tensor) -> Tensor:
-        """The output itself: the next step takes what lm_head takes, so ``unroll`` norms it."""
-        return output
+        """The output itself where ``unroll`` norms it, because the next step takes it normed."""
+        return output if FAMILIES[self.config.family].norm_fed else self.norm(output)
 
     def unroll(self, batch: Batch, steps: int, first_anchor: int = 0) -> Iterator[Tensor]:
         """See ``Draft.unroll``; the parameters' type is what is computed in."""
@@ -71,5 +72,7 @@ class MtpHead(Draft):
             else:
                 later.append((k, v))
             attended = ttt_attention(q, *prefix, later)
-            hidden = self.norm(self.layer.finish(fused, attended, gate))
+            hidden = self.layer.finish(fused, attended, gate)
+            if family.norm_fed:
+                hidden = self.norm(hidden)
             yield hidden

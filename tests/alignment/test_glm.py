@@ -1,0 +1,157 @@
+"""GLM's MTP head, whose block is a mixture of experts, on real vLLM: swaps, and what replay says.
+
+The example's policy is written as the GLM-4.5 model that it is: the experts of its last layer are
+copies of that layer's MLP. Tolerance and rollouts are those of ``test_replay``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from draft_trainer.drafters import DRAFTERS
+from draft_trainer.drafters.acceptance import expected_acceptance
+from examples.arithmetic_grpo import task
+from examples.arithmetic_grpo.make_draft import record as record_states
+from examples.arithmetic_grpo.make_draft import run
+from examples.arithmetic_grpo.make_mtp import new_head
+from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
+from examples.local_services import DRAFT_LENGTH
+from slipstream.v1 import rollout_server_pb2 as pb
+from tests.alignment.recorded import policy_heads, record
+from tests.alignment.test_replay import ROLLOUTS, TOLERANCE, counters, generate
+from tests.rollout_server.checkpoints import load, perturbed
+from tests.rollout_server.live import Live, RefusedError, prompts
+
+pytestmark = pytest.mark.vllm
+EXPERTS, SWAPS = 4, 8
+
+
+def as_glm(policy: Path, out: Path) -> Path:
+    """Write the example's Qwen3 checkpoint as GLM's into a new folder; answers the folder."""
+    config = json.loads((policy / "config.json").read_text())
+    layers, width = config["num_hidden_layers"], config["intermediate_size"]
+    left = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+    config = {name: value for name, value in config.items() if name not in left} | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "use_qk_norm": True,
+        "partial_rotary_factor": 1.0,
+        "rope_parameters": config["rope_parameters"] | {"partial_rotary_factor": 1.0},
+        "first_k_dense_replace": layers - 1,
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": width,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 1,
+    }
+    shutil.copytree(policy, out)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = load_file(policy / "model.safetensors")
+    at = f"model.layers.{layers - 1}.mlp."
+    for part in ("gate", "up", "down"):
+        matrix = tensors.pop(f"{at}{part}_proj.weight")
+        for number in range(EXPERTS):
+            tensors[f"{at}experts.{number}.{part}_proj.weight"] = matrix.clone()
+        shared = torch.zeros_like(matrix) if part == "down" else matrix.clone()
+        tensors[f"{at}shared_experts.{part}_proj.weight"] = shared
+    tensors[f"{at}gate.weight"] = torch.randn(EXPERTS, config["hidden_size"])
+    tensors[f"{at}gate.e_score_correction_bias"] = torch.zeros(EXPERTS)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+@pytest.fixture(scope="module")
+def case(
+    serve,  # type: ignore[no-untyped-def]
+    policy_dir: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Live, Path, Path]]:
+    """A server of a head that was trained for a minute, its policy, and the head."""
+    folder = tmp_path_factory.mktemp("glm")
+    policy, draft = as_glm(policy_dir, folder / "policy"), folder / "head"
+    (folder / "initial").mkdir()
+    head = new_head(policy, seed=0)
+    head.get_buffer("layer.mlp.gate.e_score_correction_bias").normal_(0.0, 0.1)
+    DRAFTERS["mtp"].save(folder / "initial", head, torch.float32)
+    record_states(task, policy, folder / "states", 512, 0, ())
+    options = ("--epochs", 2, "--draft-kind", "mtp", "--draft-length", DRAFT_LENGTH)
+    how = ("--learning-rate", 2e-3, "--batch-tokens", 512)
+    run(
+        "fit",
+        "--draft",
+        folder / "initial",
+        "--states",
+        folder / "states",
+        *options,
+        *how,
+        "--out",
+        draft,
+    )
+    live = serve("--draft-kind", "mtp", policy=policy, draft=draft)
+    yield live, policy, draft
+    live.stop()
+
+
+def test_swaps_with_requests_in_flight_lose_nothing(case: tuple[Live, Path, Path]) -> None:
+    live, _, folder = case
+    batch = prompts(64)
+    live.speculate(False)
+    plain = live.generate(batch)
+    live.speculate(True)
+    draft = load(folder)
+    with live.generating(batch) as rounds:
+        for number in range(1, SWAPS + 1):
+            other = perturbed(draft, scale=2.0, seed=number)
+            result = live.stage("draft", f"swap-{number}", number, other if number % 2 else draft)
+            assert result.not_prepared == "", "the standby copy takes the draft"
+            live.commit(f"swap-{number}")
+    assert all(completions == plain for completions in rounds)
+    state = live.stub.GetState(pb.GetStateRequest(read_back=True), timeout=60)
+    assert (state.draft_version, state.draft_commits, state.not_ready) == (SWAPS, SWAPS, "")
+    for name in ("lm_head.weight", "model.layers.10.shared_head.head.weight"):
+        with pytest.raises(RefusedError, match=name):
+            live.stage("draft", "theirs", 99, draft | {name: torch.zeros(128, 192)})
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3])
+def test_replay_predicts_measured_acceptance(case: tuple[Live, Path, Path], scale: float) -> None:
+    """Of the trained head and of another one, both after swaps."""
+    live, folder, trained = case
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    staged = perturbed(load(trained), scale=scale, seed=1)
+    live.swap(SWAPS + 1 + (scale > 0), staged)
+    tokens = [prompt_ids(problem) for problem in held_out_problems(ROLLOUTS)]
+    before = counters(live)
+    completions = generate(live, tokens)
+    measured = counters(live).since(before)
+    draft = DRAFTERS["mtp"].read(trained, folder).draft()
+    names = {draft.config.stored(name): name for name in draft.state_dict()}  # type: ignore[attr-defined]
+    draft.load_state_dict({names[name]: tensor.float() for name, tensor in staged.items()})
+    predicted = expected_acceptance(
+        draft,
+        record(model, tokens, completions, ()),
+        policy_heads(model, draft.target_ids()),
+        DRAFT_LENGTH,
+        "probabilistic",
+    )
+    lengths = (predicted.acceptance_length, measured.acceptance_length)
+    print(f"scale {scale}: {lengths} predicted and measured")
+    assert predicted.acceptance_length == pytest.approx(measured.acceptance_length, rel=TOLERANCE)
+    for position, accepted in enumerate(measured.per_position):
+        assert predicted.accepted_per_position[position] == pytest.approx(
+            accepted / measured.drafts, abs=TOLERANCE
+        ), f"draft position {position}"
+    # A draft that proposes nothing useful would pass a comparison of ones with ones.
+    assert measured.acceptance_length is not None and measured.acceptance_length > 1.3 - scale

@@ -1,0 +1,96 @@
+"""vLLM's GLM-4.5 MTP module, whose experts a CPU packs: a swap gives what a fresh load gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from draft_trainer.drafters import DRAFTERS
+from draft_trainer.drafters.mtp.config import MtpConfig
+from draft_trainer.drafters.mtp.head import MtpHead
+from rollout_server.read_back import DIFFERS, SAME
+from rollout_server.reload import Change, LiveModel, apply_all
+from rollout_server.served.derived import unaccounted
+from rollout_server.swap import StandbyCopy
+from tests.draft_trainer.test_mtp_vllm import GLM, SIZES
+from tests.rollout_server.test_swap import Drafts, different, join, ready
+
+
+def fresh(folder: Path, releases: list[Path]) -> Drafts:
+    """vLLM's module of the first release; embeddings and lm_head are the verifier's."""
+    made = Drafts(releases[0], releases, "mtp")
+    [layer] = made.draft.model.layers.values()  # type: ignore[union-attr,operator]
+    layer.shared_head.head = made.policy.lm_head = nn.Identity()
+    return made
+
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("glm")
+    paths = [folder / str(seed) for seed in range(3)]
+    for seed, path in enumerate(paths):
+        torch.manual_seed(seed)
+        head = MtpHead(MtpConfig.from_dict(SIZES | GLM))
+        with torch.no_grad():
+            for tensor in head.state_dict().values():
+                tensor.add_(0.1 * torch.randn(tensor.shape))
+        path.mkdir()
+        DRAFTERS["mtp"].save(path, head)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def drafts(releases: list[Path]) -> Iterator[Drafts]:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    yield fresh(releases[0].parent, releases)
+    cleanup_dist_env_and_memory()
+
+
+def test_a_swap_packs_experts_as_a_fresh_load_does(drafts: Drafts, releases: list[Path]) -> None:
+    expected = [fresh(path.parent, [path]).outputs() for path in releases]
+    assert any("w13_weight" in name for name in expected[0])
+    assert any("e_score_correction_bias" in name for name in expected[0])
+    # Every tensor of the two releases differs, so each of them was replaced.
+    assert len(different(expected[0], expected[1])) == len(expected[0])
+    assert unaccounted(drafts.policy, drafts.draft) == []
+    standby = drafts.standby()
+    zero, one, two = drafts.sources
+    assert not different(drafts.outputs(), expected[0])
+    ready(standby, one)
+    assert not different(drafts.outputs(), expected[0]), "preparing changes nothing"
+    assert standby.swap(one, zero)
+    assert not different(drafts.outputs(), expected[1])
+    assert drafts.read_back.check() == SAME
+    join()
+    assert standby.swap(zero, one), "what was live is ready again"
+    assert not different(drafts.outputs(), expected[0])
+    # Without a copy the commit loads one: a reload would leave the experts unpacked.
+    standby.drop()
+    live = LiveModel(drafts.draft, drafts.model_config, standby)
+    with drafts.current():
+        result = apply_all([(Change("draft", two, zero), live)])
+    assert (result.error, result.restored) == ("", True)
+    assert not different(drafts.outputs(), expected[2])
+    assert drafts.read_back.check() == SAME
+    [experts] = [m for n, m in drafts.draft.named_modules() if n.endswith("routed_experts")]
+    experts.w13_weight.data.view(-1)[7] += 1.0  # type: ignore[union-attr,operator]
+    assert drafts.read_back.check() == DIFFERS
+    with drafts.current():
+        result = apply_all([(Change("draft", two, two), live)])
+    assert result.error == "" and not different(drafts.outputs(), expected[2])
+
+
+def test_the_router_reads_the_correction_that_is_swapped(drafts: Drafts) -> None:
+    """Router, experts and gate have one tensor of it."""
+    [gate] = [m for n, m in drafts.draft.named_modules() if n.endswith("mlp.gate")]
+    [runner] = [m for n, m in drafts.draft.named_modules() if n.endswith("mlp.experts")]
+    bias = gate.e_score_correction_bias
+    assert runner.router.e_score_correction_bias.data_ptr() == bias.data_ptr()  # type: ignore[union-attr,operator]
+    copy = StandbyCopy(drafts.policy, drafts.draft)
+    copy.load(drafts.sources[1].weights())
+    assert sum(one is bias for one, _ in copy.pairs()) == 1
