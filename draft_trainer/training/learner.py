@@ -266,8 +266,8 @@ class Learner:
         if not self.config.weight_averaging:
             state = {k: v for k, v in state.items() if not k.startswith("average.")}
         elif not any(name.startswith("average.") for name in state):
-            head = {k: v for k, v in state.items() if k.startswith("head.")}
-            state = {**state, **{k.replace("head.", "average.", 1): v for k, v in head.items()}}
+            averages = {f"average.{name}": f"head.{name}" for name in self._optimizer.averaged}
+            state = {**state, **{k: state[v] for k, v in averages.items() if v in state}}
         for name in sorted(own.keys() | state.keys()):
             found, expected = (
                 (list(some[name].shape), some[name].dtype) if name in some else None

@@ -436,6 +436,15 @@ def test_training_raises_acceptance_on_final_states_alone(document: dict[str, An
     assert kept == {name for name, _ in learner.head.named_buffers()}
 
 
+def test_a_state_without_averages_has_none_of_what_is_not_trained() -> None:
+    plain, averaging = (TrainingConfig(weight_averaging=share) for share in (0.0, 0.9))
+    state = Learner(mtp_head(GLM, seed=1), plain).state_dict()
+    learner = Learner(mtp_head(GLM), averaging)
+    learner.load_state_dict(state)
+    for name, tensor in learner.head.state_dict().items():
+        assert torch.equal(tensor, state[f"head.{name}"])
+
+
 def test_every_kind_can_be_configured() -> None:
     assert set(get_args(DraftKind)) == DRAFTERS.keys()
 
