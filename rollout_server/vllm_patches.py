@@ -1,4 +1,4 @@
-"""Patches for two vLLM bugs that break losslessness, and for one that serialises requests.
+"""Patches for three vLLM bugs that change what is generated, and for one that serialises requests.
 
 **A shared lm_head.** If the draft's lm_head equals the verifier's when vLLM loads it, which is the
 usual initialisation of a draft, vLLM drops the draft's and points it at the verifier's. The next
@@ -15,6 +15,13 @@ uninitialised; the CPU kernel behind it fills an int64 copy of that output and t
 Temperature, top-k and top-p of every verified draft token are then whatever was in memory; greedy
 requests take another path and hide it. https://github.com/vllm-project/vllm/pull/42638 was closed
 unmerged; 0.27 to 0.32 have it.
+
+**Experts after a policy push on CPUs.** A CPU's kernel packs the experts' matrices in place when
+they are first loaded (``CPUUnquantizedExperts.process_weights_after_loading``), and
+``UnquantizedFusedMoEMethod._setup_kernel`` leaves that out at every later load: the kernel then
+multiplies with matrices in another order, without an error. 0.32 has it.
+https://github.com/vllm-project/vllm/issues/42821 has the same silent failure of a second load on
+GPUs, where a reload by layers, which every push here is, converts them again.
 
 **Waiting for the worker on CPUs.** While the engine core waits for its worker it calls
 ``os.sched_yield`` in a loop, which releases the GIL for too short a time for its threads for input
@@ -58,8 +65,11 @@ def install() -> None:
     keep_own_lm_head(SpecDecodeBaseProposer)
     keep_own_lm_head_v2(utils)
     if current_platform.is_cpu():
+        from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+
         repair_sampler(rejection_sampler)
         let_threads_run(shm_broadcast)
+        pack_experts_again(UnquantizedFusedMoEMethod)
     allow_dense_qwen3_next()
 
 
@@ -201,3 +211,22 @@ def let_threads_run(module: ModuleType) -> None:
 
     sched_yield._slipstream = True  # type: ignore[attr-defined]
     module.sched_yield = sched_yield  # type: ignore[attr-defined]
+
+
+def pack_experts_again(method_class: type) -> None:
+    """Have experts packed after every load, on a CPU.
+
+    Args:
+        method_class: ``UnquantizedFusedMoEMethod``; one without ``_setup_kernel`` loads in another
+            way and is left alone.
+    """
+    original: Callable[..., None] | None = getattr(method_class, "_setup_kernel", None)
+    if original is None or getattr(original, "_slipstream", False):
+        return
+
+    def setup_kernel(self: Any, *given: Any, **named: Any) -> None:
+        self.moe_kernel = None  # as at the first load
+        original(self, *given, **named)
+
+    setup_kernel._slipstream = True  # type: ignore[attr-defined]
+    method_class._setup_kernel = setup_kernel  # type: ignore[attr-defined]
