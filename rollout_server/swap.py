@@ -244,12 +244,14 @@ def _rebind_loaders(tensor: torch.Tensor, module: _Copied) -> None:
 
 
 def _as_first_loaded(method: Any) -> Any:
-    """Of experts, a method that has not processed any: it packs them only the first time.
+    """Of experts on a CPU, a method that has not processed any: it packs them only the first time.
 
-    ``UnquantizedFusedMoEMethod._setup_kernel`` in vLLM's
-    ``layers/fused_moe/unquantized_fused_moe_method.py``.
+    The live method stays as it is, because the engine computes with it meanwhile. On GPUs
+    ``UnquantizedFusedMoEMethod._setup_kernel`` converts them every time. See ``vllm_patches``.
     """
-    if getattr(method, "moe_kernel", None) is None:
+    from vllm.platforms import current_platform
+
+    if getattr(method, "moe_kernel", None) is None or not current_platform.is_cpu():
         return method
     fresh = shallow_copy(method)
     fresh.moe_kernel = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from draft_trainer.drafters.mtp.head import MtpHead
 from rollout_server.read_back import DIFFERS, SAME
 from rollout_server.reload import Change, LiveModel, apply_all
 from rollout_server.served.derived import unaccounted
-from rollout_server.swap import StandbyCopy
+from rollout_server.swap import StandbyCopy, _as_first_loaded
 from rollout_server.vllm_patches import pack_experts_again
 from tests.draft_trainer.test_mtp_vllm import GLM, SIZES
 from tests.rollout_server.test_swap import Drafts, different, join, ready
@@ -115,3 +116,14 @@ def test_a_reload_packs_experts_again(
     drafts.reload(1)
     assert not different(drafts.outputs(), expected)
     pack_experts_again(nn.Module)  # has no such method
+
+
+def test_only_a_cpu_packs_experts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    method = SimpleNamespace(moe_kernel="kernel", other=1)
+    fresh_method = _as_first_loaded(method)
+    assert vars(fresh_method) == {"moe_kernel": None, "other": 1}
+    assert method.moe_kernel == "kernel", "the engine computes with it"
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert _as_first_loaded(method) is method
