@@ -168,13 +168,17 @@ class ForwardTap:
 
         return keep
 
-    def _end_at_head(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: torch.Tensor
-    ) -> None:
+    def _end_at_head(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         final = first_tensor(args, kwargs)
-        if final is not None:
-            self._end(final, output.dtype, output.detach())
-            self._pick_from(output.detach())
+        # prime-rl's lm_head returns a dict, with log-probs instead of logits where it is fused.
+        logits = output.get("logits") if isinstance(output, Mapping) else output
+        if final is None:
+            return
+        if not isinstance(logits, torch.Tensor):
+            self._end(final, final.dtype, None)
+            return
+        self._end(final, logits.dtype, logits.detach())
+        self._pick_from(logits.detach())
 
     def _pick_from(self, logits: torch.Tensor) -> None:
         ids = self._ids

@@ -2,7 +2,7 @@
 
 A framework is read, not imported: most need a GPU's libraries for that. What moved in a new version
 fails here by name. Packages for one run: ``pip install --no-deps --target DIR verl skyrl openrlhf``
-and ``PYTHONPATH=DIR``.
+and ``PYTHONPATH=DIR``; prime-rl is on no index: the ``src`` folder of its repository.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ VERL_ENGINE = "verl/workers/engine/fsdp/transformer_impl.py"
 SKYRL_WORKER = "skyrl/backends/skyrl_train/workers/worker.py"
 SKYRL_FSDP = "skyrl/backends/skyrl_train/workers/fsdp/fsdp_worker.py"
 OPENRLHF_ACTOR = "openrlhf/trainer/ray/ppo_actor.py"
+PRIME_LOOP = "prime_rl/trainer/rl/train.py"
+PRIME_FILES = "prime_rl/transports/weights/filesystem.py"
 TRL_ASYNC = "trl/experimental/async_grpo/async_grpo_trainer.py"
 
 Hook = tuple[str, str, tuple[str, ...]]
@@ -42,6 +44,19 @@ HOOKS: Sequence[Hook] = (
     (OPENRLHF_ACTOR, "PolicyModelActor.broadcast_to_vllm", ()),
     (OPENRLHF_ACTOR, "ActorPPOTrainer.broadcast_to_vllm", ()),
     ("openrlhf/models/actor.py", "Actor.forward", ()),
+    (PRIME_LOOP, "train", ("config",)),
+    (PRIME_LOOP, "main", ()),
+    ("prime_rl/trainer/model.py", "forward",
+     ("model", "input_ids", "position_ids", "labels", "temperature")),
+    ("prime_rl/trainer/rl/data.py", "DataLoader.get_batch", ()),
+    ("prime_rl/transports/weights/__init__.py", "setup_weight_broadcast",
+     ("output_dir", "config", "parallel_dims", "lora_config")),
+    (PRIME_FILES, "FileSystemWeightBroadcast.__init__", ("output_dir", "config")),
+    (PRIME_FILES, "FileSystemWeightBroadcast.broadcast_weights", ("model", "step")),
+    (PRIME_FILES, "FileSystemWeightBroadcast._notify_orchestrator", ("save_dir",)),
+    ("prime_rl/utils/weights.py", "convert_state_dict_to_hf", ("model", "state_dict")),
+    ("prime_rl/utils/weights.py", "resolve_fqn", ("model", "key")),
+    ("prime_rl/utils/client.py", "update_weights", ("admin_clients", "weight_dir")),
     ("trl/trainer/grpo_trainer.py", "GRPOTrainer._generate", ()),
     ("trl/trainer/grpo_trainer.py", "GRPOTrainer._get_per_token_logps_and_entropies", ()),
     (TRL_ASYNC, "AsyncGRPOTrainer.__init__", ("rollout_worker", "weight_transfer")),
@@ -56,6 +71,10 @@ TEXTS: Sequence[tuple[str, str]] = (
     (VERL_WORKER, "self.actor.infer_batch(data)"),
     (VERL_WORKER, "self.actor.train_mini_batch(data=data)"),
     (SKYRL_FSDP, "self.weight_extractor ="),
+    (PRIME_LOOP, "weight_broadcast = setup_weight_broadcast("),
+    (PRIME_LOOP, "dataloader = DataLoader("),
+    (PRIME_LOOP, "out = forward("),
+    (PRIME_FILES, "self.world = get_world()"),
     (TRL_ASYNC, "fused_lm_head=True"),
 )
 
@@ -69,15 +88,16 @@ def folder_of(package: str) -> Path:
 
 
 def parameters_of(source: str, name: str) -> list[str] | None:
-    """Of a method "Class.method"; None where it is not there."""
-    wanted, method = name.split(".")
-    for node in ast.parse(source).body:
-        if not isinstance(node, ast.ClassDef) or node.name != wanted:
-            continue
-        for part in node.body:
-            if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) and part.name == method:
-                found = (*part.args.posonlyargs, *part.args.args, *part.args.kwonlyargs)
-                return [parameter.arg for parameter in found]
+    """Of a "function" or a "Class.method"; None where it is not there."""
+    owner, _, wanted = name.rpartition(".")
+    body = ast.parse(source).body
+    if owner:
+        classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name == owner]
+        body = [part for node in classes for part in node.body]
+    for part in body:
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) and part.name == wanted:
+            found = (*part.args.posonlyargs, *part.args.args, *part.args.kwonlyargs)
+            return [parameter.arg for parameter in found]
     return None
 
 
@@ -102,11 +122,12 @@ def test_every_place_is_in_the_page() -> None:
     pages = (DOCS / "integrations.md", DOCS / "recipes.md")
     page = "".join(path.read_text(encoding="utf-8") for path in pages)
     for file, name, _ in HOOKS:
-        assert name.split(".")[1].removeprefix("__init__") in page, name
+        assert name.rpartition(".")[2].removeprefix("__init__") in page, name
         assert file.rpartition("/")[2] in page or file.startswith("trl/"), file
 
 
 def test_parameters_are_read_without_an_import() -> None:
-    source = "class A:\n async def f(self, x, /, y, *, z=1): ...\nclass B:\n def f(self): ...\n"
+    source = "class A:\n async def f(self, x, /, y, *, z=1): ...\ndef f(a): ...\n"
     assert parameters_of(source, "A.f") == ["self", "x", "y", "z"]
+    assert parameters_of(source, "f") == ["a"]
     assert parameters_of(source, "A.g") is None and parameters_of(source, "C.f") is None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -255,6 +256,111 @@ class PolicyModelActor:
         raise AssertionError("the recipe replaces this")
 
 
+# --- prime-rl
+
+
+class VanillaOutputLinear(nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return {"logits": super().forward(hidden)}
+
+
+def with_prime_head(model: Any) -> Any:
+    """``model`` with the lm_head that prime-rl puts in."""
+    vocab, width = model.lm_head.weight.shape
+    head = VanillaOutputLinear(width, vocab, bias=False)
+    head.weight = model.lm_head.weight
+    model.lm_head = head
+    return model
+
+
+class FileSystemWeightBroadcast:
+    def __init__(self, output_dir: Path, config: object, lora_config: object = None) -> None:
+        self.output_dir, self.world = output_dir, SimpleNamespace(is_master=True)
+
+    def broadcast_weights(self, model: nn.Module, step: int) -> None:
+        raise AssertionError("the recipe replaces this")
+
+    def _notify_orchestrator(self, save_dir: Path) -> None:
+        (save_dir / "STABLE").touch()
+
+
+class DataLoader:
+    def __init__(self, micro_batches: list[dict[str, torch.Tensor]]) -> None:
+        self._micro_batches = micro_batches
+
+    def get_batch(self) -> list[dict[str, torch.Tensor]]:
+        return self._micro_batches
+
+
+class PrimeLoop(types.ModuleType):
+    """``prime_rl.trainer.rl.train``: it looks its names up when it calls them.
+
+    Args:
+        model: the policy, ``with_prime_head``.
+        micro_batches: of its only step.
+        output_dir: for broadcasts.
+        after: called after each broadcast, with it and the version.
+    """
+
+    DataLoader = DataLoader
+
+    def __init__(
+        self,
+        model: Any,
+        micro_batches: list[dict[str, torch.Tensor]],
+        output_dir: Path,
+        after: Callable[[FileSystemWeightBroadcast, int], None],
+    ) -> None:
+        super().__init__("train")
+        self.model, self.micro_batches = model, micro_batches
+        self.output_dir, self.after = output_dir, after
+
+    @staticmethod
+    def forward(
+        model: Any,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        *,
+        labels: torch.Tensor,
+        temperature: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = model(
+            input_ids, position_ids=position_ids, use_cache=False
+        ).logits
+        return found
+
+    @staticmethod
+    def setup_weight_broadcast(
+        output_dir: Path, config: object, parallel_dims: object, lora_config: object = None
+    ) -> FileSystemWeightBroadcast:
+        raise AssertionError("the recipe replaces this")
+
+    def main(self) -> None:
+        self.train(None)
+
+    def train(self, config: object) -> None:
+        broadcast = self.setup_weight_broadcast(self.output_dir, config, None, None)
+        loader = self.DataLoader(self.micro_batches)
+        broadcast.broadcast_weights(self.model, step=0)
+        self.after(broadcast, 0)
+        for micro_batch in loader.get_batch():
+            ids = micro_batch["input_ids"]
+            out = self.forward(
+                self.model,
+                ids,
+                micro_batch["position_ids"],
+                labels=ids.roll(-1, 1),
+                temperature=micro_batch["temperatures"],
+            )
+            scaled = out["logits"] / micro_batch["temperatures"].unsqueeze(-1)
+            found = log_probs_of(scaled, ids.roll(-1, 1))
+            shifted = torch.nn.functional.pad(found[:, :-1], (1, 0))
+            (-(shifted * micro_batch["loss_mask"]).sum()).backward()
+        torch.optim.SGD(self.model.parameters(), lr=0.1).step()
+        broadcast.broadcast_weights(self.model, step=1)
+        self.after(broadcast, 1)
+
+
 # --- Megatron: states are [S, B, H], and layers count from 1.
 
 
@@ -283,8 +389,8 @@ class GPTModel(nn.Module):
         return logits.transpose(0, 1)
 
 
-def modules() -> dict[str, types.ModuleType]:
-    """By import name, what a recipe imports of each framework."""
+def modules(loop: types.ModuleType | None = None) -> dict[str, types.ModuleType]:
+    """By import name, what a recipe imports of each framework; ``loop`` is prime-rl's script."""
     import ray
 
     parts: dict[str, dict[str, object]] = {
@@ -299,6 +405,18 @@ def modules() -> dict[str, types.ModuleType]:
             "FSDPPolicyWorkerBase": FSDPPolicyWorkerBase
         },
         "openrlhf.trainer.ray.ppo_actor": {"PolicyModelActor": ray.remote(PolicyModelActor)},
+        "prime_rl.trainer.rl": {"train": loop},
+        "prime_rl.transports.weights.filesystem": {
+            "FileSystemWeightBroadcast": FileSystemWeightBroadcast
+        },
+        "prime_rl.utils.utils": {
+            "get_broadcast_dir": lambda output_dir: output_dir / "broadcasts",
+            "get_step_path": lambda folder, step: folder / f"step_{step}",
+        },
+        "prime_rl.utils.weights": {
+            "convert_state_dict_to_hf": lambda model, state_dict: state_dict,
+            "resolve_fqn": lambda model, key: key,
+        },
         "megatron.core.parallel_state": {"is_pipeline_last_stage": lambda: True},
         "megatron.core.utils": {"unwrap_model": lambda model: model},
     }

@@ -32,7 +32,7 @@ from tests.policy_bridge.doubles import DEADLINE, FakeRollout, FakeTrainer
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RECIPES = (
     *("TRL's asynchronous trainer", "verl", "NeMo RL and Megatron: pipeline stages"),
-    *("SkyRL", "OpenRLHF", "Policies through vLLM's own weight transfer"),
+    *("SkyRL", "prime-rl", "OpenRLHF", "Policies through vLLM's own weight transfer"),
 )
 """Sections that are run here; the last is of integrations.md."""
 TEMPERATURE = 0.7
@@ -125,8 +125,8 @@ def logits_of(model: nn.Module, rows: Sequence[Row]) -> list[torch.Tensor]:
     return [model(row.ids[None]).logits[0] for row in rows]
 
 
-def sharded() -> nn.Module:
-    model = make_model()
+def sharded(model: nn.Module | None = None) -> nn.Module:
+    model = make_model() if model is None else model
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -158,14 +158,14 @@ def test_a_recipe_says_that_it_never_ran_on_the_framework(title: str) -> None:
 def test_a_stand_in_has_the_parameters_of_the_framework() -> None:
     seen = set()
     for _, place, parameters in HOOKS:
-        owner, method = place.split(".")
-        stand_in = getattr(frameworks, owner, None)
+        owner, _, method = place.rpartition(".")
+        stand_in = getattr(frameworks, owner or "PrimeLoop", None)
         if stand_in is None or not hasattr(stand_in, method):
             continue
         found = set(inspect.signature(getattr(stand_in, method)).parameters)
         assert set(parameters) <= found, place
         seen.add(owner)
-    assert {"AsyncGRPOTrainer", "ActorRolloutRefWorker", "PolicyWorkerBase"} <= seen
+    assert {"AsyncGRPOTrainer", "ActorRolloutRefWorker", "PolicyWorkerBase", ""} <= seen
     assert {"FSDPWeightExtractor", "FSDPEngineWithLMHead", "PolicyModelActor"} <= seen
 
 
@@ -232,6 +232,37 @@ def test_skyrl(rig: Rig) -> None:
         ]
         assert len(worker.forward_backward(experiences)) == 2
         rig.check(bridge, rows, before)
+
+
+def test_prime_rl(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, initial = some_rows(), dict(make_model().state_dict())
+    before = logits_of(make_model(), rows)
+    ids = torch.cat([row.ids for row in rows])[None]
+    masks = [torch.arange(len(row.ids)) >= row.prompt for row in rows]
+    micro_batch = {
+        "input_ids": ids,
+        "position_ids": torch.cat([torch.arange(len(row.ids)) for row in rows])[None],
+        "loss_mask": torch.cat(masks)[None],
+        "temperatures": torch.full(ids.shape, TEMPERATURE),
+    }
+    model = sharded(frameworks.with_prime_head(make_model()))
+
+    def after(broadcast: Any, version: int) -> None:
+        assert (tmp_path / "broadcasts" / f"step_{version}" / "STABLE").is_file()
+        if version == 0:
+            rig.check_pushed(0, initial)
+            connected(broadcast.bridge)
+            return
+        moved = {name: frameworks.whole(t) for name, t in model.state_dict().items()}
+        assert not torch.equal(moved["lm_head.weight"], initial["lm_head.weight"])
+        rig.check_pushed(1, moved)
+        rig.check(broadcast.bridge, rows, before)
+
+    loop = frameworks.PrimeLoop(model, [micro_batch], tmp_path, after)
+    for name, module in frameworks.modules(loop).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("SLIPSTREAM_TRAINER", rig.address)
+    run("prime-rl")
 
 
 def test_openrlhf(rig: Rig) -> None:
