@@ -121,15 +121,14 @@ class LengthChooser:
 
     def choose(self, rates: Sequence[float] | None) -> None:
         """Make ``table`` the best one; while acceptance or a cost is unknown it stays."""
-        costs = self._tables()
-        if rates is None or not self._work or not {OFF, *self.lengths} <= set(costs):
+        costs = self._table()
+        if rates is None or not self._work or not {OFF, *self.lengths} <= set(costs.points):
             return
         known = rates
 
         def speed(k: int, requests: int) -> float:
-            points = costs[k].points[0]
             # Beyond the largest measured batch all lengths are compared at that batch.
-            seconds = costs[k].seconds(0, min(max(requests, 1), points[-1][0]))
+            seconds = costs.seconds(k, min(max(requests, 1), costs.points[k][-1][0]))
             return (acceptance_length(known, k) if k > 0 else 1.0) / seconds
 
         def seconds(table: Sequence[int] | None) -> float:
@@ -138,7 +137,7 @@ class LengthChooser:
                 for n, tokens in self._work.items()
             )
 
-        choices = [k for k in (0, *self.lengths) if k in costs]
+        choices = [k for k in (0, *self.lengths) if k in costs.points]
         best = []
         for requests in range(self.largest + 1):
             speeds = {k: speed(k, requests) for k in choices}
@@ -165,11 +164,10 @@ class LengthChooser:
         if self.table is None:
             self.table = [self.lengths[0]] * (self.largest + 1)
 
-    def _tables(self) -> Mapping[int, StepTable]:
-        points: dict[int, list[tuple[float, int, float]]] = {}
-        for (k, requests), (_, seconds) in self._costs.items():
-            points.setdefault(k, []).append((requests, 0, seconds))
-        return {k: StepTable.of(rows, noise=math.inf) for k, rows in points.items()}
+    def _table(self) -> StepTable:
+        return StepTable.measured(
+            (requests, k, seconds, steps) for (k, requests), (steps, seconds) in self._costs.items()
+        )
 
 
 class LengthControl:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.cli.main import main
-from draft_trainer.cli.plan import rising, served_costs
+from draft_trainer.cli.plan import served_costs
 from draft_trainer.offline.plan import read_lengths
 from slipstream.costs import Roofline, StepTable, eagle3_shape, hardware, policy_shape
 from slipstream.economics import (
@@ -226,10 +226,13 @@ def test_a_server_s_own_measurements() -> None:
 
 def test_a_few_slow_steps_do_not_raise_the_cost_of_every_larger_batch() -> None:
     # Four slow steps of one request before a thousand of four and of 16.
-    points = [(16, 0.02, 1000), (1, 0.05, 4), (4, 0.01, 996)]
-    pooled = (4 * 0.05 + 996 * 0.01) / 1000
-    assert rising(points) == [(1, pytest.approx(pooled)), (4, pytest.approx(pooled)), (16, 0.02)]
-    assert rising([(1, 0.01, 5), (2, 0.02, 5)]) == [(1, 0.01), (2, 0.02)]
+    table = StepTable.measured([(16, 0, 0.02, 1000), (1, 0, 0.05, 4), (4, 0, 0.01, 996)])
+    pooled = pytest.approx((4 * 0.05 + 996 * 0.01) / 1000)
+    assert table.points == {0: ((1, pooled), (4, pooled), (16, 0.02))}
+    assert StepTable.measured([(1, 0, 0.01, 5), (2, 0, 0.02, 5)]).points[0] == (
+        (1, 0.01),
+        (2, 0.02),
+    )
 
 
 def test_plan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

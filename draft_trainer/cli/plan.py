@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -196,29 +194,6 @@ def _rates(option: str, text: str | None) -> tuple[float, ...] | None:
         raise RefusedError(option, text, "numbers as in 0.8,0.6", "separate by commas") from error
 
 
-def rising(points: Sequence[tuple[float, float, float]]) -> list[tuple[float, float]]:
-    """Costs that do not fall with the batch, as near to the measured ones as can be.
-
-    Neighbours that fall are replaced by their mean, weighted by steps, so that a few slow steps of
-    a small batch do not raise the cost of every larger one.
-
-    Args:
-        points: (requests, seconds, steps).
-
-    Returns:
-        (requests, seconds), ascending. Source: pool adjacent violators, doi:10.1214/aoms/1177728423
-    """
-    pools: list[tuple[float, float, list[float]]] = []  # seconds, steps, batches
-    for requests, cost, weight in sorted(points):
-        batches = [requests]
-        while pools and pools[-1][0] > cost:
-            before, steps, members = pools.pop()
-            cost = (before * steps + cost * weight) / (steps + weight)
-            weight, batches = steps + weight, members + batches
-        pools.append((cost, weight, batches))
-    return [(requests, cost) for cost, _, batches in pools for requests in batches]
-
-
 def served_costs(exposition: str) -> tuple[StepTable, tuple[float, ...]]:
     """Step costs and acceptance by position that a rollout server has measured.
 
@@ -243,14 +218,13 @@ def served_costs(exposition: str) -> tuple[StepTable, tuple[float, ...]]:
         values.get(n, {})
         for n in ("engine_steps_total", "engine_step_seconds_total", "acceptance_per_position")
     )
-    measured: dict[int, list[tuple[float, float, float]]] = {}
+    measured: list[tuple[float, int, float, float]] = []
     for (kind, requests, length, _), count in steps.items():
         # With a draft length of 0 vLLM still runs the draft: that is no plain step.
         if count >= LEAST_STEPS and (kind == "plain") == (length == "0") and kind != "mixed":
             total = seconds[kind, requests, length, ""]
-            measured.setdefault(int(length), []).append((float(requests), total / count, count))
-    rows = [(n, k, cost) for k, points in measured.items() for n, cost in rising(points)]
-    lengths = set(measured)
+            measured.append((float(requests), int(length), total / count, count))
+    lengths = {k for _, k, _, _ in measured}
     if not accepted or 0 not in lengths or len(lengths) == 1:
         raise RefusedError(
             "--server",
@@ -259,4 +233,4 @@ def served_costs(exposition: str) -> tuple[StepTable, tuple[float, ...]]:
             "serve with --speculation auto or --time-plain-steps, or give --step-costs",
         )
     rates = tuple(accepted["", "", "", str(place)] for place in range(len(accepted)))
-    return StepTable.of(rows, noise=math.inf), rates
+    return StepTable.measured(measured), rates

@@ -49,7 +49,7 @@ class StepTable:
 
         Args:
             noise: a larger step may be cheaper than a smaller one by this share; it is then taken
-                to cost the same. ``math.inf`` accepts any table.
+                to cost the same.
 
         Raises:
             RefusedError: a cost is not positive, a row appears twice, plain steps (k = 0) are
@@ -91,6 +91,32 @@ class StepTable:
                 highest = max(highest, seconds)
                 kept.append((batch, highest))
             points[k] = tuple(kept)
+        return cls(points)
+
+    @classmethod
+    def measured(cls, rows: Iterable[tuple[float, int, float, float]]) -> StepTable:
+        """From (requests, k, mean seconds, steps), each pair of requests and k once.
+
+        The costs of each k are the rising ones that are nearest to the measured: neighbours that
+        fall are replaced by their mean, weighted by steps, so that a few slow steps of a small
+        batch do not raise the cost of every larger one.
+
+        Source: pool adjacent violators, doi:10.1214/aoms/1177728423.
+        """
+        points: dict[int, tuple[tuple[float, float], ...]] = {}
+        by_length: dict[int, list[tuple[float, float, float]]] = {}
+        for requests, k, seconds, steps in rows:
+            by_length.setdefault(k, []).append((requests, seconds, steps))
+        for k, found in by_length.items():
+            pools: list[tuple[float, float, list[float]]] = []  # seconds, steps, batches
+            for requests, cost, weight in sorted(found):
+                batches = [requests]
+                while pools and pools[-1][0] > cost:
+                    before, steps, members = pools.pop()
+                    cost = (before * steps + cost * weight) / (steps + weight)
+                    weight, batches = steps + weight, members + batches
+                pools.append((cost, weight, batches))
+            points[k] = tuple((n, cost) for cost, _, batches in pools for n in batches)
         return cls(points)
 
     @classmethod

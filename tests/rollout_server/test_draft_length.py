@@ -94,6 +94,16 @@ def test_a_zero_that_was_timed_too_fast_is_not_kept_at_every_size_in_use() -> No
     assert chooser.speed_up == 1.0
 
 
+def test_two_slow_steps_of_a_small_batch_do_not_make_drafts_pay_at_every_larger_one() -> None:
+    sums = measured()
+    # The machine paused in the only plain steps of three requests.
+    sums[PLAIN, 3, 0] = StepSum(2, 2 * 0.05)
+    chooser = LengthChooser(3, 64)
+    chooser.add(sums, STALE)
+    chooser.choose(STALE)
+    assert chooser.table is None
+
+
 def test_a_gain_within_the_margin_changes_nothing() -> None:
     chooser = LengthChooser(3, 1)
     chooser.add({key: total for key, total in measured().items() if key[1] == 1}, FRESH)
