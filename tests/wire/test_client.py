@@ -1,12 +1,14 @@
-"""Channels whose calls carry a token."""
+"""Channels: calls that carry a token, and connections that stay."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import grpc
 import pytest
 
+from slipstream import serving
 from slipstream.client import open_channel
 from slipstream.security import ClientCredentials
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -29,3 +31,38 @@ def test_a_call_on_a_closed_channel_is_an_error_and_no_crash(tmp_path: Path) -> 
     ):
         with pytest.raises(ValueError, match="closed"):
             call()
+
+
+SETTINGS, PING, GOAWAY = 4, 6, 7
+ACK = 1
+
+
+def test_a_client_may_ping_as_often_as_it_likes() -> None:
+    """gRPC's own client pings beyond keepalive, to measure the connection."""
+
+    async def main() -> list[int]:
+        server = grpc.aio.server(options=serving.server_options(1 << 20, 20.0))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        seen: list[int] = []
+        try:
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, b""))
+            writer.write(_frame(PING, bytes(8)))
+            while GOAWAY not in seen and len(seen) < 50:
+                head = await asyncio.wait_for(reader.readexactly(9), 10)
+                await reader.readexactly(int.from_bytes(head[:3], "big"))
+                if head[3] == GOAWAY or (head[3] == PING and head[4] == ACK):
+                    seen.append(head[3])
+                    writer.write(_frame(PING, bytes(8)))
+        finally:
+            writer.close()
+            await server.stop(0)
+        return seen
+
+    assert asyncio.run(main()) == [PING] * 50
+
+
+def _frame(kind: int, payload: bytes) -> bytes:
+    """An HTTP/2 frame of stream 0."""
+    return len(payload).to_bytes(3, "big") + bytes([kind, 0, 0, 0, 0, 0]) + payload
