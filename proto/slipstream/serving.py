@@ -59,8 +59,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # A connection that never speaks HTTP/2 is closed, and so is one without calls for long.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 600_000),
-    # Any number of pings. Beside keepalive, gRPC's client pings to measure the connection
-    # (https://github.com/grpc/grpc-java/issues/5188); a server that counts those ends the streams of
+    # Any number of pings. gRPC's client pings beyond keepalive, to measure the connection
+    # (https://github.com/grpc/grpc-java/issues/5188); a server that counts those ends streams of
     # sound clients with "too many pings". gRPC bounds the answers that a flood of pings is owed.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 0),
