@@ -75,7 +75,14 @@ def filled(message: Message, rng: random.Random, depth: int = 3) -> Message:
 
 def _change(message: Message, field: Any, rng: random.Random) -> None:
     value, nested = getattr(message, field.name), field.type == _F.TYPE_MESSAGE
-    if field.is_repeated:
+    if nested and field.message_type.GetOptions().map_entry:
+        of_key, of_value = field.message_type.fields
+        if value and rng.random() < 0.2:
+            value.pop(rng.choice(list(value)))
+        for _ in range(rng.choice((1, 5, 300, _MOST_REPEATED))):
+            key = rng.randrange(1 << 20) if of_key.type in _BITS else _value(of_key, "", rng)
+            value[key] = _value(of_value, 0, rng)
+    elif field.is_repeated:
         what = rng.randrange(4)
         if what == 0:
             del value[rng.randrange(len(value) + 1) :]
