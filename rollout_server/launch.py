@@ -220,16 +220,25 @@ def settings_of(args: argparse.Namespace) -> Settings:
     args.draft_kind = served.name
     if args.draft_dir is not None:
         served.check(Path(args.model_tag), args.draft_dir)
+    args.speculative_config = served.speculative_config(
+        args.draft_dir, args.draft_length, args.draft_sample_method
+    )
+    one_length = ""
+    if args.data_parallel_size > 1:
+        # vLLM ignores a schedule of draft lengths there.
+        one_length = "--data-parallel-size"
+    elif (args.speculative_config or {}).get("parallel_drafting"):
+        # Model Runner V1 samples the longest length whatever is planned; V2 has no such drafts.
+        one_length = "a draft model that drafts in parallel"
     if args.speculation is None:
-        fixed = isinstance(served, WithoutWeights) or args.data_parallel_size > 1
+        fixed = isinstance(served, WithoutWeights) or one_length
         args.speculation = "fixed" if fixed else Settings.speculation
     if isinstance(served, WithoutWeights) and args.speculation != "fixed":
         # vLLM counts the steps that had a draft: acceptance would be that of a part of them.
         expected = f"fixed, with --draft-kind {served.name}"
         raise RefusedError("--speculation", args.speculation, expected, "leave it out")
-    if args.data_parallel_size > 1 and args.speculation == "auto":
-        # vLLM ignores a schedule of draft lengths there.
-        expected = "fixed or off, with --data-parallel-size"
+    if one_length and args.speculation == "auto":
+        expected = f"fixed or off, with {one_length}"
         raise RefusedError("--speculation", "auto", expected, "leave it out")
     args.host = args.host or _LOOPBACK
     check_port_free("--port", args.host, args.port)
@@ -239,13 +248,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise RefusedError("--control-port", args.control_port, expected, "choose another port")
     args.model = args.model_tag
     args.api_server_count = None
-    args.speculative_config = served.speculative_config(
-        args.draft_dir, args.draft_length, args.draft_sample_method
-    )
     if not isinstance(served, WithoutWeights):
         args.speculative_config |= draft_fields(args.draft_config)
-        if args.speculation == "auto" or (args.data_parallel_size == 1 and _may_run_v2()):
-            auto = args.speculation == "auto"
+        auto = args.speculation == "auto"
+        if auto or (not one_length and _may_run_v2()):
             lengths = lengths_to_choose(args.draft_length) if auto else (args.draft_length,)
             schedule = launch_schedule(lengths)
             args.speculative_config["num_speculative_tokens_per_batch_size"] = schedule

@@ -62,7 +62,9 @@ def run(*arguments: object) -> None:
         sys.exit(code)
 
 
-def initial(kind: str, policy: Path, folder: Path, seed: int, vocabulary: int) -> Path:
+def initial(
+    kind: str, policy: Path, folder: Path, seed: int, vocabulary: int, parallel: bool = False
+) -> Path:
     """An untrained draft below ``folder``, which holds the recorded states."""
     out = folder / "initial"
     if kind == "mtp":
@@ -71,7 +73,7 @@ def initial(kind: str, policy: Path, folder: Path, seed: int, vocabulary: int) -
         DRAFTERS["mtp"].save(out, new_head(converted, seed), torch.float32)
         return out
     if kind == "draft_model":
-        return first_layers(policy, out, LAYERS)
+        return first_layers(policy, out, LAYERS, VOCAB_SIZE - 1 if parallel else None)
     shape: tuple[object, ...]
     if kind == "dflash":
         aux = ",".join(map(str, AUX_LAYERS))
@@ -101,6 +103,7 @@ def main(
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--draft-kind", choices=sorted(DRAFTERS), default="eagle3")
+    parser.add_argument("--parallel", action="store_true", help="a draft model as PARD's")
     parser.add_argument("--policy", type=Path, default=policy, help="policy checkpoint")
     parser.add_argument("--out", type=Path, required=True, help="the draft; must not exist")
     parser.add_argument("--rollouts", type=int, default=4096, help="to train on")
@@ -118,12 +121,15 @@ def main(
         folder = Path(name)
         states = folder / "states"
         record(task, options.policy, states, options.rollouts, seed, layers.get(kind, ()))
-        draft = initial(kind, options.policy, folder, seed, vocabulary)
+        draft = initial(kind, options.policy, folder, seed, vocabulary, options.parallel)
         # bfloat16 is twice as fast on current CPUs; master weights are float32.
         how = ("--learning-rate", 2e-3, "--batch-tokens", 512, "--compute-dtype", "bfloat16")
         more: dict[str, tuple[object, ...]] = {
             "dflash": ("--ttt-steps", DRAFT_LENGTH),
-            "draft_model": ("--policy", options.policy),
+            "draft_model": (
+                *("--policy", options.policy),
+                *(("--ttt-steps", DRAFT_LENGTH) if options.parallel else ()),
+            ),
         }
         length = ("--draft-length", DRAFT_LENGTH, *more.get(kind, ()))
         fit = ("--epochs", epochs, "--draft-kind", kind, "--seed", seed, *length, *how)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE
 from draft_trainer.drafters import DRAFTERS, Draft
+from draft_trainer.drafters.draft_model.config import PARALLEL_TOKEN
 
 
 def policy_with_mtp(policy: Path, out: Path) -> Path:
@@ -41,11 +42,20 @@ def policy_with_mtp(policy: Path, out: Path) -> Path:
     return out
 
 
-def first_layers(policy: Path, out: Path, layers: int = 5) -> Path:
-    """Write a Qwen3 checkpoint without its last layers, a draft model; answers the new folder."""
+def first_layers(policy: Path, out: Path, layers: int = 5, parallel: int | None = None) -> Path:
+    """Write a Qwen3 checkpoint without its last layers, a draft model; answers the new folder.
+
+    Args:
+        policy: of the policy.
+        out: the new folder.
+        layers: that it keeps.
+        parallel: token of the places that PARD drafts in parallel; None: one after the other.
+    """
     config = json.loads((policy / CONFIG_FILE).read_text())
     shutil.copytree(policy, out)
     config |= {"num_hidden_layers": layers, "layer_types": config["layer_types"][:layers]}
+    if parallel is not None:
+        config[PARALLEL_TOKEN] = parallel
     (out / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     kept = {
         name: tensor

@@ -1,7 +1,8 @@
 """MTP heads, draft models and DFlash on real vLLM: the replay predicts, and swaps lose nothing.
 
 The MTP head's policy is the example's, written as the Qwen3-Next model that it is; the draft model
-is the first layers of the example's policy. Tolerance and rollouts are those of ``test_replay``.
+is the first layers of the example's policy; "pard" is one that drafts in parallel. Tolerance and
+rollouts are those of ``test_replay``.
 """
 
 from __future__ import annotations
@@ -45,23 +46,26 @@ class Case:
     least: tuple[float, float]
 
 
-@pytest.fixture(scope="module", params=["mtp", "draft_model", "dflash"])
+@pytest.fixture(scope="module", params=["mtp", "draft_model", "pard", "dflash"])
 def case(
     request: pytest.FixtureRequest,
     serve,  # type: ignore[no-untyped-def]
     policy_dir: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Case]:
-    folder = tmp_path_factory.mktemp(request.param)
+    folder, kind = tmp_path_factory.mktemp(request.param), request.param
     if request.param == "mtp":
         policy = policy_with_mtp(policy_dir, folder / "policy")
         draft, least = ARITHMETIC / "mtp", (2.0, 1.3)
     elif request.param == "dflash":
         policy, draft, least = policy_dir, ARITHMETIC / "dflash", (2.0, 1.3)
+    elif request.param == "pard":
+        kind = "draft_model"
+        policy, draft, least = policy_dir, ARITHMETIC / "pard", (2.0, 1.3)
     else:
         policy, draft, least = policy_dir, first_layers(policy_dir, folder / "draft"), (1.1, 1.1)
-    live = serve("--draft-kind", request.param, policy=policy, draft=draft)
-    yield Case(request.param, live, policy, draft, least)
+    live = serve("--draft-kind", kind, policy=policy, draft=draft)
+    yield Case(kind, live, policy, draft, least)
     live.stop()
 
 

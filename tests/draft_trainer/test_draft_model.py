@@ -93,6 +93,47 @@ def test_logits_and_gradients_are_transformers(name: str, tmp_path: Path) -> Non
         torch.testing.assert_close(parameter.grad, wanted, atol=1e-3 * scale, rtol=1e-3)
 
 
+def parallel(folder: Path, token: object, **changes: object) -> Path:
+    """The model of ``folder`` as one of PARD's."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pard_token": token} | changes))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2"])
+@pytest.mark.parametrize("first_anchor", [0, 2])
+def test_parallel_places_are_a_pass_over_masks(
+    name: str, first_anchor: int, tmp_path: Path
+) -> None:
+    """As vLLM serves it: after x_0 .. x_{i+1}, K - 1 times the token, in one causal pass."""
+    model, mask = models()[name], 7
+    model.save_pretrained(tmp_path / "lm")
+    policy = policy_folder(tmp_path / "policy")
+    draft = DraftModel().read(parallel(tmp_path / "lm", mask), policy).draft()
+    samples = Policy().samples(2)
+    batch = collate(samples, Policy().heads(rows=torch.arange(VOCAB)))
+    outputs = list(draft.unroll(batch, STEPS, first_anchor=first_anchor))
+    logits = torch.stack([draft.logits(output) for output in outputs], dim=2)
+    assert logits.shape[1:3] == (batch.token_ids.shape[1] - first_anchor, STEPS)
+    found, wanted = [], []
+    masks = torch.full((STEPS - 1,), mask)
+    for row, sample in enumerate(samples):
+        for anchor in range(first_anchor, sample.tokens - 1):
+            fed = torch.cat([batch.token_ids[row, : anchor + 2], masks])
+            wanted.append(model(input_ids=fed[None]).logits[0, -STEPS:])
+            found.append(logits[row, anchor - first_anchor])
+    ours, theirs = torch.stack(found), torch.stack(wanted)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
+    (ours * weights).sum().backward()
+    (theirs * weights).sum().backward()
+    gradients = dict(model.named_parameters())
+    for key, parameter in draft.named_parameters():
+        expected = gradients[key].grad
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(parameter.grad, expected, atol=1e-3 * scale, rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_a_release_is_what_transformers_loads(name: str, tmp_path: Path) -> None:
     model = models()[name]
@@ -133,6 +174,9 @@ def test_models_that_are_not_this_policys_or_not_represented(tmp_path: Path) -> 
         ({"quantization_config": {}}, "quantization_config"),
         ({"num_hidden_layers": 3}, "missing"),
         ({"num_hidden_layers": 1}, "unknown"),
+        ({"pard_token": VOCAB}, f"pard_token: found {VOCAB}, expected a token"),
+        ({"pard_token": True}, "pard_token"),
+        ({"pard_token": 3, "mask_token_id": 4}, "mask_token_id"),
     ):
         (lm / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(RefusedError, match=field):

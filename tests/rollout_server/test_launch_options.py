@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from examples.arithmetic_grpo.make_mtp import first_layers
 from rollout_server.launch import build_parser, settings_of, share_with_ray
 from rollout_server.plugins import MARK
 from slipstream.errors import RefusedError
@@ -74,6 +75,18 @@ def test_data_parallel_ranks_of_one_command_draft_as_many_tokens_in_every_step(p
     ):
         with pytest.raises(RefusedError, match=rf"{option}.*{value}"):
             parse("--data-parallel-size", "2", option, value)
+
+
+def test_a_draft_that_drafts_in_parallel_has_one_length(policy_dir: Path, tmp_path: Path) -> None:
+    draft = first_layers(policy_dir, tmp_path / "small", layers=2, parallel=127)
+    given = [str(policy_dir), "--draft", str(draft), "--draft-kind", "draft_model", *PORTS]
+    args = build_parser().parse_args(given)
+    settings_of(args)
+    assert args.speculation == "fixed"
+    assert args.speculative_config["parallel_drafting"] is True
+    assert "num_speculative_tokens_per_batch_size" not in args.speculative_config
+    with pytest.raises(RefusedError, match=r"--speculation: found auto.*in parallel"):
+        settings_of(build_parser().parse_args([*given, "--speculation", "auto"]))
 
 
 def test_workers_that_ray_starts_get_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:

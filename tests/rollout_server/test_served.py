@@ -123,6 +123,19 @@ def test_a_draft_model_of_another_vocabulary(tmp_path: Path) -> None:
         )
 
 
+def test_a_draft_model_that_drafts_in_parallel(tmp_path: Path) -> None:
+    model, draft = write(tmp_path / "model", POLICY), write(tmp_path / "draft", POLICY)
+    served = SERVED["draft_model"]
+    settings = served.speculative_config(draft, 3, "greedy")
+    assert settings is not None and "parallel_drafting" not in settings
+    write(draft, POLICY, pard_token=3)
+    served.check(model, draft)
+    settings = served.speculative_config(draft, 3, "greedy")
+    assert settings is not None and settings["parallel_drafting"] is True
+    with pytest.raises(RefusedError, match="pard_token: found 4096"):
+        served.check(model, write(draft, POLICY, pard_token=4096))
+
+
 @pytest.mark.parametrize("kind", ["mtp", "draft_model"])
 def test_a_path_by_which_vllm_would_choose_another_method(kind: str, tmp_path: Path) -> None:
     tensors = HEAD if kind == "mtp" else POLICY

@@ -15,6 +15,10 @@ from slipstream.errors import RefusedError
 POLICY_WIDTH = "target_hidden_size"
 """Our field: the policy's hidden size, which nothing else in a draft model says."""
 
+PARALLEL_TOKEN = "pard_token"
+"""PARD's field, and the one by which vLLM knows the token: the input of places that are drafted in
+parallel."""
+
 # By model_type: whether q and k are normed, and whether q, k and v have a bias.
 _LAYERS = {"llama": (False, False), "qwen2": (False, True), "qwen3": (True, False)}
 _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -33,10 +37,12 @@ class LmConfig(StoredShape):
     Attributes:
         num_hidden_layers: how many.
         tied: the embeddings are its lm_head as well.
+        parallel_token: see ``PARALLEL_TOKEN``; None where tokens are drafted one after the other.
     """
 
     num_hidden_layers: int
     tied: bool
+    parallel_token: int | None = None
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> LmConfig:
@@ -59,6 +65,12 @@ class LmConfig(StoredShape):
                 POLICY_WIDTH,
             )
         )
+        token = document.get(PARALLEL_TOKEN)
+        if token is not None and not (type(token) is int and 0 <= token < vocab):
+            _refuse(PARALLEL_TOKEN, token, f"a token of the vocabulary, 0 to {vocab - 1}")
+        if token is not None and document.get("mask_token_id") is not None:
+            # vLLM would take that one.
+            _refuse("mask_token_id", document["mask_token_id"], f"none beside {PARALLEL_TOKEN}")
         qk_norm, qkv_bias = _LAYERS[kind]
         return cls(
             aux_layer_ids=(),
@@ -73,6 +85,7 @@ class LmConfig(StoredShape):
             ),
             num_hidden_layers=depth,
             tied=document.get("tie_word_embeddings", False) is True,
+            parallel_token=token,
             document=dict(document),
         )
 
