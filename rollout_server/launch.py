@@ -238,8 +238,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
         expected = f"fixed, with --draft-kind {served.name}"
         raise RefusedError("--speculation", args.speculation, expected, "leave it out")
     if one_length and args.speculation == "auto":
-        expected = f"fixed or off, with {one_length}"
-        raise RefusedError("--speculation", "auto", expected, "leave it out")
+        raise RefusedError(
+            "--speculation", "auto", f"fixed or off, with {one_length}", "leave it out"
+        )
     args.host = args.host or _LOOPBACK
     check_port_free("--port", args.host, args.port)
     check_port_free("--control-port", args.control_host, args.control_port)
@@ -255,9 +256,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
             lengths = lengths_to_choose(args.draft_length) if auto else (args.draft_length,)
             schedule = launch_schedule(lengths)
             args.speculative_config["num_speculative_tokens_per_batch_size"] = schedule
-    given = {
-        field.name: getattr(args, field.name) for field in fields(Settings) if field.name in args
-    }
+    given = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name in args}
     return Settings(Path(args.model), access=access, peers=_peers(args), **given)
 
 
