@@ -190,7 +190,8 @@ class Copier:
                     job()
                 except RefusedError as error:
                     with self._changed:
-                        self._error = error
+                        # Its traceback would keep the states.
+                        self._error = error.with_traceback(None)
                 # Its states go before it is idle, and before the next one is waited for.
                 del taken, job
                 self._ended(nbytes)

@@ -294,26 +294,28 @@ class Learner:
         """This rank's batches, and of every rank: counts [K], tokens, newest policy version."""
         steps = self.config.ttt_steps
         parts: list[tuple[Batch, Tensor]] = []
-        refusal = None
         # A refusal is told to the others first: they would wait for this rank until the deadline.
+        # Not in a variable: its traceback would keep this frame's tensors until the cyclic
+        # collector runs.
+        refusal: list[RefusedError] = []
         try:
             parts = list(self._collated(samples, policy_heads))
         except RefusedError as error:
-            refusal = error
+            refusal.append(error)
         except torch.OutOfMemoryError as error:
             logger.warning("no memory for the policy's lm_head: %s", error)
-            refusal = _too_little_memory("the policy's lm_head")
+            refusal.append(_too_little_memory("the policy's lm_head"))
         counts = torch.zeros(steps, dtype=torch.int64)
         for _, valid in parts:
             counts += valid.flatten(1).sum(1)
         own = [
             sum(sample.tokens for sample in samples),
             max((sample.policy_version for sample in samples), default=-1),
-            int(refusal is not None),
+            len(refusal),
         ]
         tally = self._ranks.gather(torch.cat([counts, torch.tensor(own)]))
-        if refusal is not None:
-            raise refusal
+        if refusal:
+            raise refusal.pop()
         refused = tally[:, -1].nonzero().flatten().tolist()
         if refused:
             raise RefusedError(

@@ -169,7 +169,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 next_step, code = "ask the reflection service", StatusCode.UNIMPLEMENTED
                 refusal = RefusedError(_short(method), "a call", "none", next_step, code)
             except RefusedError as error:
-                refusal = error
+                # With its traceback, this frame and the error would refer to each other, and keep
+                # the request until the cyclic collector runs.
+                refusal = error.with_traceback(None)
             self._access.refusals.note(method, refusal.code, str(refusal))
             await abort_with(refusal, context)
 

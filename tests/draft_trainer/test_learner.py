@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.head import Eagle3Head
+from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError
 from tests.draft_trainer.synthetic import Policy, head
@@ -60,6 +64,21 @@ def test_accumulation_over_batches_equals_one_batch() -> None:
     # Adam's first step has size lr whatever the gradient, and the sign where it is above noise.
     for a, b in zip(heads[0].parameters(), heads[1].parameters(), strict=True):
         assert (a - b).abs().max() < 1e-4
+
+
+def test_a_refused_batch_goes_with_the_refusal() -> None:
+    """Not with the next run of the cyclic collector."""
+    policy = Policy()
+    learner, batch = Learner(head(0), CONFIG), policy.samples(2)
+    sample = weakref.ref(batch[0])
+    gc.disable()
+    try:
+        with pytest.raises(RefusedError, match="policy_version"):
+            learner.step(batch, PolicyHeads(1))
+        del batch
+        assert sample() is None
+    finally:
+        gc.enable()
 
 
 def test_a_non_finite_step_changes_nothing_and_is_counted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -48,6 +49,21 @@ def test_an_error_is_raised_once_by_the_next_submit(side: Copier) -> None:
     with pytest.raises(RefusedError, match="hurry"):
         side.put(lambda: None)
     assert side.put(lambda: None)
+
+
+def test_an_error_that_waits_does_not_keep_the_states(side: Copier) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def job() -> None:
+        states = torch.zeros(4)
+        made.append(weakref.ref(states))
+        raise RefusedError("states", "late", "early", "hurry")
+
+    assert side.put(job)
+    assert side.wait_idle(DEADLINE)
+    assert made[0]() is None
+    with pytest.raises(RefusedError, match="hurry"):
+        side.put(lambda: None)
 
 
 def test_closing_finishes_what_waits_and_takes_no_more(side: Copier) -> None:
