@@ -27,10 +27,12 @@ MARGIN = 0.02
 """Gain in speed below which lengths stay as they are."""
 
 RETRY_SECONDS = 30.0
-"""After this long without drafts they are tried again: only drafts show whether they pay."""
+"""After so many seconds of engine steps without drafts they are tried again: only drafts show
+whether they pay."""
 
 REFRESH_SECONDS = 60.0
-"""Age of a cost beyond which it is measured again: contexts grow, and others use the machine."""
+"""Age of a cost, in seconds of engine steps, beyond which it is measured again: contexts grow, and
+others use the machine. In a pause between rollouts nothing could be measured."""
 
 REFRESH_STEPS = 6
 """About so many steps are taken for it, and no fewer than fit into ``REFRESH_LEAST_SECONDS``."""
@@ -189,11 +191,11 @@ class LengthControl:
         self._live: list[int] | None = chooser.table
         self._version = tracker.live
         self._off_since = 0.0
-        self._timed = dict.fromkeys((OFF, 0, *chooser.lengths), time.monotonic())
+        self._timed = dict.fromkeys((OFF, 0, *chooser.lengths), 0.0)
 
     async def update(self, sums: StepSums) -> None:
         """With the newest measurements. Raises RefusedError: the engine did not answer."""
-        chooser, now = self.chooser, time.monotonic()
+        chooser, now = self.chooser, sum(total.seconds for total in sums.values())
         rates = self._tracker.recent.rates()
         steps = chooser.add(sums, rates)
         # By the lengths in use at each batch size, where the last minute's mean is by one.

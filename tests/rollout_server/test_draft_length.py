@@ -25,7 +25,7 @@ from rollout_server.draft_length import (
     lengths_to_choose,
     sizes_to_measure,
 )
-from rollout_server.step_costs import PLAIN, SPECULATIVE, StepSum, StepSums
+from rollout_server.step_costs import MIXED, PLAIN, SPECULATIVE, StepSum, StepSums
 
 SIZES = (1, 4, 16, 64)
 FRESH = (0.9, 0.8, 0.7)
@@ -191,6 +191,11 @@ class Server:
     async def set_lengths(self, lengths: Sequence[int] | None) -> None:
         self.told.append(lengths)
 
+    def spend(self, more: float) -> None:
+        """Seconds of steps that read prompts."""
+        before = self.sums.get((MIXED, 1, 0), StepSum())
+        self.sums[MIXED, 1, 0] = StepSum(before.steps + 1, before.seconds + more)
+
     def serve(self, steps: int, requests: int = 1) -> None:
         table = self.control.chooser.table
         k = -1 if table is None else table[requests]
@@ -221,13 +226,14 @@ def test_a_ruined_draft_turns_drafting_off_and_a_new_one_on() -> None:
     assert table is not None and table[1] == 3
 
 
-def test_drafting_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("rollout_server.draft_length.time.monotonic", lambda: now[0])
+def test_drafting_is_tried_again_after_a_while_of_generation() -> None:
     server = Server(STALE)
     server.serve(60)
     assert server.told == [None]
-    now[0] += RETRY_SECONDS + 1
+    # Nothing is generated, however long: drafts would not be tried.
+    asyncio.run(server.control.update(server.sums))
+    assert server.told == [None]
+    server.spend(RETRY_SECONDS + 1)
     server.serve(60)
     assert server.told == [None, [1] * 65]
     server.serve(60)
@@ -240,8 +246,6 @@ async def no_sleep(seconds: float) -> None:
 
 def test_a_cost_that_is_old_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain steps were timed while something else slowed the machine: drafting seems to pay."""
-    now = [0.0]
-    monkeypatch.setattr("rollout_server.draft_length.time.monotonic", lambda: now[0])
     monkeypatch.setattr("rollout_server.draft_length.REFRESH_LEAST_SECONDS", 0.0)
     monkeypatch.setattr("rollout_server.draft_length.asyncio.sleep", no_sleep)
     server = Server(STALE)
@@ -254,7 +258,7 @@ def test_a_cost_that_is_old_is_measured_again(monkeypatch: pytest.MonkeyPatch) -
     assert table is not None
     told: list[Sequence[int] | None] = []
     for _ in range(8):
-        now[0] += REFRESH_SECONDS / 5
+        server.spend(REFRESH_SECONDS / 5)
         server.told.clear()
         server.serve(60)
         told += server.told
