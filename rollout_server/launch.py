@@ -226,10 +226,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
     one_length = ""
     if args.data_parallel_size > 1:
         # vLLM ignores a schedule of draft lengths there.
-        one_length = "--data-parallel-size"
+        one_length = "fixed or off, with --data-parallel-size"
     elif (args.speculative_config or {}).get("parallel_drafting"):
         # Model Runner V1 samples the longest length whatever is planned; V2 has no such drafts.
-        one_length = "a draft model that drafts in parallel"
+        one_length = "fixed or off, with a draft model that drafts in parallel"
     if args.speculation is None:
         fixed = isinstance(served, WithoutWeights) or one_length
         args.speculation = "fixed" if fixed else Settings.speculation
@@ -238,9 +238,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         expected = f"fixed, with --draft-kind {served.name}"
         raise RefusedError("--speculation", args.speculation, expected, "leave it out")
     if one_length and args.speculation == "auto":
-        raise RefusedError(
-            "--speculation", "auto", f"fixed or off, with {one_length}", "leave it out"
-        )
+        raise RefusedError("--speculation", "auto", one_length, "leave it out")
     args.host = args.host or _LOOPBACK
     check_port_free("--port", args.host, args.port)
     check_port_free("--control-port", args.control_host, args.control_port)

@@ -61,7 +61,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_connection_idle_ms", 600_000),
     # Any number of pings. gRPC's client pings beyond keepalive, to measure the connection
     # (https://github.com/grpc/grpc-java/issues/5188); a server that counts those ends streams of
-    # sound clients with "too many pings". gRPC bounds the answers that a flood of pings is owed.
+    # sound clients with "too many pings". gRPC bounds the replies that wait to be sent.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 0),
     # Without SO_REUSEPORT a second process on the port fails instead of taking every other
