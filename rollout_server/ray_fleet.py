@@ -1,16 +1,12 @@
 """``rollout-server fleet``: rollout servers that Ray places and restarts, listed in a file.
 
 The file is what ``publish.rollout_servers = ["file:..."]`` of the draft trainer reads, so the
-trainer knows nothing of Ray. Three processes for each server:
+trainer knows nothing of Ray. The trainer's own ranks can be placed with them (``ray_ranks``).
 
-- the **actor** (``Replica``) starts the server, watches it and ends itself when the server has
-  ended or hangs, or its node's raylet has ended; Ray then starts the actor again, on this node or
-  another, with the same arguments. On the same node it gets the same ports: the policy's process
-  keeps the addresses that it read at its start.
-- the **supervisor** (``python -m rollout_server.ray_fleet COMMAND ...``) ends the server when the
-  actor dies, however it dies. A killed Ray worker leaves its children behind otherwise: a server on
-  a port that the next replica needs, with a GPU's memory.
-- the **server**.
+Each server has an **actor** (``Replica``), which starts it, watches it and ends itself when the
+server has ended or hangs, or its node's raylet has ended; Ray then starts the actor again, on this
+node or another, with the same arguments. On the same node it gets the same ports: the policy's
+process keeps the addresses that it read at its start.
 """
 
 from __future__ import annotations
@@ -18,9 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -28,24 +22,25 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc
 
+from rollout_server.owned_process import OwnedProcess
 from rollout_server.preflight import check_paths, check_port_free
-from slipstream.client import open_channel
+from rollout_server.ray_actors import Actors, Places, stop_all
+from rollout_server.ray_ranks import (
+    HEALTH_SECONDS,
+    REFUSED,
+    SILENT_SECONDS,
+    RanksPlan,
+    TrainerRanks,
+)
+from slipstream.client import open_channel, split_address
 from slipstream.errors import RefusedError
 from slipstream.security import NONE, ClientCredentials
 from slipstream.serving import serving
 
 logger = logging.getLogger(__name__)
-
-REFUSED = 2
-"""Exit status of a server that refuses its options."""
-
-HEALTH_SECONDS = 2.0
-SILENT_SECONDS = 60.0
-"""Without any answer to a health check after which a server hangs."""
 
 PORTS_SECONDS = 30.0
 """That a killed predecessor has to free its ports."""
@@ -54,12 +49,13 @@ AGAIN_SECONDS = 30.0
 """Before a replica that served once and is refused now tries again."""
 
 POLL_SECONDS = 1.0
-ANSWER_SECONDS = 5.0
-"""Of an actor that runs; one that does not answer is being started again."""
 
-GRACE_SECONDS = 3.0
-"""That the server has to end once its actor is gone."""
-
+_TRAINER_OPTIONS = (
+    ("--trainer-ranks", 1, "ranks of the draft trainer (default: 1)"),
+    ("--trainer-cpus", 1.0, "CPUs of each rank (default: 1)"),
+    ("--trainer-gpus", 0.0, "GPUs of each rank (default: 0)"),
+    ("--trainer-address", "127.0.0.1:50051", "its gRPC on this node (default: 127.0.0.1:50051)"),
+)
 _ADDRESSES = ("--port", "--control-host", "--control-port")
 
 
@@ -105,7 +101,7 @@ class Replica:
         self._port, self._control_port = plan.first_port + index, plan.first_control_port + index
         self._control = f"{self._host}:{self._control_port}"
         self._report = Report(os.getpid())
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: OwnedProcess | None = None
         self._stopping = threading.Event()
         self._raylet = os.getppid()
         self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
@@ -122,7 +118,7 @@ class Replica:
         if server is not None:
             server.terminate()
             self._thread.join(self._plan.stop_seconds)
-            _kill_all(server)
+            server.kill()
 
     def _run(self) -> None:
         self._wait_for_ports()
@@ -134,15 +130,11 @@ class Replica:
             return
         addresses: tuple[str, ...] = ("--host", self._host, "--port", str(self._port))
         addresses += ("--control-host", self._host, "--control-port", str(self._control_port))
-        self._server = server = subprocess.Popen(
-            [sys.executable, "-m", "rollout_server.ray_fleet", *self._plan.command, *addresses],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
-        end = self._watch(server, channel)
-        _kill_all(server)
+        self._server = server = OwnedProcess((*self._plan.command, *addresses))
+        end, refused = self._watch(server, channel)
+        server.kill()
         if not self._stopping.is_set():
-            self._end(end, refused=server.returncode == REFUSED)
+            self._end(end, refused)
 
     def _end(self, why: str, refused: bool) -> None:
         """End this actor, which Ray starts again. Where the first start is refused the command ends
@@ -168,16 +160,14 @@ class Replica:
                 except RefusedError:
                     self._stopping.wait(0.2)
 
-    def _watch(self, server: subprocess.Popen[bytes], channel: grpc.Channel) -> str:
-        """Until the server ended or hangs, or the node is lost; which of them."""
+    def _watch(self, server: OwnedProcess, channel: grpc.Channel) -> tuple[str, bool]:
+        """Until the server ended or hangs, or the node is lost; which, and whether it refuses."""
         deadline = time.monotonic() + self._plan.ready_seconds
         with channel:
-            while server.poll() is None:
-                with suppress(subprocess.TimeoutExpired):
-                    server.wait(HEALTH_SECONDS)
+            while (status := server.wait(HEALTH_SECONDS)) is None:
                 # Ray takes the node for lost and starts its actors on another.
                 if os.getppid() != self._raylet:
-                    return "lost its node"
+                    return "lost its node", False
                 try:
                     if serving(channel) and not self._report.control:
                         http = f"http://{self._host}:{self._port}"
@@ -187,101 +177,67 @@ class Replica:
                 except grpc.RpcError:
                     pass  # starting, or silent: the deadline decides
                 if time.monotonic() > deadline:
-                    return "hangs"
-        return f"ended with status {server.returncode}"
-
-
-def _kill_all(server: subprocess.Popen[bytes]) -> None:
-    """The supervisor, the server and the engine's processes, which are one process group."""
-    with suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
+                    return "hangs", False
+        return f"ended with status {status}", status == REFUSED
 
 
 class RayFleet:
-    """Owns the actors. ``ray.init`` was called before."""
+    """Owns the actors. ``ray.init`` was called before.
+
+    Args:
+        plan: of the servers.
+        on_change: called with the servers' reports.
+        ranks: of the trainer, if it is to be placed too.
+        on_ranks: called with the number of ranks that train, 0 while the trainer does not serve.
+    """
 
     def __init__(
-        self, plan: FleetPlan, on_change: Callable[[dict[int, Report]], None] = lambda r: None
+        self,
+        plan: FleetPlan,
+        on_change: Callable[[dict[int, Report]], None] = lambda r: None,
+        ranks: RanksPlan | None = None,
+        on_ranks: Callable[[int], None] = lambda n: None,
     ) -> None:
-        import ray
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         self._plan = plan
         self._on_change = on_change
         self._reports: dict[int, Report] = {}
-        self._asked: dict[int, Any] = {}
         write_members(plan.members, ())
-        # All places at once, over the nodes: replicas on two survive the loss of one. For those of
-        # a lost node Ray finds places on the others, or on one that joins later.
-        wanted = {"CPU": plan.cpus, "GPU": plan.gpus}
-        bundle = {name: amount for name, amount in wanted.items() if amount}
-        self._places = placement_group([bundle] * plan.replicas, strategy="SPREAD")
-        self._placed = self._places.ready()
-        self._place_by = time.monotonic() + plan.ready_seconds
-        self._replicas = [
-            ray.remote(Replica)
-            .options(
-                num_cpus=plan.cpus,
-                num_gpus=plan.gpus,
-                max_restarts=-1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._places, index),
-            )
-            .remote(plan, index)
-            for index in range(plan.replicas)
-        ]
+        first = ranks.size if ranks else 0
+        bundles = [{"CPU": ranks.cpus, "GPU": ranks.gpus}] * ranks.size if ranks else []
+        bundles += [{"CPU": plan.cpus, "GPU": plan.gpus}] * plan.replicas
+        self._places = Places(bundles, min(first, 1), plan.ready_seconds)
+        self._replicas = Actors(
+            "rollout server",
+            Replica,
+            [(plan, index) for index in range(plan.replicas)],
+            *(self._places, first, plan.cpus, plan.gpus),
+        )
+        self._ranks = TrainerRanks(ranks, self._places, on_ranks) if ranks else None
 
     def keep(self, stop: threading.Event) -> None:
-        """Keep the file up to date until ``stop`` is set.
+        """Keep the file up to date, and the trainer running, until ``stop`` is set.
 
         Raises:
-            RefusedError: a server refuses its options at its first start, Ray cannot start its
-                actor, or the cluster has no place for all of them in ``ready_seconds``.
+            RefusedError: a server or the trainer refuses its options at its first start, Ray cannot
+                start an actor, or the cluster has no place for all of them in ``ready_seconds``.
         """
         while not stop.is_set():
+            self._places.check()
             self._poll()
+            if self._ranks is not None:
+                self._ranks.poll()
             stop.wait(POLL_SECONDS)
 
     def close(self) -> None:
-        """Empty the file; end every server and its actor."""
-        import ray
-        from ray.util.placement_group import remove_placement_group
-
+        """Empty the file; end every server, every rank and its actor."""
         with suppress(OSError):
             write_members(self._plan.members, ())
-        ending = [replica.stop.remote() for replica in self._replicas]
-        ray.wait(ending, num_returns=len(ending), timeout=self._plan.stop_seconds + 5)
-        for replica in self._replicas:
-            ray.kill(replica)
-        remove_placement_group(self._places)
+        actors = [self._replicas, *([self._ranks.actors] if self._ranks else [])]
+        stop_all(actors, self._plan.stop_seconds)
+        self._places.give_back()
 
     def _poll(self) -> None:
-        import ray
-        from ray.exceptions import ActorDiedError, ActorUnavailableError
-
-        self._check_placed()
-        # One question at a time: while Ray starts an actor again, its questions wait.
-        for index, replica in enumerate(self._replicas):
-            if index not in self._asked:
-                self._asked[index] = replica.report.remote()
-        places = {ref: index for index, ref in self._asked.items()}
-        answered, _ = ray.wait(list(places), num_returns=len(places), timeout=ANSWER_SECONDS)
-        now: dict[int, Report] = {}
-        for ref in answered:
-            index = places[ref]
-            del self._asked[index]
-            try:
-                # Unavailable: it died, and is being started again.
-                with suppress(ActorUnavailableError):
-                    now[index] = ray.get(ref)
-            except ActorDiedError as error:
-                raise RefusedError(
-                    "rollout server",
-                    f"replica {index}: {error}",
-                    "an actor that starts",
-                    "fix what it says",
-                ) from error
+        now: dict[int, Report] = self._replicas.ask()
         refused = [index for index, report in now.items() if report.refused]
         if refused:
             raise RefusedError(
@@ -304,24 +260,6 @@ class RayFleet:
         self._reports = now
         self._on_change(now)
 
-    def _check_placed(self) -> None:
-        import ray
-
-        if self._placed is None:
-            return
-        if ray.wait([self._placed], timeout=0)[0]:
-            self._placed = None
-        elif time.monotonic() > self._place_by:
-            plan = self._plan
-            free = ray.available_resources()
-            raise RefusedError(
-                "--replicas",
-                f"{plan.replicas} of {plan.cpus:g} CPUs and {plan.gpus:g} GPUs each, on a cluster "
-                f"with {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free",
-                f"a place for each in {plan.ready_seconds:.0f} s",
-                "ask for fewer, or add nodes",
-            )
-
 
 def write_members(path: Path, addresses: Sequence[str]) -> None:
     """Replace the file as a whole: a reader never sees half a fleet. Raises OSError."""
@@ -338,8 +276,9 @@ def build_parser() -> argparse.ArgumentParser:
         "[any option of rollout-server serve]",
         description="Ray places N rollout servers and restarts a server that ended or hangs. "
         "Replica i listens on its node's address, on the first ports plus i. FILE lists the "
-        'control planes that serve: publish.rollout_servers = ["file:FILE"]. Runs until SIGTERM '
-        "or SIGINT, then stops all servers.",
+        'control planes that serve: publish.rollout_servers = ["file:FILE"]. With --trainer, Ray '
+        "also places the ranks of a draft trainer, rank 0 on this node, and starts them again "
+        "where one ended or hangs. Runs until SIGTERM or SIGINT, then stops everything.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -357,10 +296,13 @@ def build_parser() -> argparse.ArgumentParser:
         ("--ready-timeout-s", 600.0, "for the placement, and for a start (default: 600)"),
         ("--server-name", "", "name in their certificate, if not a node's address"),
         ("--ray-address", "auto", "the cluster (default: that of this node)"),
+        *_TRAINER_OPTIONS,
     ):
         parser.add_argument(option, type=type(default), default=default, help=text)
     ca = "PEM of the CA of their certificate, on every node"
     parser.add_argument("--ca", type=Path, metavar="FILE", help=ca)
+    toml = "its configuration, by this path on every node"
+    parser.add_argument("--trainer", type=Path, metavar="FILE", help=toml)
     return parser
 
 
@@ -374,11 +316,7 @@ def fleet(arguments: Sequence[str]) -> int:
     args, serve = build_parser().parse_known_args(list(arguments))
     if args.replicas < 1:
         raise RefusedError("--replicas", args.replicas, "at least 1", "set it")
-    if args.cpus < 0 or args.gpus < 0 or not args.cpus + args.gpus:
-        found = f"{args.cpus:g} and {args.gpus:g} of a replica"
-        raise RefusedError(
-            "--cpus, --gpus", found, "more than 0 of one of them", "set what it needs"
-        )
+    _check_needs("--cpus, --gpus", args.cpus, args.gpus)
     for option in _ADDRESSES:
         if any(word == option or word.startswith(f"{option}=") for word in serve):
             raise RefusedError(option, "given", "not given", "use the first ports; Ray gives hosts")
@@ -394,6 +332,7 @@ def fleet(arguments: Sequence[str]) -> int:
         next_step = "pip install 'slipstream-rl[ray]'"
         raise RefusedError("ray", "not installed", "installed", next_step) from error
 
+    ranks = _ranks_plan(args, credentials)
     plan = FleetPlan(
         (sys.executable, "-m", "rollout_server.cli", "serve", *serve),
         *(args.replicas, args.members, args.cpus, args.gpus),
@@ -406,6 +345,10 @@ def fleet(arguments: Sequence[str]) -> int:
         names = " ".join(f"openai={r.http} control={r.control}" for r in serving)
         print(f"rollout-fleet: {len(serving)} of {args.replicas} serve {names}", flush=True)
 
+    def show_ranks(count: int) -> None:
+        state = f"with {count} of {args.trainer_ranks} ranks" if count else "not yet"
+        print(f"rollout-fleet: the trainer serves at {args.trainer_address} {state}", flush=True)
+
     try:
         ray.init(address=args.ray_address)
     except ConnectionError as error:
@@ -416,7 +359,7 @@ def fleet(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: stop.set())
     try:
-        running = RayFleet(plan, show)
+        running = RayFleet(plan, show, ranks, show_ranks)
         try:
             running.keep(stop)
         finally:
@@ -426,32 +369,31 @@ def fleet(arguments: Sequence[str]) -> int:
     return 0
 
 
-def supervise(argv: Sequence[str] | None = None) -> int:
-    """Run a command for the owner of this process's standard input, and end it when the owner dies.
-
-    Started in a session of its own. Returns the command's exit status; 128 + N where signal N ended
-    it.
-    """
-    asked = threading.Event()
-    # Before the command runs: a SIGTERM in between must not leave it behind.
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
-    child = subprocess.Popen(list(sys.argv[1:] if argv is None else argv), stdin=subprocess.DEVNULL)
-    signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
-    if asked.is_set():
-        child.terminate()
-    ended = os.pidfd_open(child.pid)
-    waiting = select.poll()
-    waiting.register(ended, select.POLLIN)
-    # Nothing is ever written there: readable means closed.
-    waiting.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
-    if ended not in dict(waiting.poll()):
-        child.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(GRACE_SECONDS)
-        os.killpg(0, signal.SIGKILL)
-    status = child.wait()
-    return status if status >= 0 else 128 - status
+def _ranks_plan(args: argparse.Namespace, credentials: ClientCredentials) -> RanksPlan | None:
+    """None without a trainer. Raises RefusedError: an option cannot be used."""
+    if args.trainer is None:
+        for option, default, _ in _TRAINER_OPTIONS:
+            if getattr(args, option[2:].replace("-", "_")) != default:
+                raise RefusedError(option, "given without --trainer", "both", "set --trainer FILE")
+        return None
+    file, address, size = args.trainer.resolve(), args.trainer_address, args.trainer_ranks
+    if not file.is_file():
+        raise RefusedError("--trainer", file, "a TOML file", "write it or name another")
+    if size < 1:
+        raise RefusedError("--trainer-ranks", size, "at least 1", "set it")
+    _check_needs("--trainer-cpus, --trainer-gpus", args.trainer_cpus, args.trainer_gpus)
+    try:
+        split_address(address)
+    except ValueError as error:
+        raise RefusedError("--trainer-address", error, "host:port", "correct it") from error
+    command = (sys.executable, "-m", "draft_trainer.cli.main", "serve", "--config", str(file))
+    needs = (args.trainer_cpus, args.trainer_gpus)
+    return RanksPlan(
+        *(command, size, address, *needs, args.ready_timeout_s, args.host), credentials
+    )
 
 
-if __name__ == "__main__":
-    sys.exit(supervise())
+def _check_needs(options: str, cpus: float, gpus: float) -> None:
+    if cpus < 0 or gpus < 0 or not cpus + gpus:
+        found = f"{cpus:g} and {gpus:g} of each"
+        raise RefusedError(options, found, "more than 0 of one of them", "set what it needs")

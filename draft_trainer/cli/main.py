@@ -250,3 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

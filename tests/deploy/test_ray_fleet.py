@@ -28,6 +28,7 @@ from tests.deploy.fleet import (
     trainer_of,
     wait_for,
 )
+from tests.deploy.manifests import DEPLOY
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream-rl[ray]'")
 
@@ -96,7 +97,7 @@ def test_a_cluster_without_a_place_for_all_is_refused_and_none_is_started(tmp_pa
         wait_for(lambda: fleet.refusal is not None)
         assert not any(map(pids, fleet.controls))
     assert fleet.refusal is not None and fleet.refusal.field == "--replicas"
-    assert "3 of 1 CPUs" in str(fleet.refusal) and "add nodes" in str(fleet.refusal)
+    assert "3 of 1 CPUs and 0 GPUs each" in str(fleet.refusal) and "add nodes" in str(fleet.refusal)
 
 
 def test_bad_options_are_refused_before_ray_is_asked(
@@ -104,11 +105,17 @@ def test_bad_options_are_refused_before_ray_is_asked(
 ) -> None:
     model = ["policy", "--draft", "draft"]
     members = ["--members", str(tmp_path / "fleet")]
+    trainer = ["--trainer", str(DEPLOY / "ray" / "trainer.toml")]
     for options, found in (
         (["--replicas", "0", *members, *model], "--replicas"),
         (["--replicas", "2", "--cpus", "0", *members, *model], "--cpus, --gpus"),
         (["--replicas", "2", *members, *model, "--control-port=1"], "--control-port"),
         (["--replicas", "2", "--members", str(tmp_path / "no" / "fleet"), *model], "--members"),
+        (["--replicas", "2", *members, *model, "--trainer-ranks", "2"], "--trainer-ranks"),
+        (["--replicas", "2", *members, *model, "--trainer", "no.toml"], "--trainer"),
+        (["--replicas", "2", *members, *model, *trainer, "--trainer-ranks=0"], "--trainer-ranks"),
+        (["--replicas", "2", *members, *model, *trainer, "--trainer-cpus=0"], "--trainer-cpus"),
+        (["--replicas", "2", *members, *model, *trainer, "--trainer-address=:"], "--trainer-addr"),
     ):
         assert rollout_server(["fleet", *options]) == 2
         assert found in capsys.readouterr().err

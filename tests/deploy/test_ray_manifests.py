@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import yaml
 
 from draft_trainer.config_file import parse_config
 from rollout_server.ray_fleet import build_parser
-from tests.deploy.manifests import DEPLOY, containers, port_of
+from tests.deploy.manifests import DEPLOY, containers
 
 kubernetes_validate = pytest.importorskip(
     "kubernetes_validate", reason="no schemas of Kubernetes: pip install kubernetes-validate"
@@ -55,24 +56,25 @@ def test_the_fleet_fits_the_cluster_and_the_trainer_finds_it() -> None:
     program, command, *arguments = shlex.split(JOB["spec"]["entrypoint"])
     assert (program, command) == ("rollout-server", "fleet")
     options, serve = build_parser().parse_known_args(arguments)
-    workers = groups()["rollouts"]
-    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
-    assert options.replicas == workers["replicas"]
-    assert options.gpus == int(limits["nvidia.com/gpu"])
+    assert options.trainer == Path("/etc/slipstream/trainer.toml")
+    gpus = {}
+    for name, group in groups().items():
+        (one,) = containers(group["template"]["spec"])
+        gpus[name] = int(one["resources"]["limits"]["nvidia.com/gpu"])
+        mounted = {m["mountPath"] for m in one["volumeMounts"]}
+        assert {str(options.trainer.parent), TRAINER.server.shared_memory} <= mounted
+    # Rank 0 is on the driver's node, the head's; the servers take the others.
+    assert gpus == {"head": options.trainer_gpus, "rollouts": options.gpus}
+    assert options.trainer_ranks == 1
+    assert options.replicas == groups()["rollouts"]["replicas"]
+    assert TRAINER.training.device == "cuda"
+    assert options.trainer_address == f"{TRAINER.server.host}:{TRAINER.server.port}"
     assert TRAINER.publish.rollout_servers == (f"file:{options.members}",)
     assert f"--draft-length {TRAINER.publish.num_speculative_tokens}" in " ".join(serve)
-    head = groups()["head"]["template"]["spec"]
-    for one in containers(head):
-        mounted = {m["mountPath"] for m in one["volumeMounts"]}
-        # Who writes the file and who reads it see the same folder.
-        assert str(options.members.parent) in mounted
-        assert str(TRAINER.draft.registry.parent) in mounted
-        assert TRAINER.server.shared_memory in mounted
-    (trainer,) = head["initContainers"]
-    for probe in ("startupProbe", "livenessProbe"):
-        assert port_of(trainer[probe]["exec"]["command"][-1]) == TRAINER.server.port
-    # Ray would place a replica on the head's node otherwise.
-    assert groups()["head"]["rayStartParams"]["num-gpus"] == "0"
+    # Who writes the file and who reads it see the same folder.
+    (head,) = containers(groups()["head"]["template"]["spec"])
+    mounted = {m["mountPath"] for m in head["volumeMounts"]}
+    assert {str(options.members.parent), str(TRAINER.draft.registry.parent)} <= mounted
 
 
 def test_ray_itself_takes_the_description_of_the_machines() -> None:
@@ -86,5 +88,3 @@ def test_ray_itself_takes_the_description_of_the_machines() -> None:
     assert prepared["docker"]["image"] == "slipstream/ray:gpu"
     workers = prepared["available_node_types"]["local.cluster.node"]
     assert workers["max_workers"] == config["max_workers"] == len(config["provider"]["worker_ips"])
-    (served,) = [c for c in config["head_start_ray_commands"] if "draft-trainer" in c]
-    assert "serve --config /var/lib/slipstream/trainer.toml" in served

@@ -1,4 +1,4 @@
-"""A fleet of four on two Ray nodes: one of them is lost, another one joins."""
+"""Four servers and a trainer of two ranks on two Ray nodes: one is lost, another one joins."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ import pytest
 
 from draft_trainer.cli.main import main as draft_trainer
 from draft_trainer.releases.registry import Registry
-from examples.arithmetic_grpo.processes import Services
+from rollout_server import ray_ranks
 from tests.deploy.fleet import (
     kept,
     memory_server,
     pids,
+    rank_pids,
+    ranks_of,
     second_release,
     served,
     share_packages,
-    trainer_of,
+    trainer_file,
     wait_for,
 )
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream-rl[ray]'")
 
 PATIENCE = 240.0
-NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
+# The GPUs are Ray's alone: nothing here uses one.
+NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 80 << 20}
 
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    """Two raylets on this machine, with a place for two replicas each."""
+    """Two raylets on this machine, each with a place for two replicas and a rank."""
     from ray.cluster_utils import Cluster
 
     share_packages()
@@ -44,17 +47,18 @@ def cluster() -> Iterator[Any]:
     made.shutdown()
 
 
-def test_a_fleet_of_four_loses_a_node_and_heals_on_the_next(
-    cluster: Any, tmp_path: Path, draft_dir: Path
+def test_a_fleet_of_four_and_two_ranks_lose_a_node_and_heal_on_the_next(
+    cluster: Any, tmp_path: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ray_ranks, "AGAIN_SECONDS", 2.0)
     wanted = second_release(Registry(tmp_path / "registry"), draft_dir)
-    trainer = trainer_of(tmp_path, draft_dir)
+    config, address = trainer_file(tmp_path, draft_dir)
+    plan = ranks_of(config, address, 2, cpus=0, gpus=1)
     server = memory_server(tmp_path, str(draft_dir))
-    with kept(tmp_path, server, 4) as fleet, Services(trainer):
-        trainer.wait_ready(PATIENCE)
-        wait_for(lambda: len(fleet.addresses()) == 4, PATIENCE)
+    with kept(tmp_path, server, 4, ranks=plan) as fleet:
+        wait_for(lambda: fleet.training == [2] and len(fleet.addresses()) == 4, PATIENCE)
         four = fleet.addresses()
-        assert draft_trainer(["releases", "promote", "1", "--address", trainer.health]) == 0
+        assert draft_trainer(["releases", "promote", "1", "--address", address]) == 0
         assert [served(address) for address in four] == [wanted] * 4
 
         lost_node = next(node for node in cluster.list_all_nodes() if not node.is_head())
@@ -67,12 +71,17 @@ def test_a_fleet_of_four_loses_a_node_and_heals_on_the_next(
         # Their servers end with their actors: no port stays taken.
         lost = [port for port in fleet.controls if f"127.0.0.1:{port}" not in left]
         wait_for(lambda: not any(map(pids, lost)), PATIENCE)
+        # The rank of the driver's node trains without the other one.
+        wait_for(lambda: fleet.training == [2, 0, 1], PATIENCE)
+        assert [*rank_pids(config)] == [0]
 
         cluster.add_node(**NODE)
         wait_for(lambda: fleet.addresses() == four, PATIENCE)
         wait_for(lambda: [served(address) for address in four] == [wanted] * 4, PATIENCE)
+        wait_for(lambda: fleet.training == [2, 0, 1, 0, 2], PATIENCE)
         # Those of the other node went on as they were.
         same = sorted(n for n in before if fleet.reports[n].pid == before[n].pid)
         assert [f"127.0.0.1:{fleet.controls[n]}" for n in same] == left
     assert fleet.addresses() == []
     wait_for(lambda: not any(map(pids, fleet.controls)), PATIENCE)
+    wait_for(lambda: not rank_pids(config), PATIENCE)

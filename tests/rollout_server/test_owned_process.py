@@ -1,4 +1,4 @@
-"""A rollout server that Ray placed ends with its owner."""
+"""A process that Ray placed ends with its owner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEAF = (
 
 def supervise(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "rollout_server.ray_fleet", *command],
+        [sys.executable, "-m", "rollout_server.owned_process", *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,0 +1,83 @@
+"""A process that ends when its owner does, however the owner ends.
+
+A killed Ray worker leaves its children behind: a server on a port that the next replica needs, with
+a GPU's memory. So the **supervisor** (``python -m rollout_server.owned_process COMMAND ...``) runs
+the command and ends it when its standard input, which the owner holds, is closed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+GRACE_SECONDS = 3.0
+"""That the command has to end once its owner is gone."""
+
+
+class OwnedProcess:
+    """A command under its supervisor, in a session and process group of their own.
+
+    Args:
+        command: program and arguments.
+        environment: all of its variables; this process's if None.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None):
+        self._supervisor = subprocess.Popen(
+            [sys.executable, "-m", "rollout_server.owned_process", *command],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            env=environment,
+        )
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit status, 128 + N where signal N ended it; None where it still runs."""
+        with suppress(subprocess.TimeoutExpired):
+            self._supervisor.wait(seconds)
+        return self._supervisor.returncode
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the command."""
+        self._supervisor.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL to the supervisor, the command and all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._supervisor.pid, signal.SIGKILL)
+        self._supervisor.wait()
+
+
+def supervise(argv: Sequence[str] | None = None) -> int:
+    """Run a command for the owner of this process's standard input, and end it when the owner dies.
+
+    Started in a session of its own. Returns the command's exit status; 128 + N where signal N ended
+    it.
+    """
+    asked = []
+    # Before the command runs: a SIGTERM in between must not leave it behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    child = subprocess.Popen(list(sys.argv[1:] if argv is None else argv), stdin=subprocess.DEVNULL)
+    signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
+    if asked:
+        child.terminate()
+    ended = os.pidfd_open(child.pid)
+    waiting = select.poll()
+    waiting.register(ended, select.POLLIN)
+    # Nothing is ever written there: readable means closed.
+    waiting.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
+    if ended not in dict(waiting.poll()):
+        child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_SECONDS)
+        os.killpg(0, signal.SIGKILL)
+    status = child.wait()
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(supervise())
