@@ -233,7 +233,12 @@ def test_a_corrupted_byte_is_refused_and_the_stream_goes_on(
         write(self, offset, block)
 
     monkeypatch.setattr(SharedFile, "write", corrupt)
-    stats = deliver(server.address, sent, shared_memory=str(memory))
+    with sending(server.address, shared_memory=str(memory)) as sender:
+        # A sample that is written before that can go inline.
+        until(lambda: is_open(sender, memory))
+        sender.send(*sent)
+        sender.flush()
+        stats = sender.stats()
     assert (stats.accepted, stats.refused, stats.connects) == (19, 1, 1)
     assert dict(stats.refused_by_field) == {"packed.checksum": 1}
     assert kept(server).keys() == {s.sample_id for s in sent} - {sent[7].sample_id}
