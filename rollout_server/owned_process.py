@@ -1,8 +1,9 @@
 """A process that ends when its owner does, however the owner ends.
 
 A killed Ray worker leaves its children behind: a server on a port that the next replica needs, with
-a GPU's memory. So the **supervisor** (``python -m rollout_server.owned_process COMMAND ...``) runs
-the command and ends it when its standard input, which the owner holds, is closed.
+a GPU's memory. So a **supervisor** (``python -m rollout_server.owned_process COMMAND``) runs the
+command and ends it when its standard input, which the owner holds, is closed. It is not the owner's
+own child: Ray kills the children of a worker that it ends, and not what these have started.
 """
 
 from __future__ import annotations
@@ -58,9 +59,15 @@ def supervise(argv: Sequence[str] | None = None) -> int:
     Started in a session of its own. Returns the command's exit status; 128 + N where signal N ended
     it.
     """
-    asked = []
-    # Before the command runs: a SIGTERM in between must not leave it behind.
+    asked: list[int] = []
+    # Before there is whom to tell: a SIGTERM in between must not be lost.
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    supervisor = os.fork()
+    if supervisor:
+        signal.signal(signal.SIGTERM, lambda number, frame: os.kill(supervisor, number))
+        if asked:
+            os.kill(supervisor, signal.SIGTERM)
+        return _status(os.waitstatus_to_exitcode(os.waitpid(supervisor, 0)[1]))
     child = subprocess.Popen(list(sys.argv[1:] if argv is None else argv), stdin=subprocess.DEVNULL)
     signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
     if asked:
@@ -75,8 +82,11 @@ def supervise(argv: Sequence[str] | None = None) -> int:
         with suppress(subprocess.TimeoutExpired):
             child.wait(GRACE_SECONDS)
         os.killpg(0, signal.SIGKILL)
-    status = child.wait()
-    return status if status >= 0 else 128 - status
+    return _status(child.wait())
+
+
+def _status(code: int) -> int:
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

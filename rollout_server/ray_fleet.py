@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -38,7 +37,7 @@ from rollout_server.ray_ranks import (
 from slipstream.client import open_channel, split_address
 from slipstream.errors import RefusedError
 from slipstream.security import NONE, ClientCredentials
-from slipstream.serving import serving
+from slipstream.serving import serving, stop_signals
 
 logger = logging.getLogger(__name__)
 
@@ -214,19 +213,19 @@ class RayFleet:
         )
         self._ranks = TrainerRanks(ranks, self._places, on_ranks) if ranks else None
 
-    def keep(self, stop: threading.Event) -> None:
-        """Keep the file up to date, and the trainer running, until ``stop`` is set.
+    def keep(self, stopping: Callable[[], bool]) -> None:
+        """Keep the file up to date, and the trainer running, until ``stopping`` says so.
 
         Raises:
             RefusedError: a server or the trainer refuses its options at its first start, Ray cannot
                 start an actor, or the cluster has no place for all of them in ``ready_seconds``.
         """
-        while not stop.is_set():
+        while not stopping():
             self._places.check()
             self._poll()
             if self._ranks is not None:
                 self._ranks.poll()
-            stop.wait(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
         """Empty the file; end every server, every rank and its actor."""
@@ -354,14 +353,12 @@ def fleet(arguments: Sequence[str]) -> int:
     except ConnectionError as error:
         found, next_step = f"{args.ray_address} ({error})", "ray start --head"
         raise RefusedError("--ray-address", found, "a running Ray", next_step) from error
-    stop = threading.Event()
     # After ray.init, which takes SIGTERM for itself.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: stop.set())
+    stopping = stop_signals()
     try:
         running = RayFleet(plan, show, ranks, show_ranks)
         try:
-            running.keep(stop)
+            running.keep(stopping)
         finally:
             running.close()
     finally:

@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from draft_trainer.training.ranks import Ranks
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
-SIGNAL_SECONDS = 1.0
+SIGNAL_SECONDS = 0.2
 
 
 class Command(Protocol):
@@ -75,6 +74,7 @@ class Serve:
         from draft_trainer.kernels.library import use_kernels
         from draft_trainer.server.app import TrainerServer
         from draft_trainer.training.ranks import RankLostError, Ranks
+        from slipstream.serving import stop_signals
 
         logging.basicConfig(
             level=self.log_level.upper(),
@@ -96,25 +96,16 @@ class Serve:
             print(f"draft-trainer: {error}; start all ranks again", file=sys.stderr)
             return FAILED
         server = TrainerServer(config, ranks)
-        ended = server.died
-        signalled = threading.Event()
-
-        def on_signal(number: int, frame: object) -> None:
-            signalled.set()
-            ended.set()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, on_signal)
+        signalled = stop_signals()
         tune_memory()
         server.start()
         # In one write: a log line of another thread would come between a line and its end.
         sys.stdout.write(f"{server.ready_line}\n")
         sys.stdout.flush()
-        # Not without a limit: Python sees a signal that comes just before a wait only after it.
-        while not ended.wait(SIGNAL_SECONDS):
+        while not (signalled() or server.died.wait(SIGNAL_SECONDS)):
             pass
         clean = server.stop()
-        if not signalled.is_set():
+        if not signalled():
             print(
                 "draft-trainer: training ended with the error above; a restart resumes from the "
                 "newest training state",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -351,12 +350,10 @@ class Fit:
             torch.set_num_threads(training.threads)
         if training.device == "cpu":
             use_kernels(training.cpu_kernels)
-        stopping = threading.Event()
         caught: list[int] = []
 
         def on_signal(number: int, frame: object) -> None:
             caught.append(number)
-            stopping.set()
             # A second one ends it at once.
             signal.signal(number, signal.SIG_DFL)
 
@@ -368,7 +365,7 @@ class Fit:
             draft = local_folder(self.draft, "--draft")
             policy = self.policy and local_folder(self.policy, "--policy")
             fit = Training(self.states, draft, self.out, policy, config, ranks)
-            done = fit.run(stopping, self.resume)
+            done = fit.run(lambda: bool(caught), self.resume)
             ranks.leave()
         except RankLostError as error:
             print(f"draft-trainer: {error}; start all ranks again with --resume", file=sys.stderr)

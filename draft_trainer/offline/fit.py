@@ -14,8 +14,8 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -231,11 +231,11 @@ class Fit:
         self._output = FitOutput(out, training.state_every_steps)
         self._now = FitProgress()
 
-    def run(self, stopping: threading.Event, resume: bool) -> bool:
-        """Train to the end, or to the end of the step during which ``stopping`` is set.
+    def run(self, stopping: Callable[[], bool], resume: bool) -> bool:
+        """Train to the end, or to the end of the step during which ``stopping`` says so.
 
         Args:
-            stopping: set by a signal handler.
+            stopping: whether a signal came.
             resume: go on with the unfinished fit in the output folder, if there is one.
 
         Returns:
@@ -282,14 +282,14 @@ class Fit:
         self._ranks.broadcast({"step": step})
         self._now = replace(self._now, step=int(step))
 
-    def _train(self, stopping: threading.Event, bar: Progress, task: TaskID) -> bool:
-        """Steps, states and evaluations until the last epoch ends or ``stopping`` is set."""
+    def _train(self, stopping: Callable[[], bool], bar: Progress, task: TaskID) -> bool:
+        """Steps, states and evaluations until the last epoch ends or ``stopping`` says so."""
         first, output = self._ranks.rank == 0, self._output
         for epoch, chosen in self._steps[self._now.step :]:
             metrics = self._step(chosen)
             now = self._now
             # One rank may have been signalled before the others: they stop together.
-            stop = bool(self._ranks.gather(torch.tensor([int(stopping.is_set())])).any())
+            stop = bool(self._ranks.gather(torch.tensor([int(stopping())])).any())
             bar.update(task, completed=now.step, total=self._total, description=_line(metrics))
             if first:
                 figures = asdict(metrics) | {"step": now.step, "epoch": epoch}

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import signal
 import sys
 import threading
 from collections.abc import (
@@ -281,6 +282,18 @@ class GrpcServer:
 
 TIMEOUT = 5.0
 """Seconds within which a live service answers."""
+
+
+def stop_signals() -> Callable[[], bool]:
+    """Catch SIGTERM and SIGINT from now on; the result says whether one came.
+
+    The handlers take no lock: a ``threading.Event`` that one of them sets waits for itself where a
+    second signal comes during the first, or where the main thread is about to wait for that event.
+    """
+    caught: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: caught.append(number))
+    return lambda: bool(caught)
 
 
 def serving(channel: grpc.Channel, service: str = "") -> bool:

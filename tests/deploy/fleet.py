@@ -94,7 +94,7 @@ class Kept:
 
     def _run(self) -> None:
         try:
-            self._fleet.keep(self._stop)
+            self._fleet.keep(self._stop.is_set)
         except RefusedError as error:
             self.refusal = error
 

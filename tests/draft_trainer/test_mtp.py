@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any, get_args
 
@@ -463,7 +462,7 @@ def test_a_recording_of_final_states_alone_is_fitted(policy_dir: Path, tmp_path:
     config = fit_config(None, options)
     out = tmp_path / "out"
     fit = Fit(tmp_path / "states", tmp_path / "head", out, policy, config, Ranks())
-    assert fit.run(threading.Event(), resume=False)
+    assert fit.run(lambda: False, resume=False)
     fitted = Mtp().read(out, policy)
     assert fitted.as_stored
     assert not torch.equal(

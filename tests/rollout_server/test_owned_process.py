@@ -66,6 +66,20 @@ def test_nothing_outlives_the_owner() -> None:
         time.sleep(0.01)
 
 
+def test_nothing_outlives_an_owner_that_ray_ended() -> None:
+    """Ray kills the worker's own child first, and then the worker ends."""
+    with supervise(sys.executable, "-c", DEAF) as relay:
+        child = pid_of(relay)
+        relay.kill()
+        relay.wait(WAIT)
+        assert alive(child)
+        assert end(relay) == -signal.SIGKILL
+    deadline = time.monotonic() + WAIT
+    while alive(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def alive(pid: int) -> bool:
     """Not gone, and not waiting to be reaped by the parent of orphans here."""
     try:
