@@ -147,7 +147,8 @@ class Rank:
             finally:
                 process.kill()
             if end:
-                self._tell(begun, end, refused)
+                print(f"trainer rank {begun.rank}: {end}", file=sys.stderr, flush=True)
+                self._tell(begun, end=end, refused=refused)
             if os.getppid() != self._raylet:
                 os._exit(1)
 
@@ -157,7 +158,7 @@ class Rank:
         plan = self._plan
         host, _ = split_address(plan.address)
         credentials = NONE if is_loopback(host) else plan.credentials
-        deadline = time.monotonic() + plan.ready_seconds
+        deadline, served = time.monotonic() + plan.ready_seconds, False
         with open_channel(plan.address, credentials=credentials) as channel:
             while (status := process.wait(HEALTH_SECONDS)) is None:
                 if os.getppid() != self._raylet:
@@ -167,21 +168,24 @@ class Rank:
                 if start.rank:
                     continue  # its exchanges with rank 0 have deadlines
                 with suppress(grpc.RpcError):
-                    self._serves = serving(channel) or self._serves
-                    if self._serves:
+                    served = serving(channel) or served
+                    if served:
+                        self._tell(start, serves=True)
                         deadline = time.monotonic() + SILENT_SECONDS
                 if time.monotonic() > deadline:
-                    if self._serves:
+                    if served:
                         return "hangs", False
                     seconds = f"{plan.ready_seconds:.0f} s"
                     return f"does not serve at --trainer-address {plan.address} in {seconds}", True
         return f"ended with status {status}", status == REFUSED
 
-    def _tell(self, start: Start, end: str, refused: bool) -> None:
-        print(f"trainer rank {start.rank}: {end}", file=sys.stderr, flush=True)
+    def _tell(
+        self, start: Start, serves: bool = False, end: str = "", refused: bool = False
+    ) -> None:
+        """Report this of a start, unless a later one was ordered meanwhile."""
         with self._changed:
             if self._start == start:
-                self._serves, self._end, self._refused = False, end, refused
+                self._serves, self._end, self._refused = serves, end, refused
 
 
 class TrainerRanks:
