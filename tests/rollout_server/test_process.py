@@ -13,7 +13,7 @@ from examples.arithmetic_grpo.processes import Service, free_port
 from slipstream.tensors import digest
 from tests.rollout_server.checkpoints import load, perturbed, write_draft
 from tests.rollout_server.live import Live, prompts, until
-from tests.rollout_server.test_supervisor import alive
+from tests.rollout_server.test_owned_process import alive
 
 pytestmark = pytest.mark.vllm
 
