@@ -34,7 +34,7 @@ class Places:
         node = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         labels = [node if index < here else {} for index in range(len(wanted))]
         self.group = placement_group(wanted, strategy="SPREAD", bundle_label_selector=labels)
-        self._bundles = bundles
+        self.bundles = bundles
         self._ready = self.group.ready()
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
 
@@ -47,7 +47,7 @@ class Places:
         if ray.wait([self._ready], timeout=0)[0]:
             self._ready = None
         elif time.monotonic() > self._deadline:
-            kinds = [f"{b['CPU']:g} CPUs and {b['GPU']:g} GPUs" for b in self._bundles]
+            kinds = [f"{b['CPU']:g} CPUs and {b['GPU']:g} GPUs" for b in self.bundles]
             wanted = ", ".join(
                 f"{kinds.count(kind)} of {kind} each" for kind in dict.fromkeys(kinds)
             )
@@ -75,8 +75,6 @@ class Actors:
         kind: their class.
         arguments: its arguments, for each actor.
         places: where they run, in the bundles from ``first`` on.
-        cpus: of each of them, as their bundles have.
-        gpus: likewise.
     """
 
     def __init__(
@@ -86,8 +84,6 @@ class Actors:
         arguments: Sequence[tuple[Any, ...]],
         places: Places,
         first: int,
-        cpus: float,
-        gpus: float,
     ) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -97,8 +93,8 @@ class Actors:
         self.handles = [
             ray.remote(kind)
             .options(
-                num_cpus=cpus,
-                num_gpus=gpus,
+                num_cpus=places.bundles[first + index]["CPU"],
+                num_gpus=places.bundles[first + index]["GPU"],
                 max_restarts=-1,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(places.group, first + index),
             )

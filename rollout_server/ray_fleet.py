@@ -209,7 +209,8 @@ class RayFleet:
             "rollout server",
             Replica,
             [(plan, index) for index in range(plan.replicas)],
-            *(self._places, first, plan.cpus, plan.gpus),
+            self._places,
+            first,
         )
         self._ranks = TrainerRanks(ranks, self._places, on_ranks) if ranks else None
 
@@ -345,8 +346,8 @@ def fleet(arguments: Sequence[str]) -> int:
         print(f"rollout-fleet: {len(serving)} of {args.replicas} serve {names}", flush=True)
 
     def show_ranks(count: int) -> None:
-        state = f"with {count} of {args.trainer_ranks} ranks" if count else "not yet"
-        print(f"rollout-fleet: the trainer serves at {args.trainer_address} {state}", flush=True)
+        state = f"serves with {count} of {args.trainer_ranks} ranks" if count else "does not serve"
+        print(f"rollout-fleet: the trainer at {args.trainer_address} {state}", flush=True)
 
     try:
         ray.init(address=args.ray_address)

@@ -17,7 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import grpc
 
@@ -90,9 +91,8 @@ class Rank:
 
         self._plan = plan
         self._host = plan.host or get_node_ip_address()
-        self._port = _free_port(self._host)
         self._start = Start()
-        self._serves, self._end, self._refused = False, "", False
+        self._report = self._nothing_yet()
         self._stopping = False
         self._changed = threading.Condition()
         self._raylet = os.getppid()
@@ -102,15 +102,13 @@ class Rank:
     def report(self) -> RankReport:
         """How it is now."""
         with self._changed:
-            state = (self._start.number, self._serves, self._end, self._refused)
-            return RankReport(os.getpid(), self._host, self._port, *state)
+            return self._report
 
     def start(self, start: Start) -> None:
         """End the process and start it as a rank of this start; returns at once."""
         with self._changed:
             self._start = start
-            self._serves, self._end, self._refused = False, "", False
-            self._port = _free_port(self._host)
+            self._report = self._nothing_yet()
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -148,7 +146,7 @@ class Rank:
                 process.kill()
             if end:
                 print(f"trainer rank {begun.rank}: {end}", file=sys.stderr, flush=True)
-                self._tell(begun, end=end, refused=refused)
+                self._tell(begun, serves=False, end=end, refused=refused)
             if os.getppid() != self._raylet:
                 os._exit(1)
 
@@ -179,13 +177,14 @@ class Rank:
                     return f"does not serve at --trainer-address {plan.address} in {seconds}", True
         return f"ended with status {status}", status == REFUSED
 
-    def _tell(
-        self, start: Start, serves: bool = False, end: str = "", refused: bool = False
-    ) -> None:
+    def _nothing_yet(self) -> RankReport:
+        return RankReport(os.getpid(), self._host, _free_port(self._host), self._start.number)
+
+    def _tell(self, start: Start, **facts: Any) -> None:
         """Report this of a start, unless a later one was ordered meanwhile."""
         with self._changed:
             if self._start == start:
-                self._serves, self._end, self._refused = serves, end, refused
+                self._report = replace(self._report, **facts)
 
 
 class TrainerRanks:
@@ -202,9 +201,7 @@ class TrainerRanks:
     ) -> None:
         self._plan = plan
         self._on_change = on_change
-        self.actors = Actors(
-            "trainer rank", Rank, [(plan,)] * plan.size, places, 0, plan.cpus, plan.gpus
-        )
+        self.actors = Actors("trainer rank", Rank, [(plan,)] * plan.size, places, 0)
         self._number = 0
         self._running: tuple[int, ...] = ()  # actors of the newest start, in the order of ranks
         self._began = self._missing_since = 0.0

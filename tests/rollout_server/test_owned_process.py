@@ -60,10 +60,7 @@ def test_nothing_outlives_the_owner() -> None:
         child = pid_of(supervisor)
         assert alive(child)
         assert end(supervisor) == -signal.SIGKILL
-    deadline = time.monotonic() + WAIT
-    while alive(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until_gone(child)
 
 
 def test_nothing_outlives_an_owner_that_ray_ended() -> None:
@@ -74,8 +71,12 @@ def test_nothing_outlives_an_owner_that_ray_ended() -> None:
         relay.wait(WAIT)
         assert alive(child)
         assert end(relay) == -signal.SIGKILL
+    wait_until_gone(child)
+
+
+def wait_until_gone(pid: int) -> None:
     deadline = time.monotonic() + WAIT
-    while alive(child):
+    while alive(pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
