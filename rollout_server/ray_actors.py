@@ -12,6 +12,13 @@ from typing import Any
 
 from slipstream.errors import RefusedError
 
+REFUSED = 2
+"""Exit status of a process that refuses its options."""
+
+HEALTH_SECONDS = 2.0
+SILENT_SECONDS = 60.0
+"""Without any answer to a health check after which a service hangs."""
+
 ANSWER_SECONDS = 5.0
 """Of an actor that runs; one that does not answer is being started again."""
 

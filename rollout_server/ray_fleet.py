@@ -26,14 +26,15 @@ import grpc
 
 from rollout_server.owned_process import OwnedProcess
 from rollout_server.preflight import check_paths, check_port_free
-from rollout_server.ray_actors import Actors, Places, stop_all
-from rollout_server.ray_ranks import (
+from rollout_server.ray_actors import (
     HEALTH_SECONDS,
     REFUSED,
     SILENT_SECONDS,
-    RanksPlan,
-    TrainerRanks,
+    Actors,
+    Places,
+    stop_all,
 )
+from rollout_server.ray_ranks import RanksPlan, TrainerRanks
 from slipstream.client import open_channel, split_address
 from slipstream.errors import RefusedError
 from slipstream.security import NONE, ClientCredentials

@@ -23,18 +23,18 @@ from typing import Any
 import grpc
 
 from rollout_server.owned_process import OwnedProcess
-from rollout_server.ray_actors import ANSWER_SECONDS, Actors, Places
+from rollout_server.ray_actors import (
+    ANSWER_SECONDS,
+    HEALTH_SECONDS,
+    REFUSED,
+    SILENT_SECONDS,
+    Actors,
+    Places,
+)
 from slipstream.client import open_channel, split_address
 from slipstream.errors import RefusedError
 from slipstream.security import NONE, ClientCredentials, is_loopback
 from slipstream.serving import serving
-
-REFUSED = 2
-"""Exit status of a process that refuses its options."""
-
-HEALTH_SECONDS = 2.0
-SILENT_SECONDS = 60.0
-"""Without any answer to a health check after which a service hangs."""
 
 AGAIN_SECONDS = 30.0
 """Between two starts of all ranks, and before a rank that is missing is left out."""
