@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import grpc
 import numpy as np
 import torch
+from google.protobuf.message import DecodeError
 
 from slipstream.checksum import Bytes
 from slipstream.errors import RefusedError, StatusCode
@@ -307,8 +308,8 @@ def digest_of_specs(specs: Iterable[tensor_pb2.TensorSpec]) -> bytes:
 _PAYLOAD = pb.StreamStatesRequest.PAYLOAD_FIELD_NUMBER
 _CHUNK = pb.AnnouncePolicyRequest.CHUNK_FIELD_NUMBER
 _CHUNK_DATA = tensor_pb2.TensorChunk.DATA_FIELD_NUMBER
-_BATCH = pb.StreamStatesRequest.BATCH_FIELD_NUMBER
-_LENGTH_DELIMITED = 2
+# Wire types of protobuf's encoding; the bytes of those with a fixed length.
+_VARINT, _LENGTH_DELIMITED, _FIXED_BYTES = 0, 2, {1: 8, 5: 4}
 
 # What a client may make the reader do for a message of 64 MiB: millions of fields of two bytes took
 # a minute, and a batch of empty samples gigabytes.
@@ -385,7 +386,7 @@ def unframe(data: bytes) -> Framed:
         google.protobuf.message.DecodeError: not a StreamStatesRequest.
         RefusedError: more fields than it has, or a batch that describes too much.
     """
-    at = fields = 0
+    at = fields = described = 0
     payload = np.empty(0, dtype=np.uint8)
     rest = []
     while at < len(data):
@@ -399,24 +400,30 @@ def unframe(data: bytes) -> Framed:
                 "send one at a time",
             )
         tag, at = _read_varint(data, at)
-        if tag & 7 != _LENGTH_DELIMITED:
-            # A field of a later revision: protobuf knows how to skip it.
-            request = pb.StreamStatesRequest.FromString(data)
-            return Framed(request, np.frombuffer(request.payload, dtype=np.uint8), len(data))
-        length, at = _read_varint(data, at)
-        if tag >> 3 == _BATCH and length > _MOST_BATCH_BYTES:
+        length = 0
+        if tag & 7 == _LENGTH_DELIMITED:
+            length, at = _read_varint(data, at)
+        elif tag & 7 == _VARINT:
+            # The others are fields of a later revision, which protobuf skips.
+            _, at = _read_varint(data, at)
+        elif tag & 7 in _FIXED_BYTES:
+            length = _FIXED_BYTES[tag & 7]
+        else:
+            raise DecodeError(f"wire type {tag & 7}")
+        if tag == _PAYLOAD << 3 | _LENGTH_DELIMITED and at + length <= len(data):
+            payload = np.frombuffer(data, np.uint8, length, at)
+        else:
+            rest.append(data[begin : at + length])
+            described += len(rest[-1])
+        at += length
+        if described > _MOST_BATCH_BYTES:
             raise RefusedError(
                 "batch",
-                f"{length} bytes",
+                f"{described} bytes",
                 f"at most {_MOST_BATCH_BYTES} bytes",
                 "put the states into the payload or the file, or send smaller batches",
                 StatusCode.RESOURCE_EXHAUSTED,
             )
-        if tag >> 3 == _PAYLOAD and at + length <= len(data):
-            payload = np.frombuffer(data, np.uint8, length, at)
-        else:
-            rest.append(data[begin : at + length])
-        at += length
     request = pb.StreamStatesRequest.FromString(b"".join(rest))
     return Framed(request, payload, len(data))
 

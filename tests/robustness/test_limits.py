@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 import torch
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from rollout_server.checkpoint import check_finite
@@ -102,10 +103,20 @@ def test_bytes_that_cannot_be_read_are_a_refusal() -> None:
         assert expected in unreadable.refusal.expected
 
 
+UNREAD = (b"\x78\x01", b"\x79" + bytes(8), b"\x7d" + bytes(4))
+"""Field 15 as a number, and of eight and four bytes."""
+
+
 def test_a_frame_of_many_fields_or_a_long_batch_is_refused_before_it_is_parsed() -> None:
     assert refused(lambda: unframe(b"\x12\x00" * 17)).field == "request"
     batch = b"\x0a\x00" * (1 << 20)
-    assert refused(lambda: unframe(b"\x1a" + _varint(len(batch)) + batch)).field == "batch"
+    field = b"\x1a" + _varint(len(batch)) + batch
+    half = b"\x1a" + _varint(len(batch) // 2) + batch[: len(batch) // 2]
+    # Behind fields that are not read, and in parts.
+    for data in (field, *(other + field for other in UNREAD), 3 * half):
+        assert refused(lambda data=data: unframe(data)).field == "batch"
+    with pytest.raises(DecodeError):
+        unframe(b"\x7b" + field)  # A group, which no revision has.
 
 
 def test_the_oldest_silent_call_gives_way_and_a_sound_one_is_heard(
