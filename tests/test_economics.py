@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,18 @@ def test_shapes() -> None:
     assert sparse.step_bytes(1, 0) == pytest.approx(sparse.dense_bytes + sparse.expert_bytes / 4)
     assert sparse.step_bytes(1e6, 0) == pytest.approx(sparse.dense_bytes + sparse.expert_bytes)
     assert policy_shape({"text_config": LLAMA}) == shape
+    # ERNIE's names; a shared expert is read at every step.
+    named = LLAMA | {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 14336}
+    assert policy_shape(named) == sparse
+    for more in ({"n_shared_experts": 1}, {"shared_expert_intermediate_size": 14336}):
+        shared = policy_shape(named | more)
+        assert shared.dense_bytes == pytest.approx(sparse.dense_bytes + sparse.expert_bytes / 8)
+        assert shared.token_flops > sparse.token_flops
+    for other in ({"kv_lora_rank": 512}, {"linear_num_key_heads": 16}):
+        with pytest.raises(RefusedError, match="--server or --step-costs"):
+            policy_shape({"text_config": LLAMA | other})
+    with pytest.raises(RefusedError, match="moe_intermediate_size: "):
+        policy_shape(named | {"moe_intermediate_size": [1536, 512]})
     with pytest.raises(RefusedError, match="no hidden_size"):
         policy_shape({"model_type": "llama"})
     with pytest.raises(RefusedError, match="--gpu: found V100"):
@@ -188,6 +202,10 @@ def test_lengths(tmp_path: Path) -> None:
     file.write_text("ten")
     with pytest.raises(RefusedError, match="numbers of tokens"):
         read_lengths(str(file))
+    with pytest.raises(RefusedError, match=r"--lengths: found .*No such file"):
+        read_lengths(str(tmp_path / "absent"))
+    with pytest.raises(RefusedError, match=r"step costs: found .*No such file"):
+        StepTable.read(tmp_path / "absent")
     drawn = read_lengths("lognormal:2000,0.9,16384")
     assert sorted(drawn)[len(drawn) // 2] == pytest.approx(2000, rel=0.1)
     assert max(drawn) == 16384
@@ -267,6 +285,15 @@ def test_plan_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "--step-costs and --gpu" in capsys.readouterr().err
     assert main([*argv, "--requests", "65"]) == 2
     assert "the largest measured" in capsys.readouterr().err
+    assert main([*argv, "--gpus-per-engine", "0"]) == 2
+    assert "--gpus-per-engine: found 0" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as another:
+        answer = threading.Thread(target=lambda: another.accept()[0].sendall(b"not HTTP\r\n\r\n"))
+        answer.start()
+        for address in ("localhost:abc", f"127.0.0.1:{another.getsockname()[1]}"):
+            assert main(["plan", *argv[3:], "--server", address]) == 2
+            assert "not --control-port" in capsys.readouterr().err
+        answer.join(10)
     absent = str(tmp_path / "absent.json")
     assert main(["plan", *argv[3:], "--gpu", "H100", "--policy", absent]) == 2
     assert f"{absent}: found" in capsys.readouterr().err

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import json
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -28,6 +28,8 @@ Number = Annotated[int, arg(metavar="N")]
 Seconds = Annotated[float, arg(metavar="S")]
 Rates = Annotated[str | None, arg(metavar="R,R,R", help_behavior_hint="(optional)")]
 Word = Annotated[str | None, arg(metavar="X", help_behavior_hint="(optional)")]
+
+_AT_LEAST_ONE = ("engines", "gpus_per_engine", "rollouts", "requests", "steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ class Plan:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int | float) and not isinstance(value, bool):
-                least = 1 if field.name in ("engines", "rollouts", "requests", "steps") else 0
+                least = 1 if field.name in _AT_LEAST_ONE else 0
                 at_least(f"--{field.name.replace('_', '-')}", value, least)
         costs, source, counted = self._costs()
         rates = _rates("--acceptance", self.acceptance) or counted
@@ -166,9 +168,12 @@ class Plan:
             try:
                 with urllib.request.urlopen(url, timeout=30) as answer:
                     table, rates = served_costs(answer.read(8 << 20).decode())
-            except (urllib.error.URLError, TimeoutError, ValueError) as error:
+            except (OSError, http.client.HTTPException, ValueError) as error:
                 raise RefusedError(
-                    "--server", f"{url}: {error}", "a rollout server", "check host and port"
+                    "--server",
+                    f"{url}: {error}",
+                    "a rollout server's HTTP address",
+                    "check host and port: the OpenAI API's port, not --control-port",
                 ) from error
             return table, f"measured by {self.server}", rates
         if self.policy is None:

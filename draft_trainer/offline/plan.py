@@ -226,7 +226,6 @@ def read_lengths(text: str, equal_lengths: bool = False) -> list[float]:
 
     Raises:
         RefusedError: they cannot be read, are not positive, or have no tail.
-        OSError: the file cannot be read.
     """
     option = "--lengths"
     try:
@@ -239,6 +238,8 @@ def read_lengths(text: str, equal_lengths: bool = False) -> list[float]:
             lengths = [
                 float(n) for n in (json.loads(content) if "[" in content else content.split())
             ]
+    except OSError as error:
+        raise RefusedError(option, f"{error}", "a file of lengths", "check its path") from error
     except (ValueError, TypeError) as error:
         raise RefusedError(
             option, f"{text}: {error}", "numbers of tokens", "one a line, or a JSON list"

@@ -121,8 +121,12 @@ class StepTable:
 
     @classmethod
     def read(cls, path: Path, noise: float = 0.05) -> StepTable:
-        """From a CSV with the columns ``COLUMNS``. Raises RefusedError, and OSError."""
-        with path.open(newline="") as file:
+        """From a CSV with the columns ``COLUMNS``. Raises RefusedError."""
+        try:
+            file = path.open(newline="", encoding="utf-8")
+        except OSError as error:
+            raise RefusedError("step costs", f"{error}", "a CSV file", "check its path") from error
+        with file:
             reader = csv.DictReader(file)
             missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
             if missing:
@@ -241,6 +245,11 @@ class ModelShape:
         )
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_OTHER_ATTENTION = ("kv_lora_rank", "linear_num_key_heads", "linear_attn_config", "mamba_d_state")
+"""Fields of latent attention, and of layers that keep a state in place of a KV cache."""
+
+
 def policy_shape(config: Mapping[str, Any], gpus: int = 1, weight_bytes: float = 2.0) -> ModelShape:
     """A decoder's shape on one of ``gpus`` tensor-parallel accelerators.
 
@@ -251,14 +260,28 @@ def policy_shape(config: Mapping[str, Any], gpus: int = 1, weight_bytes: float =
         weight_bytes: of a weight: 2 for bfloat16, 1 for FP8.
 
     Raises:
-        RefusedError: a size is missing.
+        RefusedError: a size is missing, or attention is not multi-head or grouped-query attention
+            in every layer.
     """
     config = config.get("text_config", config)
+    other = [name for name in _OTHER_ATTENTION if config.get(name)]
+    if other:
+        raise RefusedError(
+            "--policy",
+            f"a config with {other[0]}",
+            "multi-head or grouped-query attention in every layer",
+            "use step costs that were measured: --server or --step-costs",
+        )
 
     def size(*names: str, default: int | None = None) -> int:
         for name in names:
-            if config.get(name) is not None:
-                return int(config[name])
+            found = config.get(name)
+            if isinstance(found, int):
+                return found
+            if found is not None:
+                raise RefusedError(
+                    "--policy", f"{name}: {found}", "one number", "use --server or --step-costs"
+                )
         if default is None:
             raise RefusedError(
                 "--policy", f"no {names[0]}", "a decoder's config.json", "name the policy's own"
@@ -269,14 +292,18 @@ def policy_shape(config: Mapping[str, Any], gpus: int = 1, weight_bytes: float =
     heads = size("num_attention_heads")
     kv_heads = size("num_key_value_heads", default=heads)
     head = size("head_dim", default=hidden // heads)
-    experts = size("num_experts", "num_local_experts", "n_routed_experts", default=1)
-    chosen = size("num_experts_per_tok", default=1)
+    experts = size(*_EXPERTS, default=1)
+    chosen = size("num_experts_per_tok", "moe_k", default=1)
     attention = hidden * head * (2 * heads + 2 * kv_heads)
     output = hidden * size("vocab_size")
     if experts > 1:
-        mlp = 3 * hidden * size("moe_intermediate_size", "intermediate_size")
-        dense, routed = layers * attention + output, layers * experts * mlp
-        active = layers * (attention + chosen * mlp) + output
+        width = size("moe_intermediate_size", "intermediate_size")
+        shared = width * size("n_shared_experts", "moe_num_shared_experts", default=0)
+        shared = size("shared_expert_intermediate_size", default=shared)
+        mlp = 3 * hidden * width
+        dense = layers * (attention + 3 * hidden * shared) + output
+        routed = layers * experts * mlp
+        active = dense + layers * chosen * mlp
     else:
         mlp = 3 * hidden * size("intermediate_size")
         dense, routed = layers * (attention + mlp) + output, 0
