@@ -208,7 +208,7 @@ class Upkeep:
         training_seconds: of the trainer.
         training_share: of a training second that the loop loses: measured where they share devices;
             where the trainer has its own, their number over the loop's times what such a device
-            earns elsewhere (``hardware_value``).
+            earns elsewhere.
     """
 
     capture_seconds: float = 0.0

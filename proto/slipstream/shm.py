@@ -6,8 +6,8 @@ from two containers with different views of /dev/shm. Nobody maps it, so a file 
 is a short read or a refusal on both sides and never a SIGBUS.
 
 As soon as the trainer has answered, the bridge removes the name: nothing is left when either of
-them is killed from then on. A name that its bridge could not remove is recognised by the lock that
-died with that bridge.
+them is killed from then on. A name that its bridge could not remove is recognised because its
+``flock`` is no longer held.
 """
 
 from __future__ import annotations

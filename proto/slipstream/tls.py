@@ -227,7 +227,7 @@ def _check_pair(paths: TlsPaths, name: OptionName, *, server: bool) -> None:
         raise _unusable(paths.certificate, name("certificate"), str(error)) from error
     verifier = ends[0] if server else ends[1]
     verifier.verify_mode = ssl.CERT_REQUIRED
-    # It vouches for itself: who signed it is for the other side to check.
+    # The certificate is its own trust anchor; the other side checks who issued it.
     verifier.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     verifier.load_verify_locations(paths.certificate)
     try:
