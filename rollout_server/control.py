@@ -250,6 +250,16 @@ class RolloutControl:
         ignored."""
         await self._to_the_end(lambda _: self._abort(stage_ids))
 
+    async def abort_other_policies(self, stage_id: str) -> None:
+        """Abort every staged policy but this one, after the change under way.
+
+        A policy is committed or aborted before the next one is staged. Another one was left by a
+        training job that was killed, and no other job knows its id.
+        """
+        others = [i for i, w in self.staged.items() if w.kind == POLICY and i != stage_id]
+        if others:
+            await self.abort(others)
+
     async def commit(self, stage_ids: Sequence[str]) -> Result:
         """Make staged weights live together.
 

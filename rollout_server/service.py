@@ -215,12 +215,14 @@ class RolloutService(pb_grpc.RolloutServerServicer):
             against = header.trained_against_policy_version
         store = self._control.store
         weights = Weights.of(kind, header.version, header.tensors, store, header.stage_id, against)
-        held = self._control.already_staged(weights)
         self._expected[kind].check(header.tensors)
         if len(header.sources) > MAX_SOURCES:
             found, expected = f"{len(header.sources)}", f"at most {MAX_SOURCES}"
             raise RefusedError("sources", found, expected, "name fewer servers")
-        if not held:
+        if kind == POLICY:
+            # Before its capacity is reserved, and what is refused above aborts nothing.
+            await self._control.abort_other_policies(header.stage_id)
+        if not self._control.already_staged(weights):
             refuse_shared(await self._control.engine.describe(), self._served)
         return weights, Upload(header.tensors, weights, store, self.workers)
 
@@ -264,6 +266,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
                 "see --weight-transfer-config and vLLM's update_weights",
                 StatusCode.FAILED_PRECONDITION,
             )
+        await self._control.abort_other_policies(header.stage_id)
         source = WeightSource(transfer=transfer)
         self._control.add_stage(Weights(POLICY, header.version, source, header.stage_id))
 

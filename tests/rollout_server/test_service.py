@@ -1,0 +1,111 @@
+"""The control plane's service over gRPC, over an engine in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.publish_faults.control_plane import control_plane
+from benchmarks.publish_faults.server_process import Fault, MemoryEngine
+from rollout_server.control import MAX_STAGED
+from rollout_server.store import ContentStore
+from slipstream.client import open_channel, stage
+from slipstream.security import open_to_all
+from slipstream.serving import LoopThread
+from slipstream.v1 import rollout_server_pb2 as pb
+from slipstream.v1 import rollout_server_pb2_grpc as pb_grpc
+from tests.draft_trainer.rig import write_draft
+from tests.rollout_server.checkpoints import load
+
+SECONDS = 60.0
+
+
+class Plane:
+    """A server that has room for its draft and two policies, and a client of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.draft = write_draft(folder / "draft")
+        self.policy = {n: t for n, t in load(self.draft).items() if n != "t2d"}
+        self.size = sum(tensor.nbytes for tensor in self.policy.values())
+        capacity = (self.draft / "model.safetensors").stat().st_size + 2 * self.size
+        self.engine = MemoryEngine(Fault(folder / "fault"))
+        self._loop = LoopThread("plane")
+        (folder / "store").mkdir()
+        store = ContentStore(folder / "store", capacity)
+
+        async def start() -> None:
+            make = await control_plane(self.engine, store, self.draft, open_to_all())
+            self.server = make()
+            await self.server.start("127.0.0.1", 0)
+
+        self._loop.run(start())
+        self._channel = open_channel(f"127.0.0.1:{self.server.port}")
+        self.stub = pb_grpc.RolloutServerStub(self._channel)
+
+    def close(self) -> None:
+        self._channel.close()
+        self._loop.run(self.server.stop())
+        assert self._loop.close(10)
+
+    def push(self, stage_id: str, version: int) -> None:
+        """Stage a policy, every tensor of which is its own."""
+        tensors = {name: tensor + version for name, tensor in self.policy.items()}
+        self._stage(stage_id, pb.STAGE_KIND_POLICY, version, tensors)
+
+    def stage_draft(self, version: int) -> pb.StageResult:
+        tensors = load(self.draft)
+        return self._stage(f"draft-{version}", pb.STAGE_KIND_DRAFT, version, tensors)
+
+    def _stage(
+        self, stage_id: str, kind: int, version: int, tensors: dict[str, torch.Tensor]
+    ) -> pb.StageResult:
+        return stage(
+            self.stub,
+            stage_id=stage_id,
+            kind=kind,
+            version=version,
+            tensors=tensors,
+            timeout=SECONDS,
+        )
+
+    def commit(self, *stage_ids: str) -> pb.ServerState:
+        return self.stub.Commit(pb.CommitRequest(stage_ids=stage_ids), timeout=SECONDS).state
+
+    def staged(self) -> list[str]:
+        return list(self.stub.GetState(pb.GetStateRequest(), timeout=SECONDS).staged)
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Iterator[Plane]:
+    plane = Plane(tmp_path)
+    yield plane
+    plane.close()
+
+
+def test_a_policy_that_a_killed_job_left_makes_room_for_the_next(plane: Plane) -> None:
+    plane.push("policy-1-live", 1)
+    plane.commit("policy-1-live")
+    plane.push("policy-2-killed", 2)
+    plane.stage_draft(1)
+    plane.push("policy-2-restarted", 3)
+    assert plane.staged() == ["draft-1", "policy-2-restarted"]
+    state = plane.commit("draft-1", "policy-2-restarted")
+    assert (state.draft_version, state.policy_version, list(state.staged)) == (1, 3, [])
+
+
+def test_policies_of_a_transfer_engine_do_not_pile_up(plane: Plane) -> None:
+    for version in range(MAX_STAGED + 1):
+        stage(
+            plane.stub,
+            stage_id=f"policy-{version}",
+            kind=pb.STAGE_KIND_POLICY_EXTERNAL,
+            version=version,
+            tensors={},
+            transfer_update=json.dumps({}),
+            timeout=SECONDS,
+        )
+    assert plane.staged() == [f"policy-{MAX_STAGED}"]
