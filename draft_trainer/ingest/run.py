@@ -222,7 +222,7 @@ class Session:
 
 
 class Runs:
-    """The current run and its sessions. Thread-safe.
+    """The current run and its sessions. Thread-safe; only ``open`` waits for the store.
 
     Args:
         draft: the draft head's configuration; a policy must fit it.
@@ -245,6 +245,9 @@ class Runs:
         self._draft = draft
         self._store = store
         self._max_policy_lag = max_policy_lag
+        # Held while a run begins, which may take long. ``_lock`` never is: the server's event loop
+        # waits for it.
+        self._opening = threading.Lock()
         self._lock = threading.Lock()
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._max_sessions = max_sessions
@@ -258,8 +261,7 @@ class Runs:
     @property
     def current(self) -> Run | None:
         """The run that is being fed; None before the first."""
-        with self._lock:
-            return self._run
+        return self._run
 
     @property
     def sessions(self) -> int:
@@ -281,7 +283,7 @@ class Runs:
             )
         sizes = PolicySizes.of(request.policy)
         check_fit(sizes, self._draft)
-        with self._lock:
+        with self._opening:
             run = self._run
             if run is None or run.run_id != request.run_id:
                 run = self._begin(request.run_id, sizes)
@@ -290,11 +292,12 @@ class Runs:
                     "policy", sizes, f"{run.sizes}, run {run.run_id!r}'s", "open another run id"
                 )
             session = Session(uuid.uuid4().hex, run, request.client)
-            self._sessions[session.session_id] = session
-            # Not the oldest first: a flood of new ones would end those that feed the run.
-            idle = (each for each in self._sessions if not self._streaming[each])
-            for each in list(islice(idle, max(len(self._sessions) - self._max_sessions, 0))):
-                del self._sessions[each]
+            with self._lock:
+                self._sessions[session.session_id] = session
+                # Not the oldest first: a flood of new ones would end those that feed the run.
+                idle = (each for each in self._sessions if not self._streaming[each])
+                for each in list(islice(idle, max(len(self._sessions) - self._max_sessions, 0))):
+                    del self._sessions[each]
             return session
 
     def session(self, session_id: str) -> Session:
@@ -332,12 +335,15 @@ class Runs:
                 self._streaming = +self._streaming
 
     def _begin(self, run_id: str, sizes: PolicySizes) -> Run:
-        streams = self._streaming.total()
-        if self._run is not None and streams:
-            expected = f"{self._run.run_id!r}, which {streams} stream(s) feed now"
-            advice = "end that run first, or start another draft-trainer for this one"
-            raise RefusedError("run_id", run_id, expected, advice, StatusCode.FAILED_PRECONDITION)
-        self._sessions.clear()
+        with self._lock:
+            streams = self._streaming.total()
+            if self._run is not None and streams:
+                expected = f"{self._run.run_id!r}, which {streams} stream(s) feed now"
+                advice = "end that run first, or start another draft-trainer for this one"
+                code = StatusCode.FAILED_PRECONDITION
+                raise RefusedError("run_id", run_id, expected, advice, code)
+            # No stream of the run before opens any more.
+            self._sessions.clear()
         self._store.begin(run_id, asdict(sizes))
         self._run = Run(run_id, sizes, self._store, self._max_policy_lag)
         return self._run

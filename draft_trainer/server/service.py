@@ -19,7 +19,7 @@ from grpc.aio import ServicerContext
 from draft_trainer.config import ServerConfig, TrainerConfig
 from draft_trainer.drafters import DraftShape
 from draft_trainer.ingest.ingest import Ingest
-from draft_trainer.ingest.run import Runs
+from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.imports import MAX_ORIGIN_CHARACTERS, Imports
 from draft_trainer.releases.publisher import Publisher, PublishResult
 from draft_trainer.releases.registry import Registry
@@ -151,6 +151,8 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         limits = self.config.server
         header = (await _first(request_iterator, "header", lambda framed: framed.request)).header
         with self.runs.stream(header.session_id, limits.max_streams) as session:
+            credit = await self.workers.run(self.ingest.credit_bytes, limits.receive_window_bytes)
+            # Nothing is awaited from here until ``drain`` would find the stream.
             if self._draining.is_set():
                 raise RefusedError(
                     "StreamStates",
@@ -162,7 +164,7 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
             file, inline_because = self.ingest.open_file(header)
             stream = StateStream(
                 request_iterator,
-                self.ingest.credit_bytes(limits.receive_window_bytes),
+                credit,
                 self.ingest,
                 session.run,
                 file,
@@ -185,9 +187,14 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         header = (await _first(request_iterator, "header")).header
         run = self.runs.session(header.session_id).run
         chunks = _chunks(self._blocking(request_iterator))
-        await self.workers.run(run.register_policy, self.draft, header, chunks)
-        self.status.policy_announced(run)
+        await self.workers.run(self._announce, run, header, chunks)
         return pb.AnnouncePolicyResponse(policy_version=header.policy_version)
+
+    def _announce(
+        self, run: Run, header: pb.AnnouncePolicyHeader, chunks: Iterator[tensor_pb2.TensorChunk]
+    ) -> None:
+        run.register_policy(self.draft, header, chunks)
+        self.status.policy_announced(run)
 
     async def PrepareSync(
         self, request: pb.PrepareSyncRequest, context: ServicerContext

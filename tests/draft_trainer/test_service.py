@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -23,6 +28,7 @@ from tests.draft_trainer.rig import (
     DEADLINE,
     LAYERS,
     SPEC,
+    Client,
     Stream,
     feeding,
     make_config,
@@ -238,18 +244,71 @@ def _values(text: str) -> dict[str, float]:
 
 
 def test_a_slow_state_db_stalls_no_call_that_does_without_it(tmp_path: Path) -> None:
-    with running(make_config(tmp_path), train=False) as (server, client):
+    with (
+        running(make_config(tmp_path), train=False) as (server, client),
+        ThreadPoolExecutor() as pool,
+    ):
         asked = console_pb2.WatchEventsRequest(newest=5)
+        client.open()
+        run = server.runs.current
+        assert run is not None
         with server._status.state.lock, open_channel(server.address) as channel:
             watch = client.stub.WatchEvents(asked, timeout=60)
             verdicts = client.stub.ListVerdicts.future(pb.ListVerdictsRequest(), timeout=60)
-            check = health_pb2_grpc.HealthStub(channel).Check
-            for _ in range(20):
-                answer = check(health_pb2.HealthCheckRequest(), timeout=10)
-                assert answer.status == health_pb2.HealthCheckResponse.SERVING
-            assert not verdicts.done()
+            announced = pool.submit(client.announce, 4)
+            _until(lambda: run.latest_policy_version == 4)
+            _serves(channel)
+            assert not verdicts.done() and not announced.done()
+        assert announced.result().policy_version == 4
         assert next(watch).kind == console_pb2.EVENT_KIND_TRAINER_STARTED
         assert list(verdicts.result().verdicts) == []
+
+
+def test_a_slow_store_stalls_no_call_that_does_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        running(make_config(tmp_path), train=False) as (server, client),
+        ThreadPoolExecutor() as pool,
+    ):
+        client.open("one")
+        begins, begin = threading.Event(), server._store.begin
+
+        def noted(*facts: Any) -> None:
+            begins.set()
+            begin(*facts)
+
+        monkeypatch.setattr(server._store, "begin", noted)
+        with open_channel(server.address) as channel:
+            with server._store._lock:
+                stream = Stream(client)
+                _until(lambda: bool(server.runs._streaming))
+                _serves(channel)
+            with stream:
+                stream.finish()
+            with server._store._lock:
+                opened = pool.submit(Client(channel).open, "two")
+                assert begins.wait(DEADLINE)
+                # Run one is over, so its session is looked for in vain, and at once.
+                assert refusal(client.prepare).field == "session_id"
+                assert refusal(lambda: client.announce(1)).field == "session_id"
+                _serves(channel)
+                assert not opened.done()
+            assert opened.result().session_id
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _serves(channel: grpc.Channel) -> None:
+    check = health_pb2_grpc.HealthStub(channel).Check
+    for _ in range(20):
+        answer = check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_streams_and_watchers_are_bounded(tmp_path: Path) -> None:
