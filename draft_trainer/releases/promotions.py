@@ -115,6 +115,11 @@ class Promotion:
         return self.live if self.trial is None else self.trial.incumbent
 
     @property
+    def judged(self) -> int:
+        """What a server's finding can speak against: the release on trial, else the live one."""
+        return self.live if self.trial is None else self.trial.version
+
+    @property
     def canaries(self) -> tuple[str, ...]:
         """Servers that serve another release than ``live``, on trial."""
         return () if self.trial is None else self.trial.servers
@@ -219,7 +224,7 @@ class Promotions:
         """
         with self.state.transaction():
             now = self.now
-            version = now.live if now.trial is None else now.trial.version
+            version = now.judged
             others = [v for v in (*now.good, now.incumbent) if v != version]
             target = self._sound(version, others)
             good = tuple(v for v in others if v != target)
@@ -244,7 +249,7 @@ class Promotions:
         """
         with self.state.transaction():
             now = self.now
-            version = now.trial.version if now.trial is not None else now.live
+            version = now.judged
             place = now.good.index(version) if version in now.good else len(now.good)
             target = self._sound(version, now.good[:place])
             trial = None

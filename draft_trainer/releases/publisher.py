@@ -129,7 +129,8 @@ class Publisher:
 
         Args:
             reason: for the events.
-            failed: not an operator's wish: what this release, if it is live, showed.
+            failed: not an operator's wish: what this release showed, if it is on trial, or is
+                live and none is.
 
         Raises:
             RefusedError: FAILED_PRECONDITION, there is none; ABORTED, a publish is under way.
@@ -138,7 +139,7 @@ class Publisher:
             now = self.promotions.now
             if failed is None:
                 return self._roll_back("rolled_back_by_hand", reason)
-            if failed not in (now.live, *map(now.wanted_on, now.canaries)):
+            if failed != now.judged:
                 return PublishResult(now.live)
             return self._roll_back("canary_rolled_back", reason)
 
@@ -429,7 +430,6 @@ class Publisher:
 
     def _roll_back(self, event: str, reason: str) -> PublishResult:
         """To a good release. Only a failed trial lets go of a pin."""
-        self._drop_staged()
         promotions, reason = self.promotions, reason or "no reason given"
         with self.committed_alone():
             with promotions.state.transaction():
@@ -438,6 +438,8 @@ class Publisher:
                 else:
                     version, target = promotions.roll_back(self._canary is not None)
                 self._record(event, version, reason)
+            # Only now: where there is none to go to, what a sync has staged is still committed.
+            self._drop_staged()
             if self._canary is not None:
                 self._canary.begin(promotions.now)
             outcomes = self._restore(target, self.fleet.addresses, {})

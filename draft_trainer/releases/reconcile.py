@@ -120,7 +120,11 @@ class Reconciler:
                 self._reconcile(waiting)
         if self._give_up is not None:
             version, reason = self._give_up
-            self._publisher.roll_back(reason, version)
+            try:
+                self._publisher.roll_back(reason, version)
+            except RefusedError as error:
+                # Where no release is good it stays; the next one has to be published all the same.
+                logger.warning("draft %d stays: %s", version, error)
 
     def _reconcile(self, waiting: frozenset[str]) -> None:
         publisher, fleet = self._publisher, self._publisher.fleet
@@ -134,20 +138,22 @@ class Reconciler:
         for address in list(self._diverged):
             if address not in states:
                 del self._diverged[address]
+        given_up, judged = set(), publisher.promotions.now.judged
         for address, state in states.items():
             if not isinstance(state, Failure):
-                self._compare(address, state)
-                if state.not_ready.startswith(NOTHING_ACCEPTED):
-                    version = state.draft_version
-                    if self._recommits[address, version] >= MOST_RECOMMITS:
-                        self._give_up = (version, f"{address}, again: {state.not_ready}")
+                text, version = self._compare(address, state), state.draft_version
+                recommits = self._recommits[address, version]
+                if text.startswith(NOTHING_ACCEPTED) and recommits >= MOST_RECOMMITS:
+                    given_up.add(address)
+                    if version == judged:
+                        self._give_up = (version, f"{address}, again: {text}")
         self._expect(states)
         now = time.monotonic()
         reached = {a for a, state in states.items() if not isinstance(state, Failure)}
         diverged = [address for address in self._diverged if address in reached]
         most = MOST_AT_ONCE + FAN_OUT * (len(reached) - len(diverged))
-        most = 0 if self._give_up is not None else most
-        due = [address for address in diverged if self._diverged[address].not_before <= now][:most]
+        late = [address for address in diverged if self._diverged[address].not_before <= now]
+        due = [address for address in late if address not in given_up][:most]
         for address, answer in fleet.each(self._put_right, due).items():
             self._tried(address, answer)
             if not isinstance(answer, Failure):
@@ -184,8 +190,8 @@ class Reconciler:
             **{"ready": ready, "current": current},
         }
 
-    def _compare(self, address: str, state: pb.ServerState) -> None:
-        """Note in what a server differs from what is wanted on it."""
+    def _compare(self, address: str, state: pb.ServerState) -> str:
+        """Note, and return, how a server differs from what is wanted on it; empty: it does not."""
         wanted = self._publisher.promotions.now.wanted_on(address)
         if not self._publisher.payloads.is_served(state, wanted):
             same = state.draft_version == wanted
@@ -195,9 +201,10 @@ class Reconciler:
             reason, text = "not_ready", state.not_ready
         else:
             self._diverged.pop(address, None)
-            return
+            return ""
         found = self._diverged.setdefault(address, Divergence())
         found.reason, found.text = reason, text
+        return text
 
     def _put_right(self, client: RolloutClient) -> pb.ServerState | Failure:
         publisher = self._publisher

@@ -11,6 +11,7 @@ from draft_trainer.releases import reconcile
 from draft_trainer.releases.canary import Arm, Batch, Canary, decide
 from draft_trainer.releases.promotions import Promotion, Trial
 from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
+from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.fleet_rig import Rig
 
 GOOD, RUINED = [70, 50, 30], [2, 0, 0]
@@ -196,6 +197,60 @@ def test_a_release_of_which_nothing_is_accepted_is_put_back_twice_at_most(
     assert sum("healed" in ids[0] for ids in bad.commits()) == 2
     assert rig.events()[-1] == ("canary_rolled_back", 1)
     assert rig.promotions.now.promoted == 0
+
+
+def accepts_nothing(double: RolloutDouble) -> None:
+    """What its guard finds of the draft that it serves."""
+    version = double.state.draft_version
+    double.state.not_ready = f"acceptance length of draft {version} is 1.00 over 200 drafts"
+
+
+def test_a_server_with_an_old_draft_that_accepts_nothing_keeps_no_other_from_repair(
+    rig: Rig,
+) -> None:
+    """It was put back on it twice, and was away while another release went live."""
+    for _ in range(2):
+        accepts_nothing(rig.doubles[0])
+        rig.heal()
+    rig.publisher.promote(1, pin=False)
+    rig.doubles[0].state.draft_version = rig.doubles[1].state.draft_version = 0
+    accepts_nothing(rig.doubles[0])
+    rig.heal()
+    assert rig.served == [1, 1, 1]
+    rig.assert_live(1)
+
+
+def test_a_trial_goes_on_where_the_draft_before_it_accepts_nothing(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(4, CanaryConfig(share=0.25))
+    bad = max(rig.doubles, key=lambda double: double.address)
+    for _ in range(3):
+        accepts_nothing(bad)
+        rig.heal()
+    rig.publisher.promote(1, pin=False)
+    rig.heal()
+    now = rig.promotions.now
+    assert now.trial is not None and (now.trial.version, now.promoted) == (1, 1)
+    assert sorted(rig.served) == [0, 0, 0, 1]
+    # What accepts nothing on the canaries is given up on, whatever the others find of theirs.
+    (canary,) = [double for double in rig.doubles if double.address in now.canaries]
+    for _ in range(3):
+        accepts_nothing(canary)
+        rig.heal()
+    assert rig.events()[-1] == ("canary_rolled_back", 1) and rig.served == [0] * 4
+
+
+def test_the_only_good_release_is_replaced_where_nothing_of_it_is_accepted(rig: Rig) -> None:
+    for _ in range(3):
+        accepts_nothing(rig.doubles[0])
+        rig.heal()
+    assert len(rig.doubles[0].commits()) == 2
+    rig.promotions.offer(1)
+    rig.publisher.prepare()
+    rig.heal()
+    assert rig.publisher.complete(0, "").draft_version == 1
+    assert rig.served == [1, 1, 1]
 
 
 def test_the_words_of_the_servers_guard_are_known() -> None:
