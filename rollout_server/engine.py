@@ -132,6 +132,10 @@ class VllmEngine:
     async def apply(self, changes: Sequence[Change]) -> Result:
         client = self.client
         held = self.cores > 1 and any(change.kind == "policy" for change in changes)
+        if held:
+            # One that its user paused, or put to sleep, takes no steps and is not ours to resume.
+            [paused] = await _answers("is_paused", CALL_SECONDS, [client.is_paused()])
+            held = not paused
         try:
             if held:
                 pause = client.pause_generation(mode="keep", clear_cache=False)

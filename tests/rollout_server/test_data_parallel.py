@@ -34,6 +34,12 @@ class Client:
         self.errors: dict[bytes, list[str]] = {b"0": [], b"1": []}
         self.calls: list[tuple[str, str]] = []
         self.pause: asyncio.Future[None] | None = None
+        self.paused: bool | Exception = False
+
+    async def is_paused(self) -> bool:
+        if isinstance(self.paused, Exception):
+            raise self.paused
+        return self.paused
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
         self.calls.append(("hold", mode))
@@ -88,6 +94,22 @@ def test_no_step_mixes_two_policies() -> None:
     with pytest.raises(UntrustedEngineError):
         asyncio.run(VllmEngine(client).apply([POLICY]))
     assert ("go on", "") not in client.calls, "a torn policy takes no step"
+
+
+def test_an_engine_that_its_user_paused_stays_paused() -> None:
+    """While it sleeps, the steps of one that goes on would read memory that is gone."""
+    client = Client()
+    client.paused = True
+    asyncio.run(VllmEngine(client).apply([POLICY]))
+    assert client.calls == [("0", "new"), ("1", "new")]
+
+
+def test_cores_of_which_only_some_are_paused_refuse_a_policy() -> None:
+    client = Client()
+    client.paused = RuntimeError("Engines returned different is_scheduler_paused results")
+    with pytest.raises(RefusedError, match="different is_scheduler_paused"):
+        asyncio.run(VllmEngine(client).apply([POLICY]))
+    assert client.calls == [], "nothing was replaced"
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("no pause")], ids=["silent", "failed"])
