@@ -90,7 +90,11 @@ class Run:
         self._max_policy_lag = max_policy_lag
         self._registering = threading.Lock()
         self._matrices = MatrixFiles(store.folder / POLICIES)
-        for version, names in store.policies():
+        if known := store.policies():
+            # A version is forgotten while samples of it wait, drawn, for a saved state. Where a
+            # kill undid those draws they are stale, not damaged.
+            store.keep_versions(run_id, [version for version, _ in known])
+        for version, names in known:
             try:
                 tensors = [self._matrices.read(name) for name in names]
             except RefusedError as error:

@@ -325,6 +325,27 @@ def test_a_damaged_policy_matrix_costs_the_samples_of_its_versions(
     assert len(list((tmp_path / "policies").iterdir())) == 3
 
 
+def test_samples_of_a_version_that_was_pushed_out_are_stale_after_a_kill_not_damaged(
+    reopen: Callable[[], SampleStore], evicted: Counter[str]
+) -> None:
+    store = reopen()
+    store.begin("run", {})
+    run = Run("run", PolicySizes(4, 9, 6), store, max_policy_lag=0)
+    run.add_policy(PolicyHead(1, torch.randn(6, 4), torch.randn(9, 4)))
+    for name in "abc":
+        put(store, name, 1)
+    while all_drawn(store):
+        pass
+    run.add_policy(PolicyHead(2, torch.randn(6, 4), torch.randn(9, 4)))
+    assert evicted == {}, "they wait for a state that contains their draws"
+    # As kill -9: no state was saved.
+    store.close()
+    store = reopen()
+    store.rewind(0, 0)
+    run = Run("run", PolicySizes(4, 9, 6), store, max_policy_lag=0)
+    assert run.heads.versions == (2,) and evicted == {"stale": 3}
+
+
 def test_damaged_facts_are_as_if_they_were_not_there(
     reopen: Callable[[], SampleStore], caplog: pytest.LogCaptureFixture
 ) -> None:
