@@ -14,18 +14,24 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from policy_bridge.capture import Capture, check_temperature, sampling_of
+from policy_bridge.capture import Capture, NullCapture
 from policy_bridge.config import FLOAT8, BridgeConfig
 from policy_bridge.connection import Connection
 from policy_bridge.copier import Copier
 from policy_bridge.fleet import RolloutFleet
-from policy_bridge.guard import CaptureGuard, Cause, thread_ended
+from policy_bridge.guard import (
+    CaptureGuard,
+    Cause,
+    check_temperature,
+    sampling_of,
+    thread_ended,
+)
 from policy_bridge.model import find_modules, stamp_of
 from policy_bridge.outbox import Outbox
 from policy_bridge.selection import Selector, UniformRandom, bytes_per_token
 from policy_bridge.session import PolicyMatrices, PolicySnapshot, Session
 from policy_bridge.stats import BridgeStats, Counters, SyncResult, flat, flat_status
-from policy_bridge.sync import PolicySyncError, SyncWindow, TrainerProbe
+from policy_bridge.sync import NullSyncWindow, PolicySyncError, SyncWindow, TrainerProbe
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
@@ -38,35 +44,6 @@ _WAITS = (
     "the push waits: the draft trainer, which knows the rollout servers, was not reached yet; they "
     "serve an older policy. Next step: start it, or set BridgeConfig.rollout_servers"
 )
-
-
-class NullCapture(AbstractContextManager["NullCapture"]):
-    """A capture window that captures nothing: no hooks, no copies."""
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def ship(self, *_: object, **__: object) -> None:
-        """Does nothing; the arguments of ``Capture.ship``."""
-
-
-class NullSyncWindow(AbstractContextManager["NullSyncWindow"]):
-    """A sync window that does nothing."""
-
-    def __init__(self, version: int) -> None:
-        self.result: SyncResult | None = SyncResult(version)
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def push_policy(self, source: nn.Module | Mapping[str, torch.Tensor] | None = None) -> None:
-        """Raises RefusedError: doing nothing would leave the rollouts on an old policy."""
-        step = "sync by the framework's own means"
-        raise RefusedError("push_policy", "a disabled bridge", "an enabled one", step)
-
-    def push_external(self, update: Mapping[str, object], send: Callable[[], None]) -> None:
-        """As ``push_policy``."""
-        self.push_policy()
 
 
 class DisabledBridge(AbstractContextManager["DisabledBridge"]):

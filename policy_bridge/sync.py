@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import InitVar, dataclass, field, replace
 
 import grpc
@@ -269,6 +270,25 @@ class SyncWindow:
 
     def _draft_error(self, text: str) -> None:
         self._so_far = replace(self._so_far, draft_errors=(*self._so_far.draft_errors, text))
+
+
+class NullSyncWindow(AbstractContextManager["NullSyncWindow"]):
+    """A sync window that does nothing."""
+
+    def __init__(self, version: int) -> None:
+        self.result: SyncResult | None = SyncResult(version)
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def push_policy(self, source: nn.Module | Mapping[str, torch.Tensor] | None = None) -> None:
+        """Raises RefusedError: doing nothing would leave the rollouts on an old policy."""
+        step = "sync by the framework's own means"
+        raise RefusedError("push_policy", "a disabled bridge", "an enabled one", step)
+
+    def push_external(self, update: Mapping[str, object], send: Callable[[], None]) -> None:
+        """As ``push_policy``."""
+        self.push_policy()
 
 
 def _unreachable(error: Exception) -> bool:

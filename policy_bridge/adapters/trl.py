@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from policy_bridge.adapters.completions import Rollouts
-from policy_bridge.bridge import DisabledBridge, NullCapture, PolicyBridge
-from policy_bridge.capture import SAMPLING, Capture
+from policy_bridge.bridge import DisabledBridge, PolicyBridge
+from policy_bridge.capture import Capture, NullCapture
+from policy_bridge.guard import SAMPLING
 
 
 def whole_policy(trainer: Any) -> Mapping[str, torch.Tensor]:

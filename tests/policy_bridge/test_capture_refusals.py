@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from policy_bridge import BridgeConfig, PolicyBridge
-from policy_bridge.capture import sampling_of
+from policy_bridge.guard import sampling_of
 from slipstream.errors import RefusedError
 
 from .conftest import Connect, batch, make_model, ship, sync

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from policy_bridge import PolicyBridge
-from policy_bridge.bridge import NullCapture
+from policy_bridge.capture import NullCapture
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.layers import encode_layers
 

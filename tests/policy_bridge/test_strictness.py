@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from policy_bridge import BridgeConfig, ModulePaths, MostRejected, PolicyBridge
-from policy_bridge.bridge import NullCapture
-from policy_bridge.capture import Capture
+from policy_bridge.capture import Capture, NullCapture
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
 
