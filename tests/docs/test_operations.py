@@ -1,4 +1,6 @@
-"""docs/operations.md names every configuration key with its default, and every option."""
+"""docs/operations.md names every configuration key with its default, and every option;
+docs/security.md every method.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,9 @@ from docs.make_site import page as site_page
 from draft_trainer.cli.main import Serve
 from draft_trainer.config import TrainerConfig
 from draft_trainer.offline.data import FitConfig
+from slipstream.guard import MAX_SILENT_CALLS
+from slipstream.security import METHODS
+from slipstream.serving import MAX_CALLS
 from slipstream.v1 import console_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +88,28 @@ def test_every_option_of_the_rollout_server_is_documented() -> None:
     assert len(options) >= 6
     for option in options:
         assert f"`{option}" in OPERATIONS, option
+
+
+def test_limits_that_both_services_share_are_the_codes() -> None:
+    oldest = "above this, the oldest is refused"
+    row = f"| calls that have not sent their request | {MAX_SILENT_CALLS}; {oldest} | the same |"
+    assert row in OPERATIONS
+    assert f"| calls in progress in all | {MAX_CALLS} | the same |" in OPERATIONS
+
+
+def test_every_method_is_in_the_table_of_roles() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    rows = re.findall(r"^\| (feed|observe|operate) \|(.*)\|(.*)\|$", page, re.MULTILINE)
+    assert len(rows) == 3
+    for role, *cells in rows:
+        for service, cell in zip(("DraftTrainer", "RolloutServer"), cells, strict=True):
+            path = f"/slipstream.v1.{service}/"
+            methods = {
+                m.removeprefix(path) for m, of in METHODS.items() if of == role and path in m
+            }
+            names = re.sub(r"\(.*?\)", "", cell.partition(";")[0]).split(",")
+            assert {name.strip() for name in names} - {""} == methods, (role, service)
+            assert ("reflection" in cell) == (role == "observe")
 
 
 def anchors(page: Path) -> set[str]:
