@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -15,52 +14,93 @@ from rollout_server.engine_core import EngineHooks, PrefixCacheSalt, StepClock, 
 from rollout_server.reload import Change, Result
 from rollout_server.store import WeightSource
 
+TOKENS = list(range(12))
 
-def request(tokens: list[int], salt: str | None = None) -> types.SimpleNamespace:
-    return types.SimpleNamespace(
-        all_token_ids=tokens,
-        num_tokens=len(tokens),
-        block_hashes=[],
-        mm_features=[],
-        lora_request=None,
-        cache_salt=salt,
-        prompt_embeds=None,
-    )
+
+class Caching:
+    """As much of vLLM's engine core as hashes prompts and keeps requests, with its own ``Request``.
+
+    ``prepare`` is what its thread for input does, ``scheduler.add_request`` what the engine does.
+    """
+
+    def __init__(self) -> None:
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+        init_none_hash(sha256)
+        self.request_block_hasher = get_request_block_hasher(4, sha256)
+        self.scheduler = SimpleNamespace(requests={}, add_request=self._add)
+        self.salt = PrefixCacheSalt(self)
+
+    def _add(self, request: Any) -> None:
+        self.scheduler.requests[request.request_id] = request
+
+    def prepare(self, tokens: list[int], salt: str | None = None) -> Any:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        name = f"request {len(self.scheduler.requests)}"
+        how = SamplingParams(max_tokens=99)
+        return Request(
+            name, tokens, how, None, cache_salt=salt, block_hasher=self.request_block_hasher
+        )
+
+    def enter(self, tokens: list[int], salt: str | None = None) -> Any:
+        request = self.prepare(tokens, salt)
+        self.scheduler.add_request(request)
+        return request
 
 
 def test_blocks_of_two_salts_never_meet() -> None:
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    core = Caching()
+    before = core.enter(TOKENS).block_hashes
+    assert core.enter(TOKENS).block_hashes == before and len(before) == 3
+    running, short = core.enter(TOKENS[:4]), core.enter(TOKENS[:2])
+    for request in (running, short):
+        request.num_computed_tokens = request.num_tokens
 
-    init_none_hash(sha256)
-    core = types.SimpleNamespace(request_block_hasher=get_request_block_hasher(4, sha256))
-    salt = PrefixCacheSalt(core)
-    tokens = list(range(12))
-    before = core.request_block_hasher(request(tokens))
-    assert core.request_block_hasher(request(tokens)) == before and len(before) == 3
-
-    running = request(tokens[:4])
-    running.block_hashes = core.request_block_hasher(running)
-    short = request(tokens[:2])
-    assert core.request_block_hasher(short) == []
-
-    salt.advance()
-    after = core.request_block_hasher(request(tokens))
+    core.salt.advance()
+    after = core.enter(TOKENS).block_hashes
     assert not set(after) & set(before)
-    assert core.request_block_hasher(request(tokens)) == after
-    assert core.request_block_hasher(request(tokens, salt="tenant"))[0] != after[0]
+    assert core.enter(TOKENS).block_hashes == after
+    assert core.enter(TOKENS, "tenant").block_hashes[0] != after[0]
 
     # What was in flight fills its later blocks on its own side of the commit.
     for late in (running, short):
-        late.all_token_ids, late.num_tokens = tokens, len(tokens)
-        late.block_hashes += core.request_block_hasher(late)
+        late.append_output_token_ids(TOKENS[late.num_tokens :])
         assert late.block_hashes == before
 
 
+@pytest.mark.parametrize("own", [None, "tenant"])
+def test_a_request_that_has_not_begun_hits_no_block_from_before_a_commit(own: str | None) -> None:
+    core = Caching()
+    arriving, waiting = core.prepare(TOKENS, own), core.enter(TOKENS, own)
+    before = waiting.block_hashes
+    for _ in range(2):
+        core.salt.advance()
+        new = core.enter(TOKENS, own)
+        assert not set(new.block_hashes) & set(before)
+        assert waiting.block_hashes == new.block_hashes
+        assert waiting.cache_salt == new.cache_salt
+    core.scheduler.add_request(arriving)
+    assert (arriving.block_hashes, arriving.cache_salt) == (new.block_hashes, new.cache_salt)
+
+
+def test_only_a_preempted_request_without_output_begins_anew_at_a_commit() -> None:
+    core = Caching()
+    preempted, answering = core.enter(TOKENS), core.enter(TOKENS[:8])
+    answering.append_output_token_ids(TOKENS[8:])
+    before = answering.block_hashes[:]
+    core.salt.advance()
+    assert preempted.block_hashes == core.enter(TOKENS).block_hashes
+    assert answering.block_hashes == before and answering.cache_salt is None
+
+
 def test_without_prefix_caching_nothing_is_hooked() -> None:
-    core = types.SimpleNamespace(request_block_hasher=None)
+    scheduler = SimpleNamespace(add_request="vLLM's")
+    core = SimpleNamespace(request_block_hasher=None, scheduler=scheduler)
     PrefixCacheSalt(core).advance()
-    assert core.request_block_hasher is None
+    assert core.request_block_hasher is None and scheduler.add_request == "vLLM's"
 
 
 class Core:
@@ -261,7 +301,9 @@ def test_a_policy_commit_says_where_every_request_stands(hooks: EngineHooks) -> 
 
     def enter(name: str, tokens: int) -> None:
         scheduler.add_request(SimpleNamespace(request_id=name))
-        scheduler.requests[name] = SimpleNamespace(num_output_tokens=tokens)
+        scheduler.requests[name] = SimpleNamespace(
+            num_output_tokens=tokens, num_computed_tokens=tokens + 5
+        )
 
     enter("runs", 7)
     enter("waits", 0)
