@@ -345,6 +345,8 @@ class TrainingLoop:
     def _sleep(self) -> None:
         """Until samples arrive; then until none arrived for ``linger_s``, to fill a batch."""
         self.counters.idle = True
+        # While training is paused samples arrive all the time, and nothing else is sent.
+        self.followers.keep_alive()
         while not self.arrived.wait(self.followers.patience):
             self.followers.keep_alive()
         self.arrived.clear()

@@ -380,6 +380,18 @@ def test_a_trainer_that_may_not_train_says_so_and_keeps_the_samples(tmp_path: Pa
             assert stream.wanted_tokens == 160
 
 
+def test_samples_that_arrive_during_a_pause_keep_no_message_from_the_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their deadline ends training if rank 0 says nothing, however often it is woken."""
+    with feeding(make_config(tmp_path, economy={"mode": "never"})) as (server, client):
+        told = threading.Semaphore(0)
+        monkeypatch.setattr(server.loop.followers, "keep_alive", told.release)
+        for seed in range(3):
+            client.send(*rollouts(1, seed))
+            assert told.acquire(timeout=DEADLINE)
+
+
 def test_a_paused_trainer_wants_a_whole_sample_at_least(tmp_path: Path) -> None:
     config = make_config(tmp_path, economy={"mode": "never"}, gate={"min_anchors": 1})
     sample = rollouts(1)[0]
