@@ -9,6 +9,7 @@ trainer's own copy, which no client can change any more.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ from slipstream.tensors import dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 
 _LEAST_CREDIT = 1 << 16
+# The most that is observed of a teacher; what is accepted is about 1.
+_LARGEST_MASS = 10.0
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,9 @@ class Ingest:
             masses = self.counters.teacher_mass.labels(label)
             checked = self._teacher.check([arrived for _, arrived in group], head)
             for (ack, arrived), found in zip(group, checked, strict=True):
-                masses.observe(found.mass)
+                # One that is not finite would make the sum useless until the next start.
+                if not math.isnan(found.mass):
+                    masses.observe(min(found.mass, _LARGEST_MASS))
                 if found.refusal is not None:
                     self._refuse(ack, found.refusal)
                 else:

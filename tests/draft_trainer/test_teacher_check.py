@@ -256,3 +256,18 @@ def test_the_service_refuses_counts_and_goes_on(tmp_path: Path) -> None:
         client.announce(1, tensors=tensors, send=())
         acks = client.send(biased(good[0]), good[1])
         assert [ack.refusal.field for ack in acks] == ["", "teacher.logits"]
+
+
+def test_no_refused_sample_makes_the_sum_of_the_masses_useless(tmp_path: Path) -> None:
+    first, second, third = rollouts(3)
+    with feeding(make_config(tmp_path), train=False) as (server, client):
+        acks = client.send(
+            # A mass that is not a number, and one that is infinite.
+            first.repacked(temperature=1e-39),
+            second.repacked(sampled_logits=second.sampled_logits - 200.0),
+            third,
+        )
+        assert [ack.refusal.field.partition(".")[0] for ack in acks] == ["teacher", "teacher", ""]
+        name, labels = "slipstream_trainer_teacher_mass_ratio_sum", {"vocabulary": "draft"}
+        total = server._counters.registry.get_sample_value(name, labels)
+        assert total is not None and 0.0 < total < 1000.0
