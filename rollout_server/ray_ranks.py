@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,28 +127,44 @@ class Rank:
                 if self._stopping:
                     return
                 begun = self._start
-            variables = {
-                "RANK": begun.rank,
-                "WORLD_SIZE": begun.size,
-                "LOCAL_RANK": 0,  # Ray shows an actor its own GPUs alone
-                "MASTER_ADDR": begun.host,
-                "MASTER_PORT": begun.port,
-            }
-            environment = os.environ | {name: str(value) for name, value in variables.items()}
-            process = OwnedProcess(self._plan.command, environment)
             try:
-                end, refused = self._watch(process, begun)
-                if not end:
-                    # Ranks other than 0 ignore SIGTERM: they end when rank 0 does.
-                    process.terminate()
-                    process.wait(self._plan.stop_seconds)
-            finally:
-                process.kill()
+                end, refused = self._run_one(begun)
+            except RefusedError as error:
+                # The file of the CA was checked when the command began.
+                end, refused = str(error), True
+            except OSError as error:
+                end, refused = f"was not started: {error}", False
             if end:
                 print(f"trainer rank {begun.rank}: {end}", file=sys.stderr, flush=True)
                 self._tell(begun, serves=False, end=end, refused=refused)
             if os.getppid() != self._raylet:
                 os._exit(1)
+
+    def _run_one(self, start: Start) -> tuple[str, bool]:
+        """Run the process of a start to its end, which is as of ``_watch``.
+
+        Raises:
+            RefusedError: the credentials for rank 0 cannot be used.
+            OSError: the process cannot be started.
+        """
+        variables = {
+            "RANK": start.rank,
+            "WORLD_SIZE": start.size,
+            "LOCAL_RANK": 0,  # Ray shows an actor its own GPUs alone
+            "MASTER_ADDR": start.host,
+            "MASTER_PORT": start.port,
+        }
+        environment = os.environ | {name: str(value) for name, value in variables.items()}
+        process = OwnedProcess(self._plan.command, environment)
+        try:
+            end, refused = self._watch(process, start)
+            if not end:
+                # Ranks other than 0 ignore SIGTERM: they end when rank 0 does.
+                process.terminate()
+                process.wait(self._plan.stop_seconds)
+        finally:
+            process.kill()
+        return end, refused
 
     def _watch(self, process: OwnedProcess, start: Start) -> tuple[str, bool]:
         """How the process ended, or that it hangs, and whether it refuses its options; an empty
@@ -157,13 +173,15 @@ class Rank:
         host, _ = split_address(plan.address)
         credentials = NONE if is_loopback(host) else plan.credentials
         deadline, served = time.monotonic() + plan.ready_seconds, False
-        with open_channel(plan.address, credentials=credentials) as channel:
+        with (
+            nullcontext() if start.rank else open_channel(plan.address, credentials=credentials)
+        ) as channel:
             while (status := process.wait(HEALTH_SECONDS)) is None:
                 if os.getppid() != self._raylet:
                     return "lost its node", False
                 if self._stopping or self._start != start:
                     return "", False
-                if start.rank:
+                if channel is None:
                     continue  # its exchanges with rank 0 have deadlines
                 with suppress(grpc.RpcError):
                     served = serving(channel) or served
