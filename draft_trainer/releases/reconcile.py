@@ -64,6 +64,13 @@ class Divergence:
     attempts: int = 0
     not_before: float = 0.0
 
+    def tried(self) -> float:
+        """Seconds until the next try, longer after every one."""
+        wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** min(self.attempts, 16))
+        self.attempts += 1
+        self.not_before = time.monotonic() + wait
+        return wait
+
 
 class Reconciler:
     """Owns one thread and the watch's."""
@@ -83,8 +90,9 @@ class Reconciler:
         self._recommits: Counter[tuple[str, int]] = Counter()
         self._read_back_at = 0.0
         self._stopping = threading.Event()
-        # What the last process could not finish is published at the start.
         self._give_up: tuple[int, str] | None = None
+        self._unpublished = Divergence()
+        # What the last process could not finish is published at the start.
         self._released = threading.Event()
         self._released.set()
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
@@ -229,11 +237,9 @@ class Reconciler:
 
     def _tried(self, address: str, answer: pb.ServerState | Failure) -> None:
         found, publisher = self._diverged[address], self._publisher
-        wait = min(LONGEST_WAIT, FIRST_WAIT * 2**found.attempts)
-        found.attempts += 1
+        wait = found.tried()
         if found.text.startswith(NOTHING_ACCEPTED) and not isinstance(answer, Failure):
             self._recommits[address, answer.draft_version] += 1
-        found.not_before = time.monotonic() + wait
         publisher.counters.healed(found.reason, not isinstance(answer, Failure))
         if isinstance(answer, Failure):
             logger.warning("%s %s; next try in %.0f s: %s", address, found.text, wait, answer.text)
@@ -258,6 +264,8 @@ class Reconciler:
                         if self._publisher.measure():
                             self._publish(held=True)
                     due = time.monotonic() + (self._seconds or LOOK_SECONDS)
+                    if time.monotonic() >= self._unpublished.not_before:
+                        self._released.set()
                 if self._released.is_set():
                     self._released.clear()
                     self._publish()
@@ -277,7 +285,9 @@ class Reconciler:
         """Publish what is promoted, where no sync does; or what was live and was held back."""
         now, on = self._publisher.promotions.now, self._publisher.fleet.config.on
         if now.promoted == now.live or not (held or on == "promotion"):
+            self._unpublished = Divergence()
             return
+        self._unpublished.tried()
         for address, outcome in self._publisher.publish_promoted().outcomes.items():
             if outcome.error:
                 logger.warning("%s: %s", address, outcome.error)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from unittest.mock import MagicMock
 
 import pytest
 
 from draft_trainer.releases import reconcile as healing
+from draft_trainer.releases.commits import PublishResult
 from slipstream.errors import RefusedError
 from tests.draft_trainer.fleet_double import RolloutDouble
-from tests.draft_trainer.fleet_rig import Rig
+from tests.draft_trainer.fleet_rig import LONG, Rig
 
 
 @pytest.fixture(autouse=True)
@@ -233,6 +235,52 @@ def test_servers_join_and_leave(rig: Rig) -> None:
     assert left.state.draft_version == 1
     assert rig.fleet.client(left.address).state().unknown_fate  # type: ignore[union-attr]
     left.stop()
+
+
+@pytest.mark.parametrize("fault", ["stage", "refused"])
+def test_a_promoted_release_that_could_not_be_published_is_published_again(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """No sync comes that would do it."""
+    rig = make_rig(3, on="promotion")
+    tried, over, published = (threading.Event() for _ in range(3))
+    real = rig.publisher.publish_promoted
+
+    def publish() -> PublishResult:
+        for double in rig.doubles:
+            double.faults.stage = fault == "stage" and not over.is_set()
+        if fault == "refused" and not over.is_set():
+            tried.set()
+            raise RefusedError("publish", "another publish", "one at a time", "try again")
+        result = real()
+        tried.set()
+        if result.changes:
+            published.set()
+        return result
+
+    monkeypatch.setattr(rig.publisher, "publish_promoted", publish)
+    rig.promotions.offer(1)
+    rig.reconciler.start()
+    assert tried.wait(LONG)
+    assert rig.served == [0, 0, 0]
+    over.set()
+    assert published.wait(LONG)
+    assert rig.served == [1, 1, 1]
+    assert rig.reconciler.stop(LONG)
+
+
+def test_a_server_that_fails_for_a_day_is_still_tried(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 to the power of its tries has no float any more."""
+    monkeypatch.setattr(healing, "FIRST_WAIT", 1.0)
+    rig.doubles[0].state.draft_version = 3
+    rig.doubles[0].faults.stage = True
+    rig.heal()
+    found = rig.reconciler._diverged[rig.doubles[0].address]
+    found.attempts, found.not_before = 1500, 0.0
+    rig.heal()
+    assert found.attempts == 1501
 
 
 def test_heal_leaves_a_publish_alone(rig: Rig) -> None:
