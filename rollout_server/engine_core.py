@@ -109,18 +109,35 @@ class PrefixCacheSalt:
             request.cache_salt = f"slipstream-{calls}:{own or ''}"
 
 
+MOST_UNDRAFTED = 1 / 8
+"""Share of the prefix cache, in tokens, that may be computed while drafting is off and be hit once
+it is on again. The draft has no keys and values there, so it is accepted less; but a new salt has
+the whole cache computed again."""
+
+
 class SchedulerSwitch:
     """Says how many tokens are drafted, without a restart.
 
     vLLM's scheduler looks up one entry of a list each step, by the requests in it (its dynamic
     speculative length). Off, that list is zeros, and the engine no longer asks the workers for
     draft tokens. ``worker.DraftingSwitch`` is the other half.
+
+    Attributes:
+        enabled: whether drafts are planned.
+        undrafted: tokens computed while they were not, since the prefix cache's last salt.
     """
 
     def __init__(self, engine_core: Any) -> None:
         self._core = engine_core
         self._when_on = engine_core.scheduler.dynamic_sd_lookup
         self.enabled = True
+        self.undrafted = 0
+
+    def too_much_undrafted(self) -> bool:
+        """Whether drafts are better off without the prefix cache."""
+        scheduler = self._core.scheduler
+        cached = scheduler.kv_cache_config.num_blocks * scheduler.block_size
+        return bool(self.undrafted > MOST_UNDRAFTED * cached)
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Draft this many tokens, by the number of requests in the step, while drafting is on."""
@@ -218,6 +235,8 @@ class StepClock:
     def _on_output(self, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
         result = self._update(scheduler_output, *rest, **named)
         since, self._since = self._since, None
+        if not self._switch.enabled:
+            self._switch.undrafted += scheduler_output.total_num_scheduled_tokens
         if scheduler_output.total_num_scheduled_tokens:
             now = time.perf_counter()
             if since is not None:
@@ -297,7 +316,7 @@ class EngineHooks:
             result = result.taken_back(undone)
         requests: dict[str, int] = {}
         if not result.error and any(change.kind == "policy" for change in changes):
-            self._salt.advance()
+            self._new_salt()
             requests = self._requests.at_commit()
         self._clock.interrupted()
         return asdict(replace(result, steps_before=(steps_before,), requests=requests))
@@ -306,9 +325,8 @@ class EngineHooks:
         """Switch drafting in workers and scheduler. Answers the slowest worker's seconds."""
         seconds = self._rpc("slipstream_set_speculation", timeout, (enabled,))
         self._switch.set(enabled)
-        if enabled:
-            # Blocks that were filled while it was off have no keys and values of the draft.
-            self._salt.advance()
+        if enabled and self._switch.too_much_undrafted():
+            self._new_salt()
         self._clock.interrupted()
         return float(max(seconds))
 
@@ -320,6 +338,10 @@ class EngineHooks:
         """``StepClock.sums``; measured from now on, or not."""
         self._clock.measure(measure)
         return self._clock.sums()
+
+    def _new_salt(self) -> None:
+        self._salt.advance()
+        self._switch.undrafted = 0
 
 
 def slipstream_call(self: Any, method: str, args: list[Any]) -> Any:

@@ -118,7 +118,7 @@ class Core:
         )
         fake = SimpleNamespace(perf_counter=lambda: self.now)
         monkeypatch.setattr(rollout_server.engine_core, "time", fake)
-        self.switch: Any = SimpleNamespace(enabled=True)
+        self.switch: Any = SimpleNamespace(enabled=True, undrafted=0)
         self.clock = StepClock(self, self.switch)
         self.clock.measure(True)
 
@@ -266,8 +266,12 @@ def hooks() -> EngineHooks:
             make_spec_decoding_stats=lambda *_: object(),
             dynamic_sd_lookup="as configured",
             max_num_running_reqs=2,
-            schedule=None,
-            update_from_output=None,
+            schedule=lambda: None,
+            update_from_output=lambda output, result: result,
+            has_requests=lambda: False,
+            num_spec_tokens=3,
+            kv_cache_config=SimpleNamespace(num_blocks=50),
+            block_size=16,
             running=[drafting, SimpleNamespace(spec_token_ids=[])],
             requests={},
             add_request=lambda request: None,
@@ -347,13 +351,46 @@ def test_workers_that_disagree_get_the_old_weights_back(hooks: EngineHooks) -> N
     assert workers.applied[2:] == [["new"]], "each has put its own back"
 
 
-def test_drafting_off_plans_no_drafts_and_on_again_salts(hooks: EngineHooks) -> None:
-    core = hooks.core  # type: ignore[attr-defined]
-    core.collective_rpc = None
+def switch(hooks: EngineHooks, enabled: bool) -> float:
     hooks._rpc = lambda *_: [0.25, 0.5]
-    assert hooks.set_speculation(False, 1.0) == 0.5
+    return hooks.set_speculation(enabled, 1.0)
+
+
+def compute(hooks: EngineHooks, tokens: int) -> None:
+    """One step that reads prompts."""
+    output = SimpleNamespace(
+        total_num_scheduled_tokens=tokens,
+        num_scheduled_tokens={"a": tokens},
+        scheduled_spec_decode_tokens={},
+        scheduled_new_reqs=["a"],
+        num_spec_tokens_to_schedule=0,
+    )
+    scheduler = hooks.core.scheduler  # type: ignore[attr-defined]
+    scheduler.schedule()
+    scheduler.update_from_output(output, None)
+
+
+def test_drafting_off_plans_no_drafts(hooks: EngineHooks) -> None:
+    core = hooks.core  # type: ignore[attr-defined]
+    assert switch(hooks, False) == 0.5
     assert core.scheduler.dynamic_sd_lookup == [0, 0, 0] and not core.check_for_draft_tokens
-    assert salt_of(hooks) is None
-    hooks.set_speculation(True, 1.0)
+    switch(hooks, True)
     assert core.scheduler.dynamic_sd_lookup == "as configured" and core.check_for_draft_tokens
-    assert salt_of(hooks) == "slipstream-1:"
+
+
+def test_the_prefix_cache_is_left_only_where_much_of_it_was_computed_without_the_draft(
+    hooks: EngineHooks,
+) -> None:
+    """It holds 800 tokens."""
+    for tokens, salt in ((60, None), (39, None), (2, "slipstream-1:"), (99, "slipstream-1:")):
+        switch(hooks, False)
+        compute(hooks, tokens)
+        switch(hooks, True)
+        assert salt_of(hooks) == salt
+        compute(hooks, 1000)
+    hooks._rpc = Workers()
+    hooks.apply([change("policy")], 1.0)
+    switch(hooks, False)
+    compute(hooks, 2)
+    switch(hooks, True)
+    assert salt_of(hooks) == "slipstream-2:", "a commit leaves what was there before it"
