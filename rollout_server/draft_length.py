@@ -26,9 +26,10 @@ KEPT_STEPS = 200.0
 MARGIN = 0.02
 """Gain in speed below which lengths stay as they are."""
 
-RETRY_SECONDS = 30.0
+RETRY_SECONDS, RETRY_MOST_SECONDS = 30.0, 240.0
 """After so many seconds of engine steps without drafts they are tried again: only drafts show
-whether they pay."""
+whether they pay. The time doubles with each try of one draft, up to the second, because a try may
+cost the prefix cache (``SchedulerSwitch.too_much_undrafted``)."""
 
 REFRESH_SECONDS = 60.0
 """Age of a cost, in seconds of engine steps, beyond which it is measured again: contexts grow, and
@@ -190,7 +191,7 @@ class LengthControl:
         self._set_lengths = set_lengths
         self._live: list[int] | None = chooser.table
         self._version = tracker.live
-        self._off_since = 0.0
+        self._off_since, self._retry_after = 0.0, RETRY_SECONDS
         self._timed = dict.fromkeys((OFF, 0, *chooser.lengths), 0.0)
 
     async def update(self, sums: StepSums) -> None:
@@ -202,10 +203,11 @@ class LengthControl:
         if self._tracker.speed_up is not None:
             self._tracker.speed_up = chooser.speed_up
         self._timed |= dict.fromkeys(steps, now)
-        if self._version != self._tracker.live or (
-            chooser.table is None and now - self._off_since > RETRY_SECONDS
-        ):
-            self._version = self._tracker.live
+        if self._version != self._tracker.live:
+            self._version, self._retry_after = self._tracker.live, RETRY_SECONDS
+            chooser.try_again()
+        elif chooser.table is None and now - self._off_since > self._retry_after:
+            self._retry_after = min(2 * self._retry_after, RETRY_MOST_SECONDS)
             chooser.try_again()
         else:
             chooser.choose(rates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -17,6 +18,7 @@ from rollout_server.acceptance import (
 from rollout_server.draft_length import (
     MARGIN,
     REFRESH_SECONDS,
+    RETRY_MOST_SECONDS,
     RETRY_SECONDS,
     LengthChooser,
     LengthControl,
@@ -238,6 +240,33 @@ def test_drafting_is_tried_again_after_a_while_of_generation() -> None:
     assert server.told == [None, [1] * 65]
     server.serve(60)
     assert server.told[2] is None, "it still does not pay"
+
+
+def test_each_try_of_one_draft_comes_after_twice_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollout_server.draft_length.REFRESH_SECONDS", math.inf)
+    server = Server(STALE)
+    server.serve(60)
+
+    def tried_after(seconds: float) -> bool:
+        server.told.clear()
+        server.spend(seconds)
+        server.serve(60)
+        tried = bool(server.told)
+        if tried:
+            server.serve(60)
+            assert server.told == [[1] * 65, None]
+        return tried
+
+    after = RETRY_SECONDS
+    while after <= RETRY_MOST_SECONDS:
+        assert not tried_after(after - 10) and tried_after(11)
+        after *= 2
+    assert tried_after(RETRY_MOST_SECONDS + 1), "never less often"
+    server.tracker.switch(1, [server.tracker.all.drafts])
+    assert tried_after(0)
+    assert tried_after(RETRY_SECONDS + 1), "another draft"
 
 
 async def no_sleep(seconds: float) -> None:
