@@ -26,7 +26,7 @@ from policy_bridge.guard import (
     sampling_of,
     thread_ended,
 )
-from policy_bridge.model import find_modules, stamp_of
+from policy_bridge.model import WeightWatch, find_modules
 from policy_bridge.outbox import Outbox
 from policy_bridge.selection import Selector, UniformRandom, bytes_per_token
 from policy_bridge.session import PolicyMatrices, PolicySnapshot, Session
@@ -146,8 +146,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         prefix, numbers = uuid.uuid4().hex[:12], itertools.count()
         self._next_id = lambda: f"{prefix}-{next(numbers)}"
         self._probed = False
-        self._stamp = 0
-        self._weights: list[torch.Tensor] = []
+        self._weights = WeightWatch()
         self._last_sync: SyncResult | None = None
         # A version, and what to push of it, of a window that knew of no rollout server.
         self._waiting: tuple[int, nn.Module | Mapping[str, torch.Tensor]] | None = None
@@ -329,6 +328,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         if self._closed:
             return
         self._closed = True
+        self._weights.close()
         if self._last_window is not None and self._last_window.is_open:
             # Its hooks would stay on the model, and what it holds in memory.
             self._last_window.__exit__(RuntimeError)
@@ -376,8 +376,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         self._guard.synced(result.policy_version, session if snapshot is not None else None)
         if self._modules is not None:
             # Taken now: merging adapters inside the window is part of the sync.
-            self._weights = self._modules.weights()
-            self._stamp = stamp_of(self._weights)
+            self._weights.synced(self._modules.weights())
         if snapshot is not None and self._connection is not None:
             self._connection.offer_policy(snapshot)
 
@@ -406,7 +405,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             return
         # Once only: what fails here the next sync reports.
         self._waiting = None
-        if stamp_of(self._weights) != self._stamp:
+        if self._weights.stamp_of(self._weights.weights) != self._weights.stamp:
             return
         window = self._sync_window(version, session, lead=True)
         try:
@@ -436,8 +435,9 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             modules=modules,
             session=session,
             policy_version=version,
-            weights_stamp=self._stamp,
-            weights=self._weights,
+            weights_stamp=self._weights.stamp,
+            weights=self._weights.weights,
+            stamp_of=self._weights.stamp_of,
             temperature=temperature,
             budget_bytes=budget,
             device_bytes=config.device_bytes,

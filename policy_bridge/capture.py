@@ -92,6 +92,7 @@ class Capture:
         policy_version: whose states these are.
         weights: ``PolicyModules.weights`` when that version was synced.
         weights_stamp: ``stamp_of`` these then.
+        stamp_of: makes it.
         temperature: of the rollouts.
         sampling: what else they were sampled with.
         training: the passes are those that the loop trains on.
@@ -118,6 +119,7 @@ class Capture:
     policy_version: int
     weights: Sequence[torch.Tensor]
     weights_stamp: int
+    stamp_of: Callable[[Sequence[torch.Tensor]], int] = stamp_of
     temperature: float
     budget_bytes: int
     device_bytes: int = sys.maxsize
@@ -243,7 +245,7 @@ class Capture:
                 if aux.shape != states.final.shape:
                     step = "run lm_head on every position (no logits_to_keep)"
                     raise RefusedError(name, aux.shape, states.final.shape, step)
-            if stamp_of(self.weights) != self.weights_stamp:
+            if self.stamp_of(self.weights) != self.weights_stamp:
                 # An optimizer step since the sync: these states belong to no announced version.
                 self.counters.shed("policy_moved", len(input_ids), 0)
                 return
@@ -399,7 +401,7 @@ class Capture:
             priority = PRIORITIES - 1 - rank * PRIORITIES // len(wanted)
             chosen.append(Chosen(record, candidate, layout, sampled, priority))
         computed = [one for one in chosen if not one.record.complete]
-        if computed and stamp_of(self.weights) != self.weights_stamp:
+        if computed and self.stamp_of(self.weights) != self.weights_stamp:
             # They may be of other weights than made the pass.
             self.counters.shed("policy_moved", len(computed), 0)
             chosen = [one for one in chosen if one.record.complete]

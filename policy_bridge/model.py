@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from policy_bridge.config import ModulePaths
 from policy_bridge.logits import form_of
@@ -175,12 +176,49 @@ class PolicyModules:
 
 
 def stamp_of(weights: Sequence[torch.Tensor]) -> int:
-    """A number that changes when an optimizer writes to the weights in place.
+    """A number that changes when something writes to the weights in place.
 
-    Sum of the version counters. Writes through ``.data`` escape it. The weights take a millisecond
-    to find: not in a step.
+    Sum of the version counters. Writes through ``.data`` escape it, and those of fused optimizers:
+    ``WeightWatch`` counts steps too. The weights take a millisecond to find: not in a step.
     """
     return sum([p._version for p in weights])
+
+
+class WeightWatch:
+    """Tells whether a policy's weights are still those of its last sync. ``close`` it.
+
+    Fused optimizers write past the version counters, and on DTensors multi-tensor ones do too, so
+    steps of every optimizer that holds one of the weights are counted as well.
+
+    Attributes:
+        weights: ``PolicyModules.weights`` at the last sync.
+        stamp: of these then.
+    """
+
+    def __init__(self) -> None:
+        self.weights: list[torch.Tensor] = []
+        self.stamp = 0
+        self._ids: frozenset[int] = frozenset()
+        self._steps = 0
+        # Before a step: counted after it, another thread could have read new weights by then.
+        self._hook = register_optimizer_step_pre_hook(self._count)
+
+    def synced(self, weights: list[torch.Tensor]) -> None:
+        """These are the weights of a version."""
+        self.weights, self._ids = weights, frozenset(map(id, weights))
+        self.stamp = self.stamp_of(weights)
+
+    def stamp_of(self, weights: Sequence[torch.Tensor]) -> int:
+        """A number that changes when an optimizer steps, or something writes, on the weights."""
+        return stamp_of(weights) + self._steps
+
+    def close(self) -> None:
+        """Count no more."""
+        self._hook.remove()
+
+    def _count(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        held = (id(p) for group in optimizer.param_groups for p in group["params"])
+        self._steps += any(one in self._ids for one in held)
 
 
 def find_modules(

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from policy_bridge import BridgeConfig
-from policy_bridge.model import stamp_of
+from policy_bridge.model import WeightWatch
 from policy_bridge.session import PolicyMatrices
 from policy_bridge.sync import SyncWindow, policy_tensors
 from slipstream.errors import RefusedError
@@ -69,9 +69,12 @@ def check_rank(rank: int, world: int, folder: Path) -> None:
         assert torch.equal(snapshot.tensors["embed_tokens.weight"], embed)
     assert matrices.snapshot(None, 2) is None
 
-    stamp = stamp_of(modules.weights())
-    torch.optim.AdamW(model.parameters(), 0.1).step()
-    assert stamp_of(modules.weights()) != stamp
+    watch = WeightWatch()
+    for settings in ({}, {"foreach": True}, {"fused": True}):
+        watch.synced(modules.weights())
+        torch.optim.AdamW(model.parameters(), 0.1, **settings).step()
+        assert watch.stamp_of(watch.weights) != watch.stamp
+    watch.close()
 
     # The lead alone must not begin to gather: it would wait for ever.
     if rank == 0:

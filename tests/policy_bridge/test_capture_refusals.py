@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
+
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.guard import sampling_of
@@ -26,12 +30,36 @@ def test_states_written_in_place_are_refused(trainer: FakeTrainer, connect: Conn
     assert bridge.stats().outbox_samples == 0
 
 
+class PastTheCounters(torch.optim.Optimizer):
+    """As optimizers of extensions write."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: object = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.mul_(1.01)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        partial(torch.optim.AdamW, foreach=True),
+        partial(torch.optim.AdamW, fused=True),
+        partial(torch.optim.SGD, lr=0.1, fused=True),
+        PastTheCounters,
+    ],
+    ids=["plain", "foreach", "fused", "fused-sgd", "extension"],
+)
 def test_states_of_a_policy_that_moved_are_not_shipped(
-    trainer: FakeTrainer, connect: Connect
+    trainer: FakeTrainer,
+    connect: Connect,
+    make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer],
 ) -> None:
     model, data = make_model(), batch((8, 8))
     bridge = connect(model=model, version=1)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = make(model.parameters())
     model(data["input_ids"]).logits.sum().backward()
     optimizer.step()
     ship(bridge, model, data)
@@ -40,6 +68,20 @@ def test_states_of_a_policy_that_moved_are_not_shipped(
     ship(bridge, model, data)
     assert bridge.flush(DEADLINE)
     assert {s.policy_version for s in trainer.samples.values()} == {2}
+    bridge.close()
+    assert not _global_optimizer_pre_hooks
+
+
+def test_steps_of_another_models_optimizer_do_not_count(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, critic, data = make_model(), make_model(), batch((8, 8))
+    bridge = connect(model=model, version=1)
+    critic(data["input_ids"]).logits.sum().backward()
+    torch.optim.AdamW(critic.parameters(), fused=True).step()
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    assert len(trainer.samples) == 2
 
 
 def test_an_exception_in_the_window_removes_the_hooks_and_ships_nothing(
