@@ -50,6 +50,8 @@ def check_paths() -> None:
 
 def check_port_free(option: str, host: str, port: int) -> None:
     """Refuse a port that cannot be bound now. 0 (any) always passes."""
+    if not 0 <= port < 65536:
+        raise RefusedError(option, port, "0 to 65535", "choose another port")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -128,6 +128,12 @@ def test_a_port_in_use() -> None:
     check_port_free("--control-port", "127.0.0.1", 0)
 
 
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_none_can_have(port: int) -> None:
+    with pytest.raises(RefusedError, match=f"--control-port: found {port}, expected 0 to 65535"):
+        check_port_free("--control-port", "127.0.0.1", port)
+
+
 def test_an_environment_at_a_path_with_a_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
