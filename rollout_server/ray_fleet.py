@@ -121,20 +121,29 @@ class Replica:
             server.kill()
 
     def _run(self) -> None:
-        self._wait_for_ports()
         try:
-            channel = open_channel(self._control, credentials=self._plan.credentials)
-        except RefusedError as error:
-            # The file of the CA was checked on another node.
-            self._end(str(error), refused=True)
-            return
+            end, refused = self._serve()
+        except (RefusedError, OSError) as error:
+            # The driver's node has the file of the CA; this one may not.
+            end, refused = str(error), True
+        if not self._stopping.is_set():
+            self._end(end, refused)
+
+    def _serve(self) -> tuple[str, bool]:
+        """Run the server to its end, which is as of ``_watch``.
+
+        Raises:
+            RefusedError: the credentials for its control plane cannot be used.
+            OSError: the process cannot be started.
+        """
+        self._wait_for_ports()
+        channel = open_channel(self._control, credentials=self._plan.credentials)
         addresses: tuple[str, ...] = ("--host", self._host, "--port", str(self._port))
         addresses += ("--control-host", self._host, "--control-port", str(self._control_port))
         self._server = server = OwnedProcess((*self._plan.command, *addresses))
-        end, refused = self._watch(server, channel)
+        ended = self._watch(server, channel)
         server.kill()
-        if not self._stopping.is_set():
-            self._end(end, refused)
+        return ended
 
     def _end(self, why: str, refused: bool) -> None:
         """End this actor, which Ray starts again. Where the first start is refused the command ends
@@ -318,6 +327,14 @@ def fleet(arguments: Sequence[str]) -> int:
     if args.replicas < 1:
         raise RefusedError("--replicas", args.replicas, "at least 1", "set it")
     _check_needs("--cpus, --gpus", args.cpus, args.gpus)
+    last = 65536 - args.replicas
+    for option, port in (
+        ("--first-port", args.first_port),
+        ("--first-control-port", args.first_control_port),
+    ):
+        if not 0 < port <= last:
+            expected = f"1 to {last}, for {args.replicas} replicas"
+            raise RefusedError(option, port, expected, "choose another port")
     for option in _ADDRESSES:
         if any(word == option or word.startswith(f"{option}=") for word in serve):
             raise RefusedError(option, "given", "not given", "use the first ports; Ray gives hosts")

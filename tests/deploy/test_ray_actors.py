@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rollout_server.ray_fleet import FleetPlan, Replica
 from rollout_server.ray_ranks import Rank, RanksPlan, Start
 from slipstream.security import ClientCredentials
-from tests.deploy.fleet import wait_for
+from tests.deploy.fleet import free_ports, wait_for
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream-rl[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'slipstream-rl[ray]'")
 
 
 def test_a_node_without_the_ca_runs_every_rank_but_the_one_that_is_asked(tmp_path: Path) -> None:
@@ -34,3 +36,16 @@ def test_a_rank_whose_command_cannot_be_run_says_so(monkeypatch: pytest.MonkeyPa
     wait_for(lambda: "/no/python" in rank.report().end, 60)
     assert not rank.report().refused
     rank.stop()
+
+
+def test_a_server_whose_command_cannot_be_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first_start = SimpleNamespace(was_current_actor_reconstructed=False)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: first_start)
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    port = free_ports(2)
+    plan = FleetPlan(("server",), 1, tmp_path / "fleet", 1.0, 0.0, port, port + 1, host="127.0.0.1")
+    replica = Replica(plan, 0)
+    wait_for(lambda: replica.report().refused, 60)
+    assert "/no/python" in capfd.readouterr().err

@@ -111,6 +111,8 @@ def test_bad_options_are_refused_before_ray_is_asked(
         (["--replicas", "2", "--cpus", "0", *members, *model], "--cpus, --gpus"),
         (["--replicas", "2", *members, *model, "--control-port=1"], "--control-port"),
         (["--replicas", "2", "--members", str(tmp_path / "no" / "fleet"), *model], "--members"),
+        (["--replicas", "2", *members, *model, "--first-port", "65535"], "--first-port"),
+        (["--replicas", "2", *members, *model, "--first-control-port=0"], "--first-control-port"),
         (["--replicas", "2", *members, *model, "--trainer-ranks", "2"], "--trainer-ranks"),
         (["--replicas", "2", *members, *model, "--trainer", "no.toml"], "--trainer"),
         (["--replicas", "2", *members, *model, *trainer, "--trainer-ranks=0"], "--trainer-ranks"),
