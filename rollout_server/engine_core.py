@@ -277,6 +277,7 @@ class EngineHooks:
 
     def __init__(self, engine_core: Any) -> None:
         self._rpc = engine_core.collective_rpc
+        self._scheduler = engine_core.scheduler
         self._salt = PrefixCacheSalt(engine_core)
         self._steps = VerificationSteps(engine_core)
         self._requests = RequestsSeen(engine_core)
@@ -305,21 +306,21 @@ class EngineHooks:
         return list(self._rpc("slipstream_check_transfer", None, (transfer,)))
 
     def apply(self, messages: list[Mapping[str, Any]], timeout: float) -> dict[str, Any]:
-        """Apply changes in one worker call; when workers disagree, put the old weights back."""
-        steps_before = self._steps.proposed_so_far()
-        results = [Result(**r) for r in self._rpc("slipstream_apply", timeout, (messages,))]
-        result = Result.all_of(results)
-        changes = [Change.from_message(message) for message in messages]
-        if result.split(results):
-            undo = [change.undone().to_message() for change in changes]
-            undone = [Result(**r) for r in self._rpc("slipstream_apply", timeout, (undo,))]
-            result = result.taken_back(undone)
-        requests: dict[str, int] = {}
-        if not result.error and any(change.kind == "policy" for change in changes):
-            self._new_salt()
-            requests = self._requests.at_commit()
-        self._clock.interrupted()
-        return asdict(replace(result, steps_before=(steps_before,), requests=requests))
+        """Apply changes in one worker call; when workers disagree, put the old weights back.
+
+        Where the weights are unknown afterwards, no further step is taken: requests would be
+        answered before the server ends.
+        """
+        from vllm.v1.core.sched.interface import PauseState
+
+        known = False
+        try:
+            result = self._apply(messages, timeout)
+            known = result.restored
+        finally:
+            if not known:
+                self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        return asdict(result)
 
     def set_speculation(self, enabled: bool, timeout: float) -> float:
         """Switch drafting in workers and scheduler. Answers the slowest worker's seconds."""
@@ -338,6 +339,22 @@ class EngineHooks:
         """``StepClock.sums``; measured from now on, or not."""
         self._clock.measure(measure)
         return self._clock.sums()
+
+    def _apply(self, messages: list[Mapping[str, Any]], timeout: float) -> Result:
+        steps_before = self._steps.proposed_so_far()
+        results = [Result(**r) for r in self._rpc("slipstream_apply", timeout, (messages,))]
+        result = Result.all_of(results)
+        changes = [Change.from_message(message) for message in messages]
+        if result.split(results):
+            undo = [change.undone().to_message() for change in changes]
+            undone = [Result(**r) for r in self._rpc("slipstream_apply", timeout, (undo,))]
+            result = result.taken_back(undone)
+        requests: dict[str, int] = {}
+        if not result.error and any(change.kind == "policy" for change in changes):
+            self._new_salt()
+            requests = self._requests.at_commit()
+        self._clock.interrupted()
+        return replace(result, steps_before=(steps_before,), requests=requests)
 
     def _new_salt(self) -> None:
         self._salt.advance()

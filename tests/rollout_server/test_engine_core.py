@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -240,6 +241,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.errors = ["", ""]
+        self.restored = self.answers = True
         self.applied: list[list[str]] = []
 
     def __call__(
@@ -249,12 +251,16 @@ class Workers:
             return ["same", "same"]
         [messages] = args
         self.applied.append([message["new"]["directory"] for message in messages])
+        if not self.answers:
+            raise TimeoutError
         errors, self.errors = self.errors, ["", ""]
-        return [asdict(Result(0.01 * n, error)) for n, error in enumerate(errors)]
+        return [asdict(Result(0.01 * n, e, self.restored)) for n, e in enumerate(errors)]
 
 
 @pytest.fixture
 def hooks() -> EngineHooks:
+    from vllm.v1.core.sched.interface import PauseState
+
     drafting = SimpleNamespace(spec_token_ids=[1, 2, 3])
     core = SimpleNamespace(
         collective_rpc=Workers(),
@@ -275,8 +281,10 @@ def hooks() -> EngineHooks:
             running=[drafting, SimpleNamespace(spec_token_ids=[])],
             requests={},
             add_request=lambda request: None,
+            pause_state=PauseState.UNPAUSED,
         ),
     )
+    core.scheduler.set_pause_state = functools.partial(setattr, core.scheduler, "pause_state")
     hooks = EngineHooks(core)
     hooks.core = core  # type: ignore[attr-defined]
     return hooks
@@ -349,6 +357,28 @@ def test_workers_that_disagree_get_the_old_weights_back(hooks: EngineHooks) -> N
     workers.errors = ["no memory", "no memory"]
     hooks.apply([change("policy")], 1.0)
     assert workers.applied[2:] == [["new"]], "each has put its own back"
+
+
+def test_an_engine_with_unknown_weights_takes_no_step(hooks: EngineHooks) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    scheduler, workers = hooks.core.scheduler, hooks.core.collective_rpc  # type: ignore
+
+    def paused() -> bool:
+        state, scheduler.pause_state = scheduler.pause_state, PauseState.UNPAUSED
+        return state is PauseState.PAUSED_ALL
+
+    hooks.apply([change("policy")], 1.0)
+    workers.errors = ["no memory", "no memory"]
+    assert hooks.apply([change("policy")], 1.0)["error"] == "no memory"
+    assert not paused(), "each has put its own back"
+    workers.errors, workers.restored = ["torn", "torn"], False
+    assert not hooks.apply([change("policy")], 1.0)["restored"]
+    assert paused()
+    workers.answers = False
+    with pytest.raises(TimeoutError):
+        hooks.apply([change("policy")], 1.0)
+    assert paused()
 
 
 def switch(hooks: EngineHooks, enabled: bool) -> float:
