@@ -307,10 +307,9 @@ class Capture:
 
     def _refuse(self, error: RefusedError) -> None:
         # Also called from the side: then the hooks come off with the next call of the window.
-        if self._refused:
-            raise error
-        self._refused = True
-        self.counters.add(captures_refused=1)
+        if not self._refused:
+            self._refused = True
+            self.counters.add(captures_refused=1)
         self.refuse(error)
 
     def _submit(self, pick: Callable[[list[Record]], list[Chosen] | None]) -> None:

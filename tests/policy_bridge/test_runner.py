@@ -273,6 +273,28 @@ def test_states_written_between_ship_and_copy_are_refused(
     assert bridge.stats().outbox_samples == 0 == len(trainer.samples)
 
 
+def test_two_refusals_of_one_window_cost_it_and_not_the_loop(
+    trainer: FakeTrainer, connect: Connect, held: threading.Event
+) -> None:
+    model, data = make_model(), batch((9,))
+    seen: list[torch.Tensor] = []
+    hook = model.model.layers[4].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    bridge = connect(model=model, version=1)
+    with torch.no_grad(), bridge.capture(forwards=2) as window:
+        for _ in range(2):
+            model(data["input_ids"])
+            window.ship(**data)
+        for state in seen:
+            state.mul_(2.0)
+    hook.remove()
+    held.set()
+    assert bridge.flush(DEADLINE)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    stats = bridge.stats()
+    assert (stats.captures_refused, stats.accepted, stats.capture_off_reason) == (1, 1, "")
+
+
 def test_float8_states_are_quantized_as_they_are_captured(
     trainer: FakeTrainer, connect: Connect
 ) -> None:
