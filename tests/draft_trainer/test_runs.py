@@ -1,0 +1,95 @@
+"""One run at a time: no sample of one is stored under another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from draft_trainer.ingest.run import Runs
+from draft_trainer.ingest.store import SampleStore
+from slipstream.errors import RefusedError, StatusCode
+from slipstream.v1 import draft_trainer_pb2 as pb
+from tests.draft_trainer.rig import SPEC
+from tests.draft_trainer.samples import open_store, put, received
+from tests.draft_trainer.synthetic import config
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> SampleStore:
+    return open_store(tmp_path)
+
+
+@pytest.fixture
+def runs(store: SampleStore) -> Runs:
+    return Runs(config(), store, max_policy_lag=2)
+
+
+def request(run_id: str) -> pb.OpenRunRequest:
+    return pb.OpenRunRequest(run_id=run_id, policy=SPEC)
+
+
+class Interrupted:
+    """A lock after whose first release something else happens."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self._lock = threading.Lock()
+        self._then: Callable[[], object] | None = then
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+
+def test_no_run_begins_between_the_look_up_of_a_session_and_its_stream(runs: Runs) -> None:
+    session = runs.open(request("one"))
+    refused = []
+
+    def begin() -> None:
+        with pytest.raises(RefusedError, match=r"1 stream\(s\) feed now") as caught:
+            runs.open(request("two"))
+        refused.append(caught.value.code)
+
+    runs._lock = Interrupted(begin)  # type: ignore[assignment]
+    with runs.stream(session.session_id, 8) as streaming:
+        assert streaming.run is runs.current
+    assert refused == [StatusCode.FAILED_PRECONDITION]
+    assert runs.open(request("two")).run is runs.current
+
+
+def test_a_run_that_could_not_begin_leaves_none_that_the_store_does_not_hold(
+    runs: Runs, store: SampleStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs.open(request("one"))
+
+    def full(*_: object, **__: object) -> bool:
+        raise RefusedError("replay.directory", "a full disk", "space", "free some")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "keep_versions", full)
+        with pytest.raises(RefusedError, match="a full disk"):
+            runs.open(request("two"))
+    for run_id in ("one", "two"):
+        session = runs.open(request(run_id))
+        assert session.run is runs.current and store.run is not None
+        assert session.run.run_id == run_id == store.run[0]
+
+
+def test_samples_of_another_run_are_refused(store: SampleStore) -> None:
+    store.begin("one", {})
+    assert put(store, "a")
+    sample = received(store, "b")
+    store.begin("two", {})
+    for late in (lambda: store.accept("one", [sample]), lambda: store.seen("one", "a")):
+        with pytest.raises(RefusedError) as caught:
+            late()
+        assert (caught.value.field, caught.value.found) == ("run_id", "one")
+        assert caught.value.code is StatusCode.FAILED_PRECONDITION
+    assert store.counts().resident == 0 and not store.seen("two", "a")
