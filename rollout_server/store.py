@@ -254,24 +254,28 @@ _locks: list[int] = []
 
 
 def make_directory(capacity: int, shared_memory: Path = SHARED_MEMORY) -> Path:
-    """A private directory for ``capacity`` bytes: in shared memory if it fits twice.
+    """A private directory for ``capacity`` bytes: in shared memory if it fits twice, otherwise in
+    the folder for temporary files.
 
-    Directories of servers that were killed are removed first: they would fill the host's memory.
+    Directories of servers that were killed are removed from both first: they would fill the host's
+    memory, or its disk.
     """
-    parent = Path(tempfile.gettempdir())
+    # Hosts may share this folder, and a lock may hold on its own host alone.
+    parent, prefix = Path(tempfile.gettempdir()), f"{_PREFIX}{os.uname().nodename}@"
+    _remove_abandoned(parent, prefix)
     if shared_memory.is_dir():
-        _remove_abandoned(shared_memory)
+        _remove_abandoned(shared_memory, _PREFIX)
         if shutil.disk_usage(shared_memory).free >= 2 * capacity:
-            parent = shared_memory
+            parent, prefix = shared_memory, _PREFIX
     made = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX, dir=parent))
     lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(lock, fcntl.LOCK_EX)
     _locks.append(lock)
-    return made.rename(parent / made.name.replace(_UNLOCKED_PREFIX, _PREFIX))
+    return made.rename(parent / made.name.replace(_UNLOCKED_PREFIX, prefix))
 
 
-def _remove_abandoned(parent: Path) -> None:
-    for path in parent.glob(f"{_PREFIX}*"):
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    for path in parent.glob(f"{prefix}*"):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:

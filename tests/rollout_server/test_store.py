@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -70,8 +72,17 @@ def test_workers_read_what_was_written(tmp_path: Path) -> None:
     assert not tmp_path.exists()
 
 
-def test_what_a_killed_server_left_is_swept_and_a_living_ones_stays(tmp_path: Path) -> None:
-    living = make_directory(1, tmp_path)
+@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "TMPDIR"])
+def test_what_a_killed_server_left_is_swept_and_a_living_ones_stays(
+    shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    folder.mkdir()
+    other.mkdir()
+    memory, temporary = (folder, other) if shared else (tmp_path / "none", folder)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    living = make_directory(1, memory)
     (living / "tensor").write_bytes(b"1")
     code = (
         "import os, pathlib, sys\n"
@@ -80,9 +91,23 @@ def test_what_a_killed_server_left_is_swept_and_a_living_ones_stays(tmp_path: Pa
         "(folder / 'tensor').write_bytes(b'1')\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    killed = subprocess.run([sys.executable, "-c", code, str(memory)], check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert len(list(tmp_path.glob("slipstream-rollout-*/tensor"))) == 2
-    new = make_directory(1, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {living.name, new.name}
+    assert len(list(folder.glob("slipstream-rollout-*/tensor"))) == 2
+    new = make_directory(1, memory)
+    assert {path.name for path in folder.iterdir()} == {living.name, new.name}
     assert (living / "tensor").exists()
+
+
+def test_what_a_server_of_another_host_has_in_a_shared_tmpdir_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock on a shared file system may hold on its own host alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = make_directory(1, tmp_path / "none")
+    host, name = os.uname().nodename, made.name
+    assert f"{host}@" in name
+    for other in (f"{host}-2", f"2-{host}"):
+        (tmp_path / name.replace(f"{host}@", f"{other}@")).mkdir()
+    make_directory(1, tmp_path / "none")
+    assert len(list(tmp_path.iterdir())) == 4
