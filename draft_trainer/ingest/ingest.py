@@ -166,7 +166,7 @@ class Ingest:
             try:
                 check_sample_id(header.sample_id)
                 # A retry after a lost acknowledgement is recognised before its block is read.
-                if self._store.seen(header.sample_id):
+                if self._store.seen(run.run_id, header.sample_id):
                     self._duplicate(ack)
                     continue
                 run.check_policy_version(header.policy_version)
@@ -243,7 +243,7 @@ class Ingest:
 
     def _accept(self, run: Run, taken: Sequence[tuple[pb.Ack, Sample]]) -> None:
         try:
-            fresh = self._store.accept([sample for _, sample in taken])
+            fresh = self._store.accept(run.run_id, [sample for _, sample in taken])
         except RefusedError as error:
             for ack, _ in taken:
                 self._refuse(ack, error)

@@ -307,13 +307,7 @@ class Runs:
     def session(self, session_id: str) -> Session:
         """The session of an id. Raises RefusedError (FAILED_PRECONDITION) if it is not open."""
         with self._lock:
-            if session_id not in self._sessions:
-                expected = "the id that OpenRun answered, of the current run"
-                advice = "call OpenRun again: the trainer restarted or another run began"
-                code = StatusCode.FAILED_PRECONDITION
-                raise RefusedError("session_id", repr(session_id), expected, advice, code)
-            self._sessions.move_to_end(session_id)
-            return self._sessions[session_id]
+            return self._found(session_id)
 
     @contextmanager
     def stream(self, session_id: str, limit: int) -> Iterator[Session]:
@@ -322,8 +316,9 @@ class Runs:
         Raises:
             RefusedError: unknown session, or ``limit`` streams are open (RESOURCE_EXHAUSTED).
         """
-        session = self.session(session_id)
+        # At once: between a look-up and the count, another run could begin.
         with self._lock:
+            session = self._found(session_id)
             streams = self._streaming.total()
             if streams >= limit:
                 found, expected = f"{streams} open streams", f"at most {limit} (server.max_streams)"
@@ -338,6 +333,15 @@ class Runs:
                 self._streaming[session_id] -= 1
                 self._streaming = +self._streaming
 
+    def _found(self, session_id: str) -> Session:
+        if session_id not in self._sessions:
+            expected = "the id that OpenRun answered, of the current run"
+            advice = "call OpenRun again: the trainer restarted or another run began"
+            code = StatusCode.FAILED_PRECONDITION
+            raise RefusedError("session_id", repr(session_id), expected, advice, code)
+        self._sessions.move_to_end(session_id)
+        return self._sessions[session_id]
+
     def _begin(self, run_id: str, sizes: PolicySizes) -> Run:
         with self._lock:
             streams = self._streaming.total()
@@ -349,6 +353,8 @@ class Runs:
             # No stream of the run before opens any more.
             self._sessions.clear()
         self._store.begin(run_id, asdict(sizes))
+        # The store holds it no more, also where the new one cannot be made.
+        self._run = None
         self._run = Run(run_id, sizes, self._store, self._max_policy_lag)
         return self._run
 

@@ -140,20 +140,17 @@ class SampleStore:
             # More than this one needs: a transaction for each sample costs more than the sample.
             if not self._evict_worst(max(size, self.capacity_bytes // 64)):
                 break
-        raise RefusedError(
-            "sample",
-            f"{nbytes} bytes",
-            f"at most {self.capacity_bytes} bytes (replay.capacity_bytes), {busy} of them read or "
-            "received now",
-            "send shorter windows, or raise replay.capacity_bytes",
-            StatusCode.RESOURCE_EXHAUSTED,
-        )
+        found, code = f"{nbytes} bytes", StatusCode.RESOURCE_EXHAUSTED
+        most = f"at most {self.capacity_bytes} bytes (replay.capacity_bytes), {busy} of them read "
+        advice = "send shorter windows, or raise replay.capacity_bytes"
+        raise RefusedError("sample", found, f"{most}or received now", advice, code)
 
     @repairing
-    def accept(self, samples: Sequence[Sample]) -> list[bool]:
+    def accept(self, run_id: str, samples: Sequence[Sample]) -> list[bool]:
         """Record samples in one transaction; what is recorded survives kill -9.
 
         Args:
+            run_id: that they are of.
             samples: each with a block that is a whole buffer from ``reserve``, and its checksum in
                 the header.
 
@@ -161,8 +158,10 @@ class SampleStore:
             For each, whether it is new.
 
         Raises:
-            RefusedError: the index cannot be written; nothing was accepted.
+            RefusedError: the index cannot be written, or the run is not the current one
+                (FAILED_PRECONDITION); nothing was accepted.
         """
+        self._check_run(run_id)
         rows = [self._row(sample) for sample in samples]
         with self._db.transaction():
             new = [self._db.insert(row) for row in rows]
@@ -173,10 +172,11 @@ class SampleStore:
         return new
 
     @repairing
-    def seen(self, sample_id: str) -> bool:
-        """Whether a sample of this run was accepted before, also if it was evicted since."""
+    def seen(self, run_id: str, sample_id: str) -> bool:
+        """Whether a sample was accepted before, maybe evicted since. Raises as ``accept``."""
+        self._check_run(run_id)
         query = "SELECT count(*) FROM samples WHERE key = ?"
-        return bool(self._db.one(query, key_of(self._run_id, sample_id)))
+        return bool(self._db.one(query, key_of(run_id, sample_id)))
 
     def credit_bytes(self) -> int:
         """Bytes of samples that may be in flight: all that is not being read or filled."""
@@ -290,14 +290,8 @@ class SampleStore:
 
     @repairing
     def put_policy(self, run_id: str, version: int, names: Sequence[str]) -> None:
-        """Record a policy version and the names of its tensors.
-
-        Raises:
-            RefusedError: the run is not the current one (FAILED_PRECONDITION).
-        """
-        if run_id != self._run_id:
-            expected, advice = f"{self._run_id!r}, which began meanwhile", "open this run again"
-            raise RefusedError("run_id", run_id, expected, advice, StatusCode.FAILED_PRECONDITION)
+        """Record a policy version and the names of its tensors. Raises as ``accept``."""
+        self._check_run(run_id)
         with self._db.transaction():
             self._db.set("policies", sorted([*self.policies(), (version, [*names])]))
             adapts = self._config.held_out_fraction is None
@@ -351,6 +345,11 @@ class SampleStore:
     @property
     def _run_id(self) -> str:
         return "" if self._run is None else self._run[0]
+
+    def _check_run(self, run_id: str) -> None:
+        if run_id != self._run_id:
+            expected, advice = f"{self._run_id!r}, which began meanwhile", "open this run again"
+            raise RefusedError("run_id", run_id, expected, advice, StatusCode.FAILED_PRECONDITION)
 
     def _row(self, sample: Sample) -> tuple[Any, ...]:
         columns = (
@@ -485,8 +484,8 @@ class SampleStore:
         Returns:
             Of each its start and size, whether it is exhausted, and whether it is untrained.
         """
-        epochs, remembered = self._config.max_epochs, self._config.ledger_entries
-        return self._db.evict(epochs, remembered, condition, *values)
+        config = self._config
+        return self._db.evict(config.max_epochs, config.ledger_entries, condition, *values)
 
     def _free(self, gone: Sequence[tuple[int, int, int, int]]) -> None:
         self._arena.noted -= len(gone)

@@ -30,7 +30,8 @@ def open_store(folder: Path, capacity: int = 1 << 16, **options: Any) -> SampleS
 
 def put(store: SampleStore, name: str, version: int = 1, tokens: int = 16) -> bool:
     """Reserve, fill, accept; False for a duplicate."""
-    return store.accept([received(store, name, version, tokens)])[0]
+    assert store.run is not None
+    return store.accept(store.run[0], [received(store, name, version, tokens)])[0]
 
 
 def received(

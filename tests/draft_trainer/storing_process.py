@@ -72,7 +72,7 @@ def work(folder: Path, capacity: int, number: int, acknowledged: list[str], pipe
             names = [f"{number}-{count + i}" for i in range(rng.randrange(1, 4))]
             count += len(names)
             samples = [received(store, name, tokens=rng.randrange(4, 32)) for name in names]
-            assert all(store.accept(samples))
+            assert all(store.accept("run", samples))
             del samples
             os.write(pipe, "".join(f"{name}\n" for name in names).encode())
         elif action < 0.9:
@@ -127,7 +127,7 @@ def main() -> None:
     figures = {
         "kills": kills,
         "acknowledged": len(acknowledged),
-        "forgotten": sum(not store.seen(name) for name in acknowledged),
+        "forgotten": sum(not store.seen("run", name) for name in acknowledged),
         # Held or done with, as the weights say.
         "lost": sum(name not in held and weights.seen[name] < EPOCHS for name in acknowledged),
         "miscounted": sum(weights.seen[name] != drawn for name, drawn in held.items()),

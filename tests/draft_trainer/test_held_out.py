@@ -58,7 +58,7 @@ def stored(store: SampleStore, samples: list[Sample]) -> None:
     for sample in samples:
         block = torch.from_numpy(store.reserve(sample.nbytes))
         block.copy_(sample.block[: sample.nbytes])
-        assert store.accept([sealed(Sample(sample.header, block))]) == [True]
+        assert store.accept("run", [sealed(Sample(sample.header, block))]) == [True]
 
 
 def test_no_window_of_a_held_out_prompt_trains(
@@ -86,10 +86,11 @@ def test_no_window_of_a_held_out_prompt_trains(
 def of_prompts(store: SampleStore, version: int, prompts: range) -> None:
     """A policy version is registered and brings one completion of each prompt."""
     assert store.run is not None
-    store.put_policy(store.run[0], version, ["aa", "bb"])
+    run_id, _ = store.run
+    store.put_policy(run_id, version, ["aa", "bb"])
     for prompt in prompts:
         name = f"v{version}-{prompt}"
-        assert store.accept([received(store, name, version, prompt=prompt)]) == [True]
+        assert store.accept(run_id, [received(store, name, version, prompt=prompt)]) == [True]
 
 
 def held_prompts(store: SampleStore, *versions: int) -> set[str]:

@@ -401,7 +401,7 @@ def test_a_sample_that_waits_for_its_shard_keeps_no_room_of_the_store(tmp_path: 
     block = store.reserve(sample.nbytes)
     block[:] = sample.block[: sample.nbytes].numpy()
     stored = Sample(sealed(sample).header, torch.from_numpy(block))
-    assert store.accept([stored]) == [True]
+    assert store.accept("run", [stored]) == [True]
     rig.recorder.offer(rig.run, stored)
     del stored, block
     assert store.credit_bytes() == store.capacity_bytes

@@ -66,7 +66,7 @@ def test_a_batch_keeps_its_bytes_while_others_need_the_room(tmp_path: Path) -> N
     assert store.counts().resident == 0
     batch.clear()
     assert all(put(store, f"u{i}") for i in range(4))
-    assert store.accept(held) == [True] * 6
+    assert store.accept("run", held) == [True] * 6
 
 
 def test_a_reservation_that_is_not_accepted_comes_back_with_its_last_view(tmp_path: Path) -> None:
@@ -86,10 +86,10 @@ def test_duplicates_in_one_call_and_after_a_restart(tmp_path: Path) -> None:
     store = open_store(tmp_path, ledger_entries=3, max_epochs=1)
     store.begin("run", {})
     samples = [received(store, name) for name in ("a", "b", "a")]
-    assert store.accept(samples) == [True, True, False]
+    assert store.accept("run", samples) == [True, True, False]
     del samples
     assert store.counts().nbytes == 2 * SIZE
-    assert store.seen("a") and not store.seen("c")
+    assert store.seen("run", "a") and not store.seen("run", "c")
     store.close()
     store = open_store(tmp_path, ledger_entries=3, max_epochs=1)
     assert not put(store, "a") and put(store, "c") and store.counts().nbytes == 3 * SIZE
@@ -99,16 +99,16 @@ def test_duplicates_in_one_call_and_after_a_restart(tmp_path: Path) -> None:
     assert store.counts().resident == 0 == store.counts().nbytes
     for name in ("d", "e", "f"):
         assert put(store, name)
-    assert store.seen("a")
+    assert store.seen("run", "a")
     store.saved(0)
     all_drawn(store)
     store.saved(store.draws)
-    assert [store.seen(name) for name in "abcdef"] == [False] * 3 + [True] * 3
+    assert [store.seen("run", name) for name in "abcdef"] == [False] * 3 + [True] * 3
     # Another run's ids are others.
     store.begin("ru", {})
     assert put(store, "nf")
     store.begin("run", {})
-    assert store.seen("f")
+    assert store.seen("run", "f")
 
 
 def test_a_restart_finds_samples_policies_held_out_share_and_run(tmp_path: Path) -> None:
@@ -366,15 +366,15 @@ def test_an_index_that_cannot_be_written_accepts_nothing(tmp_path: Path) -> None
     for number in range(400):
         sample = received(store, f"b{number}")
         try:
-            store.accept([sample])
+            store.accept("run", [sample])
         except RefusedError as error:
             found = error
             break
     assert found is not None and "disk is full" in found.found
     assert (found.field, found.code) == ("replay.directory", StatusCode.RESOURCE_EXHAUSTED)
-    assert not store.seen(sample.sample_id)
+    assert not store.seen("run", sample.sample_id)
     store._db.execute("PRAGMA max_page_count=1000000")
-    assert store.accept([sample]) == [True]
+    assert store.accept("run", [sample]) == [True]
     assert sample.sample_id in all_drawn(store)
 
 
@@ -385,8 +385,8 @@ def test_a_duplicate_among_many_is_told_apart_whether_it_came_before_or_with_the
     store.begin("run", {})
     assert put(store, "b")
     many = [received(store, name) for name in ("a", "b", "c", "a", "d")]
-    assert store.accept(many) == [True, False, True, False, True]
-    assert [store.seen(name) for name in "abcde"] == [True, True, True, True, False]
+    assert store.accept("run", many) == [True, False, True, False, True]
+    assert [store.seen("run", name) for name in "abcde"] == [True, True, True, True, False]
     assert store.counts().resident == 4
     drawn = store.draw("run", 1 << 20).samples
     assert sorted(sample.sample_id for sample in drawn) == ["a", "b", "c", "d"]
@@ -406,7 +406,7 @@ def evict_all(store: SampleStore) -> list[str]:
     left = [f"s{i}" for i in range(100)]
     while store._evict_worst(1):
         resident = times_drawn(store, left)
-        order += [name for name in left if name not in resident and store.seen(name)]
+        order += [name for name in left if name not in resident and store.seen("run", name)]
         left = [name for name in left if name in resident]
     return order
 
@@ -485,7 +485,7 @@ def test_against_a_model_that_sorts(tmp_path: Path) -> None:
         action = rng.random()
         if action < 0.45:
             name = f"s{i}"
-            store.accept([received(store, name, i // 80, prompt=rng.randrange(40))])
+            store.accept("run", [received(store, name, i // 80, prompt=rng.randrange(40))])
             model[name] = [i // 80, 0]
         elif action < 0.75:
             held = {sample.sample_id for sample in store.held_out("run")}
@@ -521,7 +521,7 @@ def test_held_out_is_decided_by_the_prompt_and_never_drawn(tmp_path: Path) -> No
     for store, order in zip(stores, (range(400), reversed(range(400))), strict=True):
         store.begin("run", {})
         for i in order:
-            store.accept([received(store, f"s{i}", i // 100, prompt=i % 100)])
+            store.accept("run", [received(store, f"s{i}", i // 100, prompt=i % 100)])
     held = [{sample.sample_id for sample in store.held_out("run")} for store in stores]
     assert held[0] == held[1]
     prompts = Counter(int(name[1:]) % 100 for name in held[0])

@@ -75,7 +75,7 @@ def works(store: SampleStore, name: str = "new") -> None:
     """It accepts, recognises, draws and saves."""
     if store.run is None:
         store.begin("run", {})
-    assert put(store, name) and not put(store, name) and store.seen(name)
+    assert put(store, name) and not put(store, name) and store.seen("run", name)
     assert name in drained(store)
     store.saved(store.draws)
     store.rewind(store.draws, 0)
@@ -104,7 +104,7 @@ def test_damaged_blocks_are_dropped_by_name_and_the_others_train(
     assert len(seen) == SAMPLES - 5
     assert all(str(number) in caplog.text for number, *_ in damaged)
     # They were accepted: what comes again is not new, and their space is used again.
-    assert all(store.seen(name) for _, _, name in damaged)
+    assert all(store.seen("run", name) for _, _, name in damaged)
     store.saved(store.draws)
     assert store.counts().nbytes == 0
 
