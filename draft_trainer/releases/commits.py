@@ -11,8 +11,8 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 from draft_trainer.counters import Counters
@@ -64,6 +64,11 @@ class PublishResult:
     draft: DraftPayload | None = None
     enough: int = 0
     """Servers that have to commit the draft for it to go live."""
+
+    @property
+    def stage_ids(self) -> list[str]:
+        """The name of the staged draft, if there is one."""
+        return [] if self.draft is None else [self.draft.stage_id]
 
     @property
     def holders(self) -> list[str]:
@@ -256,3 +261,27 @@ def put_on(
             return back
     staged = stage_on(client, version, payloads, f"draft-{version}", fleet, counters)
     return staged if isinstance(staged, Failure) else client.commit([f"draft-{version}"])
+
+
+def put_all_on(
+    fleet: Fleet,
+    version: int,
+    addresses: Iterable[str],
+    outcomes: Mapping[str, ServerOutcome],
+    payloads: Payloads,
+    counters: Counters,
+) -> dict[str, ServerOutcome]:
+    """Put servers on a release; their ``outcomes``, with what failed."""
+    restored = {a: replace(outcomes.get(a, ServerOutcome())) for a in addresses}
+
+    def restore(client: RolloutClient) -> None:
+        outcome = restored[client.address]
+        answer = put_on(client, version, payloads, fleet, counters)
+        outcome.draft_committed = False
+        outcome.committed = not isinstance(answer, Failure)
+        outcome.state = None if isinstance(answer, Failure) else answer
+        if isinstance(answer, Failure):
+            outcome.error = f"putting it on draft {version} failed: {answer.text}"
+
+    fleet.each(restore, restored)
+    return restored

@@ -26,14 +26,13 @@ from dataclasses import replace
 
 from draft_trainer.counters import Counters
 from draft_trainer.releases.canary import Canary
-from draft_trainer.releases.client import Failure, RolloutClient
 from draft_trainer.releases.commits import (
     Payloads,
     PublishResult,
     ServerOutcome,
     commit_on_all,
     expect_on,
-    put_on,
+    put_all_on,
 )
 from draft_trainer.releases.fleet import DraftLag, Fleet
 from draft_trainer.releases.promotions import Promotions, Trial
@@ -66,6 +65,7 @@ class Publisher:
         self._committing = threading.Lock()
         self._handover = threading.Lock()
         self._staged: PublishResult | None = None
+        self._taken: list[str] = []  # ids of stages that ``complete`` is about to commit
         self._undo_interrupted()
         if canary is not None:
             canary.begin(promotions.now)
@@ -90,8 +90,15 @@ class Publisher:
         """Commit what ``prepare`` staged, together with a staged policy, in one call per server."""
         with self._handover:
             staged, self._staged = self._staged, None
-        with self.committed_alone():
-            return self._commit(staged, policy_version, policy_stage_id)
+            taken = [] if staged is None else staged.stage_ids
+            self._taken += taken
+        try:
+            with self.committed_alone():
+                return self._commit(staged, policy_version, policy_stage_id)
+        finally:
+            with self._handover:
+                for stage_id in taken:
+                    self._taken.remove(stage_id)
 
     def promote(self, version: int, pin: bool) -> PublishResult:
         """Stage and commit a release now. The pointer moves only when the fleet does.
@@ -211,9 +218,8 @@ class Publisher:
             return
         try:
             with self._handover:
-                draft = self._staged.draft if self._staged is not None else None
+                waiting = {*self._taken, *(() if self._staged is None else self._staged.stage_ids)}
             now = self.promotions.now
-            waiting = {draft.stage_id} if draft is not None else set()
             if now.trial is not None and now.canaries:
                 waiting.add(f"draft-{now.trial.version}")
             yield frozenset(waiting)
@@ -276,8 +282,8 @@ class Publisher:
                 self._went_live(version, (), (), settled)
             return PublishResult(version, outcomes)
         draft = self.payloads.get(version)
-        # No other draft will be committed: what is left there would only take this one's memory.
-        self.fleet.abort_strays(states, (draft.stage_id,))
+        # No other will be committed but by ``complete``: what is left would take this one's memory.
+        self.fleet.abort_strays(states, (draft.stage_id, *self._taken))
 
         enough = max(1, self._enough(len(reached)) - (len(reached) - len(behind)))
         spread_to(self.fleet, draft, outcomes, behind, enough, self.counters)
@@ -450,20 +456,7 @@ class Publisher:
     def _restore(
         self, target: int, addresses: Iterable[str], outcomes: dict[str, ServerOutcome]
     ) -> dict[str, ServerOutcome]:
-        """Put servers on release ``target``; their outcomes, with what failed."""
-        restored = {a: replace(outcomes.get(a, ServerOutcome())) for a in addresses}
-
-        def restore(client: RolloutClient) -> None:
-            outcome = restored[client.address]
-            answer = put_on(client, target, self.payloads, self.fleet, self.counters)
-            outcome.draft_committed = False
-            outcome.committed = not isinstance(answer, Failure)
-            outcome.state = None if isinstance(answer, Failure) else answer
-            if isinstance(answer, Failure):
-                outcome.error = f"putting it on draft {target} failed: {answer.text}"
-
-        self.fleet.each(restore, restored)
-        return restored
+        return put_all_on(self.fleet, target, addresses, outcomes, self.payloads, self.counters)
 
     def _undo_interrupted(self) -> None:
         """After a restart: commits that have begun and did not end are undone by ``reconcile``; a
@@ -483,9 +476,8 @@ class Publisher:
         self._abort(staged)
 
     def _abort(self, staged: PublishResult | None) -> None:
-        if staged is not None and staged.draft is not None:
-            stage_id = staged.draft.stage_id
-            self.fleet.each(lambda client: client.abort([stage_id]), staged.holders)
+        if staged is not None and (stage_ids := staged.stage_ids):
+            self.fleet.each(lambda client: client.abort(stage_ids), staged.holders)
 
     def _record(self, event: str, version: int, reason: str = "") -> None:
         """An event of the transaction under way, counted once that is on disk."""

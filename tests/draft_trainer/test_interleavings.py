@@ -173,6 +173,31 @@ def test_a_repair_commits_what_is_wanted_by_then(
     assert left == []
 
 
+@pytest.mark.parametrize("what", ["a repair", "another publish"])
+def test_what_a_sync_commits_is_not_taken_for_a_stray(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    rig.promotions.offer(1)
+    rig.publisher.prepare()
+    intends = rig.promotions.intends
+
+    def meanwhile(version: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.promotions, "intends", intends)
+            if what == "a repair":
+                rig.heal()
+            else:
+                rig.publisher._stage(2)
+        intends(version)
+
+    monkeypatch.setattr(rig.promotions, "intends", meanwhile)
+    assert rig.publisher.complete(7, rig.stage_policy(7)).draft_version == 1
+    assert rig.served == [1, 1, 1] and rig.policies == [7, 7, 7]
+    # What is left of a sync that ended is one again.
+    rig.heal()
+    assert [list(d._state().staged) for d in rig.doubles] == [[]] * 3
+
+
 def test_a_repair_that_cannot_be_committed_leaves_nothing_staged(rig: Rig) -> None:
     rig.publisher.promote(1, pin=False)
     rig.doubles[0].state.draft_version = 3
