@@ -129,9 +129,12 @@ class LengthChooser:
             return
         known = rates
 
+        choices = [k for k in (0, *self.lengths) if k in costs.points]
+        # Beyond the largest batch that every length was measured at, all are compared at that one.
+        largest = min(costs.points[k][-1][0] for k in (OFF, *choices))
+
         def speed(k: int, requests: int) -> float:
-            # Beyond the largest measured batch all lengths are compared at that batch.
-            seconds = costs.seconds(k, min(max(requests, 1), costs.points[k][-1][0]))
+            seconds = costs.seconds(k, min(max(requests, 1), largest))
             return (acceptance_length(known, k) if k > 0 else 1.0) / seconds
 
         def seconds(table: Sequence[int] | None) -> float:
@@ -140,7 +143,6 @@ class LengthChooser:
                 for n, tokens in self._work.items()
             )
 
-        choices = [k for k in (0, *self.lengths) if k in costs.points]
         best = []
         for requests in range(self.largest + 1):
             speeds = {k: speed(k, requests) for k in choices}

@@ -127,6 +127,18 @@ def test_more_requests_than_were_measured_are_judged_as_the_most_measured() -> N
     assert chooser.table[500] == chooser.table[64]
 
 
+def test_lengths_are_compared_at_a_batch_that_each_was_measured_at() -> None:
+    sums = measured()
+    for k in (-1, 0, 1, 2):
+        kind = PLAIN if k < 0 else SPECULATIVE
+        sums[kind, 256, max(k, 0)] = StepSum(100, 100 * seconds(k, 256))
+    chooser = LengthChooser(3, 256)
+    chooser.add(sums, FRESH)
+    chooser.choose(FRESH)
+    assert chooser.table is not None
+    assert chooser.table[256] == chooser.table[64] == 0, "3 was measured at 64 requests only"
+
+
 def test_an_older_cost_fades() -> None:
     chooser = LengthChooser(3, 1)
     alone = {key: total for key, total in measured().items() if key[1] == 1}
