@@ -55,11 +55,15 @@ def lengths_to_choose(longest: int) -> tuple[int, ...]:
 
 
 def launch_schedule(lengths: Sequence[int]) -> list[list[int]]:
-    """``num_speculative_tokens_per_batch_size`` that names every length and 0 once, so that vLLM
-    captures CUDA graphs for each. What is drafted is decided later."""
-    lengths = (0, *lengths)
-    last = len(lengths)
-    return [[n, n if n < last else 1 << 20, k] for n, k in enumerate(lengths, 1)]
+    """``num_speculative_tokens_per_batch_size`` that names 0 and every length, so that vLLM
+    captures CUDA graphs for each. What is drafted is decided later.
+
+    vLLM cuts it at ``--max-num-seqs``, and captures a length up to the largest batch that it is
+    named for: the longest is the first, which is never cut, and that of all larger batches.
+    """
+    longest = lengths[-1]
+    named = [[n, n, k] for n, k in enumerate((longest, 0, *lengths[:-1]), 1)]
+    return [*named, [len(named) + 1, 1 << 20, longest]]
 
 
 def sizes_to_measure(largest: int) -> list[int]:

@@ -152,10 +152,12 @@ def test_an_older_cost_fades() -> None:
     assert chooser.table is not None and chooser.table[1] < 3
 
 
-def test_lengths_and_the_schedule_that_names_each_once() -> None:
+def test_lengths_and_the_schedule_that_names_each() -> None:
     assert lengths_to_choose(3) == (1, 2, 3)
     assert lengths_to_choose(8) == (1, 2, 3, 5, 7, 8)
-    assert launch_schedule((1, 2, 3)) == [[1, 1, 0], [2, 2, 1], [3, 3, 2], [4, 1 << 20, 3]]
+    most = 1 << 20
+    assert launch_schedule((1, 2, 3)) == [[1, 1, 3], [2, 2, 0], [3, 3, 1], [4, 4, 2], [5, most, 3]]
+    assert launch_schedule((4,)) == [[1, 1, 4], [2, 2, 0], [3, most, 4]]
     assert sizes_to_measure(64) == [1, 4, 16, 64]
     assert sizes_to_measure(3) == [1, 3]
 
