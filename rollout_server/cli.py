@@ -22,8 +22,8 @@ examples:
   rollout-server serve ./policy --draft ./draft --port 8000 --control-port 50061 \\
       --draft-length 3 --dtype float32 --max-model-len 512
   rollout-server serve --help=all      every option, vLLM's included
-  rollout-server fleet --replicas 2 --members fleet ./policy --draft ./draft
-                                       two servers that Ray places and restarts
+  rollout-server fleet --replicas 2 --members fleet --host 127.0.0.1 \\
+      ./policy --draft ./draft         two servers on this machine that Ray restarts
 """
 
 

@@ -1,13 +1,18 @@
-"""Every command line of a rollout server in deploy/ is one that vLLM's parser and ours take."""
+"""Every command line of a rollout server in deploy/ and in the help is one that vLLM's parser and
+ours take.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
+import pytest
 import yaml
 
-from rollout_server.launch import build_parser
+from rollout_server import cli
+from rollout_server.launch import access_of, build_parser
 from rollout_server.ray_fleet import build_parser as fleet_parser
 from tests.deploy.manifests import DEPLOY, OVERLAYS, container, overlay
 
@@ -31,3 +36,18 @@ def test_the_rollout_servers_take_their_arguments() -> None:
         if name != "kuberay":  # whose addresses the fleet gives
             assert (args.host, args.port) == ("0.0.0.0", 8000)
             assert (args.control_host, args.control_port) == ("0.0.0.0", 50061)
+
+
+def test_a_fleet_may_listen_where_ray_places_it(capsys: pytest.CaptureFixture[str]) -> None:
+    job, _ = yaml.safe_load_all((DEPLOY / "ray" / "kuberay.yaml").read_text())
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    told = re.sub(r"\\\n\s*", "", capsys.readouterr().out)
+    commands = re.findall(r"rollout-server fleet .*?(?=   )", told)
+    for command in (job["spec"]["entrypoint"], *commands):
+        options, serve = fleet_parser().parse_known_args(shlex.split(command)[2:])
+        host = options.host or "10.0.0.11"
+        parser: Any = build_parser()
+        args = parser.parse_args([*serve, "--host", host, "--control-host", host])
+        assert args.model and access_of(args).open
+    assert commands

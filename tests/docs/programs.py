@@ -66,6 +66,7 @@ with socket.socket(socket.AF_UNIX) as server:
     socket.send_fds(server, [asked.encode()], [0, 1, 2])
     sys.exit(int(server.recv(16) or 70))
 """
+NODE = "10.0.0.11"
 MOST_BYTES = 1 << 17
 
 
@@ -158,6 +159,9 @@ def rollout_server(arguments: list[str]) -> int:
     if command == "fleet":
         options, given = ray_fleet.build_parser().parse_known_args(given)
         assert options.replicas > 0 and options.members.resolve().parent.is_dir(), options
+        # Of a node of a cluster, as the fleet does for each replica.
+        host = options.host or NODE
+        given += ["--host", host, "--control-host", host]
     else:
         assert command == "serve", command
     launch.check_port_free = lambda *_: None
