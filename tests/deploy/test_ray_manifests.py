@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
 from pathlib import Path
@@ -19,7 +20,10 @@ kubernetes_validate = pytest.importorskip(
 )
 
 FOLDER = DEPLOY / "ray"
-JOB, POLICY = yaml.safe_load_all((FOLDER / "kuberay.yaml").read_text())
+TEXT = (FOLDER / "kuberay.yaml").read_text()
+MANIFESTS = list(yaml.safe_load_all(TEXT))
+(JOB,) = (one for one in MANIFESTS if one["kind"] == "RayJob")
+(POLICY,) = (one for one in MANIFESTS if one["kind"] == "NetworkPolicy")
 CLUSTER = JOB["spec"]["rayClusterSpec"]
 TRAINER = parse_config(tomllib.loads((FOLDER / "trainer.toml").read_text()))
 # Of KubeRay's ray.io/v1 as its API reference has it; the pods are checked with Kubernetes' schemas.
@@ -47,9 +51,21 @@ def test_the_job_is_of_the_form_that_kuberay_knows() -> None:
             kubernetes_validate.validate(pod, version, strict=True)
         chosen = POLICY["spec"]["podSelector"]["matchLabels"]
         assert chosen.items() <= pod["metadata"]["labels"].items()
-    kubernetes_validate.validate(POLICY, "1.30", strict=True)
+    for manifest in MANIFESTS:
+        if manifest is not JOB:
+            kubernetes_validate.validate(manifest, "1.30", strict=True)
     image = (DEPLOY / "docker" / "gpu.Dockerfile").read_text()
     assert f"ray[default]=={CLUSTER['rayVersion']}" in image
+
+
+def test_volumes_are_claimed_here_or_named_as_needed() -> None:
+    defined = {m["metadata"]["name"] for m in MANIFESTS if m["kind"] == "PersistentVolumeClaim"}
+    needed = set(re.findall(r"`(\w+)`", TEXT.partition("apiVersion:")[0]))
+    for name, group in groups().items():
+        for volume in group["template"]["spec"]["volumes"]:
+            if "persistentVolumeClaim" in volume:
+                claim = volume["persistentVolumeClaim"]["claimName"]
+                assert claim in defined | needed, f"{name}: {claim}"
 
 
 def test_the_fleet_fits_the_cluster_and_the_trainer_finds_it() -> None:

@@ -19,7 +19,7 @@ from tests.deploy.manifests import DEPLOY, OVERLAYS, container, overlay
 
 def test_the_rollout_servers_take_their_arguments() -> None:
     compose = yaml.safe_load((DEPLOY / "compose" / "compose.yml").read_text())
-    job, _ = yaml.safe_load_all((DEPLOY / "ray" / "kuberay.yaml").read_text())
+    job, *_ = yaml.safe_load_all((DEPLOY / "ray" / "kuberay.yaml").read_text())
     words = shlex.split(job["spec"]["entrypoint"])[2:]
     found: dict[str, list[str]] = {
         "compose": compose["services"]["rollout-0"]["command"],
@@ -39,7 +39,7 @@ def test_the_rollout_servers_take_their_arguments() -> None:
 
 
 def test_a_fleet_may_listen_where_ray_places_it(capsys: pytest.CaptureFixture[str]) -> None:
-    job, _ = yaml.safe_load_all((DEPLOY / "ray" / "kuberay.yaml").read_text())
+    job, *_ = yaml.safe_load_all((DEPLOY / "ray" / "kuberay.yaml").read_text())
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     told = re.sub(r"\\\n\s*", "", capsys.readouterr().out)
