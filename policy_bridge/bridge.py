@@ -458,7 +458,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
 
     def _refuse(self, error: RefusedError) -> None:
         # What the first window finds of the policy itself no later call mends.
-        model = error.field.startswith("model.")
+        model = error.field.split(".")[0] == "model"
         self._guard.refuse(Cause.MODEL if model else Cause.CALL, error)
 
     def _window_done(self) -> None:

@@ -27,7 +27,7 @@ from policy_bridge.extraction import (
     without_logits,
 )
 from policy_bridge.hooks import ForwardTap
-from policy_bridge.model import PolicyModules, stamp_of
+from policy_bridge.model import PolicyModules, is_sharded, stamp_of
 from policy_bridge.outbox import PRIORITIES
 from policy_bridge.selection import Candidate, Selector, bytes_per_token, choose
 from policy_bridge.session import Session
@@ -226,6 +226,9 @@ class Capture:
                 if self.training:
                     step += "; a pass under no_grad is none in a window with training=True"
                 raise RefusedError("capture.ship", found, "a forward pass through lm_head", step)
+            if any(map(is_sharded, (*states.aux, states.final, states.logits))):
+                step = "leave lm_head and the norm before it out of the tensor-parallel plan"
+                raise RefusedError("model", "a DTensor in its pass", "whole states", step)
             shape = tuple(states.final.shape[:2])
             for name, tensor in (
                 ("input_ids", input_ids),

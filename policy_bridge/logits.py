@@ -95,6 +95,9 @@ class ReturnedLogits:
         for found in (getattr(output, "logits", None), named, first):
             if not isinstance(found, torch.Tensor) or not found.is_floating_point():
                 continue
+            if hasattr(found, "full_tensor"):
+                # A DTensor: indexed like a tensor it would raise in the policy's pass.
+                continue
             if found.dim() == 3 and tuple(found.shape[:2]) == tuple(tokens):
                 rows, columns = found.shape[:2]
                 count = min(PROBED_ROWS, rows * columns)

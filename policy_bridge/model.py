@@ -76,7 +76,7 @@ def _refuse_cuda_graphs(modules: Sequence[nn.Module]) -> None:
             raise RefusedError("model", found, expected, step)
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: torch.Tensor | None) -> bool:
     """Whether it is a DTensor, of which ranks hold parts (FSDP2, tensor parallelism)."""
     return hasattr(tensor, "full_tensor")
 

@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from policy_bridge import ModulePaths
+from policy_bridge.capture import NullCapture
 from policy_bridge.extraction import picked_logits
 from policy_bridge.model import find_modules
 from policy_bridge.session import PolicyMatrices
@@ -21,10 +25,11 @@ from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm
 
-from .conftest import batch, make_model
+from .conftest import Connect, batch, make_model, ship
+from .doubles import DEADLINE, FakeTrainer
 from .test_models import check_states, qwen3
 from .test_peft import adapted
-from .windows import Windows, assert_same_bits, gradients, session_of
+from .windows import Windows, assert_same_bits, gradients, hooks_on, session_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,6 +80,29 @@ def test_what_cannot_be_captured_or_pushed_is_refused_by_name(one_rank: None) ->
         )
     with pytest.raises(RefusedError, match="merge the adapters"):
         policy_tensors(adapted(target_modules=["q_proj"]), "")
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        ColwiseParallel(output_layouts=Replicate()),
+    ],
+    ids=["sharded", "gathered"],
+)
+def test_a_tensor_parallel_lm_head_turns_capture_off(
+    one_rank: None, trainer: FakeTrainer, connect: Connect, style: ColwiseParallel
+) -> None:
+    model, data = make_model(), batch((9, 5))
+    parallelize_module(model, init_device_mesh("cpu", (1,)), {"lm_head": style})
+    bridge = connect(model=model, version=1)
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    assert bridge.stats().capture_off_reason.startswith("model: found a DTensor")
+    assert hooks_on(model) == hooks_on(model.model) + 2  # those of the parallel style
+    # It is the policy itself: no later window tries again.
+    assert isinstance(bridge.capture(), NullCapture)
+    assert bridge.stats().captures_refused == 1 and not trainer.samples
 
 
 def test_names_on_the_wire_are_the_policys_own() -> None:
