@@ -161,6 +161,7 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         self._expected = expected
         self.peers = peers
         self.workers = Workers(_WORKERS, "stage")
+        self._not_prepared = ""
 
     async def Stage(
         self, request_iterator: AsyncIterator[pb.StageRequest], context: Any
@@ -238,6 +239,14 @@ class RolloutService(pb_grpc.RolloutServerServicer):
         staged = time.perf_counter()
         not_prepared = await self._control.prepare(weights)
         end = time.perf_counter()
+        if not_prepared not in ("", self._not_prepared):
+            # Once, because it is usually as true of every draft that follows.
+            self._not_prepared = not_prepared
+            logger.warning(
+                "draft %s is not prepared, so its commit takes longer: %s",
+                weights.version,
+                not_prepared,
+            )
         return pb.StageResult(
             stage_id=weights.stage_id,
             bytes_received=upload.bytes_received,

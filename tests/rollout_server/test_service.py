@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from benchmarks.publish_faults.control_plane import control_plane
 from benchmarks.publish_faults.server_process import Fault, MemoryEngine
 from rollout_server.control import MAX_STAGED
-from rollout_server.store import ContentStore
+from rollout_server.store import ContentStore, WeightSource
 from slipstream.client import open_channel, stage
 from slipstream.security import open_to_all
 from slipstream.serving import LoopThread
@@ -24,6 +26,15 @@ from tests.rollout_server.checkpoints import load
 SECONDS = 60.0
 
 
+class Engine(MemoryEngine):
+    """That may not be able to prepare a draft."""
+
+    why_not = ""
+
+    async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
+        return self.why_not
+
+
 class Plane:
     """A server that has room for its draft and two policies, and a client of it."""
 
@@ -32,7 +43,7 @@ class Plane:
         self.policy = {n: t for n, t in load(self.draft).items() if n != "t2d"}
         self.size = sum(tensor.nbytes for tensor in self.policy.values())
         capacity = (self.draft / "model.safetensors").stat().st_size + 2 * self.size
-        self.engine = MemoryEngine(Fault(folder / "fault"))
+        self.engine = Engine(Fault(folder / "fault"))
         self._loop = LoopThread("plane")
         (folder / "store").mkdir()
         store = ContentStore(folder / "store", capacity)
@@ -81,9 +92,8 @@ class Plane:
 
 @pytest.fixture
 def plane(tmp_path: Path) -> Iterator[Plane]:
-    plane = Plane(tmp_path)
-    yield plane
-    plane.close()
+    with closing(Plane(tmp_path)) as plane:
+        yield plane
 
 
 def test_a_policy_that_a_killed_job_left_makes_room_for_the_next(plane: Plane) -> None:
@@ -109,3 +119,17 @@ def test_policies_of_a_transfer_engine_do_not_pile_up(plane: Plane) -> None:
             timeout=SECONDS,
         )
     assert plane.staged() == [f"policy-{MAX_STAGED}"]
+
+
+def test_a_draft_that_cannot_be_prepared_is_logged_once_per_reason(
+    plane: Plane, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "rollout_server.service"):
+        for version, why_not in enumerate(("", "buffers", "buffers", "", "buffers", "no memory")):
+            plane.engine.why_not = why_not
+            assert plane.stage_draft(version).not_prepared == why_not
+            plane.push(f"policy-{version}", version)
+    assert [record.message for record in caplog.records] == [
+        f"draft {version} is not prepared, so its commit takes longer: {why_not}"
+        for version, why_not in ((1, "buffers"), (5, "no memory"))
+    ]
