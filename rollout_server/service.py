@@ -16,6 +16,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -434,7 +435,8 @@ class ControlServer:
         while self._control.engine.is_alive() and not self._control.untrusted.is_set():
             self._look_at_acceptance()
             self._server.health.set(READY_SERVICE, not self._control.not_ready)
-            await asyncio.sleep(_HEALTH_SECONDS)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._control.untrusted.wait(), _HEALTH_SECONDS)
         self._set_health(serving=False)
         if self._control.untrusted.is_set():
             logger.critical("the weights in memory are unknown; stopping rather than serving them")

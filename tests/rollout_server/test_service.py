@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import queue
+import signal
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 
 from benchmarks.publish_faults.control_plane import control_plane
 from benchmarks.publish_faults.server_process import Fault, MemoryEngine
+from rollout_server import service
 from rollout_server.control import MAX_STAGED
 from rollout_server.store import ContentStore, WeightSource
 from slipstream.client import open_channel, stage
@@ -133,3 +138,17 @@ def test_a_draft_that_cannot_be_prepared_is_logged_once_per_reason(
         f"draft {version} is not prepared, so its commit takes longer: {why_not}"
         for version, why_not in ((1, "buffers"), (5, "no memory"))
     ]
+
+
+def test_a_server_whose_weights_are_unknown_stops_without_another_look_at_its_health(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    monkeypatch.setattr(service, "_HEALTH_SECONDS", 100 * SECONDS)
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.put((pid, number)))
+    with closing(Plane(tmp_path)) as plane:
+        plane.stage_draft(1)
+        (tmp_path / "fault").write_text("worker")
+        with pytest.raises(grpc.RpcError):
+            plane.commit("draft-1")
+        assert signals.get(timeout=SECONDS) == (os.getpid(), signal.SIGTERM)
