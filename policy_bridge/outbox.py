@@ -195,7 +195,10 @@ class Outbox:
             return self._blocks
 
     def move_to(self, file: SharedFile) -> BlockFile:
-        """Write to this new file from now on, and move there what is held; nothing is in flight."""
+        """Write to this new file from now on, and move there what is held; nothing is in flight.
+
+        What it has no memory for stays where it is.
+        """
         target = BlockFile(file)
         with self._changed:
             self._blocks = target
@@ -406,14 +409,20 @@ class Outbox:
     def _move(self, entry: Entry, target: BlockFile) -> None:
         try:
             block = entry.read()
-            with self._changed:
-                offset = target.free.take(entry.nbytes)
-            if offset is None:
-                self.give_up(entry, "outbox_full")
-                return
-            target.file.write(offset, block)
         except MemoryLostError:
             self.give_up(entry, LOST)
+            return
+        with self._changed:
+            offset = None if target.lost else target.free.take(entry.nbytes)
+        if offset is None:
+            # It stays where it is, and goes inline from there.
+            return
+        try:
+            target.file.write(offset, block)
+        except MemoryLostError as error:
+            with self._changed:
+                target.free.give(offset, entry.nbytes)
+            self.lose(target, str(error))
             return
         with self._changed:
             if entry.sample_id in self._held:

@@ -170,6 +170,27 @@ def test_what_is_held_moves_to_another_file(counters: Counters, tmp_path: Path) 
         assert outbox._held[name].read().tobytes() == given[name].block.numpy().tobytes()
 
 
+def test_a_new_file_that_cannot_be_written_costs_no_sample(
+    counters: Counters, tmp_path: Path
+) -> None:
+    outbox = Outbox(8 * UNIT, counters)
+    given = {name: sample(name, 1) for name in "abcdefgh"}
+    for one in given.values():
+        assert outbox.put(one)
+    made = SharedFile.create(tmp_path, file_bytes(8 * UNIT))
+    os.ftruncate(made._descriptor, 4096)
+    blocks = outbox.move_to(made)
+    assert blocks.lost and "as it was made" in outbox.damage
+    # They go inline, and into the next file that has room.
+    for target in (None, SharedFile.create(tmp_path, file_bytes(8 * UNIT))):
+        moved = None if target is None else outbox.move_to(target)
+        for name, one in given.items():
+            entry = outbox._held[name]
+            assert entry.blocks is not blocks and (moved is None or entry.blocks is moved)
+            assert entry.read().tobytes() == one.block.numpy().tobytes()
+    assert counters.snapshot().shed == {}
+
+
 def test_a_file_that_is_lost_is_followed_by_another_one(counters: Counters, tmp_path: Path) -> None:
     outbox = Outbox(8 * UNIT, counters)
     outbox.move_to(SharedFile.create(tmp_path, file_bytes(8 * UNIT)))
