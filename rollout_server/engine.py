@@ -159,6 +159,16 @@ class VllmEngine:
         return result
 
     async def set_speculation(self, enabled: bool) -> float:
+        if not enabled and self.cores > 1 and self.client.vllm_config.model_config.is_moe:
+            # The ranks compute each step of the draft together, and idle ones always do: vLLM's
+            # dummy batch runs it. A rank that leaves it out would have the others wait for ever.
+            raise RefusedError(
+                "speculation",
+                "off, for experts on data-parallel ranks",
+                "on",
+                "leave it on, or restart without --draft or without --data-parallel-size",
+                StatusCode.FAILED_PRECONDITION,
+            )
         return max(await self._call(CALL_SECONDS, "set_speculation", enabled, CALL_SECONDS))
 
     async def set_draft_lengths(self, lengths: Sequence[int]) -> None:

@@ -31,6 +31,7 @@ class Client:
         self.engine_core = SimpleNamespace(
             core_engines=[b"0", b"1"], _call_utility_async=self._answer
         )
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_moe=False))
         self.errors: dict[bytes, list[str]] = {b"0": [], b"1": []}
         self.calls: list[tuple[str, str]] = []
         self.pause: asyncio.Future[None] | None = None
@@ -53,6 +54,8 @@ class Client:
         assert name == "slipstream_call"
         if method == "step_sums":
             return [["plain", 2, 0, 3, 0.5]]
+        if method == "set_speculation":
+            return 0.1 + int(engine)
         if method != "apply":
             return [f"same {engine.decode()}"]
         [message], _ = args
@@ -152,6 +155,19 @@ def test_a_caller_that_leaves_leaves_no_call_behind() -> None:
         return sum(wait.cancelled() for wait in waits)
 
     assert asyncio.run(leave()) == 2
+
+
+def test_drafting_stays_on_where_ranks_compute_its_steps_together() -> None:
+    """Idle ranks run the draft in vLLM's dummy batch: busy ones that skip it hang them all."""
+    client = Client()
+    switch = VllmEngine(client).set_speculation
+    assert asyncio.run(switch(False)) == 1.1
+    client.vllm_config.model_config.is_moe = True
+    assert asyncio.run(switch(True)) == 1.1
+    with pytest.raises(RefusedError, match=r"speculation: found off.*experts.*data-parallel"):
+        asyncio.run(switch(False))
+    client.engine_core.core_engines.pop()
+    assert asyncio.run(switch(False)) == 0.1, "one rank waits for nobody"
 
 
 def test_steps_of_all_cores_are_summed() -> None:
