@@ -249,7 +249,7 @@ def _words(table: Sequence[int] | None) -> str:
 
 async def calibrate(
     engine: Engine,
-    step_sums: Callable[[bool], Awaitable[StepSums]],
+    step_sums: Callable[[], Awaitable[StepSums]],
     generate: Callable[[int, int], Awaitable[None]],
     chooser: LengthChooser,
 ) -> None:
@@ -273,5 +273,5 @@ async def calibrate(
             # Each step may accept everything.
             await generate(requests, CALIBRATION_STEPS * (max(k, 0) + 1))
     await engine.set_draft_lengths([chooser.lengths[-1]] * (chooser.largest + 1))
-    chooser.add(await step_sums(True), None, served=False)
+    chooser.add(await step_sums(), None, served=False)
     logger.info("timed engine steps for %.1f s", time.monotonic() - began)

@@ -179,10 +179,10 @@ class VllmEngine:
         wrong = [f"worker {n}: {state}" for n, state in enumerate(found) if state != SAME]
         return f"draft read back from memory: {', '.join(wrong)}" if wrong else ""
 
-    async def step_sums(self, measure: bool) -> StepSums:
-        """Steps and seconds of all engine cores since the start; measured from now on, or not."""
+    async def step_sums(self) -> StepSums:
+        """Steps and seconds of all engine cores since the start."""
         sums: dict[tuple[str, int, int], StepSum] = {}
-        for answer in await self._call(CALL_SECONDS, "step_sums", measure):
+        for answer in await self._call(CALL_SECONDS, "step_sums"):
             for kind, n, k, steps, seconds in answer:
                 key = str(kind), int(n), int(k)
                 before = sums.get(key, StepSum())

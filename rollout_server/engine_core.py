@@ -207,17 +207,10 @@ class StepClock:
         self._switch = switch
         self._schedule = self._scheduler.schedule
         self._update = self._scheduler.update_from_output
+        self._scheduler.schedule = self._on_schedule
+        self._scheduler.update_from_output = self._on_output
         self._sums: dict[tuple[str, int, int], list[float]] = {}
         self._since: float | None = None
-        self._measuring = False
-
-    def measure(self, on: bool) -> None:
-        """Hook the scheduler, or remove the hooks."""
-        if on == self._measuring:
-            return
-        self._measuring, self._since = on, None
-        self._scheduler.schedule = self._on_schedule if on else self._schedule
-        self._scheduler.update_from_output = self._on_output if on else self._update
 
     def interrupted(self) -> None:
         """The engine did something else than a step."""
@@ -283,7 +276,6 @@ class EngineHooks:
         self._requests = RequestsSeen(engine_core)
         self._switch = SchedulerSwitch(engine_core)
         self._clock = StepClock(engine_core, self._switch)
-        self._clock.measure(True)
         # Takes the first fingerprint while the draft is known to be what was loaded.
         self.read_back()
 
@@ -335,9 +327,8 @@ class EngineHooks:
         """``SchedulerSwitch.set_lengths``."""
         self._switch.set_lengths(lengths)
 
-    def step_sums(self, measure: bool) -> list[list[Any]]:
-        """``StepClock.sums``; measured from now on, or not."""
-        self._clock.measure(measure)
+    def step_sums(self) -> list[list[Any]]:
+        """``StepClock.sums``."""
         return self._clock.sums()
 
     def _apply(self, messages: list[Mapping[str, Any]], timeout: float) -> Result:

@@ -151,7 +151,7 @@ class CostWatch:
 
     def __init__(
         self,
-        step_sums: Callable[[bool], Awaitable[StepSums]],
+        step_sums: Callable[[], Awaitable[StepSums]],
         tracker: AcceptanceTracker,
         costs: StepCosts,
         without_speculation: Callable[[], AbstractAsyncContextManager[None]] | None = None,
@@ -182,7 +182,7 @@ class CostWatch:
         if tracker.live is None or tracker.all.generated_tokens == self._seen:
             return
         self._seen = tracker.all.generated_tokens
-        sums = await self._step_sums(True)
+        sums = await self._step_sums()
         tracker.engine_seconds = sum(total.seconds for total in sums.values()) / self._engines
         live = pb.AcceptanceCounters()
         live.CopyFrom(tracker.exposed()[tracker.live])

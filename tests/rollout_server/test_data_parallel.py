@@ -171,7 +171,7 @@ def test_drafting_stays_on_where_ranks_compute_its_steps_together() -> None:
 
 
 def test_steps_of_all_cores_are_summed() -> None:
-    sums = asyncio.run(VllmEngine(Client()).step_sums(True))
+    sums = asyncio.run(VllmEngine(Client()).step_sums())
     assert {key: (total.steps, total.seconds) for key, total in sums.items()} == {
         ("plain", 2, 0): (6, 1.0)
     }

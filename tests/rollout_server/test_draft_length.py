@@ -333,7 +333,7 @@ class Engine:
         key = (SPECULATIVE, requests, self.k) if self.on else (PLAIN, requests, 0)
         self.sums[key] = StepSum(tokens, tokens * seconds(self.k if self.on else -1, requests))
 
-    async def step_sums(self, measure: bool) -> StepSums:
+    async def step_sums(self) -> StepSums:
         return self.sums
 
 

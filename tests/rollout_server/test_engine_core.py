@@ -121,7 +121,6 @@ class Core:
         monkeypatch.setattr(rollout_server.engine_core, "time", fake)
         self.switch: Any = SimpleNamespace(enabled=True, undrafted=0)
         self.clock = StepClock(self, self.switch)
-        self.clock.measure(True)
 
     def step(
         self,
@@ -216,16 +215,6 @@ def test_an_interrupted_step_begins_anew(core: Core) -> None:
     core.step(1.0, [3])
     core.now += 5.0
     core.clock.interrupted()
-    core.step(1.0, [3])
-    assert core.sums == {("speculative", 1, 3): (2, 2.0)}
-
-
-def test_it_lets_go_of_the_scheduler(core: Core) -> None:
-    core.step(1.0, [3])
-    core.clock.measure(False)
-    core.step(1.0, [3])
-    assert core.scheduler.schedule.__name__ == "<lambda>"
-    core.clock.measure(True)
     core.step(1.0, [3])
     assert core.sums == {("speculative", 1, 3): (2, 2.0)}
 

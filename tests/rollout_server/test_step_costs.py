@@ -21,8 +21,7 @@ class Source:
         self.asked = 0
         self.broken = False
 
-    async def step_sums(self, measure: bool) -> StepSums:
-        assert measure
+    async def step_sums(self) -> StepSums:
         self.asked += 1
         if self.broken:
             raise RefusedError("slipstream_step_sums", "no answer", "an answer", "look at the log")
@@ -72,7 +71,7 @@ class Drafting:
         self.turned: list[bool] = []
         self.steps = {"speculative": 0, "plain": 0}
 
-    async def step_sums(self, measure: bool) -> StepSums:
+    async def step_sums(self) -> StepSums:
         if not self.off or self.plain:
             self.steps["plain" if self.off else "speculative"] += 20
         self.tracker.generated(1)
