@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator
 
 from rollout_server.ray_fleet import build_parser
-from tests.deploy.manifests import DEPLOY, ROOT, overlay, pods
+from tests.deploy.manifests import DEPLOY, OVERLAYS, ROOT, containers, overlay, pods
 
 PAGE = (ROOT / "docs" / "deployment.md").read_text()
 
@@ -31,9 +31,14 @@ def test_images_are_built_from_what_there_is_and_are_those_that_run() -> None:
         else:
             assert f"`{words[words.index('-p') + 1]}_ring`" in PAGE
     texts = [path.read_text() for path in (DEPLOY / "ray").glob("*.yaml")]
-    texts.append((DEPLOY / "compose" / "compose.yml").read_text())
-    used = {i for text in texts for i in re.findall(r"image: (slipstream/\S+)", text)}
-    assert used and used <= built
+    registry = {i for text in texts for i in re.findall(r"image: your-registry/(\S+)", text)}
+    for name in OVERLAYS:
+        images = {c["image"] for _, pod in pods(overlay(name)) for c in containers(pod)}
+        registry |= {i.removeprefix("your-registry/") for i in images}
+    compose = (DEPLOY / "compose" / "compose.yml").read_text()
+    local = re.findall(r"image: (slipstream/\S+)", compose)
+    used = {f"slipstream/{name}" for name in registry - {"policy:1"}} | {*local}
+    assert used == built
 
 
 def test_the_secrets_are_those_that_the_overlay_mounts() -> None:

@@ -101,6 +101,6 @@ def test_ray_itself_takes_the_description_of_the_machines() -> None:
     config = yaml.safe_load((FOLDER / "cluster.yaml").read_text())
     prepared = util.prepare_config(dict(config))
     util.validate_config(prepared)
-    assert prepared["docker"]["image"] == "slipstream/ray:gpu"
+    assert prepared["docker"]["image"] == "your-registry/ray:gpu"
     workers = prepared["available_node_types"]["local.cluster.node"]
     assert workers["max_workers"] == config["max_workers"] == len(config["provider"]["worker_ips"])

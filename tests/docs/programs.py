@@ -67,6 +67,8 @@ with socket.socket(socket.AF_UNIX) as server:
     sys.exit(int(server.recv(16) or 70))
 """
 NODE = "10.0.0.11"
+POLICY = "your-registry/policy:1"
+"""The reader's own image."""
 MOST_BYTES = 1 << 17
 
 
@@ -228,21 +230,32 @@ def make(arguments: list[str]) -> int:
 
 
 def docker(arguments: list[str]) -> int:
-    """``build``: the stage and what is copied into it; ``compose up``: services and their files."""
+    """``build``: the stage and what is copied into it; ``compose up``: services and their files.
+
+    ``tag`` and ``push``: of images that were built; those that are there are lines of .images.
+    """
     parser = argparse.ArgumentParser(prog="docker")
     commands = parser.add_subparsers(dest="command", required=True)
     build = commands.add_parser("build")
     for option in ("-f", "--target", "-t"):
         build.add_argument(option, dest=option.strip("-"), required=True)
     build.add_argument("context", type=Path)
+    commands.add_parser("tag").add_argument("names", nargs=2)
+    commands.add_parser("push").add_argument("names", nargs=1)
     compose = commands.add_parser("compose")
     for option in ("-p", "-f", "--profile"):
         compose.add_argument(option, dest=option.strip("-"), required=True)
     compose.add_argument("do", choices=["up"])
     compose.add_argument("--build", action="store_true")
     options = parser.parse_args(arguments)
+    if options.command in ("tag", "push"):
+        given, made = options.names[0], options.names[-1]
+        assert given in _images(), f"no image {given}"
+        _images(made if options.command == "tag" else f"pushed {made}")
+        return 0
     file = Path(options.f)
     if options.command == "build":
+        _images(options.t)
         assert options.target in stages(file), f"no stage {options.target} in {file}"
         for instruction, rest in (one for stage in stages(file).values() for one in stage):
             words = [word for word in rest.split() if not word.startswith("--chown")]
@@ -272,6 +285,8 @@ def kubectl(arguments: list[str]) -> int:
         assert option in ("-k", "-f")
         new = list(yaml.safe_load_all(made))
         assert all({"apiVersion", "kind", "metadata"} <= one.keys() for one in new)
+        for image in re.findall(r"image: (\S+)", made):
+            assert image == POLICY or f"pushed {image}" in _images(), f"no node has {image}"
     else:
         parser = argparse.ArgumentParser(prog="kubectl")
         parser.add_argument("-n")
@@ -293,6 +308,14 @@ def kubectl(arguments: list[str]) -> int:
         return 0
     cluster.write_text(yaml.safe_dump_all([*held, *yaml.safe_load_all(made)]))
     return 0
+
+
+def _images(*new: str) -> list[str]:
+    """All that were built, tagged or pushed."""
+    file = Path(".images")
+    with file.open("a") as added:
+        added.writelines(f"{name}\n" for name in new)
+    return file.read_text().splitlines()
 
 
 def grpcurl(arguments: list[str]) -> int:
