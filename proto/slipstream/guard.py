@@ -49,7 +49,7 @@ class Limit:
         calls: in progress at a time.
         message_bytes: of one request, serialized.
         call_seconds: within which all requests must have come and all answers been read; None: only
-            the first request has a deadline.
+            the first request has a deadline, and the reading of each answer.
         parse: bytes to a request, where it is not the method's own message.
     """
 
@@ -212,9 +212,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 with self.place(method, limit.calls):
                     if not inspect.isasyncgenfunction(behavior):
                         return await behavior(given, context)
+                    seconds = self._seconds if limit.call_seconds is None else None
                     async with contextlib.aclosing(behavior(given, context)) as answers:
                         async for each in answers:
-                            await context.write(each)
+                            await _read_within(seconds, context.write(each))
                     return None
         except TimeoutError:
             if not deadline.expired():
@@ -271,6 +272,15 @@ def silent(seconds: float) -> RefusedError:
     found = f"a call whose next message did not come in {seconds:g} s"
     expected, code = "messages without pauses", StatusCode.DEADLINE_EXCEEDED
     return RefusedError("server.message_timeout_s", found, expected, "call again", code)
+
+
+async def _read_within(seconds: float | None, writing: Awaitable[None]) -> None:
+    """Write an answer, which waits for a client that has not read earlier ones."""
+    try:
+        await asyncio.wait_for(writing, seconds)
+    except TimeoutError:
+        assert seconds is not None
+        raise silent(seconds) from None
 
 
 async def _next(requests: AsyncIterator[T]) -> T | None:
