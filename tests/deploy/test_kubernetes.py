@@ -157,21 +157,32 @@ def test_nothing_runs_with_more_rights_than_it_needs(manifests: list[Manifest]) 
                 assert pod["securityContext"]["fsGroup"] == 10001
 
 
-def test_the_control_planes_are_reached_by_the_policys_pod_alone(manifests: list[Manifest]) -> None:
+def test_the_control_planes_are_reached_by_the_policys_pod_and_by_one_another(
+    manifests: list[Manifest],
+) -> None:
     policies = {
         m["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"]: m["spec"]
         for m in manifests
         if m["kind"] == "NetworkPolicy"
     }
     assert policies.keys() == {"rollout-server", "policy"}
-    for rule in policies["rollout-server"]["ingress"]:
-        if 50061 in {port["port"] for port in rule["ports"]}:
-            (peer,) = rule["from"]
-            assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "policy"
+    servers = policies["rollout-server"]
+    assert {"Ingress", "Egress"} == set(servers["policyTypes"])
+    callers = [
+        peer["podSelector"]["matchLabels"]["app.kubernetes.io/name"]
+        for rule in servers["ingress"]
+        if 50061 in {port["port"] for port in rule["ports"]}
+        for peer in rule["from"]
+    ]
+    assert callers == ["policy", "rollout-server"]
+    # They fetch releases from one another, by the names that the trainer has for them.
+    peers, names = servers["egress"]
+    (peer,) = peers["to"]
+    assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "rollout-server"
+    assert peers["ports"] == [{"port": 50061}]
+    assert {(p["port"], p["protocol"]) for p in names["ports"]} == {(53, "UDP"), (53, "TCP")}
     opened = {p["port"] for rule in policies["policy"]["ingress"] for p in rule["ports"]}
     assert opened == {trainer_config(manifests).server.metrics_port}
-    assert policies["rollout-server"].get("egress", []) == []
-    assert "Egress" in policies["rollout-server"]["policyTypes"]
 
 
 def test_prometheus_finds_both_services(manifests: list[Manifest]) -> None:
