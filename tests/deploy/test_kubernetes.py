@@ -88,6 +88,25 @@ def test_the_ring_is_memory_of_both_containers(
         assert size(container(manifests, name)["resources"]["limits"]["memory"]) > room
 
 
+@pytest.mark.parametrize("name", ["gpu", "secure"])
+def test_a_training_job_on_gpus_has_room_for_checkpoints_and_shared_memory(name: str) -> None:
+    manifests = overlay(name)
+    policy = container(manifests, "policy")
+    volumes = {v["name"]: v for v in dict(pods(manifests))["policy"]["volumes"]}
+    mounts = {m["mountPath"]: m for m in policy["volumeMounts"]}
+    assert not mounts["/output"].get("readOnly")
+    claim = volumes[mounts["/output"]["name"]]["persistentVolumeClaim"]["claimName"]
+    room = only(manifests, "PersistentVolumeClaim", claim)["spec"]["resources"]["requests"][
+        "storage"
+    ]
+    assert size(room) >= 100 << 30
+    # NCCL's and data loaders'; the runtime's own is 64 MiB. It counts as the container's memory.
+    shared, ring = (volumes[mounts[path]["name"]]["emptyDir"] for path in ("/dev/shm", "/ring"))
+    assert shared["medium"] == "Memory" and size(shared["sizeLimit"]) >= 1 << 30
+    both = size(shared["sizeLimit"]) + size(ring["sizeLimit"])
+    assert both < size(policy["resources"]["limits"]["memory"])
+
+
 def test_the_programs_take_their_arguments(manifests: list[Manifest]) -> None:
     trainer = container(manifests, "draft-trainer")
     arguments = parse(trainer["args"])
