@@ -218,8 +218,9 @@ class AcceptanceWatch:
                 thread = threading.Thread(
                     target=self._watch, args=(address, over), name=f"watch-{address}", daemon=True
                 )
-                self._threads[address] = (thread, over)
+                # Where there is none to be had, the next look at the fleet tries again.
                 thread.start()
+                self._threads[address] = (thread, over)
 
     def since(self, version: int, addresses: Iterable[str], begin: float) -> list[Batch]:
         """What a draft version did on these servers after ``begin``, oldest first."""

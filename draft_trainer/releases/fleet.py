@@ -238,6 +238,7 @@ class DraftLag:
     def __init__(self, max_lag: int) -> None:
         self.max_lag = max_lag
         self._policy_version: int | None = None
+        self._lock = threading.Lock()
         self._told: dict[str, bool] = {}
 
     def fresh(self, state: pb.ServerState, policy_version: int | None = None) -> bool:
@@ -270,7 +271,8 @@ class DraftLag:
     def apply(self, fleet: Fleet, states: Mapping[str, pb.ServerState | Failure | None]) -> None:
         """Bring the servers' speculation in line with what they serve."""
         known = {a: s for a, s in states.items() if isinstance(s, pb.ServerState)}
-        self._told = {a: told for a, told in self._told.items() if a in known}
+        with self._lock:
+            self._told = {a: told for a, told in self._told.items() if a in known}
         if self.max_lag:
             fleet.each(
                 lambda c: self._set(c, known[c.address], self.fresh(known[c.address])), known
@@ -282,7 +284,9 @@ class DraftLag:
             return
         if client.set_speculation(enabled) is not None:
             return
-        self._told[client.address] = enabled
+        # Commits and the reconciler apply it at the same time.
+        with self._lock:
+            self._told[client.address] = enabled
         if state.speculation_enabled != enabled:
             switched = f"{'on' if enabled else 'off'} for draft {state.draft_version}"
             against = state.trained_against_policy_version

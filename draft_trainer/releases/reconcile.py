@@ -273,8 +273,10 @@ class Reconciler:
                 if self._publisher.settle():
                     self.released()
                     self._on_settled()
-            except RefusedError as error:
-                logger.warning("%s", error)
+            except (OSError, RuntimeError, RefusedError) as error:
+                # No file descriptor or no thread can be had, or a disk fails: it may have passed by
+                # the next round.
+                logger.warning("%s", error, exc_info=not isinstance(error, RefusedError))
                 self._stopping.wait(self._seconds or LOOK_SECONDS)
             # A look at all reports of a large fleet takes long: most of the time is for training.
             pace = min(MOST_PACE_SECONDS, 4 * (time.monotonic() - looked))

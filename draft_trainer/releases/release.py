@@ -45,11 +45,15 @@ def version_of(name: str) -> int | None:
 
 
 def check_names(path: Path) -> None:
-    """Raise RefusedError where a release is, or contains, a link or a pickle."""
-    for part in (path, *sorted(path.iterdir())):
+    """Raise RefusedError where a release is, or contains, a link or a pickle, or is unreadable."""
+    try:
+        parts, found = sorted(path.iterdir()), pickles(path)
+    except OSError as error:
+        raise damaged(path, str(error)) from error
+    for part in (path, *parts):
         if part.is_symlink():
             raise damaged(part, "a symbolic link", "a plain folder of plain files")
-    for name in pickles(path):
+    for name in found:
         raise damaged(path / name, "a pickle, which runs code", f"only {', '.join(FILES)}")
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
 from draft_trainer.releases import reconcile as healing
 from draft_trainer.releases.commits import PublishResult
+from draft_trainer.releases.fleet import DraftLag
 from slipstream.errors import RefusedError
+from slipstream.v1 import rollout_server_pb2 as pb
 from tests.draft_trainer.fleet_double import RolloutDouble
 from tests.draft_trainer.fleet_rig import LONG, Rig
 
@@ -267,6 +272,86 @@ def test_a_promoted_release_that_could_not_be_published_is_published_again(
     assert published.wait(LONG)
     assert rig.served == [1, 1, 1]
     assert rig.reconciler.stop(LONG)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "Too many open files"),
+        RuntimeError("can't start new thread"),
+        RefusedError("draft.registry", "locked", "a folder that can be written", "wait"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_in_a_round_does_not_end_the_reconciler(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    real, left, put_right = rig.fleet.states, [error, error], threading.Event()
+
+    def states(read_back: bool = False) -> object:
+        if left:
+            raise left.pop()
+        return real(read_back)
+
+    tried = rig.reconciler._tried
+
+    def after(address: str, answer: object) -> None:
+        tried(address, answer)  # type: ignore[arg-type]
+        put_right.set()
+
+    monkeypatch.setattr(rig.fleet, "states", states)
+    monkeypatch.setattr(rig.reconciler, "_tried", after)
+    rig.doubles[0].state.draft_version = 3
+    rig.reconciler.start()
+    assert put_right.wait(LONG)
+    assert rig.reconciler.stop(LONG)
+    assert rig.served == [0, 0, 0]
+    said = [one for one in caplog.records if one.getMessage() == str(error)]
+    assert len(said) == 2
+    traced = [bool(one.exc_info) for one in said]
+    assert traced == [not isinstance(error, RefusedError)] * 2
+
+
+def test_a_server_without_a_thread_that_watches_it_gets_one_later(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    addresses = [double.address for double in rig.doubles]
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(threading.Thread, "start", start)
+        rig.watch.follow(addresses)
+    rig.watch.follow(addresses)
+    for double in rig.doubles:
+        double.draft(1, [0, 0, 0])
+        assert double.watched.wait(LONG)
+
+
+def test_speculation_is_set_and_looked_at_by_two_threads() -> None:
+    """A commit switches a server while the reconciler forgets those that left."""
+    lag, fleet = DraftLag(1), SimpleNamespace(each=lambda ask, addresses: {})
+
+    def told(address: str) -> None:
+        client: Any = SimpleNamespace(address=address, set_speculation=lambda enabled: None)
+        lag._set(client, pb.ServerState(), enabled=True)
+
+    class Looked(str):
+        """An address at which the look is held up until the commit is done or waits."""
+
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            if not committing.ident and lag._told:
+                committing.start()
+                committing.join(1.0)
+            return super().__hash__()
+
+    committing = threading.Thread(target=told, args=("b",))
+    told(Looked("a"))
+    lag.apply(fleet, {"a": pb.ServerState(), "b": pb.ServerState()})  # type: ignore[arg-type]
+    committing.join(LONG)
+    assert lag._told == {"a": True, "b": True}
 
 
 def test_a_server_that_fails_for_a_day_is_still_tried(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -49,6 +50,21 @@ def test_every_kind_of_damage_is_noticed(tmp_path: Path) -> None:
         with pytest.raises(RefusedError):
             registry.get(version)
     assert registry.tensors(7).keys() == head().state_dict().keys() | {"d2t", "t2d"}
+
+
+def test_a_folder_that_cannot_be_read_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Registry(tmp_path)
+    create(registry, 0)
+
+    def fails(path: Path) -> object:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "iterdir", fails)
+    with pytest.raises(RefusedError, match="Input/output error") as caught:
+        registry.get(0)
+    assert caught.value.code is StatusCode.DATA_LOSS
 
 
 @pytest.mark.parametrize(
