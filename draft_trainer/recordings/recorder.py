@@ -143,9 +143,11 @@ class RecordingWriter:
     def flush(self) -> None:
         """Write what waits as a shard. Raises OSError: it is lost."""
         samples, self.waiting = self.waiting, []
-        self._waiting_bytes = 0
+        nbytes, self._waiting_bytes = self._waiting_bytes, 0
         if not samples:
             return
+        # Until they are written: those of a shard that fails are nowhere.
+        self.nbytes -= nbytes
         name = f"states-{len(self.index.shards):06d}.safetensors"
         headers = [sample.header.SerializeToString() for sample in samples]
         tensors = {
@@ -168,6 +170,7 @@ class RecordingWriter:
             policy_versions=tuple(sorted({sample.policy_version for sample in samples})),
         )
         self._replace_index(shards=(*self.index.shards, entry))
+        self.nbytes += nbytes
 
     def _write_matrix(self, matrix: Tensor) -> str:
         sha256 = digest(matrix).hex()

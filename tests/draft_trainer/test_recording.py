@@ -454,3 +454,9 @@ def test_a_full_disk_loses_shards_not_the_recorder(
     recording = Recording(tmp_path / "run-000000")
     assert len(recording) == recorded
     assert not list(tmp_path.rglob(".*"))
+    # What was lost takes none of recording.capacity_bytes.
+    writer, head = rig.recorder._writer, rig.run.heads.get(1)
+    assert writer is not None
+    blocks = sum(recording[i].nbytes for i in range(recorded))
+    matrices = [*head.tensors, draft_vocab_ids().long()]
+    assert writer.nbytes == blocks + sum(tensor.nbytes for tensor in matrices)
