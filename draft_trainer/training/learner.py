@@ -311,16 +311,17 @@ class Learner:
         own = [
             sum(sample.tokens for sample in samples),
             max((sample.policy_version for sample in samples), default=-1),
-            len(refusal),
+            (1 + (refusal[0].field == DEVICE_MEMORY)) if refusal else 0,
         ]
         tally = self._ranks.gather(torch.cat([counts, torch.tensor(own)]))
         if refusal:
             raise refusal.pop()
-        refused = tally[:, -1].nonzero().flatten().tolist()
-        if refused:
-            raise RefusedError(
-                "samples", f"refused by rank {refused[0]}", "none refused", "see that rank's log"
-            )
+        found = tally[:, -1].tolist()
+        if 1 in found:
+            where = f"refused by rank {found.index(1)}"
+            raise RefusedError("samples", where, "none refused", "see that rank's log")
+        if any(found):
+            raise _too_little_memory("another rank's")
         return parts, tally
 
     def _collated(

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from draft_trainer.training.followers import Followers
-from draft_trainer.training.learner import Learner
+from draft_trainer.training.learner import DEVICE_MEMORY, Learner
 from draft_trainer.training.ranks import Ranks, shares
 from draft_trainer.training.state import StateStore
 from examples.arithmetic_grpo.processes import free_port
@@ -25,7 +25,7 @@ from slipstream.errors import RefusedError
 from tests.draft_trainer.rig import Client, train
 from tests.draft_trainer.serving_process import CONFIG as SERVING
 from tests.draft_trainer.serving_process import SILENCE_S, lead
-from tests.draft_trainer.synthetic import head
+from tests.draft_trainer.synthetic import Policy, head
 from tests.draft_trainer.test_cli import PROGRAM, write_config
 from tests.draft_trainer.training_process import train_here
 
@@ -160,6 +160,46 @@ def test_service_on_two_ranks_trains_waits_and_ends(tmp_path: Path) -> None:
             assert rank.returncode == 0, err
     state = _newest(tmp_path / "registry" / "training-state")
     assert int(state["counter.steps"]) == steps > 0
+
+
+class _Other(Ranks):
+    """One of two ranks whose partner's row of a gather is known already."""
+
+    def __init__(self, rank: int, row: torch.Tensor | None = None) -> None:
+        super().__init__(rank, 2)
+        self.own, self._row = torch.empty(0), row
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        self.own = row
+        return torch.stack([row, torch.zeros_like(row) if self._row is None else self._row])
+
+
+@pytest.mark.parametrize(
+    ("error", "field", "text"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), DEVICE_MEMORY, "another rank's"),
+        (RefusedError("policy_version", 1, "2", "none"), "samples", "refused by rank 1"),
+    ],
+    ids=["memory", "another refusal"],
+)
+def test_a_refusal_of_another_rank_says_whether_memory_was_too_little(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, field: str, text: str
+) -> None:
+    """Rank 0 waits for memory and makes the step again; any other refusal ends training."""
+    policy = Policy()
+    samples, heads = policy.samples(4), policy.heads()
+
+    def refuses(version: int, device: torch.device) -> None:
+        raise error
+
+    ranks = _Other(1)
+    with monkeypatch.context() as patch, pytest.raises(RefusedError) as own:
+        patch.setattr(heads, "on", refuses)
+        Learner(head(0), SERVING, ranks).step(samples, heads)
+    assert own.value.field in (DEVICE_MEMORY, "policy_version")
+    with pytest.raises(RefusedError) as told:
+        Learner(head(0), SERVING, _Other(0, ranks.own)).step(samples, heads)
+    assert told.value.field == field and text in told.value.found
 
 
 def test_shares_are_whole_and_balanced() -> None:
