@@ -423,7 +423,6 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         session, version = self._guard.session, self._guard.version
         if modules is None or session is None or version is None:
             return None
-        self._set_device(modules.head_weight.device)
         name = "float8_e4m3fn" if config.states_dtype == FLOAT8 else config.states_dtype
         states_dtype = getattr(torch, name) if name else None
         budget = config.bytes_per_step
@@ -449,6 +448,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             offer=lambda sample, rank: outbox.put(sample, rank),
             takes=lambda size, rank: outbox.takes(size, version, rank),
             copier=self._copier,
+            copier_for=self._copier_for,
             training=training,
             probe=not self._probed,
             refuse=self._refuse,
@@ -465,11 +465,12 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         self._probed = True
         self._guard.clear(Cause.CALL)
 
-    def _set_device(self, device: torch.device) -> None:
-        """Choose the copier at a window: the policy may be moved after the bridge was built."""
+    def _copier_for(self, device: torch.device) -> Copier:
+        """The copier for states there: the policy may be moved after the bridge was built."""
         if self._device != device.type:
             self._copier.close()
             self._device, self._copier = device.type, Copier(device)
+        return self._copier
 
     def _check_open(self) -> None:
         if self._closed:

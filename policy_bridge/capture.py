@@ -108,6 +108,7 @@ class Capture:
         probe: compare the policy's own logits with what follows from its states.
         takes: whether a sample of so many bytes and such a priority would be taken.
         copier: where choosing and copying is done.
+        copier_for: the one for states on a device, asked for at the first ``ship``; None: no other.
         refuse: told of a call that cannot be served; raises it if it should.
         done: told that a window ended well.
         counters: of the bridge.
@@ -134,6 +135,7 @@ class Capture:
     probe: bool = False
     takes: Callable[[int, int], bool] = lambda nbytes, priority: True
     copier: Copier = field(default_factory=Copier)
+    copier_for: Callable[[torch.device], Copier] | None = None
     refuse: Callable[[RefusedError], None] = raise_error
     done: Callable[[], None] = lambda: None
     counters: Counters = field(default_factory=Counters)
@@ -148,15 +150,13 @@ class Capture:
     _over: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        # Weights that are spread over ranks cannot be read later, and those that are stepped on
-        # next not by a side stream. The pass's logits hold what is needed.
-        stepped_on = self.training and self.copier.deferred
-        self._at_once = bool(self.modules.shards) or stepped_on
+        # Weights that are spread over ranks cannot be read later. The pass's logits hold what is
+        # needed.
+        self._at_once = bool(self.modules.shards)
 
     def __enter__(self) -> Capture:
         layers = self.session.aux_layers
-        pick = partial(picked_logits, form=self.modules.form) if self._at_once else None
-        self._tap = ForwardTap(self.modules, layers, self.probe, self.training, pick)
+        self._tap = ForwardTap(self.modules, layers, self.probe, self.training, self._pick)
         self._tap.__enter__()
         self.is_open = True
         self.counters.add(captures=1)
@@ -252,6 +252,9 @@ class Capture:
                 # An optimizer step since the sync: these states belong to no announced version.
                 self.counters.shed("policy_moved", len(input_ids), 0)
                 return
+            if self.copier_for is not None and not self._recorded:
+                # By the states: weights may be loaded for the pass alone, or offloaded.
+                self.copier = self.copier_for(states.final.device)
             record = Record(
                 states=states,
                 token_ids=self._own(input_ids),
@@ -268,7 +271,8 @@ class Capture:
             self._recorded += 1
             if self.probe:
                 self.probe = not probed(record, self.modules, self.temperature)
-            record = without_logits(record, self.modules, self.temperature, whole=self._at_once)
+            whole = self._without_weights(states.final.device)
+            record = without_logits(record, self.modules, self.temperature, whole=whole)
             self._hold(record if self.copier.deferred else record.on_host())
         except RefusedError as error:
             self._tap.__exit__()
@@ -279,6 +283,21 @@ class Capture:
             rows = len(input_ids) + sum(len(record.token_ids) for record in self._records)
             self._records = []
             self.counters.shed("device_memory", rows, 0)
+
+    def _pick(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
+        # Whether the copier is one that defers is not known before ``ship``.
+        if not (self.training or self._without_weights(logits.device)):
+            return None
+        return picked_logits(logits, ids, self.modules.form)
+
+    def _without_weights(self, device: torch.device) -> bool:
+        """Whether what a pass on ``device`` does not tell must be made of its logits, in time.
+
+        Weights elsewhere (offloaded between the steps) are not there when they are needed, and
+        those that are stepped on next are not those of the pass any more for a side stream.
+        """
+        stepped_on = self.training and self.copier.deferred
+        return self._at_once or stepped_on or self.modules.head_weight.device != device
 
     def _own(self, values: T) -> T:
         """What is read after ``ship`` returns, and the loop may use again: detached, copied."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from policy_bridge.hooks import ForwardStates
 from policy_bridge.logits import PROBED_ROWS, check_logits, check_logprobs
-from policy_bridge.model import PolicyModules
+from policy_bridge.model import Matrix, PolicyModules
 from policy_bridge.selection import Candidate, Span, scores_of, spans_of, windows
 from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm
@@ -234,6 +234,9 @@ def sampled_of(
     What is not read is 0: those of the first token, and where they are not finite those outside
     the loss mask.
     """
+    if not record.complete:
+        # Held until the numbers are on the host.
+        modules = _at_hand(modules, record.states.final.device)
     pair = _sampled(record, modules, temperature, *record.place(chosen))
     found = torch.stack([values.to("cpu", torch.float32) for values in pair]).numpy()
     found[:, 0] = 0.0
@@ -298,8 +301,8 @@ def without_logits(
     for every token: where the weights cannot be read later.
 
     Raises:
-        RefusedError: (whole) weights that are spread, of a pass whose logits were not seen; logits
-            that were written in place since the pass.
+        RefusedError: (whole) weights that are spread or elsewhere, of a pass whose logits were not
+            seen; logits that were written in place since the pass.
     """
     states, logits, logprobs = record.states, record.logits, record.logprobs
     seen = states.logits
@@ -320,6 +323,7 @@ def without_logits(
             step = "pass both, or let the pass call lm_head (no modules.final_norm)"
             raise RefusedError("sampled_logits", found, "sampled logits and log-probs", step)
         elif whole:
+            modules = _at_hand(modules, states.final.device)
             rows = [
                 _sampled(record, modules, temperature, row, slice(None))
                 for row in range(len(record.token_ids))
@@ -341,9 +345,10 @@ def probed(record: Record, modules: PolicyModules, temperature: float) -> bool:
     states = record.states
     final, dtype, columns = states.final, states.logits_dtype, states.final.shape[1]
     plain = replace(modules, form=LogitForm())
+    readable = not modules.shards and modules.head_weight.device == final.device
     if states.returned is not None:
         index = states.returned.index
-        if not modules.shards:
+        if readable:
             before = whole_logits(plain, dtype)(final[index // columns, index % columns])
         elif states.logits is not None and states.logits_unwritten:
             before = states.logits[index // columns, index % columns].float()
@@ -352,7 +357,7 @@ def probed(record: Record, modules: PolicyModules, temperature: float) -> bool:
         config = getattr(modules.policy, "config", None)
         check_logits(states.returned.rows, before, modules.form, dtype, config)
         return True
-    if record.logprobs is None or modules.shards:
+    if record.logprobs is None or not readable:
         return False
     chosen = record.loss_mask.to(final.device, copy=True)
     chosen[:, 0] = False
@@ -438,6 +443,18 @@ def picked_logprobs(
             scaled = form.apply(row[start:end]).float() / temperature
             into[start + 1 : end + 1] = scaled.logsumexp(-1)
     return picked_logits(logits, token_ids, form) / temperature - log_z
+
+
+def _at_hand(modules: PolicyModules, device: torch.device) -> PolicyModules:
+    """With lm_head's memory as it is now: the loop may move the weights while it is read.
+
+    Raises RefusedError: it is not on the states' device.
+    """
+    head = Matrix(modules.head_weight, modules.head_bias)
+    if head.weight.device != device:
+        step = "pass sampled_logprobs and sampled_logits, or leave the weights where the pass ran"
+        raise RefusedError("lm_head.weight", f"on {head.weight.device}", f"on {device}", step)
+    return replace(modules, lm_head=head)
 
 
 def _mask_of(record: Record, chosen: Candidate) -> NDArray[np.bool_]:

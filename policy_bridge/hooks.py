@@ -110,7 +110,7 @@ class ForwardTap:
     For the states after each of ``layers``; ``returned``: for some of the model's own logits too;
     ``training``: of passes alone that build a graph for backward; ``pick``: makes the logits of
     the pass's tokens from lm_head's output [B, S, V] and token ids [B, S], before the loop can
-    write into that output.
+    write into that output, or None where they are not needed.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ForwardTap:
         layers: Sequence[int],
         returned: bool = False,
         training: bool = False,
-        pick: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        pick: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None,
     ) -> None:
         self._modules = modules
         self._returned = returned

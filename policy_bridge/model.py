@@ -175,6 +175,15 @@ class PolicyModules:
         return [p for p in found if not p.is_inference()]
 
 
+class Matrix(nn.Module):
+    """A weight (and bias) under the name where the bridge looks for it, sharing its memory."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
+
+
 def stamp_of(weights: Sequence[torch.Tensor]) -> int:
     """A number that changes when something writes to the weights in place.
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from policy_bridge.config import ModulePaths
+from policy_bridge.model import Matrix
 from slipstream.errors import RefusedError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -136,15 +137,6 @@ def _keep_input(kept: list[torch.Tensor]) -> Any:
             kept.append((args[0] if args else kwargs["hidden_states"]).detach())
 
     return hook
-
-
-class Matrix(nn.Module):
-    """A weight (and bias) under the name where the bridge looks for it, sharing its memory."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        super().__init__()
-        self.weight = weight.detach()
-        self.bias = None if bias is None else bias.detach()
 
 
 class StagedPolicy(nn.Module):

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from policy_bridge import extraction, hooks
+from policy_bridge import ModulePaths, extraction, hooks
 from policy_bridge.capture import Capture
 from policy_bridge.copier import Copier
 from policy_bridge.selection import bytes_per_token
 from slipstream.errors import RefusedError
 
-from .conftest import batch
-from .doubles import DEADLINE
+from .conftest import Connect, batch, make_model, ship
+from .doubles import DEADLINE, FakeTrainer
 from .test_models import qwen3
 from .windows import LAYERS, Batch, Streams, Windows, hold
 
@@ -276,6 +276,79 @@ def test_a_loss_that_was_stepped_on_inside_the_window_ships_nothing_wrong() -> N
             model.lm_head.weight.mul_(2.0)
     assert windows.samples == []
     assert windows.counters.snapshot().shed == {"policy_moved": 2}
+
+
+def offloaded(model: torch.nn.Module) -> None:
+    """lm_head's weight on another device than the pass."""
+    weight = model.lm_head.weight
+    model.lm_head.weight = torch.nn.Parameter(weight.to("meta"), requires_grad=False)
+
+
+def test_numbers_come_from_the_logits_of_a_pass_whose_weights_are_gone(copier: Copier) -> None:
+    model, data = qwen3().eval(), batch((9, 7))
+    found = []
+    for gone in (False, True):
+        windows = Windows(model)
+        with torch.no_grad(), windows.open(copier=copier) as capture:
+            model(data["input_ids"], attention_mask=data["attention_mask"])
+            if gone:
+                offloaded(model)
+            capture.ship(**data)
+        assert copier.wait_idle(DEADLINE)
+        found.append([windows.of_row(data, row) for row in range(2)])
+    for own, late in zip(*found, strict=True):
+        assert torch.equal(own.final_hidden, late.final_hidden)
+        torch.testing.assert_close(own.sampled_logprobs, late.sampled_logprobs)
+        torch.testing.assert_close(own.sampled_logits, late.sampled_logits)
+
+
+@pytest.mark.parametrize("when", ["before ship", "before the choice"])
+def test_weights_that_are_gone_when_they_are_needed_cost_the_window(
+    trainer: FakeTrainer, connect: Connect, when: str
+) -> None:
+    model, data = make_model(), batch((9, 7))
+    paths = ModulePaths(final_norm="model.norm")
+    bridge = connect(model=model, version=1, modules=paths)
+    weight = model.lm_head.weight
+    with torch.no_grad(), bridge.capture() as capture:
+        model(data["input_ids"])
+        if when == "before ship":
+            offloaded(model)
+        capture.ship(**data)
+        offloaded(model)
+    stats = bridge.stats()
+    assert stats.capture_off_reason.startswith("lm_head.weight: found on meta, expected on cpu")
+    assert (stats.captures_refused, stats.chosen_samples) == (1, 2 if "choice" in when else 0)
+    model.lm_head.weight = weight
+    ship(bridge, model, data)
+    assert bridge.flush(DEADLINE)
+    assert bridge.stats().accepted == 2
+
+
+def test_states_are_copied_where_they_are_wherever_the_weights_were(
+    trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data, streams = make_model(), batch((9, 7)), Streams(monkeypatch)
+    bridge = connect(model=model, version=1)
+    assert not bridge._copier_for(torch.device("cpu")).deferred
+    made = bridge._copier_for(torch.device("cuda"))
+    assert made.deferred and bridge._copier is made
+    asked: list[torch.device] = []
+    side = streams.copier()
+
+    def copier_for(device: torch.device) -> Copier:
+        asked.append(device)
+        return side
+
+    windows = Windows(model)
+    with windows.open(copier_for=copier_for) as capture:
+        assert asked == [] and capture.copier is not side
+        run(capture, model, data, rows=1)
+        assert capture.copier is side
+    assert side.wait_idle(DEADLINE)
+    side.close()
+    assert asked == [torch.device("cpu")]
+    assert len(windows.samples) == 2 and ("synchronize", False) in streams.noted
 
 
 def test_a_refusal_in_a_later_pass_lets_go_of_the_earlier_ones(copier: Copier) -> None:
