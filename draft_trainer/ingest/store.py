@@ -396,6 +396,7 @@ class SampleStore:
             # What is known here goes on, however much was lost.
             if self._run is not None:
                 self._db.set("run", self._run)
+                self._db.set("held_out_fraction", self._held_out_fraction)
             self._db.set("last_draw", max(self.draws, self._db.get("last_draw", 0)))
         self._load()
         self._count("damaged", lost)

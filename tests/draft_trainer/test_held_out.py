@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from draft_trainer.ingest.database import FILE
 from draft_trainer.ingest.store import SampleStore
 from policy_bridge.session import Session
 from slipstream.errors import RefusedError
@@ -129,6 +130,21 @@ def test_a_small_run_holds_out_a_quarter_and_a_large_one_a_tenth(tmp_path: Path)
     large.begin("another", {})
     of_prompts(large, 1, range(400))
     assert len(held_prompts(large, 1)) == len(before)
+
+
+def test_the_share_outlives_a_damaged_index(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 1 << 23, held_out_fraction=None)
+    store.begin("run", {})
+    of_prompts(store, 1, range(400))
+    of_prompts(store, 2, range(400, 800))
+    assert 20 <= len(held_prompts(store, 2)) <= 60
+    # Nothing of the index is left, in the file or in memory.
+    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    store._db.execute("PRAGMA shrink_memory")
+    (tmp_path / FILE).write_bytes(b"x" * (1 << 16))
+    assert store.counts().resident == 0
+    of_prompts(store, 3, range(400))
+    assert 20 <= len(held_prompts(store, 3)) <= 60, "else on prompts that were trained on"
 
 
 def test_what_the_toml_says_is_kept(tmp_path: Path) -> None:
