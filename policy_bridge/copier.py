@@ -5,7 +5,7 @@ on the policy's stream. For one on a CPU the choice is made at once, because its
 from weights that the next step changes, and the copies go to the thread: the backward pass runs
 without the interpreter's lock, so there they cost the policy nothing where there is a free core.
 
-Blocks are assembled in a small staging buffer, page-locked for a CUDA device, and written from
+Blocks are assembled in a staging buffer, page-locked for a CUDA device, and written from
 there to the outbox's file, once.
 """
 
@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import torch
 
+from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import RefusedError
 
 Job = Callable[[], None]
@@ -84,7 +85,8 @@ class Copier:
         cuda = device is not None and device.type == "cuda"
         self._inline, self.deferred = device is None, cuda
         self._stream = torch.cuda.Stream(device) if cuda else None
-        self.staging = Staging(pinned=cuda)
+        # A sample of a large policy takes most of a message; beside the buffer it would be pageable.
+        self.staging = Staging(MAX_MESSAGE_BYTES if cuda else STAGING_BYTES, pinned=cuda)
         self.died = False
         self._changed = threading.Condition()
         self._jobs: deque[tuple[Job, int]] = deque()

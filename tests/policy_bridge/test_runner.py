@@ -12,8 +12,10 @@ import torch
 from policy_bridge import capture
 from policy_bridge.copier import JOBS, Copier, Staging
 from policy_bridge.extraction import gather_into
+from policy_bridge.selection import bytes_per_token
+from policy_bridge.session import Session
 from slipstream.errors import RefusedError
-from slipstream.sample import FLOAT8, TENSORS
+from slipstream.sample import FLOAT8, TENSORS, layout_of
 
 from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
@@ -102,6 +104,18 @@ def test_staging_memory_is_used_again_and_never_waited_for() -> None:
     with staging.borrow(1 << 12) as whole, staging.borrow(1 << 13) as larger:
         assert whole.data_ptr() == address
         assert (len(whole), len(larger)) == (1 << 12, 1 << 13)
+
+
+def test_staging_memory_of_a_device_takes_the_largest_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Streams(monkeypatch)
+    layers, hidden = 3, 4096
+    session = Session("s", (1, 2, 3), torch.arange(2), 1 << 20, None, ())
+    tokens = session.max_sample_tokens(bytes_per_token(layers, hidden, torch.bfloat16))
+    largest = layout_of(tokens, layers, hidden, torch.bfloat16).nbytes
+    # Beyond it a sample would be copied to memory that is not page-locked.
+    assert Copier(torch.device("cuda")).staging.nbytes >= largest > 60 << 20
 
 
 def test_on_a_host_the_choice_is_made_at_once_and_copied_beside() -> None:
