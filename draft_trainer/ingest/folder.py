@@ -16,7 +16,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from draft_trainer.files import lock_file, written_whole
+from draft_trainer.files import fsync, lock_file, written_whole
 from draft_trainer.ingest import policies
 from draft_trainer.ingest.database import FILE
 from draft_trainer.ingest.store import ARENA
@@ -115,7 +115,7 @@ class SampleFolder:
             others = [path.name for path in self.path.iterdir() if path != self._marker]
             if others:
                 raise self._refused(f"an empty {MARKER} beside {others[0]}", self._advice)
-            self._marker.write_text(json.dumps(owner))
+            self._mark(owner)
             return
         try:
             found = json.loads(text)
@@ -131,7 +131,16 @@ class SampleFolder:
                 "%s is from before this machine's last boot: its samples are removed", self.path
             )
             self._clear()
-            self._marker.write_text(json.dumps(owner))
+            self._mark(owner)
+
+    def _mark(self, owner: dict[str, object]) -> None:
+        """Say on disk whose the folder is: samples beside no such file would be refused."""
+        text = json.dumps(owner).encode()
+        # In place, because the lock is on this file; and never empty in between.
+        os.pwrite(self._lock, text, 0)
+        os.ftruncate(self._lock, len(text))
+        fsync(self._marker)
+        fsync(self.path)
 
     @property
     def _advice(self) -> str:

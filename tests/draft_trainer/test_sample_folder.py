@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,30 @@ def test_samples_from_before_the_machine_started_are_not_trusted(
     boot.write_text("another\n")
     monkeypatch.setattr(placement, "_BOOT_ID", boot)
     assert everything(opened(tmp_path).path) == [MARKER]
+
+
+@pytest.mark.parametrize("boot", ["first", "another"])
+def test_the_marker_is_on_disk_before_anything_else_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boot: str
+) -> None:
+    """Without it, a folder that a crash of the machine left would be refused as another's."""
+    here = tmp_path / "here"
+    opened(tmp_path, here).close(keep=True)
+    monkeypatch.setattr(placement, "_BOOT_ID", tmp_path / "boot")
+    (tmp_path / "boot").write_text(boot)
+    if boot == "first":
+        (here / MARKER).unlink()
+    synced, fsync = {}, os.fsync
+
+    def noted(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced[path] = path.read_text() if path.is_file() else everything(path)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    opened(tmp_path, here)
+    assert json.loads(str(synced[here / MARKER]))["boot"] == boot
+    assert synced[here] == [MARKER]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
