@@ -73,7 +73,8 @@ class Connection:
     ) -> None:
         self._channel = channel
         self._stub = pb_grpc.DraftTrainerStub(channel)
-        self._announcer = Announcer(channel)
+        self._stop = threading.Event()
+        self._announcer = Announcer(channel, self._stop)
         self._modules = modules
         self._outbox = outbox
         self._config = config
@@ -85,7 +86,6 @@ class Connection:
         self._shared: BlockFile | None = None
         self._lost = 0
         self._attempted = False
-        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="slipstream-sender", daemon=True)
         self._thread.start()
 

@@ -85,7 +85,7 @@ class Copier:
         cuda = device is not None and device.type == "cuda"
         self._inline, self.deferred = device is None, cuda
         self._stream = torch.cuda.Stream(device) if cuda else None
-        # A sample of a large policy takes most of a message; beside the buffer it would be pageable.
+        # One sample may take a whole message; beside the buffer it would be in pageable memory.
         self.staging = Staging(MAX_MESSAGE_BYTES if cuda else STAGING_BYTES, pinned=cuda)
         self.died = False
         self._changed = threading.Condition()

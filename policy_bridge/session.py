@@ -156,9 +156,13 @@ class PolicySnapshot:
 
 
 class Announcer:
-    """Keeps the newest snapshots and announces each once per trainer that lacks it."""
+    """Keeps the newest snapshots and announces each once per trainer that lacks it.
 
-    def __init__(self, channel: grpc.Channel) -> None:
+    ``stop`` ends what it is at.
+    """
+
+    def __init__(self, channel: grpc.Channel, stop: threading.Event) -> None:
+        self._stop = stop
         # Not through the stub, which copies a chunk five times under the interpreter's lock.
         self._call = channel.stream_unary(
             f"/{_METHOD.containing_service.full_name}/{_METHOD.name}",
@@ -223,7 +227,9 @@ class Announcer:
                 raise RefusedError("policy_version", version, "a version that is due", "call due()")
             self._announcing = version
         try:
-            specs = snapshot.specs = snapshot.specs or _specs_of(snapshot.tensors, self._hashes)
+            specs = snapshot.specs = snapshot.specs or _specs_of(
+                snapshot.tensors, self._hashes, self._stop
+            )
             header = pb.AnnouncePolicyHeader(
                 session_id=session.session_id, policy_version=version, tensors=specs
             )
@@ -275,12 +281,17 @@ class Announcer:
 
 
 def _specs_of(
-    tensors: Mapping[str, torch.Tensor], known: WeakTensorKeyDictionary
+    tensors: Mapping[str, torch.Tensor], known: WeakTensorKeyDictionary, stop: threading.Event
 ) -> list[tensor_pb2.TensorSpec]:
-    """Of every tensor; ``known`` has the hashes of those that were hashed before."""
+    """Of every tensor; ``known`` has the hashes of those that were hashed before.
+
+    Raises RefusedError: ``stop`` was set before the end, which may be many seconds away.
+    """
     new = {name: tensor for name, tensor in tensors.items() if tensor not in known}
     digests = {name: hashlib.sha256() for name in new}
     for name, _, block in _blocks({name: bytes_of(tensor) for name, tensor in new.items()}):
+        if stop.is_set():
+            raise RefusedError("bridge", "closed", "open", "build another PolicyBridge")
         digests[name].update(block)
     for name, tensor in new.items():
         known[tensor] = digests[name].digest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -30,7 +31,7 @@ def test_a_framed_chunk_is_what_protobuf_reads(size: int, offset: int) -> None:
 def test_matrices_of_many_blocks_are_hashed_whole() -> None:
     rows = BLOCK_BYTES // 1024 + 3
     tensors = {"x": torch.randn(rows, 512).bfloat16(), "y": torch.randn(3, 4), "z": torch.empty(0)}
-    specs = announce._specs_of(tensors, WeakTensorKeyDictionary())
+    specs = announce._specs_of(tensors, WeakTensorKeyDictionary(), threading.Event())
     assert specs == [spec_of(name, tensor) for name, tensor in tensors.items()]
     assert specs[0].sha256 == hashlib.sha256(bytes_of(tensors["x"])).digest()
 
@@ -43,7 +44,7 @@ def test_there_is_a_pause_after_each_block_and_a_bound_on_all(
     monkeypatch.setattr(announce, "BLOCK_BYTES", 64)
     monkeypatch.setattr(announce.time, "sleep", slept.append)
     tensors = {"x": torch.zeros(64 * (blocks - 1) + 1, dtype=torch.bool)}
-    announce._specs_of(tensors, WeakTensorKeyDictionary())
+    announce._specs_of(tensors, WeakTensorKeyDictionary(), threading.Event())
     assert slept == pytest.approx([pause] * blocks)
 
 
@@ -59,6 +60,26 @@ def test_a_version_of_many_blocks_arrives(
     trainer.wait_for(lambda: 1 in trainer.tensors)
     assert torch.equal(trainer.tensors[1]["embed_tokens.weight"], embed)
     assert bridge.stats().last_error == ""
+
+
+def test_close_ends_a_hash_that_has_begun(
+    trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, given_up = threading.Event(), threading.Event()
+
+    def endless(contents: Mapping[str, memoryview]) -> Iterator[tuple[str, int, memoryview]]:
+        while not given_up.is_set():
+            begun.set()
+            yield next(iter(contents)), 0, memoryview(b"")
+
+    monkeypatch.setattr(announce, "_blocks", endless)
+    bridge = connect(version=1)
+    assert begun.wait(DEADLINE)
+    try:
+        bridge.close()
+    finally:
+        given_up.set()
+    assert bridge.stats().last_error == "" and trainer.tensors == {}
 
 
 def test_frozen_matrices_are_copied_and_hashed_once(
