@@ -102,24 +102,29 @@ def _drafted(version: int, counts: Counter[int]) -> console.Drafted:
 
 
 class PolicyClock:
-    """When the newest ``VERSIONS_KEPT`` policy versions were registered. Thread-safe."""
+    """When the newest ``VERSIONS_KEPT`` policy versions of a run were registered. Thread-safe."""
 
-    def __init__(self, known: int | None = None) -> None:
+    def __init__(self, run_id: str = "", known: int | None = None) -> None:
         self._lock = threading.Lock()
+        self._run_id = run_id
         self._seen: deque[tuple[int, float]] = deque(maxlen=VERSIONS_KEPT)
         self.newest_at: float | None = None
         """Unix time of the newest registration; None before the first to this process."""
         if known is not None:
             self._seen.append((known, time.time()))
 
+    def began(self, run_id: str) -> None:
+        """A run is fed. Versions of another one are not comparable with its own."""
+        with self._lock:
+            if run_id != self._run_id:
+                self._run_id, self.newest_at = run_id, None
+                self._seen.clear()
+
     def registered(self, version: int) -> bool:
         """A version was registered; whether it is a new one."""
         with self._lock:
-            if self._seen and self._seen[-1][0] == version:
+            if self._seen and version <= self._seen[-1][0]:
                 return False
-            if self._seen and version < self._seen[-1][0]:
-                # Another run: its versions are not comparable with those of the one before.
-                self._seen.clear()
             self.newest_at = time.time()
             self._seen.append((version, self.newest_at))
             return True
@@ -205,7 +210,9 @@ class Status:
     def __post_init__(self) -> None:
         run = self.runs.current
         self.problems = ProblemLog()
-        self.policy_clock = PolicyClock(None if run is None else run.latest_policy_version)
+        self.policy_clock = (
+            PolicyClock() if run is None else PolicyClock(run.run_id, run.latest_policy_version)
+        )
 
     @property
     def events(self) -> Events:
@@ -214,6 +221,7 @@ class Status:
 
     def run_opened(self, session: Session) -> None:
         """A client feeds a run. One that connects again and again is noted once."""
+        self.policy_clock.began(session.run.run_id)
         client = (session.run.run_id, session.client)
         if client != self._client:
             self._client = client

@@ -106,7 +106,9 @@ def test_runs(tmp_path: Path) -> None:
         assert not opened.HasField("latest_policy_version")
         status = client.status()
         assert status.replay_bytes == 0 and not status.HasField("policy_version")
-        client.announce(0)
+        assert not status.HasField("policy_registered_at")
+        client.announce(7)
+        assert client.status().policy_registered_at > status.time
         error = refusal(lambda: next(Stream(client, old).call))
         assert error.field == "session_id"
 

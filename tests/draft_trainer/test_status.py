@@ -75,17 +75,24 @@ def test_staleness_counts_from_when_the_policy_moved_past_the_draft(clock: Clock
         clock.now += 10
     assert times.behind_seconds(11) == 30
     assert times.behind_seconds(0) == 60, "release 0 was trained on nothing"
-    # Another run counts from its own versions.
-    times.registered(1)
+    # Of two that were registered at once, the older one may be told of last.
+    assert not times.registered(12) and times.behind_seconds(0) == 60
+    # Another run counts from its own versions, also where they go on from those of the one before.
+    times.began("another")
+    assert times.newest_at is None and times.behind_seconds(0) == 0
+    assert times.registered(13) and times.newest_at == clock.now
     clock.now += 5
-    assert times.behind_seconds(0) == 5
+    times.began("another")
+    assert times.behind_seconds(0) == 5, "another client of the same run"
+    times.began("a third")
     for version in range(2, status.VERSIONS_KEPT + 100):
         times.registered(version)
     assert len(times._seen) == status.VERSIONS_KEPT
 
 
 def test_a_restarted_trainer_counts_from_its_start(clock: Clock) -> None:
-    times = PolicyClock(known=8)
+    times = PolicyClock("run", known=8)
+    times.began("run")
     assert times.newest_at is None
     assert not times.registered(8), "the bridge registers it again"
     assert times.behind_seconds(3) == 0.0
