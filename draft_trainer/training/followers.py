@@ -117,6 +117,7 @@ def follow(ranks: Ranks, config: TrainingConfig) -> None:
     learner = Learner(head.to(ranks.device), config, ranks)
     learner.take_rank_0()
     held: dict[str, Tensor] = {}
+    versions, heads = None, PolicyHeads(1)
     while command != "end":
         command, facts, tensors = _unpack(ranks.receive(0))
         if command == "take_rank_0":
@@ -124,7 +125,10 @@ def follow(ranks: Ranks, config: TrainingConfig) -> None:
         elif command == "step":
             held |= tensors
             held = {name: held[name] for name in facts["held"]}
-            heads = _heads(facts["versions"], held)
+            if facts["versions"] != versions:
+                # Otherwise those of the step before, with what they have on the device.
+                versions = facts["versions"]
+                heads = _heads(versions, held)
             samples = [
                 Sample(pb.VerifierStates.FromString(bytes.fromhex(header)), tensors[str(number)])
                 for number, header in enumerate(facts["samples"])
