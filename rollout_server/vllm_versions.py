@@ -91,6 +91,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook("vllm.v1.engine.core_client", "MPClient.core_engines"),
     Hook("vllm.v1.engine.async_llm", "AsyncLLM.pause_generation"),
     Hook("vllm.v1.engine.async_llm", "AsyncLLM.resume_generation", ("self",)),
+    Hook("vllm.v1.engine.async_llm", "AsyncLLM.is_paused", ("self",)),
     Hook("vllm.v1.metrics.loggers", "StatLoggerBase.record"),
     *_hooks(
         "vllm.v1.spec_decode.metrics",
