@@ -166,9 +166,11 @@ class Capture:
         self._tap.__exit__()
         self.is_open = False
         try:
-            if kind is None and not self._refused:
-                self._submit(partial(self._choose, passes_left=1))
-            else:
+            if kind is not None or self._refused:
+                self._let_go()
+            elif not self._submit(partial(self._choose, passes_left=1)):
+                # Nothing will choose from what earlier passes left.
+                self.counters.shed("copies_behind", len(self._kept), 0)
                 self._let_go()
         finally:
             self._records = []
@@ -334,11 +336,14 @@ class Capture:
             self.counters.add(captures_refused=1)
         self.refuse(error)
 
-    def _submit(self, pick: Callable[[list[Record]], list[Chosen] | None]) -> None:
-        """Let ``pick`` choose from the held records, hand the chosen over, let the rest go."""
+    def _submit(self, pick: Callable[[list[Record]], list[Chosen] | None]) -> bool:
+        """Let ``pick`` choose from the held records, hand the chosen over, let the rest go.
+
+        False, with these counted as shed, where too much waits.
+        """
         records, self._records = self._records, []
         if not records and not self._thinned:
-            return
+            return True
         rows = sum(len(record.token_ids) for record in records)
         nbytes = sum(record.nbytes for record in records)
 
@@ -363,8 +368,10 @@ class Capture:
             else:
                 self.done()
 
-        if not self.copier.submit(choose, copy, nbytes):
+        taken = self.copier.submit(choose, copy, nbytes)
+        if not taken:
             self.counters.shed("copies_behind", rows, 0)
+        return taken
 
     def _candidates(self, records: list[Record]) -> dict[Candidate, Record]:
         """What could be sent of these passes, and what is kept of the ones before."""
@@ -392,8 +399,9 @@ class Capture:
         self.copier.settle()
         _check_unwritten(records)
         self.counters.add(not_chosen_samples=len(found) - len(kept))
-        self._kept = kept
-        self._kept_bytes = sum(record.nbytes for record in kept.values())
+        # Known before it is published: ``_let_go`` may clear it from then on.
+        nbytes = sum(record.nbytes for record in kept.values())
+        self._kept, self._kept_bytes = kept, nbytes
         if self._over:
             self._kept.clear()
 

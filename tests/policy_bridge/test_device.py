@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import weakref
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ import torch
 
 from policy_bridge import ModulePaths, extraction, hooks
 from policy_bridge.capture import Capture
-from policy_bridge.copier import Copier
+from policy_bridge.copier import JOBS, Copier
 from policy_bridge.selection import bytes_per_token
 from slipstream.errors import RefusedError
 
@@ -111,6 +112,38 @@ def test_what_is_thinned_out_goes_with_a_window_that_fails(copier: Copier) -> No
         raise KeyError("the loop's own")
     assert copier.wait_idle(DEADLINE)
     assert windows.samples == [] and capture._kept == {} and capture._records == []
+
+
+def test_a_window_that_fails_while_its_passes_are_thinned_out_ends_no_thread(
+    side: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data = qwen3().eval(), batch((ROW,) * 4)
+    windows, nbytes = Windows(model), extraction.Record.nbytes.fget  # type: ignore[attr-defined]
+    with windows.open(copier=side, device_bytes=4 * STATES) as capture:
+
+        def counted(record: extraction.Record) -> int:
+            if threading.current_thread().name == "slipstream-copies":
+                capture._let_go()
+            return nbytes(record)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(extraction.Record, "nbytes", property(counted))
+        run(capture, model, data, rows=4)
+    assert side.wait_idle(DEADLINE)
+    assert not side.died and capture._kept == {}
+
+
+def test_what_is_kept_goes_with_a_choice_that_comes_too_late(side: Copier) -> None:
+    model, data = qwen3().eval(), batch((ROW,) * 2)
+    windows = Windows(model)
+    with windows.open(copier=side, device_bytes=2 * STATES) as capture:
+        run(capture, model, data, rows=2)
+        assert len(capture._kept) == 1
+        go_on = hold(side)
+        for _ in range(JOBS):
+            assert side.put(lambda: None)
+    assert windows.counters.snapshot().shed == {"copies_behind": 1}
+    assert capture._kept == {}
+    go_on.set()
 
 
 def test_passes_are_shed_while_the_copies_are_behind(side: Copier) -> None:
