@@ -1,4 +1,4 @@
-"""Patches for three vLLM bugs that change what is generated, and for one that serialises requests.
+"""Patches for four vLLM bugs that change what is generated, and for one that serialises requests.
 
 **A shared lm_head.** If the draft's lm_head equals the verifier's when vLLM loads it, which is the
 usual initialisation of a draft, vLLM drops the draft's and points it at the verifier's. The next
@@ -22,6 +22,12 @@ they are first loaded (``CPUUnquantizedExperts.process_weights_after_loading``),
 multiplies with matrices in another order, without an error. 0.32 has it.
 https://github.com/vllm-project/vllm/issues/42821 has the same silent failure of a second load on
 GPUs, where a reload by layers, which every push here is, converts them again.
+
+**A tied lm_head after a push on CPUs.** vLLM packs an lm_head for a CPU's kernel when it is loaded
+(``UnquantizedEmbeddingMethod.process_weights_after_loading``). A tied one has nothing to load: a
+push brings the embedding, and the kernel goes on with the head packed before, without an error.
+Here a tied head is not packed, and multiplies with the embedding as it is. 0.32 has the fault;
+https://github.com/vllm-project/vllm/issues/48312 is about weights that a reload leaves out.
 
 **Waiting for the worker on CPUs.** While the engine core waits for its worker it calls
 ``os.sched_yield`` in a loop, which releases the GIL for too short a time for its threads for input
@@ -66,10 +72,15 @@ def install() -> None:
     keep_own_lm_head_v2(utils)
     if current_platform.is_cpu():
         from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+        from vllm.model_executor.layers.vocab_parallel_embedding import (
+            ParallelLMHead,
+            UnquantizedEmbeddingMethod,
+        )
 
         repair_sampler(rejection_sampler)
         let_threads_run(shm_broadcast)
         pack_experts_again(UnquantizedFusedMoEMethod)
+        follow_tied_embedding(ParallelLMHead, UnquantizedEmbeddingMethod)
     allow_dense_qwen3_next()
 
 
@@ -230,3 +241,31 @@ def pack_experts_again(method_class: type) -> None:
 
     setup_kernel._slipstream = True  # type: ignore[attr-defined]
     method_class._setup_kernel = setup_kernel  # type: ignore[attr-defined]
+
+
+def follow_tied_embedding(head_class: type, method_class: type) -> None:
+    """Have a tied lm_head multiply with its embedding's present weights, on a CPU.
+
+    Args:
+        head_class: ``ParallelLMHead``.
+        method_class: ``UnquantizedEmbeddingMethod``.
+    """
+    tie: Callable[..., Any] = head_class.tie_weights  # type: ignore[attr-defined]
+    process: Callable[..., None] = method_class.process_weights_after_loading  # type: ignore[attr-defined]
+    if getattr(tie, "_slipstream", False):
+        return
+
+    def tie_weights(self: Any, embed_tokens: nn.Module) -> Any:
+        self._slipstream_tied = True
+        return tie(self, embed_tokens)
+
+    def process_weights_after_loading(self: Any, layer: nn.Module) -> None:
+        if getattr(layer, "_slipstream_tied", False):
+            # Multiplies with the weights that it is given at each call; a packed head ignores them.
+            layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
+        else:
+            process(self, layer)
+
+    tie_weights._slipstream = True  # type: ignore[attr-defined]
+    head_class.tie_weights = tie_weights  # type: ignore[attr-defined]
+    method_class.process_weights_after_loading = process_weights_after_loading  # type: ignore[attr-defined]

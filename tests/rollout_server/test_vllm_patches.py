@@ -123,6 +123,42 @@ def test_a_vllm_whose_sampler_is_another_is_refused() -> None:
             vllm_patches.repair_sampler(module)
 
 
+def test_vllms_tied_lm_head_keeps_the_first_weights_on_a_cpu_and_ours_follows() -> None:
+    """The first half fails on a vLLM whose own follows: then the workaround can go."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+    )
+
+    def logits(head_class: Any, method: Any, tied: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """After a push to the embedding, and what they should be."""
+        embedding, lm_head = nn.Module(), nn.Module()
+        for layer in (embedding, lm_head):
+            method.create_weights(layer, 64, [96], 64, 96, torch.float32)
+        if tied:
+            lm_head.quant_method = method
+            head_class.tie_weights(lm_head, embedding)
+        for layer in (embedding, lm_head):
+            layer.weight.normal_()  # type: ignore[operator,union-attr]
+            method.process_weights_after_loading(layer)
+        for pushed in (embedding, *([] if tied else [lm_head])):
+            pushed.weight.normal_()  # type: ignore[operator,union-attr]
+            pushed.weight.data = torch.randn(96, 64)  # a swap exchanges memory
+        if not tied:
+            method.process_weights_after_loading(lm_head)
+        states = torch.randn(3, 64)
+        return method.apply(lm_head, states), states @ lm_head.weight.T  # type: ignore[operator,union-attr]
+
+    found, expected = logits(ParallelLMHead, UnquantizedEmbeddingMethod(), tied=True)
+    assert not torch.allclose(found, expected, atol=1.0)
+
+    ours = type("Head", (ParallelLMHead,), {}), type("Method", (UnquantizedEmbeddingMethod,), {})
+    for _ in range(2):
+        vllm_patches.follow_tied_embedding(*ours)
+    for tied in (True, False):
+        torch.testing.assert_close(*logits(ours[0], ours[1](), tied), rtol=1e-4, atol=1e-4)
+
+
 def test_vllm_waits_without_a_sleep_and_ours_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first half fails on a vLLM that waits in another way: then the workaround can go."""
     from vllm.distributed.device_communicators import shm_broadcast
