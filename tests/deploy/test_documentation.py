@@ -9,7 +9,16 @@ import shlex
 from collections.abc import Iterator
 
 from rollout_server.ray_fleet import build_parser
-from tests.deploy.manifests import DEPLOY, OVERLAYS, ROOT, containers, overlay, pods
+from tests.deploy.manifests import (
+    DEPLOY,
+    OVERLAYS,
+    ROOT,
+    container,
+    containers,
+    overlay,
+    pods,
+    trainer_config,
+)
 
 PAGE = (ROOT / "docs" / "deployment.md").read_text()
 
@@ -61,6 +70,22 @@ def test_the_secrets_are_those_that_the_overlay_mounts() -> None:
     for name, keys in needed.items():
         assert keys <= made[name], name
     assert made["slipstream-tokens"] == needed["slipstream-tokens"]
+
+
+def test_the_bridge_has_the_credentials_that_the_overlay_mounts() -> None:
+    (text,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    manifests = overlay("secure")
+    config = trainer_config(manifests)
+    assert f'trainer="localhost:{config.server.port}"' in text
+    assert f'shared_memory="{config.server.shared_memory}"' in text
+    assert f'server_name="{config.credentials.server_name}"' in text
+    mounted = {m["name"]: m["mountPath"] for m in container(manifests, "policy")["volumeMounts"]}
+    assert f'Path("{mounted["credentials"]}")' in text
+    (volume,) = [
+        v for v in dict(pods(manifests))["policy"]["volumes"] if v["name"] == "credentials"
+    ]
+    items = [i for s in volume["projected"]["sources"] for i in s["secret"]["items"]]
+    assert set(re.findall(r'files / "(.*?)"', text)) == {item["path"] for item in items}
 
 
 def test_the_fleets_options_are_documented_with_their_defaults() -> None:

@@ -13,6 +13,7 @@ and the files that they name are read; then they stop, and leave empty what they
 from __future__ import annotations
 
 import argparse
+import base64
 import functools
 import importlib
 import importlib.abc
@@ -283,8 +284,7 @@ def kubectl(arguments: list[str]) -> int:
         (_, option, path) = arguments
         made = _real("kubectl", "kustomize", path) if option == "-k" else Path(path).read_text()
         assert option in ("-k", "-f")
-        new = list(yaml.safe_load_all(made))
-        assert all({"apiVersion", "kind", "metadata"} <= one.keys() for one in new)
+        _check_certificates(held, made)
         for image in re.findall(r"image: (\S+)", made):
             assert image == POLICY or f"pushed {image}" in _images(), f"no node has {image}"
     else:
@@ -306,8 +306,29 @@ def kubectl(arguments: list[str]) -> int:
         names = [one["name"] for one in pod["containers"] + pod.get("initContainers", [])]
         assert options.c in names, f"{options.c}: found {names}"
         return 0
-    cluster.write_text(yaml.safe_dump_all([*held, *yaml.safe_load_all(made)]))
+    new = list(yaml.safe_load_all(made))
+    assert all({"apiVersion", "kind", "metadata"} <= one.keys() for one in new)
+    named = {one["metadata"]["name"] for one in held + new if one["kind"] == "Namespace"}
+    for one in new:
+        space = one["metadata"].get("namespace", "default")
+        assert space in named | {"default"}, f"no namespace {space}"
+    cluster.write_text(yaml.safe_dump_all([*held, *new]))
     return 0
+
+
+def _check_certificates(held: Sequence[Any], made: str) -> None:
+    """Those in secrets are for every name by which the manifests that mount them check them."""
+    asked = {
+        "draft-trainer-tls": ["localhost", *re.findall(r"serverName: (\S+)", made)],
+        "rollout-server-tls": ["localhost", *re.findall(r'server_name = "(.*)"', made)],
+    }
+    for secret in (name for name in asked if f"secretName: {name}" in made):
+        (found,) = [s for s in held if (s["kind"], s["metadata"]["name"]) == ("Secret", secret)]
+        file = Path(".tls.crt")
+        file.write_bytes(base64.b64decode(found["data"]["tls.crt"]))
+        names = _real("openssl", "x509", "-noout", "-ext", "subjectAltName", "-in", str(file))
+        for name in asked[secret]:
+            assert re.search(rf"DNS:{name}\b(?!-)", names), f"{secret} is not for {name}: {names}"
 
 
 def _images(*new: str) -> list[str]:

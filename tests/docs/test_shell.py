@@ -77,8 +77,8 @@ BEFORE = {
         "runbook.md",
         "draft-trainer doctor\n",
     ): "for _ in $(seq 500); do draft-trainer doctor > /dev/null && break; done",
-    # Certificates and tokens "as in security.md".
-    ("deployment.md", "kubectl -n slipstream create secret"): "@security.md",
+    # Another cluster, and certificates and tokens "as in security.md".
+    ("deployment.md", "kubectl apply -f deploy/kubernetes"): "rm .cluster.yaml\n@security.md",
 }
 
 
@@ -121,8 +121,7 @@ class Reader:
         for block in blocks(page):
             for key, text in BEFORE.items():
                 if of(page, block, key):
-                    made = blocks(text[1:])[0] if text.startswith("@") else text
-                    script += f"{made}\n"
+                    script += re.sub("^@(.*)$", lambda m: blocks(m[1])[0], text, flags=re.M) + "\n"
             script += block
         for printed, here in self.changed.items():
             script = script.replace(printed, here)
@@ -276,6 +275,9 @@ def test_a_page_runs_from_its_first_line_to_its_last(
     changed = dict(READ_AS)
     with ExitStack() as stack:
         changed[":8000"] = f":{stack.enter_context(serving(Answers))}"
+        if page == "deployment.md":
+            (hosts,) = re.findall(r"`(for host in [^`]*)`", (ROOT / "docs" / page).read_text())
+            changed["for host in trainer rollout"] = hosts
         if page == "runbook.md":
             (tmp_path / "services").mkdir()
             trainer, control = stack.enter_context(services(tmp_path / "services"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import subprocess
 import sys
 import tomllib
@@ -62,6 +63,7 @@ def loss(log_probs, rollout_log_probs, advantages, mask):
     return -((log_probs - rollout_log_probs).exp() * advantages * mask).sum()
 
 """
+MOUNTED = "/run/slipstream/credentials"
 LOGGERS = ("wandb", "torch.utils.tensorboard", "mlflow", "trackio")
 A_LOGGER = '''
 """A double of a logger: checks that it is given a flat dictionary of numbers."""
@@ -116,6 +118,13 @@ def test_a_python_block_runs(
             text = text.replace(f"from {name} ", f"from {file.stem} ")
     text = text.replace(":50051", f":{free_port()}").replace(":8000", completions)
     text = text.replace('"runs/', f'"{tmp_path}/runs/')
+    if MOUNTED in text:
+        from tests.security.certificates import Authority, write_token
+
+        Authority(tmp_path).path.rename(tmp_path / "ca.crt")
+        for name in ("feed", "rollout-operate"):
+            write_token(tmp_path / name, secrets.token_hex(32))
+        text = text.replace(MOUNTED, str(tmp_path))
     if "from_pretrained" not in text:
         text = SURROUNDINGS + text
     done = subprocess.run(
