@@ -461,8 +461,9 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         model = error.field.split(".")[0] == "model"
         self._guard.refuse(Cause.MODEL if model else Cause.CALL, error)
 
-    def _window_done(self) -> None:
-        self._probed = True
+    def _window_done(self, probed: bool) -> None:
+        # Not by a window that had nothing to compare.
+        self._probed = self._probed or probed
         self._guard.clear(Cause.CALL)
 
     def _copier_for(self, device: torch.device) -> Copier:

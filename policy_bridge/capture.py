@@ -110,7 +110,7 @@ class Capture:
         copier: where choosing and copying is done.
         copier_for: the one for states on a device, asked for at the first ``ship``; None: no other.
         refuse: told of a call that cannot be served; raises it if it should.
-        done: told that a window ended well.
+        done: told that a window ended well, and whether nothing is left to ``probe``.
         counters: of the bridge.
         is_open: whether it was entered and not left.
     """
@@ -137,7 +137,7 @@ class Capture:
     copier: Copier = field(default_factory=Copier)
     copier_for: Callable[[torch.device], Copier] | None = None
     refuse: Callable[[RefusedError], None] = raise_error
-    done: Callable[[], None] = lambda: None
+    done: Callable[[bool], None] = lambda probed: None
     counters: Counters = field(default_factory=Counters)
     is_open: bool = field(default=False, init=False)
     _records: list[Record] = field(default_factory=list, init=False)
@@ -366,7 +366,7 @@ class Capture:
             except torch.OutOfMemoryError:
                 self.counters.shed("device_memory", len(chosen), 0)
             else:
-                self.done()
+                self.done(not self.probe)
 
         taken = self.copier.submit(choose, copy, nbytes)
         if not taken:

@@ -301,6 +301,20 @@ def test_a_selector_that_lacks_its_numbers_costs_the_window(
     assert bridge.stats().capture_off_reason.startswith("acceptance: found none")
 
 
+def test_logits_are_compared_in_the_first_window_that_has_any(
+    trainer: FakeTrainer, connect: Connect
+) -> None:
+    model, data = make_model(), batch((8,))
+    bridge = connect(model=model, version=1, modules=ModulePaths(final_norm="model.norm"))
+    for given in ({}, {"sampled_logprobs": torch.full((1, 8), -50.0)}):
+        with torch.no_grad(), bridge.capture() as capture:
+            model.model(data["input_ids"])
+            capture.ship(**data, **given)
+        assert bridge.flush(DEADLINE)
+    assert bridge.stats().capture_off_reason.startswith("model.logits: found sampled_logprobs")
+    assert len(trainer.samples) == 1
+
+
 def test_a_hung_trainer_costs_one_sync_its_deadline(trainer: FakeTrainer, connect: Connect) -> None:
     trainer.hang.add("PrepareSync")
     bridge = connect(sync_seconds=1.0)
