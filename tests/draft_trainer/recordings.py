@@ -13,6 +13,7 @@ from draft_trainer.recordings.recorder import DEFAULT_SHARD_BYTES, RecordingWrit
 from draft_trainer.recordings.recording import RecordingFacts, RecordingIndex
 from examples.arithmetic_grpo.sampling import solutions
 from slipstream.sample import Sample
+from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy
 
 FACTS = RecordingFacts(
@@ -35,6 +36,21 @@ def record_synthetic(
         for sample in samples:
             writer.add(sample)
     return writer.index
+
+
+def same(found: Sample, expected: Sample) -> bool:
+    """Equal descriptions and equal bytes; a sample that was sent has a checksum too."""
+    return _described(found) == _described(expected) and torch.equal(
+        found.block[: found.nbytes], expected.block[: expected.nbytes]
+    )
+
+
+def _described(sample: Sample) -> pb.VerifierStates:
+    header = pb.VerifierStates()
+    header.CopyFrom(sample.header)
+    for name in ("span", "checksum", "checksum_kind"):
+        header.packed.ClearField(name)
+    return header
 
 
 def record_tiny(folder: Path, policy_dir: Path, count: int) -> Path:

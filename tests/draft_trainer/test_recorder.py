@@ -1,0 +1,218 @@
+"""The recorder beside the service: what it writes, what it sheds, and what it survives."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from draft_trainer.config import RecordingConfig, ReplayConfig
+from draft_trainer.counters import Counters, by_label, total
+from draft_trainer.drafters.policy import PolicyHead
+from draft_trainer.ingest.run import PolicySizes, Run
+from draft_trainer.ingest.store import SampleStore
+from draft_trainer.recordings import recorder as recording_writer
+from draft_trainer.recordings.recorder import Recorder
+from draft_trainer.recordings.recording import Recording
+from slipstream.sample import Sample
+from slipstream.v1 import draft_trainer_pb2 as pb
+from tests.draft_trainer.recordings import FACTS, same
+from tests.draft_trainer.rig import make_config, rollouts, running
+from tests.draft_trainer.samples import sealed
+from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, config, draft_vocab_ids
+
+# Nothing is shed because a thread was held up.
+PATIENT = {"offer_timeout_s": 60.0}
+
+
+def new_run(folder: Path, run_id: str) -> Run:
+    store = SampleStore(folder, ReplayConfig(capacity_bytes=1 << 20))
+    store.begin(run_id, {})
+    return Run(run_id, PolicySizes(HIDDEN, VOCAB, 8), store, 2)
+
+
+class Rig:
+    """A recorder and a run whose policy version 1 is known."""
+
+    def __init__(self, folder: Path, **changes: float) -> None:
+        self.counters = Counters()
+        self._samples = TemporaryDirectory()
+        self.run = new_run(Path(self._samples.name), "run")
+        self.policy = Policy()
+        self.announce(1)
+        limits = RecordingConfig.model_validate({**PATIENT, "shard_bytes": 8_000, **changes})
+        self.recorder = Recorder(folder, limits, config(), draft_vocab_ids(), self.counters)
+
+    def announce(self, version: int) -> None:
+        rows = self.policy.lm_head[draft_vocab_ids()]
+        self.run.add_policy(PolicyHead(version, rows, self.policy.embed))
+
+    def counts(self) -> tuple[int, dict[str, int]]:
+        recorded = total(self.counters.samples_recorded)
+        return int(recorded), by_label(self.counters.recording_shed)
+
+
+def test_the_service_records_what_it_accepts(tmp_path: Path) -> None:
+    made = make_config(tmp_path, recording={**PATIENT, "directory": str(tmp_path / "states")})
+    messages = rollouts(12)
+    with running(made, train=False) as (server, client):
+        client.open("grpo-1")
+        client.announce(1)
+        acks = client.send(*messages, messages[0])
+        assert [ack.status for ack in acks] == [pb.ACK_STATUS_ACCEPTED] * 12 + [
+            pb.ACK_STATUS_DUPLICATE
+        ]
+    recording = Recording(tmp_path / "states" / "run-000000")
+    assert recording.facts == FACTS.model_copy(update={"run_id": "grpo-1"})
+    assert len(recording) == 12
+    for found, sample in zip(
+        map(recording.__getitem__, range(12)), Policy().samples(12), strict=True
+    ):
+        assert same(found, sealed(sample))
+    heads = recording.policy_heads(draft_vocab_ids())
+    assert torch.equal(heads.get(1).embed_tokens, Policy().embed)
+    assert total(server._counters.samples_recorded) == 12
+
+
+def test_the_queue_is_bounded_and_what_it_sheds_is_counted(tmp_path: Path) -> None:
+    samples = Policy().samples(10)
+    size = max(s.nbytes for s in samples)
+    rig = Rig(tmp_path, queue_bytes=4 * size)
+    for sample in samples:
+        rig.recorder.offer(rig.run, sample)
+    recorded, shed = rig.counts()
+    assert recorded == 0 and 5 <= shed["queue_full"] <= 6
+    rig.recorder.start()
+    assert rig.recorder.stop(30)
+    recorded, after = rig.counts()
+    assert recorded == 10 - shed["queue_full"] and after == shed
+    assert len(Recording(tmp_path / "run-000000")) == recorded
+
+
+def test_a_deadline_bounds_the_offer(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, offer_timeout_s=0.01)
+    with rig.recorder._changed:
+        rig.recorder.offer(rig.run, Policy().samples(1)[0])
+    assert rig.counts() == (0, {"busy": 1})
+
+
+def test_the_directory_is_bounded_over_restarts(tmp_path: Path) -> None:
+    samples = Policy().samples(40)
+    capacity = 60_000
+    kept = 0
+    for _ in range(2):
+        rig = Rig(tmp_path, capacity_bytes=capacity)
+        for sample in samples:
+            rig.recorder.offer(rig.run, sample)
+        rig.recorder.start()
+        assert rig.recorder.stop(30)
+        recorded, shed = rig.counts()
+        assert recorded + shed["capacity"] == 40
+        kept += recorded
+    assert 0 < kept < 40
+    states = sum(s.nbytes for s in samples[:kept])
+    assert capacity / 2 < states <= capacity
+    # Headers and the index, which are not counted in advance, are small.
+    assert sum(p.stat().st_size for p in tmp_path.rglob("*.safetensors")) < capacity + 20_000
+
+
+def test_another_run_gets_another_recording(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rig = Rig(tmp_path)
+    samples = Policy().samples(4)
+    other = new_run(tmp_path_factory.mktemp("samples"), "other")
+    other.add_policy(rig.run.heads.get(1))
+    for run, sample in zip((rig.run, rig.run, other, other), samples, strict=True):
+        rig.recorder.offer(run, sample)
+    rig.recorder.start()
+    assert rig.recorder.stop(30)
+    assert rig.counts() == (4, {})
+    for number, name in enumerate(("run", "other")):
+        recording = Recording(tmp_path / f"run-00000{number}")
+        assert recording.facts.run_id == name and len(recording) == 2
+
+
+def test_a_forgotten_policy_version_sheds_its_samples(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    for version in (2, 3, 4):
+        rig.announce(version)
+    rig.recorder.offer(rig.run, Policy().samples(1)[0])
+    rig.recorder.start()
+    assert rig.recorder.stop(30)
+    assert rig.counts() == (0, {"policy_forgotten": 1})
+
+
+def test_a_sample_that_waits_for_its_shard_keeps_no_room_of_the_store(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    (sample,) = Policy().samples(1)
+    store = rig.run.store
+    block = store.reserve(sample.nbytes)
+    block[:] = sample.block[: sample.nbytes].numpy()
+    stored = Sample(sealed(sample).header, torch.from_numpy(block))
+    assert store.accept("run", [stored]) == [True]
+    rig.recorder.offer(rig.run, stored)
+    del stored, block
+    assert store.credit_bytes() == store.capacity_bytes
+    rig.recorder.start()
+    assert rig.recorder.stop(30) and rig.counts() == (1, {})
+    assert same(Recording(tmp_path / "run-000000")[0], sealed(sample))
+
+
+def test_a_disk_that_is_full_from_the_start_gets_no_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path)
+
+    @contextmanager
+    def full(path: Path) -> Iterator[Path]:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        yield path
+
+    monkeypatch.setattr(recording_writer, "written_whole", full)
+    for sample in Policy().samples(3):
+        rig.recorder.offer(rig.run, sample)
+    rig.recorder.start()
+    assert rig.recorder.stop(30)
+    assert rig.counts() == (0, {"write_failed": 3})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_loses_shards_not_the_recorder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path)
+    samples = Policy().samples(20)
+    save, calls = recording_writer.save_file, []
+
+    def full_at_shard_2(tensors: dict[str, Tensor], *rest: object, **named: object) -> None:
+        if "blocks" in tensors:
+            calls.append(len(tensors["block_ends"]))
+            if len(calls) == 2:
+                raise SafetensorError("No space left on device")
+        save(tensors, *rest, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recording_writer, "save_file", full_at_shard_2)
+    for sample in samples:
+        rig.recorder.offer(rig.run, sample)
+    rig.recorder.start()
+    assert rig.recorder.stop(30)
+    recorded, shed = rig.counts()
+    # The sample that made the shard full is lost with it.
+    assert shed == {"write_failed": calls[1] + 1} and recorded + shed["write_failed"] == 20
+    recording = Recording(tmp_path / "run-000000")
+    assert len(recording) == recorded
+    assert not list(tmp_path.rglob(".*"))
+    # What was lost takes none of recording.capacity_bytes.
+    writer, head = rig.recorder._writer, rig.run.heads.get(1)
+    assert writer is not None
+    blocks = sum(recording[i].nbytes for i in range(recorded))
+    matrices = [*head.tensors, draft_vocab_ids().long()]
+    assert writer.nbytes == blocks + sum(tensor.nbytes for tensor in matrices)
