@@ -275,6 +275,7 @@ class Announcer:
         """Drop a version that the trainer will not take."""
         with self._lock:
             self._snapshots.pop(version, None)
+            self._dropped.append(version)
 
     def _knows(self, version: int) -> bool:
         return self._known is not None and version <= self._known

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from policy_bridge import session as announce
 from policy_bridge.session import BLOCK_BYTES
+from slipstream.errors import RefusedError
 from slipstream.tensors import bytes_of, frame_chunk, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -135,6 +136,23 @@ def test_only_the_lead_announces(
     assert len(trainer.samples) == 2
     assert trainer.chunks_sent[1] == {"embed_tokens.weight", "lm_head.weight"}
     assert other.stats().last_error == ""
+
+
+def test_late_samples_of_a_version_that_was_refused_are_not_sent(
+    trainer: FakeTrainer, connect: Connect, model: torch.nn.Module
+) -> None:
+    trainer.refuse_announcements = [RefusedError("tensors", "one", "another", "use it")]
+    bridge, data = connect(version=1), batch((9, 7))
+    with torch.no_grad(), bridge.capture() as window:
+        model(data["input_ids"])
+        window.ship(**data)
+        trainer.wait_for(lambda: not trainer.refuse_announcements)
+        sync(bridge, 2)
+        trainer.wait_for(lambda: 2 in trainer.tensors)
+    # They come when a newer version is known.
+    assert bridge.flush(DEADLINE)
+    assert bridge.stats().shed == {"policy_not_announced": 2}
+    assert trainer.received == []
 
 
 def test_samples_of_a_lead_that_never_announces_are_shed(
