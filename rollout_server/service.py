@@ -313,13 +313,18 @@ class RolloutService(pb_grpc.RolloutServerServicer):
     async def WatchAcceptance(
         self, request: pb.WatchAcceptanceRequest, context: Any
     ) -> AsyncIterator[pb.AcceptanceReport]:
-        interval = (request.min_interval_ms or 1000) / 1000
+        interval, trainer = (request.min_interval_ms or 1000) / 1000, _trainer(context)
         while True:
             yield self._report()
-            await asyncio.sleep(interval)
+            left = interval
+            while left > 0:
+                # A trainer that watches is there, however long it asks nothing else.
+                self._control.heard(trainer)
+                await asyncio.sleep(min(left, _IDLE_SECONDS))
+                left -= _IDLE_SECONDS
             # Cancelled by gRPC when the client leaves or the server stops.
             while not await self._control.tracker.changed(_IDLE_SECONDS):
-                pass
+                self._control.heard(trainer)
 
     def _report(self) -> pb.AcceptanceReport:
         tracker = self._control.tracker

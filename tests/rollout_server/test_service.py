@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import queue
 import signal
@@ -20,7 +21,7 @@ from benchmarks.publish_faults.server_process import Fault, MemoryEngine
 from rollout_server import service
 from rollout_server.control import MAX_STAGED
 from rollout_server.store import ContentStore, WeightSource
-from slipstream.client import open_channel, stage
+from slipstream.client import TRAINER, open_channel, stage
 from slipstream.security import open_to_all
 from slipstream.serving import LoopThread
 from slipstream.v1 import rollout_server_pb2 as pb
@@ -152,3 +153,31 @@ def test_a_server_whose_weights_are_unknown_stops_without_another_look_at_its_he
         with pytest.raises(grpc.RpcError):
             plane.commit("draft-1")
         assert signals.get(timeout=SECONDS) == (os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("interval_ms", [1, 3_600_000])
+def test_a_trainer_that_only_watches_keeps_its_servers(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, interval_ms: int
+) -> None:
+    """While it stages for long, or looks at them once in a while; also where nothing is drafted."""
+    monkeypatch.setattr(service, "_IDLE_SECONDS", 0.01)
+    control = plane.server._control
+    heard, real = queue.SimpleQueue[str](), control.heard
+
+    def hear(trainer: str) -> None:
+        real(trainer)
+        heard.put(trainer)
+
+    control.check_claim("one", claims=True)
+    monkeypatch.setattr(control, "heard", hear)
+    request = pb.WatchAcceptanceRequest(min_interval_ms=interval_ms)
+    reports = plane.stub.WatchAcceptance(request, timeout=SECONDS, metadata=((TRAINER, "one"),))
+    next(reports)
+    for _ in range(3):
+        control._claimed_at = -math.inf
+        while not heard.empty():
+            heard.get()
+        # The first may have begun before.
+        assert [heard.get(timeout=SECONDS) for _ in range(2)] == ["one", "one"]
+        assert control.trainer == "one"
+    reports.cancel()
