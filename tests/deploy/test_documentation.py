@@ -19,6 +19,7 @@ from tests.deploy.manifests import (
     pods,
     trainer_config,
 )
+from tests.deploy.test_docker import PROJECT
 
 PAGE = (ROOT / "docs" / "deployment.md").read_text()
 
@@ -86,6 +87,13 @@ def test_the_bridge_has_the_credentials_that_the_overlay_mounts() -> None:
     ]
     items = [i for s in volume["projected"]["sources"] for i in s["secret"]["items"]]
     assert set(re.findall(r'files / "(.*?)"', text)) == {item["path"] for item in items}
+
+
+def test_nodes_of_a_fleet_have_what_its_processes_import() -> None:
+    section = PAGE.partition("\n## Ray\n")[2]
+    extras = [found.split(",") for found in re.findall(r"`slipstream-rl\[(.*?)\]`", section)]
+    assert extras == [["ray", "vllm"], ["ray", "vllm", "trainer"]]
+    assert {name for some in extras for name in some} <= PROJECT["optional-dependencies"].keys()
 
 
 def test_the_fleets_options_are_documented_with_their_defaults() -> None:
