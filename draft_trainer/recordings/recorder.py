@@ -43,6 +43,8 @@ from slipstream.tensors import digest
 logger = logging.getLogger(__name__)
 DEFAULT_SHARD_BYTES = 256 << 20
 _NAME = re.compile(r"run-(\d{6,})")
+# Of a write. RuntimeError is torch's for too little memory, ValueError pydantic's.
+_FAILURES = (OSError, RefusedError, MemoryError, RuntimeError, ValueError)
 
 
 class RecordingWriter:
@@ -184,7 +186,7 @@ class RecordingWriter:
     def _replace_index(self, **changes: object) -> None:
         self.index = self.index.model_copy(update=changes)
         with written_whole(self._directory / INDEX_FILE) as temporary:
-            temporary.write_text(self.index.model_dump_json(indent=2) + "\n")
+            temporary.write_text(self.index.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 class Recorder:
@@ -281,9 +283,9 @@ class Recorder:
         before = self._waiting
         try:
             work()
-        except OSError as error:
-            # A full disk must not end training; what comes later may fit.
-            logger.error("recorded states were not written: %s", error)
+        except _FAILURES as error:
+            # No end of the thread: a disk that is full now may have room for what comes later.
+            logger.error("recorded states were not written: %s", str(error) or repr(error))
             self._counters.recording_shed.labels("write_failed").inc(
                 before + samples - self._waiting
             )
@@ -332,9 +334,11 @@ class Recorder:
             logit_soft_cap=run.sizes.logit_soft_cap,
         )
         folder = self._directory / f"run-{number:06d}"
+        # Another trainer may have taken the number meanwhile: its folder stays its own.
+        folder.mkdir(mode=0o700)
         try:
             self._writer = RecordingWriter(folder, facts, self._config.shard_bytes)
-        except OSError:
+        except _FAILURES:
             # The next sample begins another one.
             with suppress(OSError):
                 folder.rmdir()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,8 +23,9 @@ from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.ingest.run import PolicySizes, Run
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.recordings import recorder as recording_writer
-from draft_trainer.recordings.recorder import Recorder
-from draft_trainer.recordings.recording import Recording
+from draft_trainer.recordings.recorder import Recorder, RecordingWriter
+from draft_trainer.recordings.recording import Recording, read_index
+from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.recordings import FACTS, same
@@ -216,3 +221,65 @@ def test_a_full_disk_loses_shards_not_the_recorder(
     blocks = sum(recording[i].nbytes for i in range(recorded))
     matrices = [*head.tensors, draft_vocab_ids().long()]
     assert writer.nbytes == blocks + sum(tensor.nbytes for tensor in matrices)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RefusedError("run-000000", "files in it", "a new or empty folder", "use another"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        UnicodeEncodeError("ascii", "\u2260", 0, 1, "ordinal not in range"),
+    ],
+)
+def test_no_failure_ends_the_recorder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    rig = Rig(tmp_path)
+    begun, writer = [], recording_writer.RecordingWriter
+
+    def fails_once(*arguments: object) -> RecordingWriter:
+        begun.append(arguments)
+        if len(begun) == 1:
+            raise error
+        return writer(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recording_writer, "RecordingWriter", fails_once)
+    for sample in Policy().samples(3):
+        rig.recorder.offer(rig.run, sample)
+    rig.recorder.start()
+    assert rig.recorder.stop(30)
+    assert rig.counts() == (2, {"write_failed": 1})
+
+
+def test_a_number_that_another_trainer_took_meanwhile_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path)
+    (tmp_path / "run-000000").mkdir()
+    with monkeypatch.context() as patched:
+        # It came after the numbers were looked at.
+        patched.setattr(Path, "iterdir", lambda path: iter(()))
+        rig.recorder._guarded(partial(rig.recorder._record, rig.run, Policy().samples(1)[0]), 1)
+    assert rig.counts() == (0, {"write_failed": 1})
+    assert list((tmp_path / "run-000000").iterdir()) == []
+    for sample in Policy().samples(2):
+        rig.recorder.offer(rig.run, sample)
+    rig.recorder.start()
+    assert rig.recorder.stop(30)
+    assert len(Recording(tmp_path / "run-000001")) == 2
+
+
+def test_any_run_id_is_recorded_in_any_locale(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.draft_trainer.recordings import FACTS\n"
+        "from draft_trainer.recordings.recorder import RecordingWriter\n"
+        "RecordingWriter(Path(sys.argv[1]), FACTS.model_copy(update={'run_id': chr(0x2260)}))"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "r")],
+        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        check=True,
+        timeout=600,
+    )
+    assert read_index(tmp_path / "r").facts.run_id == "\u2260"
