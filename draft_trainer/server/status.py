@@ -43,6 +43,9 @@ NOT_IN_HISTORY = (
 )
 """Fields that a snapshot leaves out: they are large, or they hardly change."""
 
+# Of one snapshot; the next one may succeed, so none of them ends the history.
+_UNEXPECTED = (OSError, ValueError, TypeError, LookupError, RuntimeError, MemoryError)
+
 
 class RecentAcceptance:
     """What drafts did in the last minute, by server and release. Thread-safe."""
@@ -249,6 +252,8 @@ class Status:
         except RefusedError as error:
             # A full disk must not end the trainer.
             logger.error("a snapshot of the status was not kept: %s", error)
+        except _UNEXPECTED:
+            logger.exception("a snapshot of the status was not kept")
 
     def history(self) -> pb.History:
         """The snapshots and the newest gate results."""

@@ -165,6 +165,18 @@ def test_a_full_disk_does_not_end_the_history(caplog: pytest.LogCaptureFixture) 
     assert kept == [7.0]
 
 
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("out of range")])
+def test_a_status_that_cannot_be_made_does_not_end_the_history(
+    caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    class Fake:
+        def read(self) -> TrainerStatus:
+            raise error
+
+    status.Status.keep_snapshot(Fake())  # type: ignore[arg-type]
+    assert "was not kept" in caplog.text and str(error) in caplog.text
+
+
 def server(drafts: int, speed_up: float | None) -> pb.ServerView:
     state = rollout_server_pb2.ServerState(speed_up=speed_up)
     return pb.ServerView(state=state, last_minute=pb.Drafted(drafts=drafts))
