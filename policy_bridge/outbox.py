@@ -188,12 +188,6 @@ class Outbox:
                 self._blocks = BlockFile(SharedFile.anonymous(file_bytes(self._capacity)))
             self._changed.notify_all()
 
-    @property
-    def blocks(self) -> BlockFile:
-        """The file that blocks are written to now."""
-        with self._changed:
-            return self._blocks
-
     def move_to(self, file: SharedFile) -> BlockFile:
         """Write to this new file from now on, and move there what is held; nothing is in flight.
 

@@ -32,7 +32,7 @@ def sample(name: str, version: int, units: int = 1) -> Sample:
 
 def take_one(outbox: Outbox) -> Entry | None:
     """The next sample, which counts as sent."""
-    return next(iter(outbox.take(lambda entry: True, 1, outbox.blocks)), None)
+    return next(iter(outbox.take(lambda entry: True, 1, outbox._blocks)), None)
 
 
 @pytest.fixture
@@ -196,10 +196,10 @@ def test_a_file_that_is_lost_is_followed_by_another_one(counters: Counters, tmp_
     outbox.move_to(SharedFile.create(tmp_path, file_bytes(8 * UNIT)))
     first, second = sample("a", 1), sample("b", 1)
     assert outbox.put(first)
-    lost = outbox.blocks
+    lost = outbox._blocks
     os.ftruncate(lost.file._descriptor, 4096)
     assert outbox.put(second)
-    assert lost.lost and outbox.blocks is not lost and "as it was made" in outbox.damage
+    assert lost.lost and outbox._blocks is not lost and "as it was made" in outbox.damage
     assert outbox._held["b"].read().tobytes() == second.block.numpy().tobytes()
     with pytest.raises(MemoryLostError, match="ends at byte"):
         outbox._held["a"].read()

@@ -108,12 +108,12 @@ def until(condition: Callable[[], bool]) -> None:
 
 def is_open(sender: Sender, memory: Path) -> bool:
     """Whether the trainer has opened the file that blocks are written to now."""
-    return sender.outbox.blocks.file.name != "" and list(memory.iterdir()) == []
+    return sender.outbox._blocks.file.name != "" and list(memory.iterdir()) == []
 
 
 def cut(sender: Sender) -> None:
     """Truncate the file that blocks are written to now."""
-    os.ftruncate(sender.outbox.blocks.file._descriptor, HEADER_BYTES)
+    os.ftruncate(sender.outbox._blocks.file._descriptor, HEADER_BYTES)
 
 
 def test_a_file_that_is_cut_short_between_samples_costs_none_that_come_later(
@@ -158,7 +158,7 @@ def test_after_three_lost_files_states_go_inline(trainer: Trainer, memory: Path)
         sender.flush()
         stats = sender.stats()
         assert (stats.accepted, stats.connects, stats.shed) == (40, 4, {})
-        assert stats.transport == "grpc" and sender.outbox.blocks.file.name == ""
+        assert stats.transport == "grpc" and sender.outbox._blocks.file.name == ""
 
 
 def test_a_file_that_is_cut_short_while_it_is_read_costs_what_was_in_it(
