@@ -317,7 +317,8 @@ def policy_tensors(source: nn.Module | Tensors, dtype_name: str) -> dict[str, to
 
     Of tensors that share their memory (a tied lm_head) only the first is kept, as in a saved
     checkpoint. Wrappers (DDP, torch.compile, checkpointing) are looked through. Sharded parameters
-    are gathered one by one, which is a collective call: every rank makes it.
+    are gathered one by one, a collective call where there are several ranks, whose parameters
+    ``push_policy`` refuses before it comes to this.
 
     Raises:
         RefusedError: a PEFT model, whose names and base weights are not the policy's.
@@ -328,8 +329,10 @@ def policy_tensors(source: nn.Module | Tensors, dtype_name: str) -> dict[str, to
     tensors = {}
     for name, part in state.items():
         tensor = full_tensor(part)
-        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
-        if tensor.numel() and key in seen:
+        # Of the shard: a tensor that was gathered is gone after its cast, and its address is free.
+        own = part.to_local() if is_sharded(part) else part  # type: ignore[attr-defined]
+        key = (own.device, own.data_ptr(), tensor.shape, own.stride())
+        if own.numel() and key in seen:
             continue
         seen.add(key)
         cast = dtype if tensor.is_floating_point() and dtype is not None else tensor.dtype

@@ -87,10 +87,11 @@ def check_rank(rank: int, world: int, folder: Path) -> None:
             with pytest.raises(RefusedError, match=f"sharded over {world} ranks"):
                 window.push_policy(source)
 
-    pushed = policy_tensors(model, "")
-    assert {name: tuple(t.shape) for name, t in pushed.items()} == {
-        name: tuple(t.shape) for name, t in whole.state_dict().items()
-    }
+    for dtype in ("", "bfloat16"):
+        pushed = policy_tensors(model, dtype)
+        assert {name: tuple(t.shape) for name, t in pushed.items()} == {
+            name: tuple(t.shape) for name, t in whole.state_dict().items()
+        }
     dist.destroy_process_group()
 
 
