@@ -70,7 +70,7 @@ class BridgeStats:
         None, "Last policy version whose sync succeeded. No series before the first sync."
     )
     captures: int = 0
-    """Capture windows that took states."""
+    """Capture windows that were entered while capture was on."""
     captures_skipped: int = 0
     """Capture windows that took none, because capture was off."""
     captures_refused: int = 0
