@@ -319,7 +319,8 @@ class Gate:
         with self._lock:
             _, head = self._promoted()
             try:
-                held, drafting = self._held_out(run), self.drafting()
+                drafting = self.drafting()
+                held = self._held_out(run, head, drafting[0])
                 found = self._with_room(partial(_estimate, head, held, run.heads, *drafting))
             except RefusedError as error:
                 if error.field != "policy_version":
@@ -357,8 +358,8 @@ class Gate:
         The replay takes recorded tokens for samples of the teacher. Those of an older policy
         version, as asynchronous loops train on, are only close to that.
         """
-        device = self.config.training.device
-        held = self._held_out(run)
+        device, drafting = self.config.training.device, self.drafting()
+        held = self._held_out(run, incumbent, drafting[0])
         own = [sample for sample in held if sample.on_policy]
         result, best = unmeasured(""), 0
         for samples in (own, held):
@@ -368,7 +369,7 @@ class Gate:
                 incumbent.to(device),
                 samples,
                 run.heads,
-                *self.drafting(),
+                *drafting,
                 pass_tokens,
             )
             if result.outcome != "not_measured" or len(samples) == len(held):
@@ -403,16 +404,24 @@ class Gate:
             self._incumbent = (version, head.requires_grad_(False))
         return self._incumbent
 
-    def _held_out(self, run: Run) -> list[Sample]:
+    def _held_out(self, run: Run, head: Draft, k: int) -> list[Sample]:
         """Held-out samples, at most ``gate.max_tokens`` of them: of every prompt the newest first.
+
+        Without those on which the head cannot be unrolled as far as the fleet drafts, ``k`` tokens.
 
         Those that their teacher sampled come before all others. Prompts are what the interval
         counts: sixteen completions of one say little more than two.
         Where the newest versions have too few, those before them count too.
         """
         config, most = self.config.gate, self.config.replay.max_policy_lag + 1
+        window = head.config.max_row_tokens
+        longest = math.inf if window is None else window - k + 1
+
+        def fits(sample: Sample) -> bool:
+            return sample.policy_version in run.heads and sample.tokens <= longest
+
         for versions in range(config.newest_versions, max(most, config.newest_versions) + 1):
-            samples = [s for s in run.held_out(versions) if s.policy_version in run.heads]
+            samples = [sample for sample in run.held_out(versions) if fits(sample)]
             prompts = len({sample.group for sample in samples})
             enough = sum(s.tokens for s in samples) >= 2 * config.needed_anchors(prompts)
             if enough and prompts >= ENOUGH_PROMPTS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +168,36 @@ def test_rollouts_of_older_policy_versions_are_left_out_or_said(
     assert few.gate.prompts == 21
     assert "80 of 84 held-out samples were sampled by other policy versions" in few.reason
     assert judged(*older).outcome == "passed"
+
+
+def test_rows_past_a_sliding_window_are_left_out(
+    tmp_path: Path, trained: tuple[Policy, Eagle3Head, Eagle3Head]
+) -> None:
+    """The fleet drafts more tokens than a draft is trained for, and rows are cut for those."""
+    policy, *plain = trained
+    held = completions(policy, 20, seed=1)
+    longest = max(sample.tokens for sample in held)
+    windowed = []
+    for one in plain:
+        windowed.append(head(0, sliding_window=longest + 2))
+        windowed[-1].load_state_dict(one.state_dict())
+
+    def judged(heads: list[Eagle3Head], k: int, samples: list[Sample]) -> release_pb2.GateFigures:
+        incumbent, candidate = heads
+        run: Any = SimpleNamespace(heads=policy.heads(), held_out=lambda _: samples, run_id="run")
+        unused: Any = None
+        made = gate.Gate(
+            make_config(tmp_path), unused, unused, Counters(), lambda: (k, "probabilistic")
+        )
+        made._promoted = lambda: (0, incumbent)  # type: ignore[method-assign]
+        figures = made.judge(lambda: [candidate], run, None)[0].gate
+        assert made.measure(run) == pytest.approx(figures.incumbent_acceptance_length)
+        return figures
+
+    assert judged(windowed, 3, held) == judged(plain, 3, held)
+    short = [sample for sample in held if sample.tokens <= longest - 2]
+    assert 0 < len(short) < len(held)
+    assert judged(windowed, 5, held) == judged(plain, 5, short)
 
 
 def test_false_alarms_and_power(trained: tuple[Policy, Eagle3Head, Eagle3Head]) -> None:
