@@ -6,10 +6,13 @@ write are shed and counted: training has them either way.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
+import os
 import re
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,7 +28,7 @@ from draft_trainer.config import RecordingConfig
 from draft_trainer.counters import Counters
 from draft_trainer.drafters import DraftShape
 from draft_trainer.drafters.policy import PolicyHead
-from draft_trainer.files import written_whole
+from draft_trainer.files import SAFETENSORS_PART, written_whole
 from draft_trainer.ingest.checks import Expected, check_contents, check_header
 from draft_trainer.ingest.run import Run
 from draft_trainer.recordings.recording import (
@@ -35,6 +38,7 @@ from draft_trainer.recordings.recording import (
     RecordingIndex,
     ShardEntry,
     matrix_file,
+    read_index,
 )
 from slipstream.errors import RefusedError
 from slipstream.sample import Sample
@@ -43,6 +47,11 @@ from slipstream.tensors import digest
 logger = logging.getLogger(__name__)
 DEFAULT_SHARD_BYTES = 256 << 20
 _NAME = re.compile(r"run-(\d{6,})")
+# Names that files have until they are whole.
+_PART = re.compile(
+    rf"\.({re.escape(INDEX_FILE)}|(states-\d{{6,}}|matrix-[0-9a-f]{{64}})\.safetensors)-\w{{8}}"
+    rf"|{SAFETENSORS_PART}"
+)
 # Of a write. RuntimeError is torch's for too little memory, ValueError pydantic's.
 _FAILURES = (OSError, RefusedError, MemoryError, RuntimeError, ValueError)
 
@@ -76,6 +85,12 @@ class RecordingWriter:
             raise RefusedError(
                 str(directory), "files in it", "a new or empty folder", "record into another folder"
             )
+        # While this writer lives no recorder removes its half-written files. A file system without
+        # locks lets none be removed either.
+        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        weakref.finalize(self, os.close, folder)
+        with suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX)
         self.index = RecordingIndex(facts=facts)
         self._expected = Expected(
             facts.hidden_size, facts.vocab_size, facts.aux_layer_ids, max_tokens=1 << 31
@@ -228,6 +243,9 @@ class Recorder:
         self._counted = 0
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in directory.iterdir():
+                if _NAME.fullmatch(folder.name):
+                    _remove_parts(folder)
             self._older_bytes = sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())
         except OSError as error:
             raise RefusedError(
@@ -349,3 +367,21 @@ class Recorder:
     @property
     def _waiting(self) -> int:
         return 0 if self._writer is None else len(self._writer.waiting)
+
+
+def _remove_parts(folder: Path) -> None:
+    """Remove what a killed writer left half-written, where that is a recording and has no writer.
+
+    Where it cannot be removed it stays: it takes room, and does no harm.
+    """
+    with suppress(OSError, RefusedError):
+        read_index(folder)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in folder.iterdir():
+                if _PART.fullmatch(path.name):
+                    path.unlink()
+                    logger.warning("removed %s, which a killed recorder left", path)
+        finally:
+            os.close(descriptor)

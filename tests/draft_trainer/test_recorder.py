@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from tests.draft_trainer.recordings import FACTS, same
 from tests.draft_trainer.rig import make_config, rollouts, running
 from tests.draft_trainer.samples import sealed
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, Policy, config, draft_vocab_ids
+from tests.draft_trainer.test_recording import WRITE_UNTIL_KILLED
 
 # Nothing is shed because a thread was held up.
 PATIENT = {"offer_timeout_s": 60.0}
@@ -283,3 +285,32 @@ def test_any_run_id_is_recorded_in_any_locale(tmp_path: Path) -> None:
         timeout=600,
     )
     assert read_index(tmp_path / "r").facts.run_id == "\u2260"
+
+
+def test_what_a_killed_recorder_left_half_written_takes_no_room(tmp_path: Path) -> None:
+    killed, live, other = (tmp_path / name for name in ("run-000000", "run-000001", "run-000002"))
+    done = subprocess.run(
+        [sys.executable, "-c", WRITE_UNTIL_KILLED, str(killed), "5"], check=False, timeout=600
+    )
+    assert done.returncode == -signal.SIGKILL
+    (part,) = killed.glob(".states-000000.safetensors-*")
+    sound = {path for path in killed.iterdir() if path != part}
+    (killed / ".tmpAb3_x9").write_bytes(b"x")
+    writer = RecordingWriter(live, FACTS)
+    other.mkdir()
+    kept = [
+        *(killed / ".tmp-of-somebody", killed / ".states-000000.safetensors"),
+        # It is being written; and this is no recording.
+        *(live / ".states-000000.safetensors-abcd1234", other / ".tmpabcdef"),
+    ]
+    for path in kept:
+        path.write_bytes(b"x")
+    rig = Rig(tmp_path)
+    assert set(killed.iterdir()) == sound | set(kept[:2])
+    assert all(path.exists() for path in kept)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert rig.recorder._older_bytes == sum(path.stat().st_size for path in files)
+    # Once its writer is gone too.
+    del writer
+    Rig(tmp_path)
+    assert not kept[2].exists()
