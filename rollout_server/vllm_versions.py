@@ -113,19 +113,24 @@ HOOKS: tuple[Hook, ...] = (
         _SCHEDULER,
         "Scheduler",
         *("dynamic_sd_lookup", "num_spec_tokens", "max_num_running_reqs", "running"),
-        *("has_requests", "requests"),
+        *("has_requests", "requests", "kv_cache_config", "block_size"),
     ),
+    Hook(_SCHEDULER, "Scheduler.set_pause_state", ("self", "pause_state")),
     *_hooks(
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
         *("num_spec_tokens_to_schedule", "scheduled_spec_decode_tokens", "num_scheduled_tokens"),
         *("total_num_scheduled_tokens", "scheduled_new_reqs"),
     ),
-    *_hooks("vllm.v1.request", "Request", "cache_salt", "spec_token_ids"),
+    *_hooks("vllm.v1.request", "Request", "cache_salt", "spec_token_ids", "block_hashes"),
     *_hooks("vllm.v1.request", "Request", "request_id", "num_output_tokens"),
+    *_hooks("vllm.v1.request", "Request", "num_computed_tokens"),
+    Hook("vllm.v1.request", "Request.update_block_hashes", ("self",)),
+    Hook("vllm.v1.core.sched.interface", "PauseState.PAUSED_ALL"),
     # Names of requests: policy_spans.py.
     Hook("vllm.v1.engine.parallel_sampling", "ParentRequest.get_child_info", ("self", "index")),
     Hook("vllm.v1.engine.input_processor", "InputProcessor.assign_request_id", ("request",)),
+    Hook("vllm.config.model", "ModelConfig.is_moe"),
     # Workers: worker.py.
     *_hooks(_WORKER, "Worker", "get_model", "get_draft_model", "model_runner", "requested_memory"),
     Hook(_WORKER, "Worker.determine_available_memory", ("self",)),
@@ -198,6 +203,16 @@ HOOKS: tuple[Hook, ...] = (
         "vllm.v1.sample.rejection_sampler",
         "expand_batch_to_tokens",
         ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
+    ),
+    Hook(
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        "ParallelLMHead.tie_weights",
+        ("self", "embed_tokens"),
+    ),
+    Hook(
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        "UnquantizedEmbeddingMethod.process_weights_after_loading",
+        ("self", "layer"),
     ),
 )
 
