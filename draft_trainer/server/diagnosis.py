@@ -75,13 +75,14 @@ def _samples(status: TrainerStatus, config: TrainerConfig) -> Found:
         )
     if not accepted:
         return WAITING, "no sample has arrived", "ship sequences with completion tokens"
+    evicted = status.evicted_by_reason
+    dropped = {name: evicted.get(name, 0) for name in ("capacity", "stale", "damaged")}
+    resident = status.samples_pending + status.samples_held_out + status.samples_unsaved
+    # A trainer that continues a run holds, and may drop, samples that it did not accept itself.
+    samples = max(accepted, sum(dropped.values()) + resident)
     # While training is paused samples grow old on purpose.
-    reasons = ("damaged",) if status.training_paused else ("capacity", "stale", "damaged")
-    lost = {
-        reason: status.evicted_by_reason[reason]
-        for reason in reasons
-        if status.evicted_by_reason.get(reason, 0) > EVICTED_SHARE * accepted
-    }
+    reasons = ("damaged",) if status.training_paused else dropped
+    lost = {name: dropped[name] for name in reasons if dropped[name] > EVICTED_SHARE * samples}
     if lost:
         reason, count = _most(lost)
         keys = {
@@ -90,7 +91,7 @@ def _samples(status: TrainerStatus, config: TrainerConfig) -> Found:
             "training keeps up",
             "damaged": "look at the disk of replay.directory",
         }
-        found = f"{count} of {accepted} samples were dropped before they were trained on ({reason})"
+        found = f"{count} of {samples} samples were dropped before they were trained on ({reason})"
         return PROBLEM, found, keys[reason]
     held = status.samples_held_out
     return OK, f"{accepted} accepted, {held} of those in memory held out for the gate", ""

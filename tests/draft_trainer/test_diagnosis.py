@@ -70,6 +70,14 @@ def test_while_training_is_paused_samples_may_grow_old() -> None:
     assert found(paused)["samples"].severity == OK
 
 
+def test_samples_that_a_start_found_and_dropped_are_not_of_those_it_accepted() -> None:
+    few = {"samples_accepted": 20, "samples_held_out": 80, "samples_pending": 20}
+    samples = found(healthy(evicted_by_reason={"stale": 60}, **few))["samples"]
+    assert samples.severity == PROBLEM and samples.found.startswith("60 of 160 samples")
+    samples = found(healthy(evicted_by_reason={"stale": 10}, **few))["samples"]
+    assert samples.severity == OK
+
+
 FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
 
 
