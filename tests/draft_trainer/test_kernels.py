@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draft_trainer.drafters import loss as soft_targets
 from draft_trainer.drafters.attention import ttt_attention
+from draft_trainer.drafters.block import Norm
 from draft_trainer.drafters.loss import Target
 from draft_trainer.drafters.ops import rms_norm, rotate_heads, swiglu
 from draft_trainer.kernels import library
@@ -188,6 +189,37 @@ def test_rows(operation: str, dtype: torch.dtype) -> None:
     for found, exact in zip(run("on", dtype), run("off", torch.float64), strict=True):
         assert found.dtype == dtype
         assert float((found.double() - exact).norm()) <= bound * float(exact.norm())
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["on", "off"])
+def test_a_weight_that_is_centred_on_0_is_added_to_1_in_float32(
+    mode: library.Mode, dtype: torch.dtype
+) -> None:
+    """Against exact float64; in bfloat16 1 + 0.003 is 1."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 75, 100, generator=generator).to(dtype)
+    grad = torch.randn(2, 75, 100, generator=generator).to(dtype)
+    norm = Norm(100, 1e-6, offset=1.0)
+    torch.nn.init.constant_(norm.weight, 0.003)
+    norm.to(dtype)
+
+    def run(norm: Norm, x: Tensor, grad: Tensor) -> list[Tensor]:
+        x = x.detach().requires_grad_()
+        with using_kernels(mode):
+            out = norm(x)
+            return [out.detach(), *torch.autograd.grad(out, [x, norm.weight], grad)]
+
+    found = run(norm, x, grad)
+    exact = run(norm.double(), x.double(), grad.double())
+    for one, other in zip(found, exact, strict=True):
+        assert one.dtype == dtype
+        assert float((one.double() - other).norm()) <= 2**-8 * float(other.norm())
+    if dtype == torch.bfloat16:
+        # Not off to one side, as it is without the 0.003.
+        scale = float((found[0].double() * exact[0]).sum() / exact[0].square().sum())
+        assert scale == pytest.approx(1.0, abs=5e-4)
 
 
 @compiled
