@@ -18,17 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-
-def log_probs_of(logits: torch.Tensor, next_ids: torch.Tensor) -> torch.Tensor:
-    return logits.log_softmax(-1).gather(-1, next_ids.unsqueeze(-1)).squeeze(-1)
+from tests.docs import recipes_verl
+from tests.docs.recipes_verl import log_probs_of, whole
 
 
 def positions_of(attention_mask: torch.Tensor) -> torch.Tensor:
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 # --- TRL's asynchronous trainer; its fused lm_head is TRL's own.
@@ -67,70 +62,6 @@ class AsyncGRPOTrainer:
         transfer.pause()
         transfer.send_weights(iter(self.model.named_parameters()))
         transfer.resume()
-
-
-# --- verl
-
-
-class Dispatch:
-    ONE_TO_ALL = "one to all"
-
-
-def register(dispatch_mode: object = None, blocking: bool = True) -> Callable[[Any], Any]:
-    return lambda method: method
-
-
-def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> str:
-    return mesh_name
-
-
-class FSDPEngine:
-    def __init__(self, module: nn.Module, temperature: float) -> None:
-        self.module, self.temperature = module, temperature
-
-    def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
-        return ((name, whole(t)) for name, t in self.module.state_dict().items()), None
-
-
-class FSDPEngineWithLMHead(FSDPEngine):
-    def forward_step(
-        self, micro_batch: dict[str, torch.Tensor], loss_function: object, forward_only: bool
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        ids, positions = micro_batch["input_ids"], micro_batch["position_ids"]
-        output = self.module(
-            input_ids=ids.values()[None],
-            attention_mask=None,
-            position_ids=positions.values()[None],
-            use_cache=False,
-        )
-        logits = output.logits.squeeze(0) / self.temperature
-        found = log_probs_of(logits, ids.values().roll(-1))
-        nested = torch.nested.nested_tensor_from_jagged(found, ids.offsets())
-        return torch.tensor(1.0), {"model_output": {"log_probs": nested}, "metrics": {}}
-
-
-class TrainingWorker:
-    def __init__(self, engine: FSDPEngineWithLMHead) -> None:
-        self.engine = engine
-
-    @torch.no_grad()
-    def infer_batch(self, data: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
-        outputs = [
-            self.engine.forward_step(one, loss_function=None, forward_only=True)[1] for one in data
-        ]
-        return torch.cat([one["model_output"]["log_probs"].values() for one in outputs])
-
-
-class ActorRolloutRefWorker:
-    def __init__(self, module: nn.Module, rollout: SimpleNamespace) -> None:
-        self.actor = TrainingWorker(FSDPEngineWithLMHead(module, rollout.temperature))
-        self.config = SimpleNamespace(rollout=rollout)
-
-    def compute_log_prob(self, data: Any) -> Any:
-        return self.actor.infer_batch(data)
-
-    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> None:
-        raise AssertionError("the recipe replaces this")
 
 
 # --- SkyRL
@@ -395,12 +326,7 @@ def modules(loop: types.ModuleType | None = None) -> dict[str, types.ModuleType]
 
     parts: dict[str, dict[str, object]] = {
         "trl.experimental.async_grpo": {"AsyncGRPOTrainer": AsyncGRPOTrainer},
-        "verl.single_controller.base.decorator": {
-            "Dispatch": Dispatch,
-            "register": register,
-            "make_nd_compute_dataproto_dispatch_fn": make_nd_compute_dataproto_dispatch_fn,
-        },
-        "verl.workers.engine_workers": {"ActorRolloutRefWorker": ActorRolloutRefWorker},
+        **recipes_verl.parts(),
         "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker": {
             "FSDPPolicyWorkerBase": FSDPPolicyWorkerBase
         },

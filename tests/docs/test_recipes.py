@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from policy_bridge import BridgeConfig, PolicyBridge
 from policy_bridge.adapters.pipeline import StagedPolicy
 from tests.adapters.test_hook_points import HOOKS
-from tests.docs import frameworks
+from tests.completions_server import Completions, choice, serving
+from tests.docs import frameworks, recipes_verl
 from tests.policy_bridge.conftest import VOCAB, make_model
 from tests.policy_bridge.doubles import DEADLINE, FakeRollout, FakeTrainer
 
@@ -159,7 +161,7 @@ def test_a_stand_in_has_the_parameters_of_the_framework() -> None:
     seen = set()
     for _, place, parameters in HOOKS:
         owner, _, method = place.rpartition(".")
-        stand_in = getattr(frameworks, owner or "PrimeLoop", None)
+        stand_in = getattr(frameworks, owner or "PrimeLoop", getattr(recipes_verl, owner, None))
         if stand_in is None or not hasattr(stand_in, method):
             continue
         found = set(inspect.signature(getattr(stand_in, method)).parameters)
@@ -192,28 +194,72 @@ def test_trl_async(rig: Rig) -> None:
         rig.check(bridge, rows, before)
 
 
-def test_verl(rig: Rig) -> None:
-    rows = some_rows()
-    worker_class = run("verl")["SlipstreamWorker"]
-    rollout = SimpleNamespace(temperature=TEMPERATURE, top_p=0.9, top_k=-1)
-    worker, before = worker_class(sharded(), rollout), logits_of(make_model(), rows)
-    worker.attach(rig.address)
+def test_verl(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, before = some_rows(), logits_of(make_model(), some_rows())
+    monkeypatch.setenv("SLIPSTREAM_TRAINER", rig.address)
+    names = run("verl")
+    engine = SimpleNamespace(backend="naive")
+    rollout = SimpleNamespace(
+        **{"temperature": TEMPERATURE, "top_p": 0.9, "top_k": -1},
+        **{"response_length": 16, "checkpoint_engine": engine},
+    )
+    part = SimpleNamespace(rollout=rollout, model=sharded)
+    trainer = names["PPOTrainerSync"](SimpleNamespace(actor_rollout_ref=part))
+    trainer.init()
+    worker = trainer.worker
     with connected(worker.bridge) as bridge:
         asyncio.run(worker.update_weights(global_steps=4))
         rig.check_pushed(4, dict(make_model().state_dict()))
         nested = torch.nested.as_nested_tensor([r.ids for r in rows], layout=torch.jagged)
         lengths = nested.offsets().diff().tolist()
         positions = torch.cat([torch.arange(length) for length in lengths])
+        answers = [torch.ones(len(r.ids) - r.prompt, dtype=torch.long) for r in rows]
         micro_batch = {
             "input_ids": nested,
             "position_ids": torch.nested.nested_tensor_from_jagged(positions, nested.offsets()),
-            "response_mask": padded(rows)["mask"].flip(1),
+            "response_mask": torch.nested.as_nested_tensor(answers, layout=torch.jagged),
         }
-        assert len(worker.compute_log_prob([micro_batch])) == sum(lengths)
+        for marks in ({"no_lora_adapter": True}, {}):  # the reference's pass, with LoRA
+            data = recipes_verl.TensorDict(micro_batches=[micro_batch], **marks)
+            assert len(worker.compute_log_prob(data)) == sum(lengths)
         assert "forward_step" not in vars(worker.actor.engine)
         rig.check(bridge, rows, before)
+        # Updates without a step or with the same one, and the mode in which replicas wait.
+        asyncio.run(worker.update_weights())
+        asyncio.run(worker.update_weights(global_steps=4, mode="naive"))
+        assert worker.checkpoint_engine.sent == []
+        asyncio.run(worker.update_weights(global_steps=4, mode="nccl"))
+        engine.backend = "nccl"
+        asyncio.run(worker.update_weights(global_steps=5))
+        assert worker.checkpoint_engine.sent == [4, 5] and rig.rollout.policy_version == 5
     sampling = next(iter(rig.trainer.samples.values())).sampling
     assert (sampling.top_p, sampling.top_k) == (pytest.approx(0.9), 0)
+    ask_through_verl(trainer, monkeypatch)
+
+
+def ask_through_verl(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    told = {"version": 5, "spans": {"0/0": [[0, 4], [1, 5]]}}
+
+    class Server(Completions):
+        extra: ClassVar = {"x-slipstream-policy-versions": json.dumps(told)}
+
+        def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+            asked.append(body)
+            return 200, [choice([5, 6], [-1.0, -2.0])]
+
+    with serving(Server) as port:
+        monkeypatch.setenv("SLIPSTREAM_ROLLOUTS", f"http://127.0.0.1:{port}")
+        client, sampling = trainer.get_llm_client(), {"temperature": 0.7, "logprobs": True}
+        output = asyncio.run(
+            client.generate("a", prompt_ids=[1, 2], sampling_params=sampling, priority=0)
+        )
+        assert sampling["logprobs"] is True
+    assert (output.token_ids, output.log_probs) == ([5, 6], [-1.0, -2.0])
+    assert trainer.tag(output) == (4, 5)
+    (body,) = asked
+    assert (body["prompt"], body["max_tokens"], body["temperature"]) == ([1, 2], 16, 0.7)
+    assert body["logprobs"] == 0 and body["return_token_ids"] is True
 
 
 def test_skyrl(rig: Rig) -> None:
