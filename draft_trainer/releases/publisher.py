@@ -420,8 +420,12 @@ class Publisher:
         policy_committed: bool = False,
     ) -> dict[str, ServerOutcome]:
         """Put servers, and those that serve ``version`` on trial, on the live release."""
-        now = self.promotions.now
-        restored = self._restore(now.live, dict.fromkeys((*addresses, *now.canaries)), outcomes)
+        now, restored = self.promotions.now, dict[str, ServerOutcome]()
+        # Servers that were caught up with the live one: those that took it stay on it.
+        replaced = version != now.live
+        if replaced:
+            servers = dict.fromkeys((*addresses, *now.canaries))
+            restored = self._restore(now.live, servers, outcomes)
         text = f"draft {version} was rolled back: {why}"
         for outcome in restored.values():
             outcome.committed = policy_committed
@@ -431,7 +435,8 @@ class Publisher:
         except RefusedError as error:
             # It stays intended on disk, which a restart takes for "undo it", as it should.
             logger.error("%s", error)
-        self._note("rolled_back", version, why)
+        if replaced:
+            self._note("rolled_back", version, why)
         return restored
 
     def _roll_back(self, event: str, reason: str) -> PublishResult:

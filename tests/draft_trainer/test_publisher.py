@@ -139,6 +139,22 @@ def test_server_that_is_away_is_left_out_and_caught_up(rig: Rig) -> None:
     assert rig.doubles[0].commits() == [("draft-1",)]
 
 
+def test_a_server_that_cannot_be_caught_up_is_no_roll_back(rig: Rig) -> None:
+    rig.publisher.promote(1, pin=False)
+    back, bad, _ = rig.doubles
+    back.state.draft_version = bad.state.draft_version = 0
+    bad.faults.commit = {"draft-1"}
+    rig.publisher.prepare()
+    result = rig.publisher.complete(7, rig.stage_policy(7))
+    assert rig.served == [1, 0, 1] and rig.policies == [7, 7, 7]
+    outcome = result.outcomes[back.address]
+    assert outcome.committed and outcome.draft_committed and outcome.error == ""
+    assert "draft-1 was not committed" in result.outcomes[bad.address].error
+    assert (result.draft_version, rig.promotions.now.intent) == (1, None)
+    assert rig.counters.fleet_events() == {"committed": 1}
+    assert rig.events() == [("committed", 1)]
+
+
 def test_server_that_dies_between_stage_and_commit(rig: Rig) -> None:
     rig.promotions.offer(1)
     rig.publisher.prepare()
