@@ -49,7 +49,7 @@ def list_uses(registry: Registry, parent: int | None = None) -> list[release_pb2
         reasons = {
             "promoted": {now.promoted},
             "served": {now.live},
-            "previous": set(now.good) - {now.live},
+            "previous": {*now.good, now.incumbent} - {now.live},
             "staged": {now.intent, on_trial} - {now.live},
         }
     reasons |= {
