@@ -92,7 +92,7 @@ class Imports:
     gate: Gate
     promotions: Promotions
     retention: Retention
-    on_promoted: Callable[[int], None]
+    on_promoted: Callable[[], None]
     _one: threading.Lock = field(default_factory=threading.Lock)
 
     def take(
@@ -194,6 +194,6 @@ class Imports:
         reason = "not gated" if result is None else result.reason
         logger.info("draft %d imported from %r: %s", version, origin, reason)
         if promoted:
-            self.on_promoted(version)
+            self.on_promoted()
         self.retention.apply()
         return pb.ImportReleaseResponse(manifest=manifest, verdict=result, promoted=promoted)

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from draft_trainer.releases.canary import AcceptanceWatch
@@ -75,15 +75,9 @@ class Divergence:
 class Reconciler:
     """Owns one thread and the watch's."""
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        watch: AcceptanceWatch,
-        on_settled: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, publisher: Publisher, watch: AcceptanceWatch) -> None:
         self._publisher = publisher
         self._watch = watch
-        self._on_settled = on_settled
         self._seconds = publisher.fleet.config.reconcile_s
         self._diverged: dict[str, Divergence] = {}
         self._stages = 0
@@ -112,7 +106,7 @@ class Reconciler:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def released(self, version: int | None = None) -> None:
+    def released(self) -> None:
         """A release was written and may have been promoted. Returns at once."""
         self._released.set()
         self._watch.wake()
@@ -218,7 +212,7 @@ class Reconciler:
         publisher = self._publisher
         payloads, fleet, counters = publisher.payloads, publisher.fleet, publisher.counters
         wanted = publisher.promotions.now.wanted_on(client.address)
-        # An id of its own: what is live under the usual one would be answered, not applied.
+        # An id of its own, which is aborted where it fails: a sync may hold the usual one.
         self._stages += 1
         stage_id = f"draft-{wanted}-healed-{self._stages}"
         staged = stage_on(client, wanted, payloads, stage_id, fleet, counters)
@@ -272,7 +266,6 @@ class Reconciler:
                 looked = time.monotonic()
                 if self._publisher.settle():
                     self.released()
-                    self._on_settled()
             except (OSError, RuntimeError, RefusedError) as error:
                 # No file descriptor or no thread can be had, or a disk fails: it may have passed by
                 # the next round.

@@ -149,7 +149,7 @@ class TrainingLoop:
         candidates: gates the weights.
         counters: count steps.
         arrived: set by ingest whenever there may be new samples; cleared here only.
-        on_release: told of every new release.
+        on_release: called after every new release.
         on_death: told when the thread ends without having been stopped, after its traceback was
             printed; training does not resume.
     """
@@ -162,7 +162,7 @@ class TrainingLoop:
     candidates: Candidates
     counters: Counters
     arrived: threading.Event
-    on_release: Callable[[int], None]
+    on_release: Callable[[], None]
     on_death: Callable[[], None]
     _stopping: threading.Event = field(default_factory=threading.Event, init=False)
     _steps_since_candidate: int = field(default=0, init=False)
@@ -338,7 +338,7 @@ class TrainingLoop:
             self._stored(partial(run.store.released, version))
             # A state from before a release is never resumed.
             self.states.save(self.learner, self.position)
-            self.on_release(version)
+            self.on_release()
         else:
             self.states.moved()
 

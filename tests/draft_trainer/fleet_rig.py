@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,8 +80,7 @@ class Rig:
         self.publisher = Publisher(
             self.fleet, self.registry, self.promotions, self.counters, canary
         )
-        self.settled = threading.Event()
-        self.reconciler = Reconciler(self.publisher, self.watch, self.settled.set)
+        self.reconciler = Reconciler(self.publisher, self.watch)
 
     def forget(self) -> None:
         """A trainer that starts in another process: nothing in memory is left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,7 +25,7 @@ class Running:
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
         self.reconciler = rig.reconciler
-        self.settled = rig.settled
+        self.settled = threading.Event()
         self._looked = 0
         self._settle = rig.publisher.settle
         rig.publisher.settle = self._look  # type: ignore[method-assign]
@@ -52,6 +53,8 @@ class Running:
         seen = self._seen()
         settled = self._settle()
         self._looked = seen
+        if settled:
+            self.settled.set()
         return settled
 
     def _seen(self) -> int:
