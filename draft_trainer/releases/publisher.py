@@ -10,8 +10,9 @@ committed without the draft. A trainer that dies in between undoes it when it is
 
 What is live is on trial until its live acceptance is compared with the last good release's.
 
-``_staging`` serialises publishes. ``_committing`` covers only the commits, so that a policy's
-commit waits for another commit at most, never for a publish that is still staging.
+``_staging`` serialises publishes. ``_committing`` covers the commits and what puts servers back, so
+that a policy's commit does not wait for a publish that is still staging. It does wait for a roll
+back, which stages on servers that no longer hold the release before.
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ class Publisher:
         return self._held(self._staging, 2)
 
     def committed_alone(self) -> AbstractContextManager[None]:
-        """Held while something is committed, not while it is staged."""
+        """Held while something is committed or put back, not while a publish stages."""
         return self._held(self._committing, 3)
 
     @contextmanager
