@@ -8,6 +8,7 @@ tests/adapters/test_hook_points.py has the parameters of the frameworks themselv
 
 from __future__ import annotations
 
+import asyncio
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -170,8 +171,16 @@ class Actor(nn.Module):
 
 
 class PolicyModelActor:
-    def __init__(self, model: nn.Module, temperature: float) -> None:
-        self.actor = Actor(model, temperature)
+    def init_model_from_pretrained(
+        self,
+        strategy: SimpleNamespace,
+        pretrain: Callable[[], nn.Module],
+        max_steps: int | None = None,
+        vllm_engines: list[Any] | None = None,
+    ) -> None:
+        assert vllm_engines is None, "rank 0 waits until all engines have joined its process group"
+        self.strategy = strategy
+        self.actor = Actor(pretrain(), strategy.args.rollout.temperature)
 
     @torch.no_grad()
     def forward(
@@ -185,6 +194,38 @@ class PolicyModelActor:
 
     def broadcast_to_vllm(self) -> None:
         raise AssertionError("the recipe replaces this")
+
+
+class SingleTurnAgentExecutor:
+    def __init__(self, remote_rm_url: str | None = None) -> None:
+        self.remote_rm_url = remote_rm_url
+
+    async def execute(
+        self, prompt: list[int], sampling_params: Any, llm_engine: Any
+    ) -> dict[str, Any]:
+        output = (await llm_engine.generate(prompt, sampling_params)).outputs[0]
+        pairs = zip(output.token_ids, output.logprobs, strict=True)
+        return {
+            "observation_tokens": prompt + output.token_ids,
+            "rollout_log_probs": [found[token].logprob for token, found in pairs],
+            "truncated": output.finish_reason == "length",
+            "text": output.text,
+        }
+
+
+class RolloutRayActor:
+    async def __init__(self, *args: object, **kwargs: object) -> None:
+        raise AssertionError("starts vLLM on a GPU")
+
+    async def generate_responses(
+        self, prompt: list[int], sampling_params: Any, num_samples: int = 1
+    ) -> list[dict[str, Any]]:
+        tasks = [self.executor.execute(prompt, sampling_params, self) for _ in range(num_samples)]
+        return await asyncio.gather(*tasks)
+
+
+def create_vllm_engines(num_engines: int, tensor_parallel_size: int, **named: object) -> list[Any]:
+    raise AssertionError("starts RolloutRayActor, which Slipstream's trainer does not reach")
 
 
 # --- prime-rl
@@ -330,7 +371,10 @@ def modules(loop: types.ModuleType | None = None) -> dict[str, types.ModuleType]
         "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker": {
             "FSDPPolicyWorkerBase": FSDPPolicyWorkerBase
         },
+        "openrlhf.trainer.ray": {"create_vllm_engines": create_vllm_engines},
         "openrlhf.trainer.ray.ppo_actor": {"PolicyModelActor": ray.remote(PolicyModelActor)},
+        "openrlhf.trainer.ray.vllm_engine": {"RolloutRayActor": ray.remote(RolloutRayActor)},
+        "openrlhf.utils.agent": {"SingleTurnAgentExecutor": SingleTurnAgentExecutor},
         "prime_rl.trainer.rl": {"train": loop},
         "prime_rl.transports.weights.filesystem": {
             "FileSystemWeightBroadcast": FileSystemWeightBroadcast
@@ -355,4 +399,8 @@ def modules(loop: types.ModuleType | None = None) -> dict[str, types.ModuleType]
             inner = ".".join(folders[:depth])
             made.setdefault(inner, types.ModuleType(inner)).__path__ = []
         vars(made[name]).update(contents)
+    for name, module in made.items():  # as an import leaves them
+        folder, _, last = name.rpartition(".")
+        if folder in made:
+            setattr(made[folder], last, module)
     return made

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -37,11 +37,13 @@ RECIPES = (
     *("SkyRL", "prime-rl", "OpenRLHF", "Policies through vLLM's own weight transfer"),
 )
 """Sections that are run here; the last is of integrations.md."""
+PAGES = {RECIPES[2]: "recipes_pipelines.md", RECIPES[-1]: "integrations.md"}
+"""Of sections that are not in recipes.md."""
 TEMPERATURE = 0.7
 
 
 def section(title: str) -> str:
-    page = DOCS / ("integrations.md" if title == RECIPES[-1] else "recipes.md")
+    page = DOCS / PAGES.get(title, "recipes.md")
     found = page.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     assert found, title
     return found
@@ -240,9 +242,10 @@ def test_verl(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
 def ask_through_verl(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     told = {"version": 5, "spans": {"0/0": [[0, 4], [1, 5]]}}
+    headers = {"x-slipstream-policy-versions": json.dumps(told)}
 
     class Server(Completions):
-        extra: ClassVar = {"x-slipstream-policy-versions": json.dumps(told)}
+        extra = headers
 
         def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
             asked.append(body)
@@ -311,16 +314,71 @@ def test_prime_rl(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     run("prime-rl")
 
 
-def test_openrlhf(rig: Rig) -> None:
-    rows, data = some_rows(), padded(some_rows())
-    actor = run("OpenRLHF")["SlipstreamActor"](make_model(), TEMPERATURE)
-    actor.attach(rig.address)
-    with connected(actor.bridge) as bridge:
-        actor.broadcast_to_vllm()
-        rig.check_pushed(0, dict(make_model().state_dict()))
-        found = actor.forward(data["sequences"], data["mask"], data["attention_mask"])
-        assert found.shape == data["mask"].shape
-        rig.check(bridge, rows, logits_of(make_model(), rows))
+def test_openrlhf(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, data, asked, ran = some_rows(), padded(some_rows()), [], []
+
+    class Server(Completions):
+        def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+            asked.append(body)
+            made = {"text": "a", "finish_reason": "length"}
+            return 200, [choice([5, 6], [-1.0, -2.0]) | made]
+
+    def cli(name: str, run_name: str) -> None:
+        """``train`` of OpenRLHF's script, which looks both names up when it is run."""
+        ran.append((name, run_name))
+        place = sys.modules["openrlhf.trainer.ray"]
+        engines = place.create_vllm_engines(1, 1, agent_func_path=None, remote_rm_url=None)
+        remote = place.ppo_actor.PolicyModelActor
+        assert remote._default_options["num_gpus"] == 1
+        actor = remote.__ray_metadata__.modified_class()
+        sampling = SimpleNamespace(temperature=TEMPERATURE, top_p=0.9)
+        strategy = SimpleNamespace(args=SimpleNamespace(rollout=sampling))
+        actor.init_model_from_pretrained(strategy, make_model, None, engines)
+        with connected(actor.bridge) as bridge:
+            rig.check_pushed(0, dict(make_model().state_dict()))
+            found = actor.forward(data["sequences"], data["mask"], data["attention_mask"])
+            assert found.shape == data["mask"].shape
+            rig.check(bridge, rows, logits_of(make_model(), rows))
+            if engines is not None:
+                actor.broadcast_to_vllm()
+            rig.check_pushed(1, dict(make_model().state_dict()))
+        sampling = SimpleNamespace(
+            **{"temperature": TEMPERATURE, "top_p": 0.9, "top_k": -1, "max_tokens": 16},
+            **{"min_tokens": 1, "skip_special_tokens": False, "logprobs": 1},
+        )
+        answers = asyncio.run(engines[0].generate_responses([1, 2], sampling, num_samples=2))
+        assert answers[1] == {
+            "observation_tokens": [1, 2, 5, 6],
+            **{"rollout_log_probs": [-1.0, -2.0], "truncated": True, "text": "a"},
+        }
+        assert engines[0].get_num_unfinished_requests() == 0
+        for method in ("sleep", "wake_up", "pause_generation", "resume_generation"):
+            asyncio.run(getattr(engines[0], method)())
+
+    actors = ray_of_one_process(monkeypatch)
+    with serving(Server) as port:
+        monkeypatch.setenv("SLIPSTREAM_TRAINER", rig.address)
+        monkeypatch.setenv("SLIPSTREAM_ROLLOUTS", f"http://127.0.0.1:{port}")
+        monkeypatch.setattr("runpy.run_module", cli)
+        run("OpenRLHF")
+    assert ran == [("openrlhf.cli.train_ppo_ray", "__main__")] and actors == ["SlipstreamEngine"]
+    assert [body["max_tokens"] for body in asked] == [16, 16]
+    assert next(iter(rig.trainer.samples.values())).sampling.top_p == pytest.approx(0.9)
+
+
+def ray_of_one_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ray's actors are made here, when ``remote`` is called; the list has their classes."""
+    import ray
+
+    made: list[str] = []
+
+    def remote(self: Any, *args: object, **named: object) -> Any:
+        owner = self.__ray_metadata__.modified_class
+        made.append(owner.__name__)
+        return owner(*args, **named)
+
+    monkeypatch.setattr(ray.actor.ActorClass, "remote", remote)
+    return made
 
 
 def test_megatron_pipeline(rig: Rig) -> None:
