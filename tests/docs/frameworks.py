@@ -37,9 +37,16 @@ class AsyncGRPOTrainer:
         temperature: float,
         rollout_worker: object = None,
         weight_transfer: object = None,
+        is_main_process: bool = True,
     ) -> None:
         self.model, self.temperature = model, temperature
-        self.rollout_worker, self.weight_transfer = rollout_worker, weight_transfer
+        self.args = SimpleNamespace(top_p=0.9, top_k=0, min_p=None, repetition_penalty=1.0)
+        self.waits: list[int] = []
+        self.accelerator = SimpleNamespace(
+            is_main_process=is_main_process, wait_for_everyone=lambda: self.waits.append(1)
+        )
+        self.rollout_worker = rollout_worker
+        self.weight_transfer = weight_transfer if is_main_process else None
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         outputs = model(
@@ -57,12 +64,20 @@ class AsyncGRPOTrainer:
         loss.backward()
         return loss.detach()
 
-    def sync_weight(self) -> None:
-        """``_sync_weight_merged``: on the main process, in this order."""
+    def _sync_weight(self) -> None:
+        """``_sync_weight_merged``; what an adapter adds is in the weights while they are sent."""
         transfer: Any = self.weight_transfer
-        transfer.pause()
-        transfer.send_weights(iter(self.model.named_parameters()))
-        transfer.resume()
+        if transfer is not None:
+            transfer.pause()
+        self.accelerator.wait_for_everyone()
+        weight = next(self.model.parameters()).detach()
+        weight.mul_(2)
+        if transfer is not None:
+            transfer.send_weights((name, t.detach()) for name, t in self.model.named_parameters())
+        weight.div_(2)
+        self.accelerator.wait_for_everyone()
+        if transfer is not None:
+            transfer.resume()
 
 
 # --- SkyRL

@@ -37,7 +37,10 @@ RECIPES = (
     *("SkyRL", "prime-rl", "OpenRLHF", "Policies through vLLM's own weight transfer"),
 )
 """Sections that are run here; the last is of integrations.md."""
-PAGES = {RECIPES[2]: "recipes_pipelines.md", RECIPES[-1]: "integrations.md"}
+PAGES = {
+    **{"OpenRLHF": "recipes_openrlhf.md", RECIPES[2]: "recipes_pipelines.md"},
+    RECIPES[-1]: "integrations.md",
+}
 """Of sections that are not in recipes.md."""
 TEMPERATURE = 0.7
 
@@ -182,9 +185,18 @@ def test_trl_async(rig: Rig) -> None:
     transfer.init_weight_transfer()
     trainer = names["SlipstreamTrainer"](model, TEMPERATURE, weight_transfer=transfer)
     trainer.attach(rig.address)
-    with connected(trainer.bridge) as bridge:
-        trainer.sync_weight()
-        rig.check_pushed(0, dict(model.state_dict()))
+    other = names["SlipstreamTrainer"](
+        make_model(), TEMPERATURE, weight_transfer=transfer, is_main_process=False
+    )
+    other.attach(rig.address)
+    merged = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    merged[next(iter(dict(model.named_parameters())))].mul_(2)
+    with connected(trainer.bridge) as bridge, other.bridge:
+        trainer._sync_weight()
+        rig.check_pushed(0, merged)
+        other._sync_weight()
+        assert other.bridge.policy_version == bridge.policy_version == 0
+        assert len(trainer.waits) == len(other.waits) == 3
         for row in rows:
             labels = torch.where(torch.arange(len(row.ids)) >= row.prompt, row.ids, -100)
             inputs = {
@@ -194,6 +206,7 @@ def test_trl_async(rig: Rig) -> None:
             }
             trainer.training_step(model, inputs, 1)
         rig.check(bridge, rows, before)
+    assert next(iter(rig.trainer.samples.values())).sampling.top_p == pytest.approx(0.9)
 
 
 def test_verl(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

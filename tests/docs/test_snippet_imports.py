@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/integrations.md", "docs/recipes.md")
+OTHERS = ("docs/recipes_openrlhf.md", "docs/recipes_pipelines.md")
+PAGES = ("README.md", "docs/integrations.md", "docs/recipes.md", *OTHERS)
 YOURS = {
     *("model", "optimizer", "rewards", "args", "dataset", "prompts", "steps", "loss", "T"),
     *("generate_and_score", "sampled_log_probs", "micro_batches", "whole", "policy", "worker"),
