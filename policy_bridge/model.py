@@ -188,9 +188,10 @@ def stamp_of(weights: Sequence[torch.Tensor]) -> int:
     """A number that changes when something writes to the weights in place.
 
     Sum of the version counters. Writes through ``.data`` escape it, and those of fused optimizers:
-    ``WeightWatch`` counts steps too. The weights take a millisecond to find: not in a step.
+    ``WeightWatch`` counts steps too. DTensors are left out: ``module.to`` gives them counters that
+    begin anew. The weights take a millisecond to find: not in a step.
     """
-    return sum([p._version for p in weights])
+    return sum([p._version for p in weights if not is_sharded(p)])
 
 
 class WeightWatch:

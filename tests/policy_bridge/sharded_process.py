@@ -74,6 +74,13 @@ def check_rank(rank: int, world: int, folder: Path) -> None:
         watch.synced(modules.weights())
         torch.optim.AdamW(model.parameters(), 0.1, **settings).step()
         assert watch.stamp_of(watch.weights) != watch.stamp
+    watch.synced(modules.weights())
+    before = watch.weights[0]._version
+    model._apply(torch.clone)  # as moving the model to another device and back
+    assert watch.weights[0]._version != before
+    assert watch.stamp_of(watch.weights) == watch.stamp
+    torch.optim.AdamW(model.parameters(), 0.1).step()
+    assert watch.stamp_of(watch.weights) != watch.stamp
     watch.close()
 
     # The lead alone must not begin to gather: it would wait for ever.
