@@ -1,6 +1,6 @@
-"""The sidecar: takes verifier states, trains the EAGLE-3 draft head, publishes releases.
+"""The sidecar: takes verifier states, trains the policy's draft, publishes releases.
 
-The core (head, objective, replay, learner, gate, releases) knows torch and
-safetensors only. ``service`` and ``server`` put gRPC around it, ``metrics``
-Prometheus, ``cli`` the command line.
+``drafters``, ``kernels`` and ``checkpoints`` do without gRPC and Prometheus. ``ingest`` keeps the
+samples, ``training`` steps, ``releases`` judges and publishes. ``server`` puts gRPC, metrics and a
+page around them, ``cli`` the command line.
 """

@@ -37,7 +37,7 @@ MEASURED = {
 WITH_BRIDGE = "draft_trainer/offline/record.py"
 # Of draft_trainer, bottom up. A module imports from its own layer or from below.
 LAYERS = (
-    ("sample", "files", "state", "counters", "config", "config_file"),
+    ("files", "state", "counters", "config", "config_file"),
     ("kernels", "drafters", "checkpoints"),
     ("ingest",),
     ("recordings",),

@@ -1,1 +1,1 @@
-"""Draft checkpoints of every layout that users have, read, written and begun from scratch."""
+"""Checkpoints as users have them, read: of drafts in every layout, and of policies."""

@@ -1,4 +1,4 @@
-"""Reads and writes draft checkpoints of any mechanism: safetensors files and vocabulary maps.
+"""Reads draft checkpoints of any mechanism: safetensors files and vocabulary maps.
 
 A folder holds one safetensors file, or the shards that its index names. The maps say which of the
 policy's tokens a head can propose: d2t, int64 [draft_vocab], target id = draft id + d2t[draft id],

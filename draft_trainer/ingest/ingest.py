@@ -266,7 +266,8 @@ class Ingest:
     def _refuse(self, ack: pb.Ack, error: RefusedError) -> None:
         ack.status = pb.ACK_STATUS_REFUSED
         ack.refusal.CopyFrom(error.to_proto())
-        # The first word is a field of VerifierStates, or "teacher": a bounded set of labels.
+        # A bounded set of labels: the first word is a field of VerifierStates, "teacher", "run_id",
+        # or what was full or gone: "sample", "replay", "shared_memory".
         self.counters.refused(error.field.partition(".")[0])
 
 
