@@ -114,7 +114,11 @@ class PolicyWorkerBase:
     def __init__(self, model: nn.Module, temperature: float) -> None:
         self.model = HFModelWrapper(model)
         self.cfg = SimpleNamespace(algorithm=SimpleNamespace(temperature=temperature))
-        self.weight_extractor = FSDPWeightExtractor(model)
+
+    async def init_weight_sync_state(
+        self, inference_engine_client: object, inference_engine_cfg: object
+    ) -> None:
+        raise AssertionError("joins an NCCL group with SkyRL's own servers")
 
     def forward_backward(
         self,
@@ -384,7 +388,8 @@ def modules(loop: types.ModuleType | None = None) -> dict[str, types.ModuleType]
         "trl.experimental.async_grpo": {"AsyncGRPOTrainer": AsyncGRPOTrainer},
         **recipes_verl.parts(),
         "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker": {
-            "FSDPPolicyWorkerBase": FSDPPolicyWorkerBase
+            "FSDPPolicyWorkerBase": FSDPPolicyWorkerBase,
+            "FSDPWeightExtractor": FSDPWeightExtractor,
         },
         "openrlhf.trainer.ray": {"create_vllm_engines": create_vllm_engines},
         "openrlhf.trainer.ray.ppo_actor": {"PolicyModelActor": ray.remote(PolicyModelActor)},

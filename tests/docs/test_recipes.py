@@ -282,8 +282,10 @@ def test_skyrl(rig: Rig) -> None:
     rows, data = some_rows(), padded(some_rows())
     worker = run("SkyRL")["SlipstreamPolicyWorker"](sharded(), TEMPERATURE)
     before = logits_of(make_model(), rows)
-    worker.attach(rig.address)
+    assert not hasattr(worker, "weight_extractor")
+    worker.attach(rig.address, {"top_p": 0.9, "top_k": -1, "min_p": 0.0})
     with connected(worker.bridge) as bridge:
+        asyncio.run(worker.init_weight_sync_state(None, None))
         asyncio.run(worker.broadcast_to_inference_engines(None, None))
         rig.check_pushed(0, dict(make_model().state_dict()))
         experiences = [
@@ -294,6 +296,7 @@ def test_skyrl(rig: Rig) -> None:
         ]
         assert len(worker.forward_backward(experiences)) == 2
         rig.check(bridge, rows, before)
+    assert next(iter(rig.trainer.samples.values())).sampling.top_p == pytest.approx(0.9)
 
 
 def test_prime_rl(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
