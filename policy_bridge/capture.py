@@ -231,6 +231,9 @@ class Capture:
             if any(map(is_sharded, (*states.aux, states.final, states.logits))):
                 step = "leave lm_head and the norm before it out of the tensor-parallel plan"
                 raise RefusedError("model", "a DTensor in its pass", "whole states", step)
+            if len(devices := {str(x.device) for x in (*states.aux, states.final)}) > 1:
+                step = "load the policy without a device_map over several devices"
+                raise RefusedError("model", f"states on {sorted(devices)}", "one device", step)
             shape = tuple(states.final.shape[:2])
             for name, tensor in (
                 ("input_ids", input_ids),

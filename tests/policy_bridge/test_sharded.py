@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from policy_bridge import ModulePaths
 from policy_bridge.capture import NullCapture
 from policy_bridge.extraction import picked_logits
+from policy_bridge.hooks import ForwardStates, ForwardTap
 from policy_bridge.model import find_modules
 from policy_bridge.session import PolicyMatrices
 from policy_bridge.sync import policy_tensors
@@ -103,6 +105,24 @@ def test_a_tensor_parallel_lm_head_turns_capture_off(
     # It is the policy itself: no later window tries again.
     assert isinstance(bridge.capture(), NullCapture)
     assert bridge.stats().captures_refused == 1 and not trainer.samples
+
+
+def test_a_policy_on_several_devices_turns_capture_off(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = ForwardTap.take
+
+    def spread(self: ForwardTap) -> ForwardStates | None:
+        states = take(self)
+        assert states is not None
+        return replace(states, aux=tuple(aux.to("meta") for aux in states.aux))
+
+    monkeypatch.setattr(ForwardTap, "take", spread)
+    model, data = make_model(), batch((9, 5))
+    bridge = connect(model=model, version=1)
+    ship(bridge, model, data)
+    assert bridge.stats().capture_off_reason.startswith("model: found states on ['cpu', 'meta']")
+    assert isinstance(bridge.capture(), NullCapture)
 
 
 def test_names_on_the_wire_are_the_policys_own() -> None:
