@@ -380,6 +380,37 @@ class GPTModel(nn.Module):
         return logits.transpose(0, 1)
 
 
+@dataclass
+class ProcessedMicrobatch:
+    """NeMo RL's: packed, it has no positions; masks are only in ``data_dict``, by sequence."""
+
+    data_dict: dict[str, torch.Tensor]
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor | None
+    cu_seqlens_padded: torch.Tensor | None
+
+
+def processed(
+    rows: Sequence[torch.Tensor], prompts: Sequence[int], packed: bool
+) -> ProcessedMicrobatch:
+    """Of sequences; packed, each is padded to a multiple of four tokens."""
+    lengths = torch.tensor([len(row) for row in rows])
+    width = int(lengths.max())
+    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
+    for at, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        ids[at, : len(row)] = row
+        mask[at, prompt : len(row)] = 1
+    data = {"input_ids": ids, "input_lengths": lengths, "token_mask": mask}
+    if not packed:
+        return ProcessedMicrobatch(data, ids, torch.arange(width).expand(len(rows), -1), None)
+    long = (lengths + 3) // 4 * 4
+    parts = [
+        nn.functional.pad(row, (0, int(n) - len(row))) for row, n in zip(rows, long, strict=True)
+    ]
+    ends = nn.functional.pad(long.cumsum(0), (1, 0))
+    return ProcessedMicrobatch(data, torch.cat(parts)[None], None, ends)
+
+
 def modules(loop: types.ModuleType | None = None) -> dict[str, types.ModuleType]:
     """By import name, what a recipe imports of each framework; ``loop`` is prime-rl's script."""
     import ray

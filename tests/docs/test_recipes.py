@@ -397,7 +397,7 @@ def ray_of_one_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def test_megatron_pipeline(rig: Rig) -> None:
+def test_megatron_pipeline(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, finals = frameworks.GPTModel(VOCAB, 32, 36), []
     rig.trainer.layers = (2, 18, 33)
@@ -405,23 +405,32 @@ def test_megatron_pipeline(rig: Rig) -> None:
     config = BridgeConfig(trainer=rig.address, run_id="nemo-1", modules=StagedPolicy.PATHS)
     model.output_layer.register_forward_pre_hook(lambda _, args: finals.append(args[0].detach()))
     rows = some_rows()
+    rows = [*rows, Row(rows[1].ids.flip(0), rows[1].prompt)]
+    packs = ((rows[:2], True), (rows[2:], False))
     batches = [
-        SimpleNamespace(
-            input_ids=row.ids[None],
-            token_mask=(torch.arange(len(row.ids)) >= row.prompt)[None],
-            position_ids=torch.arange(len(row.ids))[None],
-        )
-        for row in rows
+        frameworks.processed([r.ids for r in part], [r.prompt for r in part], packed)
+        for part, packed in packs
     ]
+    with torch.no_grad():
+        expected = [model(row.ids[None])[0] for row in rows]
+    finals.clear()
+    new_group = dist.new_group
+
+    def of_a_pipeline(ranks: list[int], use_local_synchronization: bool = False) -> Any:
+        assert use_local_synchronization, "another pipeline's ranks wait for a group of their own"
+        return new_group(ranks, use_local_synchronization=True)
+
+    monkeypatch.setattr(dist, "new_group", of_a_pipeline)
 
     @torch.no_grad()
-    def get_logprobs(*, data: Sequence[SimpleNamespace]) -> list[torch.Tensor]:
-        return [model(batch.input_ids)[0] for batch in data]
+    def get_logprobs(*, data: Sequence[frameworks.ProcessedMicrobatch]) -> None:
+        for batch in data:
+            model(batch.input_ids)
 
     with connected(PolicyBridge(policy, config)) as bridge:
         with bridge.sync(0):
             pass
-        names = run(
+        run(
             RECIPES[2],
             model=model,
             pipeline_ranks=[0],
@@ -435,7 +444,7 @@ def test_megatron_pipeline(rig: Rig) -> None:
             policy=policy,
             whole=lambda h: h.transpose(0, 1),
         )
-        rig.check(bridge, rows, names["logprobs"])
+        rig.check(bridge, rows, expected)
     for sample in rig.trainer.samples.values():
         row = rig.trainer.tensor(sample, "aux")
         assert row.shape == (len(sample.token_ids), 3 * 32)
