@@ -96,7 +96,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to [..., size], in the type of ``x``."""
-        weight = self.weight
+        weight: Tensor = self.weight
         if self.offset:
             # As vLLM: bfloat16 has no numbers between 1 and 1.0078.
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + self.offset
