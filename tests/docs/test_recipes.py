@@ -222,6 +222,7 @@ def test_verl(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = names["PPOTrainerSync"](SimpleNamespace(actor_rollout_ref=part))
     trainer.init()
     worker = trainer.worker
+    names["SlipstreamWorker"](part, role="ref").init_model()  # it has no actor
     with connected(worker.bridge) as bridge:
         asyncio.run(worker.update_weights(global_steps=4))
         rig.check_pushed(4, dict(make_model().state_dict()))
