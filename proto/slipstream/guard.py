@@ -215,7 +215,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                     seconds = self._seconds if limit.call_seconds is None else None
                     async with contextlib.aclosing(behavior(given, context)) as answers:
                         async for each in answers:
-                            await _read_within(seconds, context.write(each))
+                            await read_within(seconds, context.write(each))
                     return None
         except TimeoutError:
             if not deadline.expired():
@@ -274,10 +274,15 @@ def silent(seconds: float) -> RefusedError:
     return RefusedError("server.message_timeout_s", found, expected, "call again", code)
 
 
-async def _read_within(seconds: float | None, writing: Awaitable[None]) -> None:
-    """Write an answer, which waits for a client that has not read earlier ones."""
+async def read_within(seconds: float | None, writing: Awaitable[None]) -> None:
+    """Write an answer, which waits for a client that has not read earlier ones.
+
+    Raises RefusedError: it has not read them for ``seconds``.
+    """
     try:
-        await asyncio.wait_for(writing, seconds)
+        # Not wait_for: before Python 3.12 it may keep a cancellation to itself.
+        async with asyncio.timeout(seconds):
+            await writing
     except TimeoutError:
         assert seconds is not None
         raise silent(seconds) from None
