@@ -78,7 +78,7 @@ class Counters:
             "teacher_mass_ratio",
             "Mass of a sample's teacher, exp(h W / T - log Z) summed over the `whole` vocabulary, "
             "where it must be 1, or over the `draft` vocabulary, where it is at most 1; refused "
-            "samples included.",
+            "samples included. More than 10 counts as 10; what is not a number is left out.",
             MASS_BUCKETS,
             "vocabulary",
             ("whole", "draft"),
