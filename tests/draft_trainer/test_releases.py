@@ -188,3 +188,13 @@ def test_training_goes_on_from_the_newest_that_was_trained(tmp_path: Path) -> No
     create(registry, 4)
     flip(registry.path(4) / "config.json", "1e-05", "1e-06")
     assert newest_own(registry).draft_version == 1
+
+
+def test_a_trainer_that_restarts_is_the_same_and_another_registry_is_not(tmp_path: Path) -> None:
+    owners = []
+    for name in ("a", "a", "b"):
+        registry = Registry(tmp_path / name)
+        owners.append(registry.hold().owner)
+        registry.close()
+    assert owners[0] == owners[1] != owners[2]
+    assert all(int(owner, 16) for owner in owners)

@@ -1,0 +1,156 @@
+"""What the sample store evicts and draws first, and what it holds out."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from draft_trainer.ingest.arena import aligned
+from draft_trainer.ingest.store import SampleStore
+from tests.draft_trainer.samples import (
+    all_drawn,
+    is_intact,
+    nbytes,
+    open_store,
+    put,
+    received,
+    times_drawn,
+)
+
+SIZE = aligned(nbytes(16))
+
+
+def evict_all(store: SampleStore) -> list[str]:
+    """Evict one after the other; the ids in that order."""
+    order = []
+    left = [f"s{i}" for i in range(100)]
+    while store._evict_worst(1):
+        resident = times_drawn(store, left)
+        order += [name for name in left if name not in resident and store.seen("run", name)]
+        left = [name for name in left if name in resident]
+    return order
+
+
+def test_what_is_evicted_is_exhausted_then_old_then_trained_then_early(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 20 * SIZE, max_epochs=3)
+    store.begin("run", {})
+    for i in range(8):
+        put(store, f"s{i}", version=i // 4)
+    drawn = [all_drawn(store, tokens=16)[0] for _ in range(15)]
+    exhausted = [name for name in drawn if drawn.count(name) == 3]
+    assert exhausted
+    times = times_drawn(store, [f"s{i}" for i in range(8)])
+    gone = evict_all(store)
+    assert len(gone) == 8
+    # In the order of the last draw; then version 0 before 1, most drawn first, by arrival.
+    last = sorted(set(exhausted), key=lambda name: max(i for i, n in enumerate(drawn) if n == name))
+    rest = sorted(set(times) - set(last), key=lambda name: (int(name[1]) // 4, -times[name], name))
+    assert gone == last + rest
+
+
+def test_viewed_samples_are_not_evicted(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 4 * SIZE)
+    store.begin("run", {})
+    for name in "abcd":
+        put(store, name)
+    viewed = store.draw("run", 2 * 16).samples
+    names = {sample.sample_id for sample in viewed}
+    put(store, "e")
+    put(store, "f")
+    assert set(times_drawn(store, "abcdef")) == names | {"e", "f"}
+    assert all(is_intact(sample) for sample in viewed)
+
+
+def test_untrained_before_trained_and_newest_before_old(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_epochs=9)
+    store.begin("run", {})
+    put(store, "old", 1)
+    put(store, "new", 3)
+    assert [all_drawn(store, tokens=16) for _ in range(2)] == [["new"], ["new"]]
+    put(store, "newer", 4)
+    assert all_drawn(store, tokens=16) == ["newer"]
+    assert store.counts().pending == 1
+    # One sample even above the bound.
+    assert len(all_drawn(store, tokens=1)) == 1
+
+
+def test_the_order_is_that_of_the_seed_and_not_of_what_was_drawn_before(tmp_path: Path) -> None:
+    def drawn_after(interruptions: int, seed: int) -> list[str]:
+        folder = tmp_path / f"{interruptions}-{seed}"
+        store = open_store(folder, 1 << 18, max_epochs=3, seed=seed)
+        store.begin("run", {})
+        for i in range(30):
+            put(store, f"s{i}", i % 2)
+        names = []
+        for step in range(60):
+            if step < interruptions:
+                store.put_back(store.draw("run", 7 * 16))
+            names += all_drawn(store, tokens=5 * 16)
+        assert {names.count(name) for name in names} == {3} and len(names) == 90
+        # Not the same order in every epoch.
+        first, second = (names[0:15], names[30:45])
+        assert set(first) == {f"s{i}" for i in range(1, 30, 2)} and first != second
+        return names
+
+    assert drawn_after(0, 1) == drawn_after(9, 1) != drawn_after(0, 2)
+
+
+def test_against_a_model_that_sorts(tmp_path: Path) -> None:
+    """Random arrivals, draws, undone draws and evictions."""
+    rng = random.Random(0)
+    store = open_store(tmp_path, 1 << 20, max_epochs=3, held_out_fraction=0.3)
+    store.begin("run", {})
+    model: dict[str, list[int]] = {}
+    for i in range(600):
+        action = rng.random()
+        if action < 0.45:
+            name = f"s{i}"
+            store.accept("run", [received(store, name, i // 80, prompt=rng.randrange(40))])
+            model[name] = [i // 80, 0]
+        elif action < 0.75:
+            held = {sample.sample_id for sample in store.held_out("run")}
+            drawn: Any = store.draw("run", rng.randrange(1, 200))
+            left = sorted(t - v for n, (v, t) in model.items() if n not in held and t < 3)
+            found = [model[s.sample_id][1] - s.policy_version for s in drawn.samples]
+            assert found == left[: len(found)]
+            if rng.random() < 0.3:
+                store.put_back(drawn)
+            else:
+                for sample in drawn.samples:
+                    model[sample.sample_id][1] += 1
+            sample = drawn = None
+        else:
+            before = set(times_drawn(store, model))
+            store._evict_worst(1)
+            for name in before - set(times_drawn(store, model)):
+                # The one to go is exhausted, or of the oldest version and trained the most.
+                version, times = model.pop(name)
+                others = [(v, -t) for v, t in model.values() if t < 3]
+                if times < 3:
+                    assert (version, -times) <= min(others, default=(version, -times))
+                    assert all(t < 3 for _, t in model.values())
+        assert times_drawn(store, model) == {name: times for name, (_, times) in model.items()}
+    held = {sample.sample_id for sample in store.held_out("run")}
+    pending = sum(times == 0 for name, (_, times) in model.items() if name not in held)
+    assert store.counts().pending == pending
+
+
+def test_held_out_is_decided_by_the_prompt_and_never_drawn(tmp_path: Path) -> None:
+    """By sample, a candidate would be judged on prompts that it was trained on."""
+    stores = [open_store(tmp_path / name, 1 << 21, held_out_fraction=0.25) for name in "ab"]
+    for store, order in zip(stores, (range(400), reversed(range(400))), strict=True):
+        store.begin("run", {})
+        for i in order:
+            store.accept("run", [received(store, f"s{i}", i // 100, prompt=i % 100)])
+    held = [{sample.sample_id for sample in store.held_out("run")} for store in stores]
+    assert held[0] == held[1]
+    prompts = Counter(int(name[1:]) % 100 for name in held[0])
+    # All completions of a prompt; binomial(100, 1/4), 3.5 standard deviations either way.
+    assert set(prompts.values()) == {4} and 10 <= len(prompts) <= 40
+    store = stores[0]
+    assert store.counts().pending == 400 - len(held[0])
+    assert {s.policy_version for s in store.held_out("run", newest_versions=2)} == {2, 3}
+    drawn = all_drawn(store)
+    assert len(drawn) == 400 - len(held[0]) and not held[0] & set(drawn)
