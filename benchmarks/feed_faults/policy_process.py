@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from draft_trainer.files import written_whole
 from policy_bridge import BridgeConfig, PolicyBridge
+from policy_bridge.connection import Connection
+from policy_bridge.outbox import Outbox
 from slipstream.sample import TENSORS, Sample
 from slipstream.v1 import draft_trainer_pb2 as pb
 
@@ -61,8 +63,9 @@ def train(orders: Orders) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         orders.policy, dtype=torch.bfloat16, attn_implementation="eager"
     ).eval()
+    # Before the bridge's thread can have opened a stream.
+    _Witness(folder)
     with PolicyBridge(model, orders.bridge) as bridge:
-        _Witness(bridge, folder)
         steps = _Lines(folder / STEPS)
         generator = torch.Generator().manual_seed(orders.seed)
         count = 0
@@ -91,40 +94,39 @@ class _Lines:
 
 
 class _Witness:
-    """Wraps calls between the parts of the bridge, and records their arguments.
+    """Wraps calls between the parts of this process's bridge, and records their arguments.
 
     SIGUSR1: the next answers are delivered twice.
     """
 
-    def __init__(self, bridge: PolicyBridge, folder: Path) -> None:
-        connection, self._outbox = bridge._connection, bridge._outbox
-        assert connection is not None
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._captured, self._answered = _Lines(folder / CAPTURED), _Lines(folder / ANSWERED)
-        self._put, self._on_acks = self._outbox.put, connection._on_acks
+        self._put, self._on_acks = Outbox.put, Connection._on_acks
         self._recorded = False
         self._twice = False
         signal.signal(signal.SIGUSR1, self._deliver_twice)
-        self._outbox.put = self.put  # type: ignore[method-assign]
-        connection._on_acks = self.on_acks  # type: ignore[method-assign]
+        # Functions: bound methods would not be given the outbox or the connection.
+        Outbox.put = lambda *given: self.put(*given)  # type: ignore[method-assign]
+        Connection._on_acks = lambda *given: self.on_acks(*given)  # type: ignore[method-assign]
 
-    def put(self, sample: Sample, priority: int = 0) -> bool:
+    def put(self, outbox: Outbox, sample: Sample, priority: int = 0) -> bool:
         # Its anchors: see valid_targets in draft_trainer/drafters/eagle3/loss.py.
         anchors = int(sample.loss_mask.sum()) - 1
         self._captured.write(f"{sample.sample_id} {anchors}")
         if not self._recorded:
             self._record(sample)
-        return self._put(sample, priority)
+        return self._put(outbox, sample, priority)
 
-    def on_acks(self, batch: pb.AckBatch) -> None:
+    def on_acks(self, connection: Connection, batch: pb.AckBatch) -> None:
         self._answered.write(
             *(f"{ack.sample_id} {ack.status} {ack.refusal.field or '-'}" for ack in batch.acks)
         )
-        self._on_acks(batch)
+        self._on_acks(connection, batch)
         if self._twice:
             self._twice = False
             self._answered.write(*(f"{ack.sample_id} again -" for ack in batch.acks))
-            self._on_acks(batch)
+            self._on_acks(connection, batch)
 
     def _deliver_twice(self, number: int, frame: FrameType | None) -> None:
         self._twice = True
