@@ -405,8 +405,8 @@ class RolloutControl:
         for weights in todo:
             self.commits[weights.kind] += 1
             if weights.kind == DRAFT and weights.version is not None:
-                self.report(READ_BACK, "")
-                self.report(RELEASE, "")
+                for source in (READ_BACK, ACCEPTANCE, RELEASE):
+                    self.report(source, "")
                 self.tracker.switch(weights.version, result.steps_before)
             elif weights.version is not None:
                 self.tracker.switch_policy(weights.version, result.steps_before, result.requests)

@@ -10,7 +10,14 @@ import grpc
 import pytest
 
 from rollout_server.acceptance import AcceptanceTracker
-from rollout_server.control import DRAFT, MAX_STAGED, POLICY, RolloutControl, Weights
+from rollout_server.control import (
+    ACCEPTANCE,
+    DRAFT,
+    MAX_STAGED,
+    POLICY,
+    RolloutControl,
+    Weights,
+)
 from rollout_server.engine import Description, UntrustedEngineError
 from rollout_server.reload import Change, Result
 from rollout_server.store import ContentStore, Key, StagedTensor, WeightSource
@@ -227,11 +234,14 @@ def test_reasons_come_and_go_by_source(plane: Plane) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_commit_withdraws_the_read_backs_finding(plane: Plane) -> None:
+async def test_a_commit_withdraws_what_was_found_of_the_draft_before(plane: Plane) -> None:
     plane.engine.damage = "draft read back from memory: worker 0: differs"
     await plane.control.read_back()
     assert plane.control.not_ready == plane.engine.damage
     await plane.control.commit([plane.stage(DRAFT, 1)])
+    assert plane.control.not_ready == ""
+    plane.control.report(ACCEPTANCE, "acceptance length of draft 1 is 1.00 over 608 drafts")
+    await plane.control.roll_back()
     assert plane.control.not_ready == ""
     plane.engine.damage = ""
     await plane.control.read_back()
