@@ -405,7 +405,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             return
         # Once only: what fails here the next sync reports.
         self._waiting = None
-        if self._weights.stamp_of(self._weights.weights) != self._weights.stamp:
+        if self._weights.moved():
             return
         window = self._sync_window(version, session, lead=True)
         try:
@@ -434,9 +434,7 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             modules=modules,
             session=session,
             policy_version=version,
-            weights_stamp=self._weights.stamp,
-            weights=self._weights.weights,
-            stamp_of=self._weights.stamp_of,
+            moved=self._weights.moved,
             temperature=temperature,
             budget_bytes=budget,
             device_bytes=config.device_bytes,

@@ -27,7 +27,8 @@ from policy_bridge.extraction import (
     without_logits,
 )
 from policy_bridge.hooks import ForwardTap
-from policy_bridge.model import PolicyModules, is_sharded, stamp_of
+from policy_bridge.logits import is_sharded
+from policy_bridge.model import PolicyModules
 from policy_bridge.outbox import PRIORITIES
 from policy_bridge.selection import Candidate, Selector, bytes_per_token, choose
 from policy_bridge.session import Session
@@ -90,9 +91,7 @@ class Capture:
         modules: the policy.
         session: what the trainer wants.
         policy_version: whose states these are.
-        weights: ``PolicyModules.weights`` when that version was synced.
-        weights_stamp: ``stamp_of`` these then.
-        stamp_of: makes it.
+        moved: whether the policy's weights are others by now than those of that version.
         temperature: of the rollouts.
         sampling: what else they were sampled with.
         training: the passes are those that the loop trains on.
@@ -118,9 +117,7 @@ class Capture:
     modules: PolicyModules
     session: Session
     policy_version: int
-    weights: Sequence[torch.Tensor]
-    weights_stamp: int
-    stamp_of: Callable[[Sequence[torch.Tensor]], int] = stamp_of
+    moved: Callable[[], bool]
     temperature: float
     budget_bytes: int
     device_bytes: int = sys.maxsize
@@ -148,11 +145,6 @@ class Capture:
     _kept_bytes: int = field(default=0, init=False)
     _thinned: bool = field(default=False, init=False)
     _over: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        # Weights that are spread over ranks cannot be read later. The pass's logits hold what is
-        # needed.
-        self._at_once = bool(self.modules.shards)
 
     def __enter__(self) -> Capture:
         layers = self.session.aux_layers
@@ -253,7 +245,7 @@ class Capture:
                 if aux.shape != states.final.shape:
                     step = "run lm_head on every position (no logits_to_keep)"
                     raise RefusedError(name, aux.shape, states.final.shape, step)
-            if self.stamp_of(self.weights) != self.weights_stamp:
+            if self.moved():
                 # An optimizer step since the sync: these states belong to no announced version.
                 self.counters.shed("policy_moved", len(input_ids), 0)
                 return
@@ -298,11 +290,12 @@ class Capture:
     def _without_weights(self, device: torch.device) -> bool:
         """Whether what a pass on ``device`` does not tell must be made of its logits, in time.
 
-        Weights elsewhere (offloaded between the steps) are not there when they are needed, and
-        those that are stepped on next are not those of the pass any more for a side stream.
+        Weights that are spread over ranks cannot be read later, those elsewhere (offloaded between
+        the steps) are not there when they are needed, and those that are stepped on next are not
+        those of the pass any more for a side stream.
         """
-        stepped_on = self.training and self.copier.deferred
-        return self._at_once or stepped_on or self.modules.head_weight.device != device
+        spread, elsewhere = self.modules.shards, self.modules.head_weight.device != device
+        return bool(spread) or elsewhere or (self.training and self.copier.deferred)
 
     def _own(self, values: T) -> T:
         """What is read after ``ship`` returns, and the loop may use again: detached, copied."""
@@ -433,7 +426,7 @@ class Capture:
             priority = PRIORITIES - 1 - rank * PRIORITIES // len(wanted)
             chosen.append(Chosen(record, candidate, layout, sampled, priority))
         computed = [one for one in chosen if not one.record.complete]
-        if computed and self.stamp_of(self.weights) != self.weights_stamp:
+        if computed and self.moved():
             # They may be of other weights than made the pass.
             self.counters.shed("policy_moved", len(computed), 0)
             chosen = [one for one in chosen if one.record.complete]

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from policy_bridge.logits import ReturnedLogits
-from policy_bridge.model import PolicyModules, is_sharded
+from policy_bridge.logits import ReturnedLogits, is_sharded
+from policy_bridge.model import PolicyModules
 from slipstream.errors import RefusedError
 
 Look = Callable[[tuple[Any, ...], Mapping[str, Any], Any], None]

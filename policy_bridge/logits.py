@@ -36,6 +36,11 @@ _LOGPROB_TOLERANCE = 0.3
 _NAMED_WITHIN = 0.01
 
 
+def is_sharded(tensor: torch.Tensor | None) -> bool:
+    """Whether it is a DTensor, of which ranks hold parts (FSDP2, tensor parallelism)."""
+    return hasattr(tensor, "full_tensor")
+
+
 def numbers_of(config: object, path: str = "model.config") -> Iterator[tuple[str, str, float]]:
     """Path, key and value of every number in a model's configuration, however deep it is nested."""
     to_dict = getattr(config, "to_dict", None)
@@ -95,8 +100,8 @@ class ReturnedLogits:
         for found in (getattr(output, "logits", None), named, first):
             if not isinstance(found, torch.Tensor) or not found.is_floating_point():
                 continue
-            if hasattr(found, "full_tensor"):
-                # A DTensor: indexed like a tensor it would raise in the policy's pass.
+            if is_sharded(found):
+                # Indexed like a tensor it would raise in the policy's pass.
                 continue
             if found.dim() == 3 and tuple(found.shape[:2]) == tuple(tokens):
                 rows, columns = found.shape[:2]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from policy_bridge.config import ModulePaths
-from policy_bridge.logits import form_of
+from policy_bridge.logits import form_of, is_sharded
 from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -74,11 +74,6 @@ def _refuse_cuda_graphs(modules: Sequence[nn.Module]) -> None:
             expected = "a mode without them"
             step = 'compile with mode="max-autotune-no-cudagraphs", or with no mode'
             raise RefusedError("model", found, expected, step)
-
-
-def is_sharded(tensor: torch.Tensor | None) -> bool:
-    """Whether it is a DTensor, of which ranks hold parts (FSDP2, tensor parallelism)."""
-    return hasattr(tensor, "full_tensor")
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -194,33 +189,36 @@ def stamp_of(weights: Sequence[torch.Tensor]) -> int:
     return sum([p._version for p in weights if not is_sharded(p)])
 
 
+def watched(
+    weights: Sequence[torch.Tensor], steps: Callable[[], int] = lambda: 0
+) -> Callable[[], bool]:
+    """Whether something has written to the weights since this call, or ``steps`` counted more."""
+    stamp = stamp_of(weights) + steps()
+    return lambda: stamp_of(weights) + steps() != stamp
+
+
 class WeightWatch:
-    """Tells whether a policy's weights are still those of its last sync. ``close`` it.
+    """Tells whether a policy's weights are still those of a sync. ``close`` it.
 
     Fused optimizers write past the version counters, and on DTensors multi-tensor ones do too, so
     steps of every optimizer that holds one of the weights are counted as well.
 
     Attributes:
-        weights: ``PolicyModules.weights`` at the last sync.
-        stamp: of these then.
+        moved: whether they were written to, or stepped, since the last sync; what was read of it
+            before the next sync goes on to tell of its own.
     """
 
     def __init__(self) -> None:
-        self.weights: list[torch.Tensor] = []
-        self.stamp = 0
+        self.moved: Callable[[], bool] = lambda: False
         self._ids: frozenset[int] = frozenset()
         self._steps = 0
         # Before a step: counted after it, another thread could have read new weights by then.
         self._hook = register_optimizer_step_pre_hook(self._count)
 
-    def synced(self, weights: list[torch.Tensor]) -> None:
-        """These are the weights of a version."""
-        self.weights, self._ids = weights, frozenset(map(id, weights))
-        self.stamp = self.stamp_of(weights)
-
-    def stamp_of(self, weights: Sequence[torch.Tensor]) -> int:
-        """A number that changes when an optimizer steps, or something writes, on the weights."""
-        return stamp_of(weights) + self._steps
+    def synced(self, weights: Sequence[torch.Tensor]) -> None:
+        """These, ``PolicyModules.weights``, are the weights of a version."""
+        self._ids = frozenset(map(id, weights))
+        self.moved = watched(weights, lambda: self._steps)
 
     def close(self) -> None:
         """Count no more."""

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from policy_bridge.model import PolicyModules, full_tensor, is_sharded
+from policy_bridge.logits import is_sharded
+from policy_bridge.model import PolicyModules, full_tensor
 from slipstream.client import MAX_MESSAGE_BYTES
 from slipstream.errors import RefusedError, refused_from
 from slipstream.layers import decode_layers

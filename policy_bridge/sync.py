@@ -25,7 +25,8 @@ from torch import nn
 
 from policy_bridge.config import BridgeConfig
 from policy_bridge.fleet import SILENT, Errors, RolloutFleet, Tensors, describe
-from policy_bridge.model import full_tensor, is_sharded, plain_name, unwrapped
+from policy_bridge.logits import is_sharded
+from policy_bridge.model import full_tensor, plain_name, unwrapped
 from policy_bridge.session import Session
 from policy_bridge.stats import SyncResult
 from slipstream.errors import RefusedError, refused_from

@@ -24,7 +24,7 @@ from draft_trainer.recordings.recording import RecordingFacts
 from policy_bridge.adapters.completions import CompletionsClient
 from policy_bridge.capture import Capture
 from policy_bridge.config import ModulePaths
-from policy_bridge.model import PolicyModules, find_modules, stamp_of
+from policy_bridge.model import PolicyModules, find_modules, watched
 from policy_bridge.selection import UniformRandom
 from policy_bridge.session import Session
 from slipstream.errors import RefusedError
@@ -118,13 +118,11 @@ class Recorder:
 
     def _window(self) -> Capture:
         """One that takes everything."""
-        weights = self._modules.weights()
         return Capture(
             modules=self._modules,
             session=self._session,
             policy_version=POLICY_VERSION,
-            weights=weights,
-            weights_stamp=stamp_of(weights),
+            moved=watched(self._modules.weights()),
             temperature=self._temperature,
             budget_bytes=sys.maxsize,
             forwards=1,

@@ -18,7 +18,7 @@ from torch import nn
 from policy_bridge.capture import Capture
 from policy_bridge.config import ModulePaths
 from policy_bridge.copier import Copier, Staging
-from policy_bridge.model import PolicyModules, find_modules, stamp_of
+from policy_bridge.model import PolicyModules, find_modules, watched
 from policy_bridge.selection import Selector, UniformRandom
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
@@ -59,13 +59,11 @@ class Windows:
 
     def open(self, **changes: Any) -> Capture:
         """A window."""
-        weights = self.modules.weights()
         values: dict[str, Any] = {
             "modules": self.modules,
             "session": session_of(self.modules, self.layers),
             "policy_version": 1,
-            "weights": weights,
-            "weights_stamp": stamp_of(weights),
+            "moved": watched(self.modules.weights()),
             "temperature": 1.0,
             "budget_bytes": self.budget_bytes,
             "selector": self.selector,
