@@ -62,7 +62,7 @@ class PrefixCacheSalt:
 
     vLLM hashes a prompt in its thread for input, before the engine core takes the request. One that
     was hashed before a call and has not begun is hashed again: when it is added, or at the call if
-    it waits (0.4 ms for a prompt of 1000 tokens).
+    it waits.
     """
 
     def __init__(self, engine_core: Any) -> None:

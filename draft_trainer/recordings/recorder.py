@@ -302,7 +302,7 @@ class Recorder:
         try:
             work()
         except _FAILURES as error:
-            # No end of the thread: a disk that is full now may have room for what comes later.
+            # The thread goes on: a disk that is full now may have space for what comes later.
             logger.error("recorded states were not written: %s", str(error) or repr(error))
             self._counters.recording_shed.labels("write_failed").inc(
                 before + samples - self._waiting
@@ -372,7 +372,7 @@ class Recorder:
 def _remove_parts(folder: Path) -> None:
     """Remove what a killed writer left half-written, where that is a recording and has no writer.
 
-    Where it cannot be removed it stays: it takes room, and does no harm.
+    What cannot be removed stays, and takes space alone.
     """
     with suppress(OSError, RefusedError):
         read_index(folder)

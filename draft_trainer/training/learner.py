@@ -27,6 +27,9 @@ _STEPS_UNTIL_GROWTH = 64
 DEVICE_MEMORY = "device_memory"
 """Field of the refusal of a step that found too little memory on its device."""
 
+# What a rank tells the others of its samples, in place of 0.
+_REFUSED, _NO_MEMORY = 1, 2
+
 logger = logging.getLogger(__name__)
 
 
@@ -311,14 +314,14 @@ class Learner:
         own = [
             sum(sample.tokens for sample in samples),
             max((sample.policy_version for sample in samples), default=-1),
-            (1 + (refusal[0].field == DEVICE_MEMORY)) if refusal else 0,
+            _code_of(refusal[0]) if refusal else 0,
         ]
         tally = self._ranks.gather(torch.cat([counts, torch.tensor(own)]))
         if refusal:
             raise refusal.pop()
         found = tally[:, -1].tolist()
-        if 1 in found:
-            where = f"refused by rank {found.index(1)}"
+        if _REFUSED in found:
+            where = f"refused by rank {found.index(_REFUSED)}"
             raise RefusedError("samples", where, "none refused", "see that rank's log")
         if any(found):
             raise _too_little_memory("another rank's")
@@ -385,6 +388,10 @@ class Learner:
             setattr(self, name, int(state[f"counter.{name}"]))
         halvings, measured = state["pace"].tolist()
         self.pace = Pace(halvings, bool(measured))
+
+
+def _code_of(refusal: RefusedError) -> int:
+    return _NO_MEMORY if refusal.field == DEVICE_MEMORY else _REFUSED
 
 
 def _too_little_memory(what: str) -> RefusedError:

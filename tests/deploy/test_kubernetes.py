@@ -96,10 +96,10 @@ def test_a_training_job_on_gpus_has_room_for_checkpoints_and_shared_memory(name:
     mounts = {m["mountPath"]: m for m in policy["volumeMounts"]}
     assert not mounts["/output"].get("readOnly")
     claim = volumes[mounts["/output"]["name"]]["persistentVolumeClaim"]["claimName"]
-    room = only(manifests, "PersistentVolumeClaim", claim)["spec"]["resources"]["requests"][
+    claimed = only(manifests, "PersistentVolumeClaim", claim)["spec"]["resources"]["requests"][
         "storage"
     ]
-    assert size(room) >= 100 << 30
+    assert size(claimed) >= 100 << 30
     # NCCL's and data loaders'; the runtime's own is 64 MiB. It counts as the container's memory.
     shared, ring = (volumes[mounts[path]["name"]]["emptyDir"] for path in ("/dev/shm", "/ring"))
     assert shared["medium"] == "Memory" and size(shared["sizeLimit"]) >= 1 << 30

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,13 @@ class Rig:
     def announce(self, version: int) -> None:
         rows = self.policy.lm_head[draft_vocab_ids()]
         self.run.add_policy(PolicyHead(version, rows, self.policy.embed))
+
+    def record(self, samples: Sequence[Sample]) -> None:
+        """From the first offer to the recorder's end."""
+        for sample in samples:
+            self.recorder.offer(self.run, sample)
+        self.recorder.start()
+        assert self.recorder.stop(30)
 
     def counts(self) -> tuple[int, dict[str, int]]:
         recorded = total(self.counters.samples_recorded)
@@ -184,10 +191,7 @@ def test_a_disk_that_is_full_from_the_start_gets_no_folders(
         yield path
 
     monkeypatch.setattr(recording_writer, "written_whole", full)
-    for sample in Policy().samples(3):
-        rig.recorder.offer(rig.run, sample)
-    rig.recorder.start()
-    assert rig.recorder.stop(30)
+    rig.record(Policy().samples(3))
     assert rig.counts() == (0, {"write_failed": 3})
     assert list(tmp_path.iterdir()) == []
 
@@ -207,10 +211,7 @@ def test_a_full_disk_loses_shards_not_the_recorder(
         save(tensors, *rest, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(recording_writer, "save_file", full_at_shard_2)
-    for sample in samples:
-        rig.recorder.offer(rig.run, sample)
-    rig.recorder.start()
-    assert rig.recorder.stop(30)
+    rig.record(samples)
     recorded, shed = rig.counts()
     # The sample that made the shard full is lost with it.
     assert shed == {"write_failed": calls[1] + 1} and recorded + shed["write_failed"] == 20
@@ -247,10 +248,7 @@ def test_no_failure_ends_the_recorder(
         return writer(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(recording_writer, "RecordingWriter", fails_once)
-    for sample in Policy().samples(3):
-        rig.recorder.offer(rig.run, sample)
-    rig.recorder.start()
-    assert rig.recorder.stop(30)
+    rig.record(Policy().samples(3))
     assert rig.counts() == (2, {"write_failed": 1})
 
 
@@ -265,10 +263,7 @@ def test_a_number_that_another_trainer_took_meanwhile_is_left_to_it(
         rig.recorder._guarded(partial(rig.recorder._record, rig.run, Policy().samples(1)[0]), 1)
     assert rig.counts() == (0, {"write_failed": 1})
     assert list((tmp_path / "run-000000").iterdir()) == []
-    for sample in Policy().samples(2):
-        rig.recorder.offer(rig.run, sample)
-    rig.recorder.start()
-    assert rig.recorder.stop(30)
+    rig.record(Policy().samples(2))
     assert len(Recording(tmp_path / "run-000001")) == 2
 
 

@@ -181,7 +181,7 @@ def test_a_new_file_that_cannot_be_written_costs_no_sample(
     os.ftruncate(made._descriptor, 4096)
     blocks = outbox.move_to(made)
     assert blocks.lost and "as it was made" in outbox.damage
-    # They go inline, and into the next file that has room.
+    # They go inline, and into the next file that has space.
     for target in (None, SharedFile.create(tmp_path, file_bytes(8 * UNIT))):
         moved = None if target is None else outbox.move_to(target)
         for name, one in given.items():

@@ -167,7 +167,7 @@ def test_drafting_stays_on_where_ranks_compute_its_steps_together() -> None:
     with pytest.raises(RefusedError, match=r"speculation: found off.*experts.*data-parallel"):
         asyncio.run(switch(False))
     client.engine_core.core_engines.pop()
-    assert asyncio.run(switch(False)) == 0.1, "one rank waits for nobody"
+    assert asyncio.run(switch(False)) == 0.1, "one rank is never refused"
 
 
 def test_steps_of_all_cores_are_summed() -> None:

@@ -42,7 +42,7 @@ class Engine(MemoryEngine):
 
 
 class Plane:
-    """A server that has room for its draft and two policies, and a client of it."""
+    """A server with memory for its draft and two policies, and a client of it."""
 
     def __init__(self, folder: Path) -> None:
         self.draft = write_draft(folder / "draft")
