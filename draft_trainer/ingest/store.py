@@ -42,7 +42,6 @@ from slipstream.v1 import draft_trainer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 ARENA = "arena"
-
 _AMONG = "number IN (SELECT value FROM json_each(?))"
 
 ENOUGH_HELD_OUT = 32
@@ -140,10 +139,14 @@ class SampleStore:
             # More than this one needs: a transaction for each sample costs more than the sample.
             if not self._evict_worst(max(size, self.capacity_bytes // 64)):
                 break
-        found, code = f"{nbytes} bytes", StatusCode.RESOURCE_EXHAUSTED
-        most = f"at most {self.capacity_bytes} bytes (replay.capacity_bytes), {busy} of them read "
-        advice = "send shorter windows, or raise replay.capacity_bytes"
-        raise RefusedError("sample", found, f"{most}or received now", advice, code)
+        raise RefusedError(
+            "sample",
+            f"{nbytes} bytes",
+            f"at most {self.capacity_bytes} bytes (replay.capacity_bytes), {busy} of them read or "
+            "received now",
+            "send shorter windows, or raise replay.capacity_bytes",
+            StatusCode.RESOURCE_EXHAUSTED,
+        )
 
     @repairing
     def accept(self, run_id: str, samples: Sequence[Sample]) -> list[bool]:
@@ -329,8 +332,7 @@ class SampleStore:
             f"{RESIDENT}",
             self._config.max_epochs,
         ).fetchone()
-        used = self._arena.used
-        return StoreCounts(int(pending), int(held_out), int(unsaved), resident, used)
+        return StoreCounts(int(pending), int(held_out), int(unsaved), resident, self._arena.used)
 
     @repairing
     def tokens_of_a_version(self) -> int:
@@ -485,8 +487,8 @@ class SampleStore:
         Returns:
             Of each its start and size, whether it is exhausted, and whether it is untrained.
         """
-        config = self._config
-        return self._db.evict(config.max_epochs, config.ledger_entries, condition, *values)
+        epochs, entries = self._config.max_epochs, self._config.ledger_entries
+        return self._db.evict(epochs, entries, condition, *values)
 
     def _free(self, gone: Sequence[tuple[int, int, int, int]]) -> None:
         self._arena.noted -= len(gone)
