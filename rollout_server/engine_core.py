@@ -7,6 +7,7 @@ prefix-cache salt, count of verification steps) happens in one of these.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -62,10 +63,16 @@ class PrefixCacheSalt:
 
     vLLM hashes a prompt in its thread for input, before the engine core takes the request. One that
     was hashed before a call and has not begun is hashed again: when it is added, or at the call if
-    it waits.
+    it waits. A KV connector may have looked up one that waits, and keeps what it found by the old
+    hashes: such a request is computed whole.
+
+    Hashes are the same in every process, and stores behind KV connectors outlive this one or are
+    shared: the salt also names this engine core. The number alone would stand for other weights
+    after a restart and on another server.
     """
 
     def __init__(self, engine_core: Any) -> None:
+        self._id = uuid.uuid4().hex[:12]
         self._calls = 0
         self._scheduler = engine_core.scheduler
         self._add = engine_core.scheduler.add_request
@@ -83,6 +90,8 @@ class PrefixCacheSalt:
             # A preempted request with output has begun; its first tokens are the old policy's.
             if request.num_computed_tokens == 0 and request.num_output_tokens == 0:
                 self._hash_again(request)
+                if self._scheduler.connector is not None:
+                    request.skip_reading_prefix_cache = True
 
     def _hash_salted(self, request: Any) -> Any:
         if not hasattr(request, _SALT):
@@ -106,7 +115,7 @@ class PrefixCacheSalt:
         _, own = getattr(request, _SALT, (0, request.cache_salt))
         setattr(request, _SALT, (calls, own))
         if calls:
-            request.cache_salt = f"slipstream-{calls}:{own or ''}"
+            request.cache_salt = f"slipstream-{self._id}-{calls}:{own or ''}"
 
 
 MOST_UNDRAFTED = 1 / 8

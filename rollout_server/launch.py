@@ -338,7 +338,6 @@ def _check_supported(args: argparse.Namespace) -> None:
 _SALTED_CONNECTORS = frozenset(
     {
         "DecodeBenchConnector",
-        "HF3FSKVConnector",
         "LMCacheMPConnector",
         "MooncakeConnector",
         "MooncakeStoreConnector",

@@ -113,7 +113,7 @@ HOOKS: tuple[Hook, ...] = (
         _SCHEDULER,
         "Scheduler",
         *("dynamic_sd_lookup", "num_spec_tokens", "max_num_running_reqs", "running"),
-        *("has_requests", "requests", "kv_cache_config", "block_size"),
+        *("has_requests", "requests", "kv_cache_config", "block_size", "connector"),
     ),
     Hook(_SCHEDULER, "Scheduler.set_pause_state", ("self", "pause_state")),
     *_hooks(
@@ -124,7 +124,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     *_hooks("vllm.v1.request", "Request", "cache_salt", "spec_token_ids", "block_hashes"),
     *_hooks("vllm.v1.request", "Request", "request_id", "num_output_tokens"),
-    *_hooks("vllm.v1.request", "Request", "num_computed_tokens"),
+    *_hooks("vllm.v1.request", "Request", "num_computed_tokens", "skip_reading_prefix_cache"),
     Hook("vllm.v1.request", "Request.update_block_hashes", ("self",)),
     Hook("vllm.v1.core.sched.interface", "PauseState.PAUSED_ALL"),
     # Names of requests: policy_spans.py.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ class Caching:
 
         init_none_hash(sha256)
         self.request_block_hasher = get_request_block_hasher(4, sha256)
-        self.scheduler = SimpleNamespace(requests={}, add_request=self._add)
+        self.scheduler = SimpleNamespace(requests={}, add_request=self._add, connector=None)
         self.salt = PrefixCacheSalt(self)
 
     def _add(self, request: Any) -> None:
@@ -95,6 +96,27 @@ def test_only_a_preempted_request_without_output_begins_anew_at_a_commit() -> No
     core.salt.advance()
     assert preempted.block_hashes == core.enter(TOKENS).block_hashes
     assert answering.block_hashes == before and answering.cache_salt is None
+
+
+def test_a_waiting_request_is_computed_whole_where_a_connector_may_keep_its_old_hashes() -> None:
+    core = Caching()
+    core.scheduler.connector = object()
+    waiting, answering = core.enter(TOKENS), core.enter(TOKENS[:8])
+    answering.append_output_token_ids(TOKENS[8:])
+    core.salt.advance()
+    assert waiting.skip_reading_prefix_cache
+    assert not answering.skip_reading_prefix_cache
+    assert not core.enter(TOKENS).skip_reading_prefix_cache
+
+
+def test_salts_of_two_engines_never_meet() -> None:
+    """A store behind a KV connector is shared by servers, and outlives one that restarts."""
+    hashes = []
+    for _ in range(2):
+        core = Caching()
+        core.salt.advance()
+        hashes.append(core.enter(TOKENS).block_hashes)
+    assert not set(hashes[0]) & set(hashes[1])
 
 
 def test_without_prefix_caching_nothing_is_hooked() -> None:
@@ -284,7 +306,9 @@ def change(kind: str) -> dict[str, Any]:
 
 
 def salt_of(hooks: EngineHooks) -> str | None:
-    return hooks.core.request_block_hasher(SimpleNamespace(cache_salt=None))  # type: ignore
+    """Without the engine core's name."""
+    salt = hooks.core.request_block_hasher(SimpleNamespace(cache_salt=None))  # type: ignore
+    return salt and re.sub("^slipstream-[0-9a-f]{12}-", "slipstream-", salt)
 
 
 def test_a_commit_answers_the_steps_before_it_and_salts_policies_only(hooks: EngineHooks) -> None:

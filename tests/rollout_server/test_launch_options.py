@@ -47,6 +47,7 @@ def test_connectors_that_ignore_the_prefix_salt_are_refused_unless_told(parse: A
     for config, name in (
         (connector("LMCacheConnectorV1"), "LMCacheConnectorV1"),
         (connector("MultiConnector", "NixlConnector", "ExampleConnector"), "ExampleConnector"),
+        (connector("HF3FSKVConnector"), "HF3FSKVConnector"),
         (connector("OfMyOwn"), "OfMyOwn"),
     ):
         with pytest.raises(RefusedError, match=rf"{option}.*{name}.*--allow-kv-connector"):
