@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
 
@@ -20,7 +22,7 @@ from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
 from draft_trainer.training.learner import Learner
-from draft_trainer.training.ranks import Ranks, shares
+from draft_trainer.training.ranks import RankLostError, Ranks, shares
 from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm
 from slipstream.sample import Sample
@@ -86,6 +88,37 @@ class Followers:
     def keep_alive(self) -> None:
         """Send a message that asks for nothing, so that their deadline does not expire."""
         self._tell("wait", {})
+
+    @contextmanager
+    def kept_waiting(self) -> Iterator[None]:
+        """While rank 0 works alone: their deadline does not expire, however long it takes.
+
+        Nothing else may be exchanged with them meanwhile.
+
+        Raises RankLostError: at the end, if one of them is gone.
+        """
+        if self.patience is None:
+            yield
+            return
+        over, lost = threading.Event(), list[RankLostError]()
+
+        def tell() -> None:
+            try:
+                while not over.wait(self.patience):
+                    self.keep_alive()
+            except RankLostError as error:
+                lost.append(error)
+
+        self.keep_alive()
+        teller = threading.Thread(target=tell, name="keep-ranks-waiting", daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            over.set()
+            teller.join()
+        if lost:
+            raise lost[0]
 
     def end(self) -> None:
         """Have them end. Once only."""

@@ -347,6 +347,10 @@ class Learner:
             return totals.cpu()
         except torch.OutOfMemoryError as error:
             logger.warning("out of memory in passes of %d tokens: %s", self._pass_tokens, error)
+        except RefusedError as error:
+            # A second try reads the policy versions again, and one may be gone. The other ranks
+            # wait for this one's sum all the same.
+            logger.info("passes were not made again: %s", error)
         # Not in the handler: the exception holds what the pass held.
         self._optimizer.clear_gradients()
         if self.head.device.type == "cuda":

@@ -269,8 +269,8 @@ class TrainingLoop:
         self.counters.device_memory.labels("step").inc()
         self.counters.training_error = f"training waits: {error}"
         logger.error("training waits %.0f s: %s", self._retry_s, error)
-        self.followers.keep_alive()
-        self._stopping.wait(self._retry_s)
+        with self.followers.kept_waiting():
+            self._stopping.wait(self._retry_s)
         self._retry_s = min(2 * self._retry_s, _MOST_RETRY_S)
 
     def _draw(self, run: Run) -> Drawn:
@@ -291,7 +291,8 @@ class TrainingLoop:
         if economy.looks_only and economy.measures(version):
             # Without candidates only this says how the served draft does on the new policy.
             gate = self.candidates.gate
-            length = gate.measure(run)
+            with self.followers.kept_waiting():
+                length = gate.measure(run)
             if length is not None:
                 economy.measured(length, gate.drafting()[0])
         decision = economy.decide(version)
@@ -327,9 +328,10 @@ class TrainingLoop:
         if not self._steps_since_candidate or run.run_id != self.position.run_id:
             return
         self._steps_since_candidate = 0
-        version = self.candidates.consider(
-            self.learner, run, self.position.newest_release, self._trained_against
-        )
+        with self.followers.kept_waiting():
+            version = self.candidates.consider(
+                self.learner, run, self.position.newest_release, self._trained_against
+            )
         # It may have moved the weights.
         self.followers.take_rank_0()
         self.learner.take_rank_0()
@@ -337,7 +339,8 @@ class TrainingLoop:
             self.position = replace(self.position, newest_release=version)
             self._stored(partial(run.store.released, version))
             # A state from before a release is never resumed.
-            self.states.save(self.learner, self.position)
+            with self.followers.kept_waiting():
+                self.states.save(self.learner, self.position)
             self.on_release()
         else:
             self.states.moved()

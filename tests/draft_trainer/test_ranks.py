@@ -7,7 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.training import followers
 from draft_trainer.training.followers import Followers
 from draft_trainer.training.learner import DEVICE_MEMORY, Learner
-from draft_trainer.training.ranks import Ranks, shares
+from draft_trainer.training.ranks import RankLostError, Ranks, shares
 from draft_trainer.training.state import StateStore
 from examples.arithmetic_grpo.processes import free_port
 from slipstream.client import open_channel
@@ -205,15 +206,42 @@ def test_a_refusal_of_another_rank_says_whether_memory_was_too_little(
     assert told.value.field == field and text in told.value.found
 
 
+def test_a_policy_that_is_forgotten_before_a_second_try_keeps_no_rank_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy, told = Policy(), list[float]()
+    samples, heads = policy.samples(4), policy.heads()
+
+    class Both(_Other):
+        def sum(self, row: torch.Tensor) -> torch.Tensor:
+            told.append(float(row[-1]))
+            return row
+
+    def short(*arguments: object) -> torch.Tensor:
+        def forgotten(version: int, device: torch.device) -> None:
+            raise RefusedError("policy_version", 1, "2", "none")
+
+        monkeypatch.setattr(heads, "on", forgotten)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    learner = Learner(head(0), SERVING, Both(0))
+    monkeypatch.setattr(learner, "_backward", short)
+    with pytest.raises(RefusedError) as found:
+        learner.step(samples, heads)
+    assert found.value.field == DEVICE_MEMORY and told == [1.0]
+
+
 class _Wire(Ranks):
     """Both ends: what rank 0 sends is received afterwards."""
 
     def __init__(self) -> None:
         super().__init__(0, 2)
         self.messages: list[bytes] = []
+        self.told: Callable[[], object] = lambda: None
 
     def send(self, message: bytes, to: int) -> None:
         self.messages.append(message)
+        self.told()
 
     def receive(self, sender: int) -> bytes:
         return self.messages.pop(0)
@@ -242,6 +270,35 @@ def test_a_follower_keeps_the_policies_of_the_step_before(monkeypatch: pytest.Mo
     first, same, other, again = given
     assert same is first and other is not first and again is not other
     assert [each.versions for each in given] == [(1,), (1,), (2,), (1,)]
+
+
+def test_followers_are_kept_waiting_while_rank_0_works_alone() -> None:
+    wire = _Wire()
+    wire.timeout_s = 0.03
+    told = threading.Semaphore(0)
+    wire.told = told.release
+    with Followers(wire).kept_waiting():
+        for _ in range(5):
+            assert told.acquire(timeout=_DEADLINE)
+    assert len(wire.messages) >= 5
+    alone = Followers(Ranks())
+    with alone.kept_waiting():
+        pass
+
+
+def test_a_rank_that_is_lost_meanwhile_ends_training_afterwards() -> None:
+    wire = _Wire()
+    wire.timeout_s = 0.03
+    lost = threading.Event()
+
+    def gone() -> None:
+        if len(wire.messages) > 2:
+            lost.set()
+            raise RankLostError("rank 1 is gone")
+
+    wire.told = gone
+    with pytest.raises(RankLostError), Followers(wire).kept_waiting():
+        assert lost.wait(_DEADLINE)
 
 
 def test_shares_are_whole_and_balanced() -> None:
