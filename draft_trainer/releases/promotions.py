@@ -125,6 +125,11 @@ class Promotion:
         return () if self.trial is None else self.trial.servers
 
     @property
+    def waits(self) -> bool:
+        """Whether no other release may be staged: a trial or a measurement comes first."""
+        return bool(self.canaries) or self.hold
+
+    @property
     def in_use(self) -> frozenset[int]:
         """Releases that may be asked for at any time and must not be removed."""
         used = {self.promoted, self.live, self.incumbent, *self.good}

@@ -80,7 +80,7 @@ class Publisher:
         with self._staged_alone():
             self._drop_staged()
             now = self.promotions.now
-            if now.canaries or now.hold:
+            if now.waits:
                 return PublishResult(now.live)
             result = self._stage(now.promoted)
             with self._handover:
@@ -95,6 +95,11 @@ class Publisher:
             self._taken += taken
         try:
             with self.committed_alone():
+                now = self.promotions.now
+                if staged is not None and now.live == now.promoted != staged.draft_version:
+                    # Since it was staged, a roll back or an operator put another one live.
+                    self._abort(staged)
+                    staged = None
                 return self._commit(staged, policy_version, policy_stage_id)
         finally:
             with self._handover:
@@ -128,8 +133,7 @@ class Publisher:
         """Stage and commit the promoted release now, where it is not served yet."""
         with self._staged_alone():
             now = self.promotions.now
-            waits = now.canaries or now.hold
-            return PublishResult(now.live) if waits else self._publish(now.promoted)
+            return PublishResult(now.live) if now.waits else self._publish(now.promoted)
 
     def roll_back(self, reason: str, failed: int | None = None) -> PublishResult:
         """Put every reachable server on the newest good release before the live one; where a

@@ -42,6 +42,9 @@ MOST_RECOMMITS = 2
 NOTHING_ACCEPTED = "acceptance length of draft"
 """How ``not_ready`` of such a server begins."""
 
+LOST, ASLEEP = "draft read back from memory", ": asleep"
+"""In ``not_ready`` of a server whose workers do not hold the draft, and of one that sleeps."""
+
 LOOK_SECONDS = 2.0
 """Between two looks at who belongs to the fleet, where nothing is reconciled."""
 
@@ -135,6 +138,14 @@ class Reconciler:
         if read_back:
             self._read_back_at = time.monotonic() + READ_BACK_SECONDS
         states = fleet.states(read_back)
+        if not read_back:
+            # Is it the draft, or have the workers lost it?
+            poor = [
+                address
+                for address, state in states.items()
+                if not isinstance(state, Failure) and _blames_draft(state.not_ready)
+            ]
+            states |= fleet.each(lambda client: client.state(True), poor)
         fleet.abort_strays(states, waiting)
         # A server that cannot be reached keeps its backoff: nothing is known of it.
         for address in list(self._diverged):
@@ -145,7 +156,7 @@ class Reconciler:
             if not isinstance(state, Failure):
                 text, version = self._compare(address, state), state.draft_version
                 recommits = self._recommits[address, version]
-                if text.startswith(NOTHING_ACCEPTED) and recommits >= MOST_RECOMMITS:
+                if _blames_draft(text) and recommits >= MOST_RECOMMITS:
                     given_up.add(address)
                     if version == judged:
                         self._give_up = (version, f"{address}, again: {text}")
@@ -155,7 +166,9 @@ class Reconciler:
         diverged = [address for address in self._diverged if address in reached]
         most = MOST_AT_ONCE + FAN_OUT * (len(reached) - len(diverged))
         late = [address for address in diverged if self._diverged[address].not_before <= now]
-        due = [address for address in late if address not in given_up][:most]
+        # One that sleeps is put right when it wakes up: no try before that counts.
+        left = given_up | {address for address in late if ASLEEP in self._diverged[address].text}
+        due = [address for address in late if address not in left][:most]
         for address, answer in fleet.each(self._put_right, due).items():
             self._tried(address, answer)
             if not isinstance(answer, Failure):
@@ -232,7 +245,7 @@ class Reconciler:
     def _tried(self, address: str, answer: pb.ServerState | Failure) -> None:
         found, publisher = self._diverged[address], self._publisher
         wait = found.tried()
-        if found.text.startswith(NOTHING_ACCEPTED) and not isinstance(answer, Failure):
+        if _blames_draft(found.text) and not isinstance(answer, Failure):
             self._recommits[address, answer.draft_version] += 1
         publisher.counters.healed(found.reason, not isinstance(answer, Failure))
         if isinstance(answer, Failure):
@@ -266,9 +279,9 @@ class Reconciler:
                 looked = time.monotonic()
                 if self._publisher.settle():
                     self.released()
-            except (OSError, RuntimeError, RefusedError) as error:
-                # No file descriptor or no thread can be had, or a disk fails: it may have passed by
-                # the next round.
+            except (OSError, RuntimeError, MemoryError, RefusedError) as error:
+                # No file descriptor, thread or memory can be had, or a disk fails: it may have
+                # passed by the next round.
                 logger.warning("%s", error, exc_info=not isinstance(error, RefusedError))
                 self._stopping.wait(self._seconds or LOOK_SECONDS)
             # A look at all reports of a large fleet takes long: most of the time is for training.
@@ -279,10 +292,17 @@ class Reconciler:
     def _publish(self, held: bool = False) -> None:
         """Publish what is promoted, where no sync does; or what was live and was held back."""
         now, on = self._publisher.promotions.now, self._publisher.fleet.config.on
-        if now.promoted == now.live or not (held or on == "promotion"):
+        if now.waits or now.promoted == now.live or not (held or on == "promotion"):
             self._unpublished = Divergence()
             return
+        if self._unpublished.text != str(now.promoted):
+            self._unpublished = Divergence(text=str(now.promoted))
         self._unpublished.tried()
         for address, outcome in self._publisher.publish_promoted().outcomes.items():
             if outcome.error:
                 logger.warning("%s: %s", address, outcome.error)
+
+
+def _blames_draft(not_ready: str) -> bool:
+    """Whether a server accepts next to nothing of a draft that its workers do hold."""
+    return not_ready.startswith(NOTHING_ACCEPTED) and LOST not in not_ready

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -11,8 +14,10 @@ from draft_trainer.releases import reconcile
 from draft_trainer.releases.canary import Arm, Batch, Canary, decide
 from draft_trainer.releases.promotions import Promotion, Trial
 from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
+from rollout_server.engine import VllmEngine
+from rollout_server.read_back import ASLEEP, SAME
 from tests.draft_trainer.fleet_double import RolloutDouble
-from tests.draft_trainer.fleet_rig import Rig
+from tests.draft_trainer.fleet_rig import LONG, Rig
 
 GOOD, RUINED = [70, 50, 30], [2, 0, 0]
 
@@ -276,6 +281,72 @@ def test_the_only_good_release_is_replaced_where_nothing_of_it_is_accepted(rig: 
     rig.heal()
     assert rig.publisher.complete(0, "").draft_version == 1
     assert rig.served == [1, 1, 1]
+
+
+def test_memory_that_workers_lost_is_not_the_drafts_fault(make_rig: Callable[..., Rig]) -> None:
+    """An engine slept at level 2, again and again, and generated before it was put right."""
+    rig = make_rig(2, CanaryConfig())
+    rig.publisher.promote(1, pin=False)
+    for _ in range(4):
+        accepts_nothing(rig.doubles[0])
+        rig.doubles[0].state.not_ready += f"; {reconcile.LOST}: worker 0: differs"
+        rig.heal()
+        assert rig.doubles[0].state.not_ready == ""
+    assert rig.served == [1, 1] and rig.promotions.now.live == 1
+
+
+def test_a_server_that_sleeps_is_put_right_when_it_wakes_up(rig: Rig) -> None:
+    rig.publisher.promote(1, pin=False)
+    sleeper = rig.doubles[0]
+    calls = len(sleeper.calls)
+    for worker in ("asleep", "asleep", "differs"):
+        assert len(sleeper.calls) == calls
+        sleeper.state.not_ready = f"{reconcile.LOST}: worker 0: {worker}"
+        rig.heal()
+    assert sleeper.state.not_ready == "" and len(sleeper.commits()) == 2
+
+
+def test_the_words_of_the_workers_are_known() -> None:
+    class Sleeps(VllmEngine):
+        async def _call_workers(self, seconds: float, method: str, *args: object) -> list[str]:
+            return [SAME, ASLEEP]
+
+    said = asyncio.run(Sleeps(None).read_back())
+    assert said.startswith(reconcile.LOST) and reconcile.ASLEEP in said
+
+
+def test_a_sync_that_took_its_draft_before_a_roll_back_commits_the_policy_alone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.publisher.promote(1, pin=False)
+    rig.promotions.offer(2)
+    rig.publisher.prepare()
+    stage_id = rig.stage_policy(7)
+    sync = threading.Thread(target=rig.publisher.complete, args=(7, stage_id))
+    real = rig.promotions.roll_back
+
+    def meanwhile(*arguments: bool) -> tuple[int, int]:
+        sync.start()
+        deadline = time.monotonic() + LONG
+        while not rig.publisher._taken:
+            assert time.monotonic() < deadline
+        return real(*arguments)
+
+    monkeypatch.setattr(rig.promotions, "roll_back", meanwhile)
+    rig.publisher.roll_back("by hand")
+    sync.join(LONG)
+    assert rig.served == [0, 0, 0] and rig.policies == [7, 7, 7]
+    assert [list(d._state().staged) for d in rig.doubles] == [[]] * 3
+
+
+def test_waiting_for_a_trial_is_no_failed_publish(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(4, CanaryConfig(share=0.25), on="promotion")
+    rig.publisher.promote(1, pin=False)
+    assert rig.promotions.now.canaries
+    rig.promotions.offer(2)
+    for _ in range(8):
+        rig.reconciler._publish()
+    assert rig.reconciler._unpublished.attempts == 0
 
 
 def test_the_words_of_the_servers_guard_are_known() -> None:

@@ -279,6 +279,7 @@ def test_a_promoted_release_that_could_not_be_published_is_published_again(
     [
         OSError(errno.EMFILE, "Too many open files"),
         RuntimeError("can't start new thread"),
+        MemoryError(),
         RefusedError("draft.registry", "locked", "a folder that can be written", "wait"),
     ],
     ids=lambda error: type(error).__name__,
