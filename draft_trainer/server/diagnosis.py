@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from draft_trainer.config import HELD_OUT_MOST, TrainerConfig
 from draft_trainer.releases.gate import MIN_CLUSTERS
+from draft_trainer.training.learner import DEVICE_MEMORY
 from slipstream.errors import clean
 from slipstream.v1.console_pb2 import Diagnosis
 from slipstream.v1.draft_trainer_pb2 import TrainerStatus
@@ -105,9 +106,12 @@ def _share(config: TrainerConfig) -> float:
 
 def _training(status: TrainerStatus, config: TrainerConfig) -> Found:
     if status.training_error:
-        waits = status.training_error.startswith("training waits")
         next_step = "read the error in the log; a restart resumes from the newest training state"
-        return PROBLEM, status.training_error, "free space there" if waits else next_step
+        if DEVICE_MEMORY in status.training_error:
+            next_step = "lower training.forward_tokens, or free memory on the GPU"
+        elif status.training_error.startswith("training waits"):
+            next_step = "free space there"
+        return PROBLEM, status.training_error, next_step
     steps, skipped = status.train_steps, status.train_steps_skipped
     if skipped > steps:
         return (

@@ -117,6 +117,10 @@ FEW = "124 held-out anchors in 3 prompts, 200 in 4 are needed"
             *("training", WAITING, "paused: saves 1 s, costs 9 s", "economy.mode"),
         ),
         ({"training_error": "training waits: full"}, "training", PROBLEM, "full", "free space"),
+        (
+            {"training_error": "training waits: device_memory: too little"},
+            *("training", PROBLEM, "too little", "training.forward_tokens"),
+        ),
         ({"training_error": "ended"}, "training", PROBLEM, "ended", "restart"),
         ({"last_verdict": None}, "gate", WAITING, "no candidate yet", ""),
         (
