@@ -33,6 +33,7 @@ kubernetes_validate = pytest.importorskip(
 CUSTOM = {"ServiceMonitor"}
 OLDEST = "1.30"
 NEWEST = kubernetes_validate.latest_version()
+TRANSFERS = {"weight-transfer-policy", "weight-transfer-servers"}
 # rollout_server.service.READY_SERVICE, without an import of vLLM.
 READY = f"{rollout_server_pb2.DESCRIPTOR.services_by_name['RolloutServer'].full_name}/ready"
 
@@ -179,12 +180,8 @@ def test_nothing_runs_with_more_rights_than_it_needs(manifests: list[Manifest]) 
 def test_the_control_planes_are_reached_by_the_policys_pod_and_by_one_another(
     manifests: list[Manifest],
 ) -> None:
-    policies = {
-        m["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"]: m["spec"]
-        for m in manifests
-        if m["kind"] == "NetworkPolicy"
-    }
-    assert policies.keys() == {"rollout-server", "policy"}
+    policies = {m["metadata"]["name"]: m["spec"] for m in manifests if m["kind"] == "NetworkPolicy"}
+    assert policies.keys() - TRANSFERS == {"rollout-server", "policy"}
     servers = policies["rollout-server"]
     assert {"Ingress", "Egress"} == set(servers["policyTypes"])
     callers = [
@@ -202,6 +199,18 @@ def test_the_control_planes_are_reached_by_the_policys_pod_and_by_one_another(
     assert {(p["port"], p["protocol"]) for p in names["ports"]} == {(53, "UDP"), (53, "TCP")}
     opened = {p["port"] for rule in policies["policy"]["ingress"] for p in rule["ports"]}
     assert opened == {trainer_config(manifests).server.metrics_port}
+
+
+def test_on_gpus_the_framework_may_sync_policies_itself() -> None:
+    """On ports that it chooses, and with the policy's pod only."""
+    policies = {m["metadata"]["name"]: m for m in overlay("gpu") if m["kind"] == "NetworkPolicy"}
+    servers, policy = (policies[name]["spec"] for name in sorted(TRANSFERS, reverse=True))
+    name = "app.kubernetes.io/name"
+    of_servers, of_policy = ({"matchLabels": {name: n}} for n in ("rollout-server", "policy"))
+    assert (servers["podSelector"], policy["podSelector"]) == (of_servers, of_policy)
+    assert servers["ingress"] == [{"from": [{"podSelector": of_policy}]}]
+    assert servers["egress"] == [{"to": [{"podSelector": of_policy}]}]
+    assert policy["ingress"] == [{"from": [{"podSelector": of_servers}]}]
 
 
 def test_prometheus_finds_both_services(manifests: list[Manifest]) -> None:
