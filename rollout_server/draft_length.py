@@ -12,10 +12,10 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from rollout_server.acceptance import AcceptanceTracker
-from rollout_server.engine import Engine
+from rollout_server.engine import VllmEngine
 from rollout_server.step_costs import PLAIN, SPECULATIVE, StepSum, StepSums
 from slipstream.costs import StepTable
 from slipstream.economics import acceptance_length
@@ -34,6 +34,11 @@ cost the prefix cache (``SchedulerSwitch.too_much_undrafted``)."""
 REFRESH_SECONDS = 60.0
 """Age of a cost, in seconds of engine steps, beyond which it is measured again: contexts grow, and
 others use the machine. In a pause between rollouts nothing could be measured."""
+
+LATELY_SECONDS = 10.0
+"""Age of a cost, in seconds of engine steps, beyond which lengths do not change for it before it is
+measured again. What is in use is timed under the load of now. A cost of the calibration, with no
+context and no requests to answer, or of another minute would look low beside it."""
 
 REFRESH_STEPS = 6
 """About so many steps are taken for it, and no fewer than fit into ``REFRESH_LEAST_SECONDS``."""
@@ -162,6 +167,12 @@ class LengthChooser:
         self.table = best if drafts and on <= off else None
         self.speed_up = seconds(None) / seconds(self.table)
 
+    def in_use(self) -> set[int]:
+        """Lengths that ``table`` has for the recent numbers of requests."""
+        if self.table is None:
+            return {OFF}
+        return {self.table[min(n, self.largest)] for n in self._work}
+
     def doubt(self, length: int) -> None:
         """Let the next few steps of a length count as much as all before them."""
         for (k, requests), (steps, mean) in self._costs.items():
@@ -198,7 +209,8 @@ class LengthControl:
         self._live: list[int] | None = chooser.table
         self._version = tracker.live
         self._off_since, self._retry_after = 0.0, RETRY_SECONDS
-        self._timed = dict.fromkeys((OFF, 0, *chooser.lengths), 0.0)
+        # The calibration says nothing of the load of now.
+        self._timed = dict.fromkeys((OFF, 0, *chooser.lengths), -math.inf)
 
     async def update(self, sums: StepSums) -> None:
         """With the newest measurements. Raises RefusedError: the engine did not answer."""
@@ -216,24 +228,34 @@ class LengthControl:
             self._retry_after = min(2 * self._retry_after, RETRY_MOST_SECONDS)
             chooser.try_again()
         else:
+            before = chooser.table, chooser.speed_up
             chooser.choose(rates)
+            # Not while drafting is off: every try of a draft may cost the prefix cache.
+            if steps and self._live is not None and chooser.table != self._live:
+                oldest = self._oldest(chooser.in_use())
+                if now - self._timed[oldest] > LATELY_SECONDS:
+                    chooser.table, chooser.speed_up = before
+                    await self._refresh(oldest, now, max(steps.values()))
+                    return
         if chooser.table != self._live:
             await self._set_lengths(chooser.table)
             self._live, self._off_since = chooser.table, now
             logger.info("draft lengths: %s", _words(chooser.table))
-        if steps and chooser.table is not None:
-            await self._refresh(now, max(steps.values()))
+        oldest = self._oldest(self._timed)
+        if steps and chooser.table and now - self._timed[oldest] >= REFRESH_SECONDS:
+            await self._refresh(oldest, now, max(steps.values()))
 
-    async def _refresh(self, now: float, step_seconds: float) -> None:
-        """Take a few steps of the length whose cost is oldest; the next update reads them."""
-        oldest = min(self._timed, key=lambda k: self._timed[k])
-        if now - self._timed[oldest] < REFRESH_SECONDS:
-            return
-        self._timed[oldest] = now
-        self.chooser.doubt(oldest)
+    def _oldest(self, lengths: Iterable[int]) -> int:
+        """That of which no step was timed for the longest time."""
+        return min(lengths, key=lambda k: self._timed[k])
+
+    async def _refresh(self, length: int, now: float, step_seconds: float) -> None:
+        """Take a few steps of a length; the next update reads them."""
+        self._timed[length] = now
+        self.chooser.doubt(length)
         try:
             await self._set_lengths(
-                None if oldest == OFF else [oldest] * (self.chooser.largest + 1)
+                None if length == OFF else [length] * (self.chooser.largest + 1)
             )
             await asyncio.sleep(max(REFRESH_LEAST_SECONDS, REFRESH_STEPS * step_seconds))
         finally:
@@ -248,8 +270,7 @@ def _words(table: Sequence[int] | None) -> str:
 
 
 async def calibrate(
-    engine: Engine,
-    step_sums: Callable[[], Awaitable[StepSums]],
+    engine: VllmEngine,
     generate: Callable[[int, int], Awaitable[None]],
     chooser: LengthChooser,
 ) -> None:
@@ -257,7 +278,6 @@ async def calibrate(
 
     Args:
         engine: that serves nobody yet; it drafts the longest length afterwards.
-        step_sums: of the engine.
         generate: runs that many requests at once, of that many tokens each.
         chooser: is given what was measured.
 
@@ -273,5 +293,5 @@ async def calibrate(
             # Each step may accept everything.
             await generate(requests, CALIBRATION_STEPS * (max(k, 0) + 1))
     await engine.set_draft_lengths([chooser.lengths[-1]] * (chooser.largest + 1))
-    chooser.add(await step_sums(), None, served=False)
+    chooser.add(await engine.step_sums(), None, served=False)
     logger.info("timed engine steps for %.1f s", time.monotonic() - began)

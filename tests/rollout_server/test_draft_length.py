@@ -16,6 +16,7 @@ from rollout_server.acceptance import (
     tried,
 )
 from rollout_server.draft_length import (
+    LATELY_SECONDS,
     MARGIN,
     REFRESH_SECONDS,
     RETRY_MOST_SECONDS,
@@ -212,13 +213,17 @@ class Server:
         before = self.sums.get((MIXED, 1, 0), StepSum())
         self.sums[MIXED, 1, 0] = StepSum(before.steps + 1, before.seconds + more)
 
-    def serve(self, steps: int, requests: int = 1) -> None:
-        table = self.control.chooser.table
-        k = -1 if table is None else table[requests]
+    def step(self, steps: int, k: int, requests: int, slower: float = 1.0) -> None:
+        """Engine steps of a length."""
         key = (PLAIN, requests, 0) if k < 0 else (SPECULATIVE, requests, k)
         before = self.sums[key]
-        more = steps * seconds(k, requests)
+        more = steps * seconds(k, requests) * slower
         self.sums[key] = StepSum(before.steps + steps, before.seconds + more)
+
+    def serve(self, steps: int, requests: int = 1, slower: float = 1.0) -> None:
+        table = self.control.chooser.table
+        k = -1 if table is None else table[requests]
+        self.step(steps, k, requests, slower)
         if k > 0:
             accepted = [round(steps * rate) for rate in self.rates[:k]]
             self.tracker.record(steps, k * steps, sum(accepted), accepted)
@@ -300,7 +305,7 @@ def test_a_cost_that_is_old_is_measured_again(monkeypatch: pytest.MonkeyPatch) -
     table = server.control.chooser.table
     assert table is not None
     told: list[Sequence[int] | None] = []
-    for _ in range(8):
+    for _ in range(10):
         server.spend(REFRESH_SECONDS / 5)
         server.told.clear()
         server.serve(60)
@@ -310,8 +315,35 @@ def test_a_cost_that_is_old_is_measured_again(monkeypatch: pytest.MonkeyPatch) -
             before = server.sums[PLAIN, 1, 0]
             quick = StepSum(before.steps + 400, before.seconds + 400 * seconds(-1, 1))
             server.sums[PLAIN, 1, 0] = quick
-    assert told.count(None) == 2, "once to measure, once for good"
+    assert told.count(None) == 3, "because it is old, before lengths change for it, and for good"
     assert server.control.chooser.table is None
+
+
+def test_lengths_do_not_change_for_a_cost_of_another_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take twice what they took in the calibration: only what is in use seems slower."""
+    monkeypatch.setattr("rollout_server.draft_length.asyncio.sleep", no_sleep)
+    server = Server(FRESH)
+    server.serve(60)
+    for _ in range(6):
+        server.spend(LATELY_SECONDS + 1)
+        server.serve(60)
+    live = server.control.chooser.table
+    assert live is not None and live[1] == 3
+    told: list[Sequence[int] | None] = []
+    for _ in range(12):
+        server.told.clear()
+        server.serve(100, slower=2.0)
+        told += server.told
+        for lengths in server.told:
+            # What the engine does while it measures.
+            k = -1 if lengths is None else lengths[1]
+            if k != 3:
+                server.step(20, k, 1, slower=2.0)
+    table = server.control.chooser.table
+    assert table is not None and table[1] == 3
+    measured = [k for k in (-1 if lengths is None else lengths[1] for lengths in told) if k != 3]
+    assert {1, 2} <= {*measured}, "each was measured once it seemed faster"
+    assert len(measured) <= 4
 
 
 class Engine:
@@ -339,7 +371,7 @@ class Engine:
 
 def test_the_calibration_measures_every_length_and_leaves_the_longest() -> None:
     engine, chooser = Engine(), LengthChooser(3, 16)
-    asyncio.run(calibrate(engine, engine.step_sums, engine.generate, chooser))  # type: ignore[arg-type]
+    asyncio.run(calibrate(engine, engine.generate, chooser))  # type: ignore[arg-type]
     assert {(n, k) for kind, n, k in engine.sums if kind == SPECULATIVE} == {
         (n, k) for n in (1, 4, 16) for k in range(4)
     }
