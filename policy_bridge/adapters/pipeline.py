@@ -143,7 +143,8 @@ class StagedPolicy(nn.Module):
     """A policy without layers of its own: states that others captured are replayed through it.
 
     Args:
-        stage: the part of the policy that is here; its parameters tell of an optimizer step.
+        stage: the part of the policy that is here. Sync after each step: Megatron's optimizers step
+            on copies of its parameters, so that the bridge does not see a step.
         num_layers: decoder layers of the whole policy.
         lm_head: the whole output matrix [V, H], gathered if it is sharded; assign
             ``lm_head.weight`` anew before a sync where it is a copy.
