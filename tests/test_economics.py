@@ -206,6 +206,10 @@ def test_lengths(tmp_path: Path) -> None:
         read_lengths(str(tmp_path / "absent"))
     with pytest.raises(RefusedError, match=r"step costs: found .*No such file"):
         StepTable.read(tmp_path / "absent")
+    for damaged in (b"\xff\xfe\x00", b"x" * 200_000):
+        file.write_bytes(damaged)
+        with pytest.raises(RefusedError, match="step costs: found"):
+            StepTable.read(file)
     drawn = read_lengths("lognormal:2000,0.9,16384")
     assert sorted(drawn)[len(drawn) // 2] == pytest.approx(2000, rel=0.1)
     assert max(drawn) == 16384

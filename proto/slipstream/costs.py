@@ -123,25 +123,25 @@ class StepTable:
     def read(cls, path: Path, noise: float = 0.05) -> StepTable:
         """From a CSV with the columns ``COLUMNS``. Raises RefusedError."""
         try:
-            file = path.open(newline="", encoding="utf-8")
-        except OSError as error:
-            raise RefusedError("step costs", f"{error}", "a CSV file", "check its path") from error
-        with file:
-            reader = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
+            with path.open(newline="", encoding="utf-8") as file:
+                reader = csv.DictReader(file)
+                columns = reader.fieldnames or ()
+                lines = [(reader.line_num, row) for row in reader]
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            found, step = f"{error} ({path})", "check path and encoding"
+            raise RefusedError("step costs", found, "a CSV file in UTF-8", step) from error
+        if not set(COLUMNS) <= set(columns):
+            expected = ", ".join(COLUMNS)
+            raise RefusedError(f"{path}", f"columns {list(columns)}", expected, "add them")
+        rows = []
+        for number, row in lines:
+            try:
+                batch, k, seconds = (row[name] for name in COLUMNS)
+                rows.append((float(batch), int(k), float(seconds)))
+            except (TypeError, ValueError) as error:
                 raise RefusedError(
-                    f"{path}", f"columns {reader.fieldnames}", f"{', '.join(COLUMNS)}", "add them"
-                )
-            rows = []
-            for row in reader:
-                try:
-                    batch, k, seconds = (row[name] for name in COLUMNS)
-                    rows.append((float(batch), int(k), float(seconds)))
-                except (TypeError, ValueError) as error:
-                    raise RefusedError(
-                        f"{path}:{reader.line_num}", f"{row}", "three numbers", "mend that line"
-                    ) from error
+                    f"{path}:{number}", f"{row}", "three numbers", "mend that line"
+                ) from error
         return cls.of(rows, noise)
 
     @property
