@@ -28,6 +28,7 @@ from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 from slipstream.v1 import release_pb2, tensor_pb2
+from slipstream.v1.console_pb2 import GetHistoryRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,8 +73,8 @@ class RunningTrainer:
 
     def verdicts(self, newest: int) -> list[release_pb2.Verdict]:
         """The newest gate results (0: all that are kept), oldest first."""
-        request = pb.ListVerdictsRequest(newest=newest)
-        return list(self._stub.ListVerdicts(request, timeout=self._timeout).verdicts)
+        history = self._stub.GetHistory(GetHistoryRequest(), timeout=self._timeout)
+        return list(history.verdicts)[-newest:]
 
 
 class RegistryFolder:

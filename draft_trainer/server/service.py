@@ -24,7 +24,7 @@ from draft_trainer.releases.imports import MAX_ORIGIN_CHARACTERS, Imports
 from draft_trainer.releases.publisher import Publisher, PublishResult
 from draft_trainer.releases.registry import Registry
 from draft_trainer.releases.retention import Retention, list_uses
-from draft_trainer.server.status import Status, without_clock
+from draft_trainer.server.status import Status
 from draft_trainer.server.stream import StateStream
 from slipstream.checksum import KINDS
 from slipstream.errors import RefusedError, StatusCode, clean
@@ -52,7 +52,6 @@ FETCH_SECONDS = 3600.0
 
 # A stream beyond server.max_streams is refused by that name.
 _STREAMS_BEYOND = 8
-_SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.1, 3600.0
 _EVENT_SECONDS = 0.25
 _QUICK_WORKERS = 8
 
@@ -68,7 +67,6 @@ def limits_of(config: ServerConfig) -> dict[str, Limit]:
         "AnnouncePolicy": Limit(4, chunks, ANNOUNCE_SECONDS),
         "ImportRelease": Limit(2, chunks, IMPORT_SECONDS),
         "FetchRelease": Limit(8, call_seconds=FETCH_SECONDS),
-        "WatchStatus": Limit(MAX_WATCHERS),
         "WatchEvents": Limit(MAX_WATCHERS),
         "PrepareSync": fleet,
         "CompleteSync": fleet,
@@ -136,13 +134,11 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
             session_id=session.session_id,
             aux_layers=encode_layers(self.draft.aux_layer_ids),
             draft_vocab_ids=encode(self.draft_vocab_ids),
-            num_speculative_tokens=self.publisher.fleet.drafting()[0],
             max_tokens_per_sample=self.ingest.expected.max_tokens,
             latest_policy_version=session.run.latest_policy_version,
             rollout_servers=self.publisher.fleet.refresh(),
             schema_version=SCHEMA_VERSION,
             checksums=KINDS,
-            draft_kind=self.registry.drafter.name,
         )
 
     async def StreamStates(
@@ -277,13 +273,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         chunks = _chunks(self._blocking(request_iterator))
         return await self.workers.run(self.imports.take, header, chunks)
 
-    async def ListVerdicts(
-        self, request: pb.ListVerdictsRequest, context: ServicerContext
-    ) -> pb.ListVerdictsResponse:
-        results = self.status.state.gate_results
-        found = await self.workers.run(results.newest, request.newest)
-        return pb.ListVerdictsResponse(verdicts=found)
-
     async def GetHistory(
         self, request: console_pb2.GetHistoryRequest, context: ServicerContext
     ) -> pb.History:
@@ -312,19 +301,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
         self, request: pb.GetStatusRequest, context: ServicerContext
     ) -> pb.TrainerStatus:
         return await self.workers.run(self.status.read)
-
-    async def WatchStatus(
-        self, request: pb.WatchStatusRequest, context: ServicerContext
-    ) -> AsyncIterator[pb.TrainerStatus]:
-        interval = max((request.min_interval_ms or 1000) / 1000.0, _SHORTEST_INTERVAL)
-        shown = None
-        while True:
-            status = await self.workers.run(self.status.read)
-            if without_clock(status) != shown:
-                shown = without_clock(status)
-                yield status
-            if await self._drained_within(min(interval, _LONGEST_INTERVAL)):
-                return
 
     async def _drained_within(self, seconds: float) -> bool:
         try:

@@ -1,6 +1,6 @@
 """``TrainerStatus``: built in one function, and kept as snapshots for the history.
 
-The page, ``draft-trainer top``, ``status``, ``/metrics`` and the gRPC stream all show this message.
+The page, ``draft-trainer top``, ``status`` and ``/metrics`` all show this message.
 """
 
 from __future__ import annotations
@@ -36,11 +36,8 @@ logger = logging.getLogger(__name__)
 WINDOW_SECONDS = 60.0
 SLOT_SECONDS = 5.0
 SNAPSHOT_SECONDS = 10.0
-VERDICTS_SHOWN = 100
 VERSIONS_KEPT = 4096
-NOT_IN_HISTORY = (
-    *("servers", "last_verdict", "last_gate", "replay_directory", "code_version", "diagnosis"),
-)
+NOT_IN_HISTORY = ("servers", "last_verdict", "replay_directory", "code_version", "diagnosis")
 """Fields that a snapshot leaves out: they are large, or they hardly change."""
 
 # Of one snapshot; the next one may succeed, so none of them ends the history.
@@ -256,10 +253,10 @@ class Status:
             logger.exception("a snapshot of the status was not kept")
 
     def history(self) -> pb.History:
-        """The snapshots and the newest gate results."""
+        """The snapshots and the gate results that are kept."""
         return pb.History(
             snapshots=self.state.history.snapshots(),
-            verdicts=self.state.gate_results.newest(VERDICTS_SHOWN),
+            verdicts=self.state.gate_results.newest(0),
         )
 
     def read(self) -> pb.TrainerStatus:
@@ -309,7 +306,6 @@ class Status:
             promoted_release=promotion.promoted,
             promoted_trained_against=promoted_against,
             pinned=promotion.pinned,
-            staleness=_behind(policy, promoted_against),
             served_release=promotion.live,
             served_trained_against=served_against,
             served_at=promotion.live_at,
@@ -320,7 +316,6 @@ class Status:
             # Gate and fleet.
             verdicts=by_label(counters.verdicts),
             last_verdict=gate,
-            last_gate="" if gate is None else gate.reason,
             publishes=counters.fleet_events(),
             trial=None if trial is None else _trial_view(trial),
             measuring=promotion.hold,
@@ -368,14 +363,6 @@ class Status:
                 known[version] = manifest.trained_against_policy_version
         self._against = known
         return [known[version] for version in versions]
-
-
-def without_clock(status: pb.TrainerStatus) -> pb.TrainerStatus:
-    """A copy without the fields that change although nothing happens."""
-    copy = deepcopy(status)
-    copy.ClearField("time")
-    copy.ClearField("served_staleness_seconds")
-    return copy
 
 
 def _speed_up(servers: Iterable[console.ServerView]) -> float | None:

@@ -191,7 +191,7 @@ def _train(
             "train_steps_skipped": status.train_steps_skipped,
             "train_seconds": status.train_seconds,
             "tokens_trained": status.tokens_trained,
-            "last_gate": status.last_gate,
+            "last_gate": status.last_verdict.reason,
         }
         stats = bridge.stats()
         run.bridge = {key: str(value) for key, value in vars(stats).items()}

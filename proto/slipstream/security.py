@@ -54,8 +54,7 @@ METHODS: Mapping[str, Role | None] = {
     **_methods(
         "DraftTrainer",
         feed="OpenRun StreamStates AnnouncePolicy PrepareSync CompleteSync",
-        observe="ListReleases FetchRelease GetStatus WatchStatus ListVerdicts GetHistory "
-        "WatchEvents",
+        observe="ListReleases FetchRelease GetStatus GetHistory WatchEvents",
         operate="PromoteRelease RollBackRelease PinRelease ImportRelease",
     ),
     **_methods(

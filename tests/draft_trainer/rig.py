@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,13 +145,12 @@ class Client:
         return self.stub.GetStatus(pb.GetStatusRequest(), timeout=DEADLINE)
 
     def wait_for(self, condition: Any) -> pb.TrainerStatus:
-        """Watch the status until ``condition(status)``."""
-        call = self.stub.WatchStatus(pb.WatchStatusRequest(min_interval_ms=10), timeout=DEADLINE)
-        for status in call:
-            if condition(status):
-                call.cancel()
-                return status
-        raise AssertionError("the watch ended")
+        """The first status of which ``condition(status)`` holds."""
+        deadline = time.monotonic() + DEADLINE
+        while not condition(status := self.status()):
+            assert time.monotonic() < deadline, f"not in time: {status}"
+            time.sleep(0.02)
+        return status
 
     def prepare(self, version: int = 1) -> pb.PrepareSyncResponse:
         return self.stub.PrepareSync(
@@ -263,4 +263,4 @@ def train_until_released(client: Client, version: int = 1, first_seed: int = 0) 
         status = train(client, seed, version)
         if status.newest_release > newest:
             return int(status.newest_release)
-    raise AssertionError(f"no candidate passed: {status.last_gate}")
+    raise AssertionError(f"no candidate passed: {status.last_verdict.reason}")

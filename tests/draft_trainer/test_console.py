@@ -71,7 +71,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 def test_status_names_every_number(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
     status = json.loads(run(capsys, "status", "--json", "--address", live.address)[1])
     assert status["samples_accepted"] == "7" and status["policy_version"] == "5"
-    assert status["staleness"] == "5" and "last_verdict" not in status
+    assert status["served_staleness"] == "5" and "last_verdict" not in status
     (drafted,) = status["last_minute"]
     assert drafted["drafts"] == "1000" and drafted["acceptance_length"] == pytest.approx(3.1)
     up, down = sorted(status["servers"], key=lambda s: not s["reachable"])

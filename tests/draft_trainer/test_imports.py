@@ -16,6 +16,7 @@ from draft_trainer.cli.main import main
 from slipstream.tensors import chunks_of, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2
+from slipstream.v1.console_pb2 import GetHistoryRequest
 from tests.draft_trainer.rig import (
     DEADLINE,
     Client,
@@ -133,7 +134,7 @@ def test_the_gate_judges_an_import_when_asked(
         assert (gate.num_speculative_tokens, gate.draft_sample_method) == (3, "probabilistic")
         assert manifest.num_speculative_tokens == 3
         assert manifest.draft_sample_method == "probabilistic"
-        verdicts = client.stub.ListVerdicts(pb.ListVerdictsRequest(), timeout=DEADLINE).verdicts
+        verdicts = client.stub.GetHistory(GetHistoryRequest(), timeout=DEADLINE).verdicts
         assert verdicts[-1].gate == gate and verdicts[-1].draft_version == version
         passed = [verdict.draft_version for verdict in verdicts if verdict.outcome == "passed"]
         assert passed == [*range(1, version + 1)]
@@ -153,10 +154,11 @@ def test_the_gate_judges_an_import_when_asked(
         assert main(["releases", "import", str(tmp_path / "b" / "initial"), *at]) == 1
         assert "draft 2, not promoted; no real gain" in capsys.readouterr().out
         assert client.status().promoted_release == 1
-        verdicts = client.stub.ListVerdicts(pb.ListVerdictsRequest(), timeout=DEADLINE).verdicts
+        verdicts = client.stub.GetHistory(GetHistoryRequest(), timeout=DEADLINE).verdicts
         assert [(v.outcome, v.draft_version, v.incumbent_version) for v in verdicts] == [
             ("passed", 1, 0),
             ("failed", 2, 1),
         ]
-        newest = client.stub.ListVerdicts(pb.ListVerdictsRequest(newest=1), timeout=DEADLINE)
-        assert list(newest.verdicts) == list(verdicts[1:])
+        assert main(["releases", "verdicts", "--newest", "1", "--json", *at[:2]]) == 0
+        (newest,) = json.loads(capsys.readouterr().out)
+        assert (newest["outcome"], newest["draft_version"]) == ("failed", "2")

@@ -56,7 +56,6 @@ def test_open_run_answers_what_to_capture(tmp_path: Path) -> None:
         assert list(answer.aux_layers.ids) == list(LAYERS)
         assert decode(answer.draft_vocab_ids, "ids").tolist() == draft_vocab_ids().tolist()
         assert answer.draft_vocab_ids.dtype == 5
-        assert answer.num_speculative_tokens == 3
         assert answer.max_tokens_per_sample == 2048
         assert not answer.HasField("latest_policy_version")
         assert list(answer.rollout_servers) == ["127.0.0.1:9"]
@@ -256,14 +255,14 @@ def test_a_slow_state_db_stalls_no_call_that_does_without_it(tmp_path: Path) -> 
         assert run is not None
         with server._status.state.lock, open_channel(server.address) as channel:
             watch = client.stub.WatchEvents(asked, timeout=60)
-            verdicts = client.stub.ListVerdicts.future(pb.ListVerdictsRequest(), timeout=60)
+            history = client.stub.GetHistory.future(console_pb2.GetHistoryRequest(), timeout=60)
             announced = pool.submit(client.announce, 4)
             _until(lambda: run.latest_policy_version == 4)
             _serves(channel)
-            assert not verdicts.done() and not announced.done()
+            assert not history.done() and not announced.done()
         assert announced.result().policy_version == 4
         assert next(watch).kind == console_pb2.EVENT_KIND_TRAINER_STARTED
-        assert list(verdicts.result().verdicts) == []
+        assert list(history.result().verdicts) == []
 
 
 def test_a_slow_store_stalls_no_call_that_does_without_it(
@@ -320,12 +319,13 @@ def test_streams_and_watchers_are_bounded(tmp_path: Path) -> None:
             error = refusal(lambda: next(Stream(client).call))
             assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "at most 2" in error.expected
-        watches = [client.stub.WatchStatus(pb.WatchStatusRequest(), timeout=60) for _ in range(16)]
+        asked = console_pb2.WatchEventsRequest(follow=True)
+        watches = [client.stub.WatchEvents(asked, timeout=60) for _ in range(16)]
         for watch in watches:
             next(watch)
-        error = refusal(lambda: next(client.stub.WatchStatus(pb.WatchStatusRequest(), timeout=60)))
+        error = refusal(lambda: next(client.stub.WatchEvents(asked, timeout=60)))
         assert error.field == "server.max_calls"
-        assert error.found == "16 calls of WatchStatus in progress"
+        assert error.found == "16 calls of WatchEvents in progress"
         assert client.status().idle
         for watch in watches:
             watch.cancel()
@@ -335,7 +335,7 @@ def test_open_streams_end_when_the_trainer_stops(tmp_path: Path) -> None:
     with running(make_config(tmp_path)) as (server, client):
         client.open()
         stream = Stream(client).__enter__()
-        watch = client.stub.WatchStatus(pb.WatchStatusRequest(), timeout=60)
+        watch = client.stub.WatchEvents(console_pb2.WatchEventsRequest(follow=True), timeout=60)
         next(watch)
         assert server.stop()
         # Both end by themselves, with OK.

@@ -41,7 +41,7 @@ def test_trains_gates_releases_and_publishes_with_the_policy(tmp_path: Path) -> 
         version = train_until_released(client)
         status = client.status()
         assert status.promoted_release == version
-        assert status.last_gate.startswith("passed")
+        assert status.last_verdict.reason.startswith("passed")
         assert len(status.step_acceptance) == 3
         assert all(0 < value < 1 for value in status.step_acceptance)
         assert client.prepare(2).draft_version == version
@@ -105,8 +105,8 @@ def test_a_candidate_is_judged_in_time_however_many_steps_are_asked_for(tmp_path
 def test_too_few_held_out_states_are_no_pass(tmp_path: Path) -> None:
     with feeding(make_config(tmp_path, gate={"min_anchors": 100_000})) as (_, client):
         status = train(client, 0)
-        status = client.wait_for(lambda s: s.last_gate != "")
-        assert "100000 in 4 are needed" in status.last_gate
+        status = client.wait_for(lambda s: s.HasField("last_verdict"))
+        assert "100000 in 4 are needed" in status.last_verdict.reason
         assert (status.newest_release, status.promoted_release) == (0, 0)
         assert status.train_steps > 0
 

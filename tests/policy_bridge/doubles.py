@@ -112,7 +112,6 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
             session_id=f"s{self.sessions}",
             aux_layers=encode_layers(self.layers),
             draft_vocab_ids=encode(self.vocab_ids.int()),
-            num_speculative_tokens=3,
             max_tokens_per_sample=self.max_tokens,
             latest_policy_version=max(self.tensors) if self.tensors else None,
             rollout_servers=self.rollout_servers,

@@ -93,7 +93,7 @@ def test_one_flat_dictionary_holds_the_bridges_numbers_and_the_trainers(
         loss=1.5,
         step_acceptance=[0.5, 0.25],
         refused_by_field={"packed": 2},
-        last_gate="for people",
+        training_error="for people",
         servers=[{"address": "a:1"}],
     )
     model = make_model()
@@ -119,7 +119,7 @@ def test_one_flat_dictionary_holds_the_bridges_numbers_and_the_trainers(
     assert found["trainer/step_acceptance/1"] == 0.25
     assert found["trainer/refused_by_field/packed"] == 2
     assert found["trainer/samples_pending"] == 0
-    assert "trainer/policy_version" not in found and "trainer/last_gate" not in found
+    assert "trainer/policy_version" not in found and "trainer/training_error" not in found
     assert 0 <= found["trainer/status_age_seconds"] < DEADLINE
     assert all(type(value) is float for value in found.values())
     bridge.close()
