@@ -184,13 +184,10 @@ class AcceptanceWatch:
     def __init__(
         self,
         fleet: Fleet,
-        on_growth: Callable[
-            [str, pb.ServerState, int, int, Sequence[int]], None
-        ] = lambda *growth: None,
         on_report: Callable[[str, pb.ServerState], None] = lambda *report: None,
     ) -> None:
         self._fleet = fleet
-        self._on_growth, self._on_report = on_growth, on_report
+        self._on_report = on_report
         self._changed = threading.Condition()
         self._revision = 0
         self._seen: dict[str, deque[Seen]] = {}
@@ -232,6 +229,16 @@ class AcceptanceWatch:
                 if seen.version == version and seen.at > begin
             ]
         return [seen.batch for seen in sorted(found, key=lambda seen: seen.at)]
+
+    def recent(self, seconds: float) -> list[tuple[str, Seen]]:
+        """What was reported in the last ``seconds``, each with its server's address."""
+        begin = time.monotonic() - seconds
+        with self._changed:
+            return [
+                (address, seen)
+                for address, batches in self._seen.items()
+                for seen in takewhile(lambda seen: seen.at > begin, reversed(batches))
+            ]
 
     def wait_beyond(self, revision: int, timeout: float) -> int:
         """Block until a report came, or ``timeout`` seconds; returns the revision then."""
@@ -283,7 +290,6 @@ class AcceptanceWatch:
             for version, counts in now.items():
                 grown = counts.since(before.get(version, Batch((), ())))
                 if grown.drafts > 0 and address in self._seen:
-                    self._on_growth(address, report.state, version, grown.drafts, grown.accepted)
                     self._seen[address].append(Seen(time.monotonic(), version, grown))
             self._revision += 1
             self._changed.notify_all()

@@ -45,7 +45,7 @@ from draft_trainer.server.service import (
     limits_of,
     workers_for,
 )
-from draft_trainer.server.status import SNAPSHOT_SECONDS, FleetView, RecentAcceptance, Status
+from draft_trainer.server.status import SNAPSHOT_SECONDS, FleetView, Status
 from draft_trainer.server.web import serve_web
 from draft_trainer.training.economy import Economy, core_seconds
 from draft_trainer.training.followers import Followers
@@ -131,12 +131,11 @@ class TrainerServer:
         )
         publish = config.publish
         fleet_view = FleetView(state.events)
-        acceptance = RecentAcceptance()
         self._fleet = Fleet(publish, fleet_view.looked, self._credentials, state.owner)
         # A shared GPU does not say what training takes of it.
         cores = core_seconds if config.training.device == "cpu" else lambda: None
         economy = Economy(config.economy, cores=cores)
-        self._watch = AcceptanceWatch(self._fleet, acceptance.grew, economy.served)
+        self._watch = AcceptanceWatch(self._fleet, economy.served)
         known = newest.HasField("trained_against_policy_version")
         against = newest.trained_against_policy_version if known else None
         self._counters.newest_release = (newest.draft_version, against)
@@ -163,7 +162,7 @@ class TrainerServer:
             self._promotions,
             state,
             fleet_view,
-            acceptance,
+            self._watch,
             economy,
             config,
         )

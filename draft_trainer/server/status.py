@@ -9,18 +9,20 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from draft_trainer.config import TrainerConfig
 from draft_trainer.counters import Counters, by_label, total
 from draft_trainer.ingest.ingest import Ingest
 from draft_trainer.ingest.run import Run, Runs, Session
 from draft_trainer.ingest.store import SampleStore
+from draft_trainer.releases.canary import AcceptanceWatch, Seen
 from draft_trainer.releases.client import Failure
-from draft_trainer.releases.promotions import Promotions, Trial
+from draft_trainer.releases.promotions import Batch, Promotions, Trial
 from draft_trainer.releases.registry import Registry
 from draft_trainer.server.diagnosis import ProblemLog, diagnose
 from draft_trainer.state import Events, State
@@ -34,7 +36,6 @@ from slipstream.v1 import rollout_server_pb2 as rollout
 logger = logging.getLogger(__name__)
 
 WINDOW_SECONDS = 60.0
-SLOT_SECONDS = 5.0
 SNAPSHOT_SECONDS = 10.0
 VERSIONS_KEPT = 4096
 NOT_IN_HISTORY = ("servers", "last_verdict", "replay_directory", "code_version", "diagnosis")
@@ -44,60 +45,27 @@ NOT_IN_HISTORY = ("servers", "last_verdict", "replay_directory", "code_version",
 _UNEXPECTED = (OSError, ValueError, TypeError, LookupError, RuntimeError, MemoryError)
 
 
-class RecentAcceptance:
-    """What drafts did in the last minute, by server and release. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # Slots of SLOT_SECONDS: number, and steps and tokens accepted by server and release.
-        self._slots: deque[tuple[int, dict[tuple[str, int], Counter[int]]]] = deque(
-            maxlen=int(WINDOW_SECONDS / SLOT_SECONDS) + 1
-        )
-
-    def grew(
-        self,
-        address: str,
-        state: rollout.ServerState,
-        version: int,
-        drafts: int,
-        accepted: Sequence[int],
-    ) -> None:
-        """A server's counters of one release moved on; ``AcceptanceWatch`` calls this."""
-        number = int(time.time() // SLOT_SECONDS)
-        with self._lock:
-            if not self._slots or self._slots[-1][0] != number:
-                self._slots.append((number, {}))
-            counts = self._slots[-1][1].setdefault((address, version), Counter())
-            counts[-1] += drafts
-            for place, count in enumerate(accepted):
-                counts[place] += count
-
-    def last_minute(self) -> dict[str, list[console.Drafted]]:
-        """By server, then by release; "" is all servers together. Without drafts: absent."""
-        since = (time.time() - WINDOW_SECONDS) // SLOT_SECONDS
-        found: dict[tuple[str, int], Counter[int]] = {}
-        with self._lock:
-            for number, slot in self._slots:
-                if number < since:
-                    continue
-                for (address, version), counts in slot.items():
-                    found.setdefault((address, version), Counter()).update(counts)
-                    found.setdefault(("", version), Counter()).update(counts)
-        drafted: dict[str, list[console.Drafted]] = {}
-        for (address, version), counts in sorted(found.items()):
-            drafted.setdefault(address, []).append(_drafted(version, counts))
-        return drafted
+def last_minute(recent: Iterable[tuple[str, Seen]]) -> dict[str, list[console.Drafted]]:
+    """By server, then by release; "" is all servers together. Without drafts: absent."""
+    found: dict[tuple[str, int], list[Batch]] = {}
+    for address, seen in recent:
+        found.setdefault((address, seen.version), []).append(seen.batch)
+        found.setdefault(("", seen.version), []).append(seen.batch)
+    drafted: dict[str, list[console.Drafted]] = {}
+    for address, version in sorted(found):
+        drafted.setdefault(address, []).append(_drafted(version, found[address, version]))
+    return drafted
 
 
-def _drafted(version: int, counts: Counter[int]) -> console.Drafted:
-    drafts = counts.pop(-1, 0)
-    accepted = [counts[place] for place in range(max(counts, default=-1) + 1)]
-    length = 1 + sum(accepted) / drafts if drafts else None
+def _drafted(version: int, batches: Sequence[Batch]) -> console.Drafted:
+    drafts = sum(batch.drafts for batch in batches)
+    columns = zip_longest(*(batch.accepted for batch in batches), fillvalue=0)
+    accepted = [sum(column) for column in columns]
     return console.Drafted(
         draft_version=version,
         drafts=drafts,
         accepted_per_position=accepted,
-        acceptance_length=length,
+        acceptance_length=1 + sum(accepted) / drafts,
     )
 
 
@@ -200,7 +168,7 @@ class Status:
     promotions: Promotions
     state: State
     fleet: FleetView
-    acceptance: RecentAcceptance
+    watch: AcceptanceWatch
     economy: Economy
     config: TrainerConfig
     started_at: float = field(default_factory=time.time)
@@ -268,7 +236,7 @@ class Status:
         gate = next(iter(self.state.gate_results.newest(1)), None)
         run, trial = self.runs.current, promotion.trial
         policy = None if run is None else run.latest_policy_version
-        drafted = self.acceptance.last_minute()
+        drafted = last_minute(self.watch.recent(WINDOW_SECONDS))
         status = pb.TrainerStatus(
             time=time.time(),
             started_at=self.started_at,

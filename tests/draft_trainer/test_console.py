@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from draft_trainer.server.status import WINDOW_SECONDS
 from slipstream.client import open_channel
 from slipstream.v1 import console_pb2
 from tests.draft_trainer.fleet_double import RolloutDouble
@@ -60,8 +61,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         double.draft(1000, [900, 700, 500])
         client.wait_for(lambda s: s.last_minute and len(s.servers) == 2)
         # "The last minute" is that of the drafts, however long the tests take.
-        drafted = server._status.acceptance.last_minute()
-        server._status.acceptance.last_minute = lambda: drafted  # type: ignore[method-assign]
+        drafted = server._watch.recent(WINDOW_SECONDS)
+        server._watch.recent = lambda seconds: drafted  # type: ignore[method-assign]
         server._status.keep_snapshot()
         port = int(server._web.url.rpartition(":")[2])
         yield Live(server.address, port, client, double)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import grpc
 import pytest
 from rich.console import Console
 
 from draft_trainer.cli.top import DASH, Seen, number, picture, shares
+from draft_trainer.releases import canary
 from draft_trainer.releases.client import Failure
+from draft_trainer.releases.fleet import Fleet
 from draft_trainer.server import status
 from draft_trainer.server.diagnosis import ProblemLog
 from draft_trainer.server.status import FleetView, PolicyClock
@@ -35,15 +39,30 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_acceptance_of_the_last_minute_by_server_and_release(clock: Clock) -> None:
-    recent = status.RecentAcceptance()
-    state = rollout_server_pb2.ServerState()
-    recent.grew("a:1", state, 0, 100, [90, 80, 70])
-    recent.grew("b:1", state, 0, 300, [100, 0, 0])
-    recent.grew("a:1", state, 1, 10, [10, 10, 10])
+def test_acceptance_of_the_last_minute_by_server_and_release(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(canary.time, "monotonic", lambda: clock.now)
+    watch = canary.AcceptanceWatch(cast(Fleet, None))
+    watch._seen = {address: deque(maxlen=canary.KEPT) for address in ("a:1", "b:1")}
+
+    def grew(address: str, version: int, drafts: int, accepted: list[int]) -> None:
+        counts = rollout_server_pb2.AcceptanceCounters(
+            draft_version=version,
+            tried_per_position=[drafts] * 3,
+            accepted_per_position=accepted,
+        )
+        watch._note(address, rollout_server_pb2.AcceptanceReport(counters=[counts]), {})
+
+    def last_minute() -> dict[str, list[pb.Drafted]]:
+        return status.last_minute(watch.recent(status.WINDOW_SECONDS))
+
+    grew("a:1", 0, 100, [90, 80, 70])
+    grew("b:1", 0, 300, [100, 0, 0])
+    grew("a:1", 1, 10, [10, 10, 10])
     clock.now += 30
-    recent.grew("a:1", state, 1, 10, [0, 0, 0])
-    found = recent.last_minute()
+    grew("a:1", 1, 10, [0, 0, 0])
+    found = last_minute()
     assert set(found) == {"", "a:1", "b:1"}
     zero, one = found[""]
     assert (zero.draft_version, zero.drafts) == (0, 400)
@@ -54,14 +73,14 @@ def test_acceptance_of_the_last_minute_by_server_and_release(clock: Clock) -> No
     }
     assert [d.drafts for d in found["b:1"]] == [300] and one.drafts == 20
     clock.now += 45
-    assert [d.drafts for d in recent.last_minute()[""]] == [10], "the older slots are past"
+    assert [d.drafts for d in last_minute()[""]] == [10], "the older reports are past"
     clock.now += 90
-    assert recent.last_minute() == {}
-    # However long it runs and however many releases there are, a minute is kept.
-    for version in range(1000):
-        recent.grew("a:1", state, version, 1, [1])
-        clock.now += status.SLOT_SECONDS
-    assert len(recent._slots) == 13
+    assert last_minute() == {}
+    # However much is reported, so much is kept; nothing of a server that is not followed.
+    for version in range(canary.KEPT + 100):
+        grew("a:1", version, 1, [1, 0, 0])
+        grew("c:1", version, 1, [1, 0, 0])
+    assert len(watch._seen["a:1"]) == canary.KEPT and "c:1" not in watch._seen
 
 
 def test_staleness_counts_from_when_the_policy_moved_past_the_draft(clock: Clock) -> None:
