@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import tyro
-from tyro.conf import Positional, UseAppendAction, arg, subcommand
+from tyro.conf import UseAppendAction, arg, subcommand
 
 from draft_trainer.cli.doctor import Doctor
 from draft_trainer.cli.offline import Fit, Init, Record
@@ -159,26 +159,6 @@ def tune_memory() -> None:
     gc.set_threshold(100_000, *gc.get_threshold()[1:])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """Print a shell's completion script.
-
-    bash: source <(draft-trainer completion bash). zsh: write it to a file _draft-trainer in a
-    folder of $fpath. fish: write it to ~/.config/fish/completions/draft-trainer.fish.
-    """
-
-    shell: Positional[Literal["bash", "zsh", "fish"]]
-    """The shell."""
-
-    def run(self) -> int:
-        """Prints the script."""
-        import contextlib
-
-        with contextlib.suppress(SystemExit):
-            _parse(["--tyro-print-completion", self.shell])
-        return 0
-
-
 _COMMANDS: Any = (
     Annotated[Serve, subcommand("serve")]
     | Annotated[Record, subcommand("record")]
@@ -190,7 +170,6 @@ _COMMANDS: Any = (
     | Annotated[Doctor, subcommand("doctor")]
     | Annotated[Events, subcommand("events")]
     | Annotated[Releases, subcommand("releases")]
-    | Annotated[Completion, subcommand("completion")]
 )
 
 
@@ -198,12 +177,9 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     """The command that the arguments name, a dataclass of this package.
 
     Raises:
-        SystemExit: 2, the arguments are wrong (told on stderr); 0, help was asked for.
+        SystemExit: 2, the arguments are wrong (told on stderr); 0, help or a completion script was
+            asked for.
     """
-    return _parse(sys.argv[1:] if argv is None else list(argv))
-
-
-def _parse(argv: list[str]) -> Any:
     return tyro.cli(
         _COMMANDS,
         prog="draft-trainer",

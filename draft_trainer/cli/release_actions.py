@@ -12,7 +12,6 @@ from google.protobuf import json_format
 from tyro.conf import Positional, arg, subcommand
 
 from draft_trainer.cli.releases import (
-    Diff,
     List,
     Manifest,
     Reading,
@@ -280,7 +279,6 @@ class Releases:
         Annotated[List, subcommand("list")]
         | Annotated[Show, subcommand("show")]
         | Annotated[Verdicts, subcommand("verdicts")]
-        | Annotated[Diff, subcommand("diff")]
         | Annotated[Verify, subcommand("verify")]
         | Annotated[Promote, subcommand("promote")]
         | Annotated[Rollback, subcommand("rollback")]

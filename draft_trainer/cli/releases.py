@@ -1,4 +1,4 @@
-"""``draft-trainer releases list | show | verdicts | diff | verify``.
+"""``draft-trainer releases list | show | verdicts | verify``.
 
 They ask the trainer at --address, or read a registry's folder with --registry.
 """
@@ -6,7 +6,7 @@ They ask the trainer at --address, or read a registry's folder with --registry.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,57 +275,6 @@ class Verdicts(Reading):
             rows.append([*cells, policy, clean(verdict.reason)])
         print_table(rows)
         return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Diff(Reading):
-    """What changed from one release to another.
-
-    Manifests and gate figures side by side, then every tensor that differs, with the norm of its
-    change relative to its own. Both releases are verified.
-    """
-
-    a: Annotated[Positional[int], arg(metavar="A")]
-    """Draft version to compare from."""
-    b: Annotated[Positional[int], arg(metavar="B")]
-    """Draft version to compare with it."""
-
-    def run(self) -> int:
-        with self.source() as releases:
-            manifest_a, tensors_a = releases.tensors(self.a)
-            manifest_b, tensors_b = releases.tensors(self.b)
-        diffs = tensor_diffs(tensors_a, tensors_b)
-        if self.json:
-            print_json({"a": as_dict(manifest_a), "b": as_dict(manifest_b), "tensors": diffs})
-            return 0
-        ours, theirs = _described(manifest_a), _described(manifest_b)
-        rows: list[list[object]] = [[" ", "A ", "B "]]
-        for name in dict.fromkeys(ours | theirs):
-            rows.append([name, ours.get(name, "-"), theirs.get(name, "-")])
-        same = manifest_a.config_json == manifest_b.config_json
-        print_table([*rows, ["config.json", "", "the same" if same else "differs"]])
-        head: list[object] = ["changed tensor ", "relative norm"]
-        changed = [
-            [clean(name), "another shape" if norm is None else f"{norm:.3e}"]
-            for name, norm in diffs.items()
-            if norm != 0
-        ]
-        print()
-        print_table([head, *changed])
-        print(f"{len(changed)} of {len(diffs)} tensors differ")
-        return 0
-
-
-def tensor_diffs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, float | None]:
-    """By name, the norm of a tensor's change over that of ``a``'s; None: only in one, or of another
-    shape there."""
-    diffs: dict[str, float | None] = dict.fromkeys(sorted(a.keys() | b.keys()))
-    for name in a.keys() & b.keys():
-        before, after = a[name].double(), b[name].double()
-        if before.shape == after.shape:
-            change, norm = float((after - before).norm()), float(before.norm())
-            diffs[name] = change / max(norm, 1e-30)
-    return diffs
 
 
 @dataclass(frozen=True, kw_only=True)

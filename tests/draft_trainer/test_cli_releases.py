@@ -112,27 +112,6 @@ def test_a_damaged_release_does_not_hide_the_others(folder: Path, capsys: Captur
     assert code == 1 and "is not the one released" in text
 
 
-def test_diff_tells_which_tensors_moved_and_how_far(folder: Path, capsys: Capture) -> None:
-    registry = Registry(folder)
-    moved = head(2)
-    with torch.no_grad():
-        moved.fc.weight[0, 0] += 1.0
-    expected = (
-        moved.fc.weight.bfloat16().double() - head(2).fc.weight.bfloat16().double()
-    ).detach()
-    registry.create(moved, release_pb2.ReleaseManifest(parent_version=2, ttt_steps=3))
-    code, found = as_json(capsys, "diff", 2, 3, "--registry", folder)
-    assert code == 0 and isinstance(found, dict)
-    assert [name for name, moved in found["tensors"].items() if moved] == ["fc.weight"]
-    norm = float(head(2).fc.weight.detach().bfloat16().double().norm())
-    assert found["tensors"]["fc.weight"] == pytest.approx(float(expected.norm()) / norm)
-    _, text = run(capsys, "diff", 0, 1, "--registry", folder)
-    # Release 1 is the same seed as the initial draft.
-    assert "0 of 15 tensors differ" in text and "2.5000" in text
-    _, text = run(capsys, "diff", 1, 2, "--registry", folder)
-    assert "config.json" in text and "the same" in text and "midlayer.mlp.up_proj.weight" in text
-
-
 def test_export_and_import_again(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     registry = Registry(folder)
     code, _ = run(capsys, "export", 2, tmp_path / "as-is", "--registry", folder)
@@ -244,7 +223,7 @@ def test_a_folder_that_a_trainer_holds(tmp_path: Path, capsys: Capture) -> None:
 
 def test_every_command_explains_itself(capsys: Capture) -> None:
     commands = (
-        *("list", "show", "diff", "promote", "rollback", "pin", "unpin"),
+        *("list", "show", "promote", "rollback", "pin", "unpin"),
         *("export", "import", "verify", "verdicts"),
     )
     with pytest.raises(SystemExit):

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from draft_trainer.cli.main import main
 from draft_trainer.server.status import WINDOW_SECONDS
 from slipstream.client import open_channel
 from slipstream.v1 import console_pb2
@@ -328,8 +329,10 @@ def test_history_over_the_wire(live: Live) -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, script = run(capsys, "completion", shell)
-    assert code == 0 and "events" in script and "follow" in script
+    with pytest.raises(SystemExit) as ended:
+        main(["--tyro-print-completion", shell])
+    script = capsys.readouterr().out
+    assert not ended.value.code and "events" in script and "follow" in script
     if shell == "bash":
         ask = (
             f"{script}\nCOMP_WORDS=(draft-trainer eve) COMP_CWORD=1\n"
