@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import hashlib
 import ipaddress
 import logging
 import re
@@ -54,6 +53,10 @@ FACTS_SECONDS = 1.0
 ASSETS = Path(__file__).with_name("assets")
 EVENTS_SHOWN = 200
 _REQUEST_BYTES = 16 << 10
+_CONTENT_POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    b"img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 _NAMES = "slipstream.certificate_names"
 _PRIVATE = (".localhost", ".local", ".internal", ".svc")
 """Top-level names that public DNS does not have."""
@@ -83,8 +86,7 @@ def serve_web(
         Route("/metrics", scraped),
         Mount("/", StaticFiles(directory=ASSETS, html=True)),
     ]
-    page = (ASSETS / "index.html").read_bytes()
-    return WebServer(Guarded(Starlette(routes=routes), access, page), access, host, port)
+    return WebServer(Guarded(Starlette(routes=routes), access), access, host, port)
 
 
 class Guarded:
@@ -94,18 +96,12 @@ class Guarded:
     the token as password, for which browsers ask; or by a client certificate.
     """
 
-    def __init__(self, app: ASGIApp, access: Access, page: bytes = b"") -> None:
+    def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
         self._access = access
-        script, style = (_hashes(page, tag) for tag in ("script", "style"))
-        policy = (
-            f"default-src 'none'; script-src 'self'{script}; style-src 'self'{style}; "
-            "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; "
-            "frame-ancestors 'none'"
-        )
         self._headers = [
             (b"cache-control", b"no-cache"),
-            (b"content-security-policy", policy.encode()),
+            (b"content-security-policy", _CONTENT_POLICY),
             (b"x-content-type-options", b"nosniff"),
             (b"referrer-policy", b"no-referrer"),
             (b"cross-origin-resource-policy", b"same-origin"),
@@ -307,20 +303,9 @@ def _facts(message: Callable[[], Message]) -> Callable[[Request], Response]:
                     indent=None,
                 ).encode()
                 made = time.monotonic()
-            now = body
-        etag = f'"{hashlib.sha256(now).hexdigest()[:20]}"'
-        if request.headers.get("if-none-match") == etag:
-            return Response(status_code=304, headers={"ETag": etag})
-        return Response(now, headers={"ETag": etag, "Content-Type": "application/json"})
+            return Response(body, headers={"Content-Type": "application/json"})
 
     return answer
-
-
-def _hashes(page: bytes, tag: str) -> str:
-    """Sources for a content security policy: the inline elements ``tag`` of a page."""
-    found = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), page, re.DOTALL)
-    digests = (base64.b64encode(hashlib.sha256(text).digest()).decode() for text in found)
-    return "".join(f" 'sha256-{digest}'" for digest in digests)
 
 
 def _as_bearer(authorization: str | None) -> str | None:

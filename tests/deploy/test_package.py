@@ -81,7 +81,8 @@ def test_the_wheel_says_what_it_is_and_has_no_tests(wheel: Path) -> None:
     assert set(metadata.get_all("Provides-Extra") or []) == set(PROJECT["optional-dependencies"])
     for name in ("cpu.lock", "torch-cpu.lock", "cuda.lock"):
         assert f"rollout_server/requirements/{name}" in names
-    assert "draft_trainer/server/assets/index.html" in names
+    for name in ("index.html", "page.css", "page.js"):
+        assert f"draft_trainer/server/assets/{name}" in names
 
 
 @pytest.mark.parametrize("program", sorted(PROJECT["scripts"]))

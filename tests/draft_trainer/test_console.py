@@ -164,6 +164,8 @@ def test_web_answers_reads_only_and_reflects_nothing(live: Live) -> None:
     assert "default-src 'none'" in policy and "unsafe" not in policy
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
     assert b"http://" not in body.replace(b"http://www.w3.org/2000/svg", b"")
+    for name in (b"page.css", b"page.js", b"uPlot.iife.min.js", b"uPlot.min.css"):
+        assert name in body and get(live, f"/{name.decode()}")[0].status == 200
     head, nothing = get(live, "/", "HEAD")
     assert head.status == 200 and nothing == b""
     assert head.headers["Content-Length"] == str(len(body))
@@ -181,7 +183,7 @@ def test_web_answers_reads_only_and_reflects_nothing(live: Live) -> None:
     assert get(live, "/metrics", "HEAD")[1] == b""
 
 
-def test_web_facts_are_those_of_the_trainer_and_cost_nothing_when_unchanged(live: Live) -> None:
+def test_web_facts_are_those_of_the_trainer(live: Live) -> None:
     status = json.loads(get(live, "/api/status")[1])
     assert status["last_minute"][0]["acceptance_length"] == pytest.approx(3.1)
     assert status["served_release"] == "0" and status["served_staleness"] == "5"
