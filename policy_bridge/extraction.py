@@ -329,7 +329,8 @@ def without_logits(
                 for row in range(len(record.token_ids))
             ]
             logprobs, logits = (torch.stack(values) for values in zip(*rows, strict=True))
-    return replace(record, states=replace(states, logits=None), logits=logits, logprobs=logprobs)
+    states = replace(states, logits=None, returned=None, head=None, picked=None)
+    return replace(record, states=states, logits=logits, logprobs=logprobs)
 
 
 @torch.no_grad()
@@ -350,8 +351,8 @@ def probed(record: Record, modules: PolicyModules, temperature: float) -> bool:
         index = states.returned.index
         if readable:
             before = whole_logits(plain, dtype)(final[index // columns, index % columns])
-        elif states.logits is not None and states.logits_unwritten:
-            before = states.logits[index // columns, index % columns].float()
+        elif states.head is not None:
+            before = states.head.rows.float()
         else:
             return False
         config = getattr(modules.policy, "config", None)

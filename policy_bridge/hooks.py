@@ -67,7 +67,8 @@ class ForwardStates:
         logits_dtype: the precision in which the policy itself had its logits.
         versions: in-place version counters of ``(*aux, final)`` when they were seen.
         logits_version: the same of ``logits``; 0 where they are not kept.
-        returned: some of the logits that the model returned, where they were asked for.
+        returned, head: some of the logits that the model and its lm_head returned, where they were
+            asked for; copied before the loop can write into them.
         picked: float32 [B, S], the logits of the pass's own tokens, where they were asked for.
     """
 
@@ -78,6 +79,7 @@ class ForwardStates:
     versions: tuple[int, ...]
     logits_version: int = 0
     returned: ReturnedLogits | None = None
+    head: ReturnedLogits | None = None
     picked: torch.Tensor | None = None
 
     def check_unwritten(self) -> None:
@@ -107,7 +109,7 @@ def version_of(tensor: torch.Tensor) -> int:
 class ForwardTap:
     """Hooks on one policy, in place from ``__enter__`` to ``__exit__``.
 
-    For the states after each of ``layers``; ``returned``: for some of the model's own logits too;
+    For the states after each of ``layers``; ``returned``: for some of the logits too;
     ``training``: of passes alone that build a graph for backward; ``pick``: makes the logits of
     the pass's tokens from lm_head's output [B, S, V] and token ids [B, S], before the loop can
     write into that output, or None where they are not needed.
@@ -178,21 +180,18 @@ class ForwardTap:
             self._end(final, final.dtype, None)
             return
         self._end(final, logits.dtype, logits.detach())
-        self._pick_from(logits.detach())
 
-    def _pick_from(self, logits: torch.Tensor) -> None:
+    def _picked(self, logits: torch.Tensor) -> torch.Tensor | None:
         ids = self._ids
-        if self._pick is None or self._last is None or not self._just_ended:
-            return
-        if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or is_sharded(logits):
-            return
-        if ids.shape != logits.shape[:2]:
-            return
+        if self._pick is None or not isinstance(ids, torch.Tensor) or ids.is_floating_point():
+            return None
+        if is_sharded(logits) or ids.shape != logits.shape[:2]:
+            return None
         try:
-            self._last = replace(self._last, picked=self._pick(logits, ids))
+            return self._pick(logits, ids)
         except torch.OutOfMemoryError:
-            # As in ``_keep_returned``: ``ship`` then reads the logits, if they are as they were.
-            return
+            # As in ``_some_of``: ``ship`` then reads the logits, if they are as they were.
+            return None
 
     def _end_at_norm(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: torch.Tensor
@@ -205,12 +204,7 @@ class ForwardTap:
 
     def _keep_returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         if self._last is not None and self._just_ended:
-            try:
-                returned = ReturnedLogits.of(output, self._last.final.shape[:2])
-            except torch.OutOfMemoryError:
-                # Raised here it would end the policy's pass; the next one is compared instead.
-                return
-            self._last = replace(self._last, returned=returned)
+            self._last = replace(self._last, returned=_some_of(output, self._last.final))
 
     def _end(
         self, final: torch.Tensor, logits_dtype: torch.dtype, logits: torch.Tensor | None
@@ -221,10 +215,29 @@ class ForwardTap:
         self._open = None
         states, versions = zip(*kept, strict=True)
         logits_version = 0 if logits is None else version_of(logits)
+        head = picked = None
+        if logits is not None:
+            head = _some_of(logits, final) if self._returned else None
+            picked = self._picked(logits)
         self._last = ForwardStates(
-            states[:-1], states[-1], logits, logits_dtype, versions, logits_version
+            states[:-1],
+            states[-1],
+            logits,
+            logits_dtype,
+            versions,
+            logits_version,
+            head=head,
+            picked=picked,
         )
         self._just_ended = True
+
+
+def _some_of(output: object, final: torch.Tensor) -> ReturnedLogits | None:
+    try:
+        return ReturnedLogits.of(output, final.shape[:2])
+    except torch.OutOfMemoryError:
+        # Raised here it would end the policy's pass; the next one is compared instead.
+        return None
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:

@@ -82,7 +82,7 @@ def form_of(model: nn.Module, scale: float | None = None, cap: float | None = No
 
 @dataclass(frozen=True)
 class ReturnedLogits:
-    """Some rows of the logits that a model returned.
+    """Some rows of the logits that a model, or its lm_head, returned.
 
     Attributes:
         index: int64 [N], into all B * S tokens of the pass.
@@ -94,7 +94,7 @@ class ReturnedLogits:
 
     @classmethod
     def of(cls, output: object, tokens: Sequence[int]) -> ReturnedLogits | None:
-        """Of what a model returned for ``tokens`` (B, S); None if no logits are in it."""
+        """Of what either returned for ``tokens`` (B, S); None if no logits are in it."""
         first = output[0] if isinstance(output, tuple | list) and output else output
         named = output.get("logits") if isinstance(output, Mapping) else None
         for found in (getattr(output, "logits", None), named, first):
@@ -104,10 +104,10 @@ class ReturnedLogits:
                 # Indexed like a tensor it would raise in the policy's pass.
                 continue
             if found.dim() == 3 and tuple(found.shape[:2]) == tuple(tokens):
-                rows, columns = found.shape[:2]
-                count = min(PROBED_ROWS, rows * columns)
-                index = torch.linspace(0, rows * columns - 1, count, dtype=torch.float64).long()
-                index = index.to(found.device)
+                last, columns = found.shape[:2].numel() - 1, found.shape[1]
+                count = min(PROBED_ROWS, last + 1)
+                # Made there: a copy to a device would wait for the work of the policy's stream.
+                index = torch.arange(count, device=found.device) * last // max(1, count - 1)
                 return cls(index, found.detach()[index // columns, index % columns])
         return None
 

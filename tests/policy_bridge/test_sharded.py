@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +17,12 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from policy_bridge import ModulePaths
+from policy_bridge import ModulePaths, PolicyBridge
 from policy_bridge.capture import NullCapture
-from policy_bridge.extraction import picked_logits
+from policy_bridge.extraction import Record, picked_logits
 from policy_bridge.hooks import ForwardStates, ForwardTap
-from policy_bridge.model import find_modules
+from policy_bridge.logits import ReturnedLogits
+from policy_bridge.model import find_modules, watched
 from policy_bridge.session import PolicyMatrices
 from policy_bridge.sync import policy_tensors
 from slipstream.errors import RefusedError
@@ -31,7 +32,7 @@ from .conftest import Connect, batch, make_model, ship
 from .doubles import DEADLINE, FakeTrainer
 from .test_models import check_states, qwen3
 from .test_peft import adapted
-from .windows import Windows, assert_same_bits, gradients, hooks_on, session_of
+from .windows import Batch, Windows, assert_same_bits, gradients, hooks_on, session_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -177,3 +178,56 @@ def test_logits_that_the_loop_scaled_in_place_are_not_shipped(given: tuple[str, 
     if given:
         assert torch.equal(windows.of_row(data, 0).sampled_logits[1:], own[0, 1:9])
         assert torch.equal(windows.of_row(data, 1).sampled_logprobs[1:], own[1, 1:7] - 9.0)
+
+
+def test_another_call_of_lm_head_is_none_of_the_pass() -> None:
+    model, data = make_model(), batch((9, 7))
+    windows = Windows(model)
+    capture = windows.open()
+    capture._without_weights = lambda device: True  # type: ignore[method-assign]
+    with torch.no_grad(), capture:
+        logits = model(data["input_ids"], attention_mask=data["attention_mask"]).logits
+        own = picked_logits(logits, data["input_ids"], LogitForm())
+        model.lm_head(torch.ones(*data["input_ids"].shape, model.config.hidden_size))
+        logits.div_(0.5)
+        capture.ship(**data, sampled_logprobs=own - 9.0)
+    assert torch.equal(windows.of_row(data, 0).sampled_logits[1:], own[0, 1:9])
+
+
+def scaled_in_place(bridge: PolicyBridge, model: torch.nn.Module, data: Batch) -> list[Record]:
+    """One window at temperature 0.5; what it held before its end."""
+    with torch.no_grad(), bridge.capture(temperature=0.5) as capture:
+        logits = model(data["input_ids"], attention_mask=data["attention_mask"]).logits
+        log_p = logits.div_(0.5)[:, :-1].log_softmax(-1)
+        own = log_p.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+        capture.ship(**data, sampled_logprobs=own)
+        held = list(capture._records)  # type: ignore[union-attr]
+    assert bridge.flush(DEADLINE)
+    return held
+
+
+def test_logits_that_the_loop_scales_in_place_are_compared_once(
+    one_rank: None, trainer: FakeTrainer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data, asked, of = make_model(), batch((9, 7)), [], ReturnedLogits.of
+    fully_shard(model)
+    monkeypatch.setattr(ReturnedLogits, "of", lambda *given: asked.append(1) or of(*given))
+    bridge = connect(model=model, version=1)
+    (record,) = scaled_in_place(bridge, model, data)
+    assert bridge._probed and len(asked) == 2
+    # They are as large as the vocabulary, and counted nowhere.
+    assert record.states.returned is None and record.states.head is None
+    scaled_in_place(bridge, model, data)
+    assert len(asked) == 2
+    assert bridge.stats().accepted == 4
+
+
+def test_a_wrong_scale_is_refused_where_the_loop_scales_in_place(
+    one_rank: None, trainer: FakeTrainer, connect: Connect
+) -> None:
+    model = make_model()
+    fully_shard(model)
+    bridge = connect(model=model, version=1, logit_scale=2.0)
+    scaled_in_place(bridge, model, batch((9, 7)))
+    assert bridge.stats().capture_off_reason.startswith("model.logits: found logits that differ")
+    assert not trainer.samples
