@@ -6,9 +6,10 @@ image may not have.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -183,18 +184,47 @@ def stamp_of(weights: Sequence[torch.Tensor]) -> int:
     """A number that changes when something writes to the weights in place.
 
     Sum of the version counters. Writes through ``.data`` escape it, and those of fused optimizers:
-    ``WeightWatch`` counts steps too. DTensors are left out: ``module.to`` gives them counters that
-    begin anew. The weights take a millisecond to find: not in a step.
+    ``WeightWatch`` counts steps too. DTensors are left out: see ``ShardWatch``. The weights take a
+    millisecond to find: not in a step.
     """
     return sum([p._version for p in weights if not is_sharded(p)])
+
+
+class ShardWatch:
+    """Tells whether DTensors were written to in place. To move one to other memory is no write.
+
+    A move gives it another local tensor, and version counters that begin anew: what was written
+    between the last call and the move is not seen. Multi-tensor operations escape the counters.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self._weights = [cast(Any, p) for p in weights if is_sharded(p)]
+        self._seen = self._look()
+        self._written = False
+
+    def written(self) -> bool:
+        """Since this was made."""
+        before, self._seen = self._seen, self._look()
+        for (old, version), (new, now) in zip(before, self._seen, strict=True):
+            if old() is new() and version != now:
+                self._written = True
+        return self._written
+
+    def _look(self) -> list[tuple[weakref.ref[torch.Tensor], int]]:
+        # Weak: a model that was moved is not to keep the memory that it left.
+        held = [(p, p._local_tensor) for p in self._weights]
+        return [
+            (weakref.ref(local), p._version + (0 if local.is_inference() else local._version))
+            for p, local in held
+        ]
 
 
 def watched(
     weights: Sequence[torch.Tensor], steps: Callable[[], int] = lambda: 0
 ) -> Callable[[], bool]:
     """Whether something has written to the weights since this call, or ``steps`` counted more."""
-    stamp = stamp_of(weights) + steps()
-    return lambda: stamp_of(weights) + steps() != stamp
+    shards, stamp = ShardWatch(weights), stamp_of(weights) + steps()
+    return lambda: shards.written() or stamp_of(weights) + steps() != stamp
 
 
 class WeightWatch:

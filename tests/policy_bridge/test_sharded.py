@@ -231,3 +231,28 @@ def test_a_wrong_scale_is_refused_where_the_loop_scales_in_place(
     scaled_in_place(bridge, model, batch((9, 7)))
     assert bridge.stats().capture_off_reason.startswith("model.logits: found logits that differ")
     assert not trainer.samples
+
+
+WRITES: dict[str, Callable[[torch.nn.Module], object]] = {
+    "added": lambda model: model.lm_head.weight.add_(1.0),
+    "copied": lambda model: model.lm_head.weight.copy_(model.lm_head.weight.clone()),
+    "to the shard": lambda model: model.lm_head.weight.to_local().add_(1.0),
+    "loaded": lambda model: model.load_state_dict(model.state_dict()),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_shards_that_are_written_without_a_step_have_moved(one_rank: None, write: str) -> None:
+    model, data = qwen3(), batch((9, 7))
+    fully_shard(model)
+    moved = watched(find_modules(model, ModulePaths()).weights())
+    for move in (torch.clone, torch.Tensor.cpu):  # as to another device, and where it is
+        model(data["input_ids"]).logits.sum().backward()
+        model.zero_grad()
+        model._apply(move)
+        assert not moved()
+    with torch.no_grad():
+        WRITES[write](model)
+    assert moved()
+    model._apply(torch.clone)
+    assert moved()
