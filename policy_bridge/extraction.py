@@ -338,7 +338,7 @@ def probed(record: Record, modules: PolicyModules, temperature: float) -> bool:
     """Compare some of a pass's own logits, or else the given log-probs, with those of its states.
 
     Returns:
-        False where the pass has nothing to compare.
+        False where the pass has nothing to compare, or nothing that is finite.
 
     Raises:
         RefusedError: the policy's logits are not what its lm_head and ``modules.form`` give.
@@ -356,8 +356,7 @@ def probed(record: Record, modules: PolicyModules, temperature: float) -> bool:
         else:
             return False
         config = getattr(modules.policy, "config", None)
-        check_logits(states.returned.rows, before, modules.form, dtype, config)
-        return True
+        return check_logits(states.returned.rows, before, modules.form, dtype, config)
     if record.logprobs is None or not readable:
         return False
     chosen = record.loss_mask.to(final.device, copy=True)
@@ -369,8 +368,7 @@ def probed(record: Record, modules: PolicyModules, temperature: float) -> bool:
     before = final[places // columns, places % columns - 1]
     own = (whole_logits(modules, dtype)(before) / temperature).log_softmax(-1)
     given = record.logprobs.to(final.device).flatten()[places]
-    check_logprobs(given, own.gather(-1, tokens[:, None]).squeeze(-1))
-    return True
+    return check_logprobs(given, own.gather(-1, tokens[:, None]).squeeze(-1))
 
 
 def sampled_logits(

@@ -118,7 +118,7 @@ def check_logits(
     form: LogitForm,
     dtype: torch.dtype,
     config: object,
-) -> None:
+) -> bool:
     """Compare a model's own logits with what the trainer will compute of its states.
 
     Args:
@@ -128,32 +128,43 @@ def check_logits(
         dtype: in which it has its logits.
         config: of the model, to name the likely cause.
 
+    Returns:
+        Whether there were finite ones to compare.
+
     Raises:
         RefusedError: they differ by more than rounding does.
     """
     theirs = returned.float()
     finite = theirs.isfinite().all(-1) & before.isfinite().all(-1)
     theirs, before = theirs[finite], before[finite]
+    if not len(theirs):
+        return False
     apart = _apart(form.apply(before.to(dtype)).float(), theirs)
     # A row's mean, which changes no probability, is rounded with it.
     rounding = torch.finfo(dtype).eps * theirs.norm() / _centred(theirs).norm().clamp(min=1e-20)
     tolerance = _TOLERANCE + float(rounding)
     if apart <= tolerance:
-        return
+        return True
     cause, step = _explained(before, theirs, tolerance, list(numbers_of(config)))
     found = f"logits that differ from it by {apart:.1%} of their norm; {cause}"
     raise RefusedError("model.logits", found, str(form), step)
 
 
-def check_logprobs(given: torch.Tensor, own: torch.Tensor) -> None:
+def check_logprobs(given: torch.Tensor, own: torch.Tensor) -> bool:
     """Compare given log-probs [N] with those [N] that follow from the policy's states.
+
+    Returns:
+        Whether there were finite ones to compare.
 
     Raises:
         RefusedError: they differ by more than rounding does.
     """
-    apart = float((given.float() - own.float()).abs().mean()) if len(own) else 0.0
+    differences = (given.float() - own.float()).abs()
     # Not finite: refused for that elsewhere, sample by sample.
-    if math.isfinite(apart) and apart > _LOGPROB_TOLERANCE:
+    differences = differences[differences.isfinite()]
+    if not len(differences):
+        return False
+    if (apart := float(differences.mean())) > _LOGPROB_TOLERANCE:
         raise RefusedError(
             "model.logits",
             f"sampled_logprobs that are {apart:.3g} off those of the captured states on average",
@@ -161,6 +172,7 @@ def check_logprobs(given: torch.Tensor, own: torch.Tensor) -> None:
             "pass capture the log-probs' temperature; if it is right, the policy changes its "
             "logits after lm_head: set logit_scale or logit_soft_cap in BridgeConfig",
         )
+    return True
 
 
 def _centred(rows: torch.Tensor) -> torch.Tensor:
@@ -170,7 +182,7 @@ def _centred(rows: torch.Tensor) -> torch.Tensor:
 def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Distance of two [N, V] in units of the second's norm; a constant in a row is none."""
     ours, theirs = _centred(ours), _centred(theirs)
-    return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-20)) if len(theirs) else 0.0
+    return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-20))
 
 
 def _explained(

@@ -13,7 +13,7 @@ from torch import nn
 
 from docs.make_families import PAGE, eagle3_in_vllm, row
 from policy_bridge import BridgeConfig, ModulePaths, PolicyBridge
-from policy_bridge.logits import form_of
+from policy_bridge.logits import check_logits, check_logprobs, form_of
 from slipstream.errors import RefusedError
 from slipstream.logits import LogitForm
 from slipstream.v1 import tensor_pb2
@@ -270,6 +270,36 @@ def test_a_fused_loss_is_checked_by_its_log_probs(
     assert bridge.stats().accepted == (2 if right else 0)
     reason = bridge.stats().capture_off_reason
     assert ("the log-probs' temperature" in reason) == (not right)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [{"loss_mask": torch.zeros(2, 20).bool()}, {"sampled_logprobs": torch.full((2, 20), math.nan)}],
+    ids=["no loss mask", "not finite"],
+)
+def test_a_window_with_nothing_to_compare_leaves_the_check_to_the_next(
+    trainer: FakeTrainer, connect: Connect, first: dict[str, torch.Tensor]
+) -> None:
+    model, data = make_model(), batch((20, 15))
+    bridge = connect(model=model, modules=ModulePaths(final_norm="model.norm"), version=1)
+    for changes in (first, {}):
+        with torch.no_grad(), bridge.capture() as capture:
+            model.model(data["input_ids"])
+            wrong = torch.full((2, 20), -50.0)
+            capture.ship(**{**data, "sampled_logprobs": wrong, **changes})
+        assert bridge.flush(DEADLINE)
+    assert bridge.stats().capture_off_reason.startswith("model.logits: found sampled_logprobs")
+    assert not trainer.samples
+
+
+def test_only_what_is_finite_is_compared() -> None:
+    nothing, own = torch.full((2, 4), math.nan), torch.zeros(2, 4)
+    assert not check_logits(nothing, own, LogitForm(), torch.float32, None)
+    assert check_logits(own, own, LogitForm(), torch.float32, None)
+    assert not check_logprobs(nothing[0], own[0])
+    assert check_logprobs(own[0], own[0])
+    with pytest.raises(RefusedError, match="50 off"):
+        check_logprobs(torch.tensor([math.nan, -50.0]), torch.zeros(2))
 
 
 def test_a_form_that_cannot_be_is_refused() -> None:
