@@ -273,7 +273,6 @@ class Capture:
             self._hold(record if self.copier.deferred else record.on_host())
         except RefusedError as error:
             self._tap.__exit__()
-            self._let_go()
             self._refuse(error)
         except torch.OutOfMemoryError:
             # The loop needs the device's memory more than the draft needs this window.
@@ -330,6 +329,10 @@ class Capture:
         if not self._refused:
             self._refused = True
             self.counters.add(captures_refused=1)
+        if self._kept:
+            # What earlier passes left: nothing will choose from it.
+            self.counters.shed("capture_refused", len(self._kept), 0)
+        self._let_go()
         self.refuse(error)
 
     def _submit(self, pick: Callable[[list[Record]], list[Chosen] | None]) -> bool:

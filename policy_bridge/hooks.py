@@ -150,7 +150,8 @@ class ForwardTap:
 
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
-        self._open = self._last = self._ids = None
+        # ``pick`` is a method of the window that has this tap.
+        self._open = self._last = self._ids = self._pick = None
 
     def take(self) -> ForwardStates | None:
         """The last complete forward pass, once; earlier ones that were not taken are gone."""

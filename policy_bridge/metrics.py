@@ -20,7 +20,7 @@ from slipstream.metrics import Fact, FactCollector, Value
 
 PREFIX = "slipstream_bridge_"
 SHED_REASONS = (
-    *("closed", "copies_behind", "draft_changed", "no_credit"),
+    *("capture_refused", "closed", "copies_behind", "draft_changed", "no_credit"),
     *("non_finite", "outbox_full", "policy_moved", "policy_not_announced"),
     *("device_full", "device_memory", "policy_refused", "shared_memory_lost", "shipper_died"),
     *("superseded", "too_large"),

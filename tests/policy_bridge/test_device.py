@@ -394,3 +394,38 @@ def test_a_refusal_in_a_later_pass_lets_go_of_the_earlier_ones(copier: Copier) -
                 model(data["input_ids"])
             capture.ship(data["input_ids"][:1], loss_mask=data["loss_mask"])
         assert capture._kept == {} and capture._records == []
+
+
+def test_a_refusal_after_the_window_lets_go_of_what_it_kept(side: Copier) -> None:
+    model, data = qwen3().eval(), batch((ROW,) * 3)
+    windows, refusals = Windows(model), list[RefusedError]()
+    with windows.open(copier=side, device_bytes=2 * STATES, refuse=refusals.append) as capture:
+        run(capture, model, {key: value[:2] for key, value in data.items()})
+        assert len(capture._kept) == 1
+        go_on = hold(side)
+        last = {key: value[2:] for key, value in data.items()}
+        with torch.no_grad():
+            model(last["input_ids"])
+        labels = last["input_ids"].masked_fill(~last["loss_mask"], -100)
+        capture.ship(**{**last, "input_ids": labels})
+    go_on.set()
+    assert side.wait_idle(DEADLINE)
+    assert [error.field for error in refusals] == ["input_ids"]
+    assert capture._kept == {} and windows.samples == []
+    assert windows.counters.snapshot().shed == {"capture_refused": 1}
+
+
+def test_a_window_goes_without_the_cyclic_collector(copier: Copier) -> None:
+    model, data = qwen3().eval(), batch((9, 7))
+    windows = Windows(model)
+    gc.disable()
+    try:
+        with windows.open(copier=copier) as capture:
+            run(capture, model, data)
+        assert copier.wait_idle(DEADLINE)
+        gone = weakref.ref(capture)
+        del capture
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert len(windows.samples) == 2
