@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
 import torch
 
@@ -174,51 +171,6 @@ class BridgeConfig:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not 0 < value < 1e6:
                 raise RefusedError(name, repr(value), "seconds > 0", "fix the value")
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> BridgeConfig:
-        """A configuration from plain values, as a file or a command line gives them.
-
-        Raises:
-            RefusedError: an unknown or a missing key, or a value that ``BridgeConfig`` refuses.
-        """
-        known = dict(values)
-        _check_keys("", known, cls)
-        for name in ("trainer", "run_id"):
-            if name not in known:
-                raise RefusedError(name, "nothing", "a value", f"set {name}")
-        modules = known.get("modules")
-        if isinstance(modules, Mapping):
-            _check_keys("modules.", modules, ModulePaths)
-            known["modules"] = ModulePaths(**modules)
-        for name in ("trainer_credentials", "rollout_credentials"):
-            if isinstance(given := known.get(name), Mapping):
-                known[name] = _credentials(name, given)
-        return cls(**known)  # type: ignore[arg-type]
-
-
-def _credentials(name: str, given: Mapping[str, object]) -> ClientCredentials:
-    _check_keys(f"{name}.", given, ClientCredentials)
-    kinds = {each.name: each.type for each in fields(ClientCredentials)}
-    values: dict[str, object] = {}
-    for key, value in given.items():
-        wanted = bool if kinds[key] == "bool" else str
-        if not isinstance(value, wanted):
-            expected = "true or false" if wanted is bool else "a text"
-            raise RefusedError(f"{name}.{key}", type(value).__name__, expected, "fix the value")
-        values[key] = Path(str(value)) if kinds[key] == "Path | None" else value
-    return ClientCredentials(**values)  # type: ignore[arg-type]
-
-
-def _check_keys(prefix: str, values: Mapping[str, object], section: type) -> None:
-    allowed = sorted(each.name for each in fields(section))
-    for key in values:
-        if key not in allowed:
-            near = difflib.get_close_matches(key, allowed, n=1)
-            hint = f"rename it to {near[0]}" if near else "remove it"
-            raise RefusedError(
-                f"{prefix}{key}", "an unknown key", f"one of {', '.join(allowed)}", hint
-            )
 
 
 def _check_address(name: str, value: object) -> None:

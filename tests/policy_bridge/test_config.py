@@ -72,27 +72,6 @@ def test_bad_values_are_refused_by_field(field: str, value: object) -> None:
     assert refused.value.field == field
 
 
-def test_from_dict() -> None:
-    config = BridgeConfig.from_dict(
-        {
-            "trainer": "127.0.0.1:1",
-            "run_id": "r",
-            "rollout_servers": ["127.0.0.1:2"],
-            "modules": {"lm_head": "head"},
-        }
-    )
-    assert config.rollout_servers == ("127.0.0.1:2",)
-    assert config.modules == ModulePaths(lm_head="head")
-    for bad, field in (
-        ({"trainer": "a:1", "run_id": "r", "bytes_per_setp": 1}, "bytes_per_setp"),
-        ({"trainer": "a:1", "run_id": "r", "modules": {"head": "x"}}, "modules.head"),
-        ({"trainer": "a:1"}, "run_id"),
-    ):
-        with pytest.raises(RefusedError) as refused:
-            BridgeConfig.from_dict(bad)
-        assert refused.value.field == field
-
-
 def test_modules_by_explicit_path() -> None:
     model = make_model()
     paths = ModulePaths("model.layers", "lm_head", "model.embed_tokens", "model.norm")

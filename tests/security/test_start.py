@@ -200,22 +200,18 @@ def test_a_token_does_not_cross_the_network_readable(tmp_path: Path) -> None:
     BridgeConfig("127.0.0.1:1", "run", trainer_credentials=ClientCredentials(token_file=token))
 
 
-def test_credentials_of_a_bridge_from_a_file(tmp_path: Path) -> None:
+def test_credentials_of_a_bridge(tmp_path: Path) -> None:
     token = write_token(tmp_path / "token", TOKEN)
-    values = {"trainer": "127.0.0.1:1", "run_id": "run"}
-    config = BridgeConfig.from_dict(values | {"trainer_credentials": {"token_file": str(token)}})
-    assert config.trainer_credentials == ClientCredentials(token_file=token)
+    good = ClientCredentials(token_file=token)
+    config = BridgeConfig("127.0.0.1:1", "run", trainer_credentials=good)
     assert TOKEN not in repr(config)
     for given, field in (
-        ({"token": TOKEN}, "trainer_credentials.token"),
-        ({"token_file": 5}, "trainer_credentials.token_file"),
-        ({"token_file": str(tmp_path / "absent")}, "trainer_credentials.token_file"),
-        ({"allow_plaintext": "yes"}, "trainer_credentials.allow_plaintext"),
-        ({"server_name": "a"}, "trainer_credentials.server_name"),
-        ({"certificate": str(token)}, "trainer_credentials.certificate"),
+        (ClientCredentials(token_file=tmp_path / "absent"), "trainer_credentials.token_file"),
+        (ClientCredentials(server_name="a"), "trainer_credentials.server_name"),
+        (ClientCredentials(certificate=token), "trainer_credentials.certificate"),
     ):
         with pytest.raises(RefusedError) as caught:
-            BridgeConfig.from_dict(values | {"trainer_credentials": given})
+            BridgeConfig("127.0.0.1:1", "run", trainer_credentials=given)
         assert caught.value.field == field
         assert TOKEN not in str(caught.value)
 
