@@ -213,7 +213,7 @@ class Init:
         from rich.console import Console
 
         from draft_trainer.checkpoints.policy import size_of
-        from draft_trainer.drafters.eagle3.initial import choose_draft_vocabulary, init_draft
+        from draft_trainer.drafters.initial import choose_draft_vocabulary, init_draft
         from draft_trainer.offline.report import open_recording
 
         vocab = size_of(policy.config, "vocab_size")
@@ -248,7 +248,7 @@ class Init:
         self, policy: PolicyCheckpoint, layers: tuple[int, ...] | None
     ) -> tuple[Draft, str]:
         """The draft, and its depth in words."""
-        from draft_trainer.drafters.dflash.initial import init_dflash
+        from draft_trainer.drafters.initial import init_dflash
 
         at_least("--layers", self.layers, 1)
         for name, found in (("--draft-vocab", self.draft_vocab), ("--states", self.states)):

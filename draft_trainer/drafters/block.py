@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from draft_trainer.checkpoints.policy import size_of
-from draft_trainer.drafters.ops import linear, rms_norm, rotate_heads, swiglu_linear
-from draft_trainer.drafters.rope import Rope
+from draft_trainer.drafters.ops import linear, rms_norm, swiglu_linear
+from draft_trainer.drafters.rope import Rope, Rotary
 from slipstream.errors import RefusedError
 
 
@@ -104,19 +104,33 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections of the attention."""
+    """Projections of the attention.
 
-    def __init__(self, shape: BlockShape) -> None:
+    Args:
+        shape: the layer's.
+        input_size: of what queries, keys and values are projected from; H if None.
+        output_bias: the output's projection has a bias.
+    """
+
+    def __init__(
+        self, shape: BlockShape, input_size: int | None = None, output_bias: bool = False
+    ) -> None:
         super().__init__()
-        size, bias = shape.hidden_size, shape.qkv_bias
+        size, bias = input_size or shape.hidden_size, shape.qkv_bias
         queries = shape.num_attention_heads * shape.head_dim
         keys = shape.num_key_value_heads * shape.head_dim
         self.q_proj = nn.Linear(size, queries * (1 + shape.output_gate), bias=bias)
         self.k_proj = nn.Linear(size, keys, bias=bias)
         self.v_proj = nn.Linear(size, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, size, bias=False)
+        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=output_bias)
         self.q_norm = shape.norm(shape.head_dim) if shape.qk_norm else None
         self.k_norm = shape.norm(shape.head_dim) if shape.qk_norm else None
+
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, [B, T, heads, D]; every head normed where the layer has such norms."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
 
 
 class MLP(nn.Module):
@@ -144,9 +158,7 @@ class Block(nn.Module):
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = shape.norm()
         self.mlp = mlp or MLP(shape.hidden_size, shape.intermediate_size)
-        # Not a buffer: ``to(bfloat16)`` must not round the rotary angles.
-        self._inv_freq = shape.rope.inverse_frequencies(shape.head_dim)
-        self._attention_scale = shape.rope.attention_scale()
+        self.rotary = Rotary(shape.rope, shape.head_dim)
 
     def project(
         self, hidden: Tensor, positions: Tensor
@@ -171,21 +183,9 @@ class Block(nn.Module):
         gate = None
         if self.shape.output_gate:
             q, gate = q.unflatten(2, (heads, 2)).unbind(3)
-        if attention.q_norm is not None and attention.k_norm is not None:
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        rotated = self.rotated(torch.cat([q, k], dim=2), positions)
+        rotated = self.rotary(torch.cat(attention.normed(q, k), dim=2), positions)
         q, k = rotated.split([heads, k.shape[2]], dim=2)
         return q, k, v, gate
-
-    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Heads [B, T, heads, D] with the rotary embedding of positions [B, T]."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        if self._inv_freq.device != positions.device:
-            # Once: a GPU's host waits for such a copy.
-            self._inv_freq = self._inv_freq.to(positions.device)
-        angles = positions.to(wide)[..., None, None] * self._inv_freq.to(wide)
-        cos, sin = angles.cos() * self._attention_scale, angles.sin() * self._attention_scale
-        return rotate_heads(x, x.shape[2], cos, sin)
 
     def finish(self, hidden: Tensor, attended: Tensor, gate: Tensor | None) -> Tensor:
         """The residual stream after the layer, [B, T, H].

@@ -20,17 +20,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draft_trainer.checkpoints.draft import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    check_tensors,
-    t2d_of,
-    target_ids,
-    tensor_names,
-)
 from draft_trainer.drafters.batch import Batch
 from draft_trainer.drafters.block import BlockShape
 from draft_trainer.drafters.policy import PolicyHead
+from slipstream.checkpoints import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    read_layout,
+    t2d_of,
+    target_ids,
+    weight_files,
+)
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.hub import read_json
 
@@ -374,7 +374,7 @@ class OneLayout(Drafter):
         names = {name: self.stored_name(config, name) for name in wanted}
         shapes = {names[name]: shape for name, shape in wanted.items()}
         check_tensors(stored, shapes, str(directory), self.advice)
-        whole = tensor_names(directory) == shapes.keys() and (directory / WEIGHTS_FILE).is_file()
+        one_file = weight_files(directory) == [directory / WEIGHTS_FILE]
         return Checkpoint(
             module=self.module,
             config=config,
@@ -383,7 +383,7 @@ class OneLayout(Drafter):
             document=document,
             names=names,
             with_t2d=False,
-            as_stored=unchanged and whole,
+            as_stored=unchanged and one_file and read_layout(directory).keys() == shapes.keys(),
         )
 
     def save(
@@ -412,6 +412,30 @@ class OneLayout(Drafter):
         Checkpoint(
             *(self.module, config, tensors, None, document, names), with_t2d=False, as_stored=True
         ).write(directory)
+
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_tensors(
+    tensors: Mapping[str, Tensor], wanted: Mapping[str, torch.Size], where: str, next_step: str
+) -> None:
+    """Raise RefusedError unless these are the wanted ones: names, shapes, finite floats."""
+    if tensors.keys() != wanted.keys():
+        missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted)
+        raise RefusedError(where, f"missing {missing}, unknown {extra}", sorted(wanted), next_step)
+    for name, tensor in tensors.items():
+        found: object
+        expected: object
+        if tensor.shape != wanted[name]:
+            found, expected = list(tensor.shape), list(wanted[name])
+        elif tensor.dtype not in _FLOATS:
+            found, expected = tensor.dtype, f"one of {[*map(str, _FLOATS)]}"
+        elif wrong := int((~torch.isfinite(tensor)).sum()):
+            found, expected = f"{wrong} values not finite", "finite numbers"
+        else:
+            continue
+        raise RefusedError(f"{where}: {name}", found, expected, next_step)
 
 
 _WRONG_VALUES = (

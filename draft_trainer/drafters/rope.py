@@ -1,4 +1,4 @@
-"""Rotary frequencies of a draft, scaled as vLLM scales them.
+"""The rotary embedding of a draft, its frequencies scaled as vLLM scales them.
 
 Source: vLLM 0.32, ``model_executor/layers/rotary_embedding`` (llama3, linear, dynamic, YaRN), in
 float32 and in its order of operations, so that the angles are those of the serving side.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.errors import RefusedError
+from draft_trainer.drafters.fields import Refuse
+from draft_trainer.drafters.ops import rotate_heads
 
 _REQUIRED = {
     "linear": ("factor",),
@@ -33,6 +34,7 @@ _OPTIONAL = {
     ),
 }
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_refuse = Refuse("config.json", "use a draft with a rope that is listed here")
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,36 @@ class Rope:
         return int(head_dim * self.partial)
 
 
+class Rotary:
+    """Rotates heads by their positions.
+
+    Args:
+        rope: the embedding.
+        head_dim: size of one head.
+    """
+
+    def __init__(self, rope: Rope, head_dim: int) -> None:
+        # Not a buffer of a module: ``to(bfloat16)`` must not round the angles.
+        self.inverse_frequencies = rope.inverse_frequencies(head_dim)
+        self._scale = rope.attention_scale()
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [B, T, 1, rotary_dim / 2] in ``dtype``, of positions [B, T]."""
+        if self.inverse_frequencies.device != positions.device:
+            # Once: a GPU's host waits for such a copy.
+            self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
+        angles = positions.to(dtype)[..., None, None] * self.inverse_frequencies.to(dtype)
+        return angles.cos() * self._scale, angles.sin() * self._scale
+
+    def __call__(self, x: Tensor, positions: Tensor, count: int | None = None) -> Tensor:
+        """Heads [B, T, heads, D] with the first ``count`` of them rotated (None: all).
+
+        The angles are in at least float32, the result in the type of ``x``.
+        """
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return rotate_heads(x, count or x.shape[2], *self.angles(positions, wide))
+
+
 def _llama3(frequencies: Tensor, given: Mapping[str, float]) -> Tensor:
     """Long wavelengths divided by the factor, short ones kept, those between blended."""
     low, high = given["low_freq_factor"], given["high_freq_factor"]
@@ -174,9 +206,3 @@ def _yarn(periods: Tensor, given: Mapping[str, float], theta: float) -> Tensor:
 
 def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def _refuse(name: str, found: object, expected: object) -> NoReturn:
-    raise RefusedError(
-        f"config.json {name}", found, expected, "use a draft with a rope that is listed here"
-    )

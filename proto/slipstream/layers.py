@@ -13,6 +13,9 @@ from itertools import pairwise
 from slipstream.errors import RefusedError
 from slipstream.v1 import tensor_pb2
 
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+"""In a draft's config.json, at top level: its auxiliary layers."""
+
 
 def default_aux_layers(num_hidden_layers: int) -> tuple[int, ...]:
     """vLLM's default for EAGLE-3: after layers 2, n // 2 and n - 3.
@@ -44,6 +47,54 @@ def choose_aux_layers(num_hidden_layers: int) -> tuple[int, ...]:
     if num_hidden_layers < 4:
         return tuple(range(num_hidden_layers))
     return (1, num_hidden_layers // 2, max(num_hidden_layers // 2 + 1, num_hidden_layers - 2))
+
+
+def check_layers(
+    ids: object, field: str, next_step: str, first: int = 0, last: int | None = None
+) -> tuple[int, ...]:
+    """Layer numbers of a file or an option, in whatever convention it has.
+
+    Args:
+        ids: to be a list of at least one.
+        field: named in a refusal.
+        next_step: of a refusal.
+        first: the lowest that there is.
+        last: the highest; None where it is not known.
+
+    Raises:
+        RefusedError: none, not whole numbers, not strictly ascending, or outside these bounds.
+    """
+    found = [*ids] if isinstance(ids, list | tuple) else []
+    whole = bool(found) and all(type(one) is int for one in found)
+    if (
+        not whole
+        or any(one >= other for one, other in pairwise(found))
+        or found[0] < first
+        or (last is not None and found[-1] > last)
+    ):
+        bounds = f"from {first}" if last is None else f"from {first} to {last}"
+        raise RefusedError(field, found or ids, f"ascending layers {bounds}", next_step)
+    return tuple(found)
+
+
+def ambiguous_layers(where: str, nested: object) -> RefusedError:
+    """What is raised for layers in ``eagle_config`` alone, where nothing says what they mean.
+
+    Frameworks that write them there count the outputs of layers from 0. vLLM's V1 runner reads them
+    as "after L layers", and its V2 runner does not read them. One layer off, a draft is trained and
+    served without an error, and less is accepted.
+
+    Args:
+        where: the config.json, as a refusal names it.
+        nested: what was found.
+    """
+    return RefusedError(
+        f"{where} eagle_config.{AUX_LAYERS}",
+        nested,
+        f"{AUX_LAYERS} at top level, L meaning after L decoder layers",
+        "move it there: add 1 to each where 0 means the output of the first layer; "
+        "`draft-trainer releases import` does it where the policy's depth says what they mean",
+    )
 
 
 def encode_layers(ids: Sequence[int]) -> tensor_pb2.AuxLayers:

@@ -49,9 +49,9 @@ def dense_step(head: Eagle3Head, hidden: Tensor, embeds: Tensor, positions: Tens
     """
     attention = head.midlayer.self_attn
     x, residual = enter(head.midlayer, embeds, hidden, head.config.norm_before_residual)
-    cos, sin = (angle.transpose(1, 2) for angle in head.rotary(positions, torch.float32))
+    cos, sin = (angle.transpose(1, 2) for angle in head.rotary.angles(positions, torch.float32))
     q, k, v = (
-        proj(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        proj(x).unflatten(-1, (-1, head.config.head_dim)).transpose(1, 2)
         for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
     if attention.q_norm is not None and attention.k_norm is not None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_trainer.checkpoints.draft import target_ids
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.config import HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.rope import Rope
+from slipstream.checkpoints import target_ids
 from slipstream.errors import RefusedError
 from tests.draft_trainer.checkpoint_rig import (
     CONFIG,
@@ -208,6 +208,17 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
     index.write_text("[]")
     with pytest.raises(RefusedError, match="index"):
         Eagle3().read(tmp_path)
+
+
+def test_files_without_an_index_are_read_together(tmp_path: Path) -> None:
+    """As vLLM reads them; a release has one file, so such a folder is written again."""
+    model = saved(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    save_file({"fc.weight": tensors.pop("fc.weight")}, tmp_path / "more.safetensors")
+    save_file(tensors, tmp_path / WEIGHTS)
+    checkpoint = Eagle3().read(tmp_path)
+    assert torch.equal(checkpoint.tensors["fc.weight"], model.fc.weight)
+    assert not checkpoint.as_stored
 
 
 def test_target_ids_invert_d2t() -> None:

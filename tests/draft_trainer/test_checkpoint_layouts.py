@@ -28,7 +28,7 @@ _NOT_THE_HEADS = {"d2t", "t2d", "embed_tokens.weight"}
 def test_what_a_trainer_wrote_is_what_it_computes(name: str) -> None:
     """Every tensor as it is in the file, and the first step's logits as that trainer has them."""
     stored = load_file(_FOLDER / name / "model.safetensors")
-    expected = load_file(_FOLDER / name / "expected.safetensors")
+    expected = load_file(_FOLDER / f"{name}.safetensors")
     checkpoint = Eagle3().read(_FOLDER / name, _POLICY)
     assert len(checkpoint.tensors) == len(stored.keys() - _NOT_THE_HEADS)
     for own_name, tensor in checkpoint.tensors.items():

@@ -26,7 +26,7 @@ from draft_trainer.drafters.batch import Batch, collate
 from draft_trainer.drafters.dflash.checkpoint import Dflash
 from draft_trainer.drafters.dflash.config import DflashConfig
 from draft_trainer.drafters.dflash.head import DflashHead
-from draft_trainer.drafters.dflash.initial import init_dflash
+from draft_trainer.drafters.initial import init_dflash
 from draft_trainer.releases.registry import Registry
 from draft_trainer.training.learner import Learner
 from slipstream.errors import RefusedError

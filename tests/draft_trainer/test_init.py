@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from draft_trainer.checkpoints.policy import PolicyCheckpoint, read_policy
 from draft_trainer.cli.main import main
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
-from draft_trainer.drafters.eagle3.initial import choose_draft_vocabulary, init_draft
+from draft_trainer.drafters.initial import choose_draft_vocabulary, init_draft
 from draft_trainer.recordings.recording import Recording
 from slipstream.errors import RefusedError
 from tests.draft_trainer.recordings import record_synthetic

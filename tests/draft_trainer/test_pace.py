@@ -15,7 +15,7 @@ from draft_trainer.checkpoints.policy import read_policy
 from draft_trainer.config import TrainingConfig
 from draft_trainer.drafters import DRAFTERS
 from draft_trainer.drafters.acceptance import expected_acceptance
-from draft_trainer.drafters.eagle3.initial import init_draft
+from draft_trainer.drafters.initial import init_draft
 from draft_trainer.drafters.policy import PolicyHeads
 from draft_trainer.offline.record import Recorder
 from draft_trainer.recordings.recording import Recording

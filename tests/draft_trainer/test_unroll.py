@@ -66,7 +66,7 @@ def _naive_outputs(model: Eagle3Head, batch: Batch, row: int, anchor: int, steps
         x, residual = enter(
             layer, batch.embeds[row, token], hidden, model.config.norm_before_residual
         )
-        angles = position * model._inv_freq.float()
+        angles = position * model.rotary.inverse_frequencies.float()
         q, k, v = (
             proj(x).view(-1, 8)
             for proj in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)

@@ -11,7 +11,7 @@ from torch import nn
 
 from draft_trainer.checkpoints.policy import read_policy
 from draft_trainer.drafters import DRAFTERS
-from draft_trainer.drafters.dflash.initial import init_dflash
+from draft_trainer.drafters.initial import init_dflash
 from rollout_server.read_back import DIFFERS, SAME
 from rollout_server.reload import Change, LiveModel, apply_all
 from rollout_server.served.derived import derived, unaccounted

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from slipstream.errors import RefusedError
-from slipstream.layers import choose_aux_layers, decode_layers, default_aux_layers, encode_layers
+from slipstream.layers import (
+    check_layers,
+    choose_aux_layers,
+    decode_layers,
+    default_aux_layers,
+    encode_layers,
+)
 from slipstream.sample import FLOAT8, Sample, decode_float8, header_of, layout_of
 from slipstream.v1 import tensor_pb2
 
@@ -39,6 +45,13 @@ def test_round_trip_and_the_other_convention() -> None:
 def test_bad_numbers_are_refused(ids: list[int]) -> None:
     with pytest.raises(RefusedError, match=r"aux\.ids"):
         decode_layers(encode_layers(ids), "aux")
+
+
+@pytest.mark.parametrize("ids", [None, [], "12", [1.0], [True, 2], [2, 2], [3, 2], [0, 2], [2, 6]])
+def test_lists_that_are_not_layers_are_refused(ids: object) -> None:
+    assert check_layers([1, 5], "ids", "fix it", 1, 5) == check_layers((1, 5), "ids", "fix it")
+    with pytest.raises(RefusedError, match="expected ascending layers from 1 to 5"):
+        check_layers(ids, "ids", "fix it", 1, 5)
 
 
 @pytest.mark.parametrize("convention", [0, 9])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE, load_tensors, pickles
 from draft_trainer.checkpoints.policy import read_policy_config
 from draft_trainer.drafters.dflash.config import DflashConfig
 from draft_trainer.drafters.dflash.head import DflashHead
 from draft_trainer.drafters.draft import Checkpoint, OneLayout
+from slipstream.checkpoints import CONFIG_FILE, WEIGHTS_FILE, load_tensors, pickles
 from slipstream.errors import RefusedError
 from slipstream.hub import read_json
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from draft_trainer.checkpoints.policy import size_of
 from draft_trainer.drafters.block import BlockShape
 from draft_trainer.drafters.draft import StoredShape
+from draft_trainer.drafters.fields import Refuse
 from draft_trainer.drafters.rope import Rope
-from slipstream.errors import RefusedError
+from slipstream.layers import check_layers
 
 ARCHITECTURE = "DFlashDraftModel"
 NESTED = "dflash_config"
@@ -35,6 +36,10 @@ _FIXED_NESTED: dict[str, tuple[Any, ...]] = {
     "attention_sink_bias": (False, None),
     "attention_value_scale": (1.0, None),
 }
+_refuse = Refuse(
+    "the draft's config.json",
+    "give a DFlash draft with full attention, of the policy's width and vocabulary",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +72,8 @@ class DflashConfig(StoredShape):
         nested = document.get(NESTED)
         if not isinstance(nested, Mapping):
             _refuse(NESTED, nested, "an object with mask_token_id and target_layer_ids")
-        for fields, where, prefix in (
-            (_FIXED_VALUES, document, ""),
-            (_FIXED_NESTED, nested, f"{NESTED}."),
-        ):
-            for name, allowed in fields.items():
-                if where.get(name) not in allowed:
-                    _refuse(prefix + name, where.get(name), allowed[0])
+        _refuse.other_values(document, _FIXED_VALUES)
+        _refuse.other_values(nested, _FIXED_NESTED, f"{NESTED}.")
         whose = "the draft's"
         hidden, heads, vocab, depth = (
             size_of(document, name, whose)
@@ -85,15 +85,13 @@ class DflashConfig(StoredShape):
         kinds = document.get("layer_types")
         if kinds is not None and any(kind != _FULL for kind in kinds):
             _refuse("layer_types", kinds, f"{_FULL} alone")
-        layers, mask = nested.get("target_layer_ids"), nested.get("mask_token_id")
-        if not isinstance(layers, list) or not layers or layers != sorted({*layers}):
-            _refuse(
-                f"{NESTED}.target_layer_ids", layers, "ascending numbers of the policy's layers"
-            )
+        field = f"{_refuse.file} {NESTED}.target_layer_ids"
+        layers = check_layers(nested.get("target_layer_ids"), field, _refuse.next_step)
+        mask = nested.get("mask_token_id")
         if not isinstance(mask, int) or not 0 <= mask < vocab:
             _refuse(f"{NESTED}.mask_token_id", mask, f"a token of the policy, 0 to {vocab - 1}")
         return cls(
-            aux_layer_ids=tuple(int(layer) + 1 for layer in layers),
+            aux_layer_ids=tuple(layer + 1 for layer in layers),
             target_hidden_size=hidden,
             vocab_size=vocab,
             draft_vocab_size=vocab,
@@ -106,12 +104,3 @@ class DflashConfig(StoredShape):
             mask_token_id=mask,
             document=dict(document),
         )
-
-
-def _refuse(name: str, found: object, expected: object) -> NoReturn:
-    raise RefusedError(
-        f"the draft's config.json {name}",
-        found,
-        expected,
-        "give a DFlash draft with full attention, of the policy's width and vocabulary",
-    )

@@ -88,4 +88,4 @@ class _Layer(Block):
             for part in (attention.k_proj, attention.v_proj)
         )
         assert attention.k_norm is not None, "DFlash's layers have norms of queries and keys"
-        return self.rotated(attention.k_norm(k), positions), v
+        return self.rotary(attention.k_norm(k), positions), v

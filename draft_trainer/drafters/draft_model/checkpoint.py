@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draft_trainer.checkpoints.draft import CONFIG_FILE, load_tensors
 from draft_trainer.checkpoints.policy import read_policy_config, size_of
 from draft_trainer.drafters.draft import Checkpoint, OneLayout
 from draft_trainer.drafters.draft_model.config import POLICY_WIDTH, LmConfig
 from draft_trainer.drafters.draft_model.model import DraftLm
+from slipstream.checkpoints import CONFIG_FILE, load_tensors
 from slipstream.errors import RefusedError
 from slipstream.hub import read_json
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from draft_trainer.checkpoints.policy import size_of
 from draft_trainer.drafters.block import BlockShape
 from draft_trainer.drafters.draft import StoredShape
+from draft_trainer.drafters.fields import Refuse
 from draft_trainer.drafters.rope import Rope
-from slipstream.errors import RefusedError
 
 POLICY_WIDTH = "target_hidden_size"
 """Our field: the policy's hidden size, which nothing else in a draft model says."""
@@ -28,6 +28,10 @@ _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
     "quantization_config": (None,),
 }
+_refuse = Refuse(
+    "the draft's config.json",
+    "give a small Llama, Qwen2 or Qwen3 model with the policy's vocabulary",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +58,7 @@ class LmConfig(StoredShape):
         kind = document.get("model_type")
         if kind not in _LAYERS:
             _refuse("model_type", kind, f"one of {[*_LAYERS]}")
-        for name, allowed in _FIXED_VALUES.items():
-            if document.get(name) not in allowed:
-                _refuse(name, document.get(name), allowed[0])
+        _refuse.other_values(document, _FIXED_VALUES)
         whose = "the draft's"
         hidden, heads, vocab, depth, width = (
             size_of(document, name, whose)
@@ -88,12 +90,3 @@ class LmConfig(StoredShape):
             parallel_token=token,
             document=dict(document),
         )
-
-
-def _refuse(name: str, found: object, expected: object) -> NoReturn:
-    raise RefusedError(
-        f"the draft's config.json {name}",
-        found,
-        expected,
-        "give a small Llama, Qwen2 or Qwen3 model with the policy's vocabulary",
-    )

@@ -10,29 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_trainer.checkpoints.draft import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    check_maps,
-    check_tensors,
-    d2t_of,
-    load_tensors,
-    tensor_names,
-    weight_files,
-)
 from draft_trainer.checkpoints.policy import read_embeddings, read_policy_config, size_of
 from draft_trainer.drafters.draft import (
     Checkpoint,
     Draft,
     Drafter,
+    check_tensors,
     reading_config,
     tensor_shapes,
 )
-from draft_trainer.drafters.eagle3.config import LAYER_IDS, OWN_EMBEDDINGS, HeadConfig
+from draft_trainer.drafters.eagle3.config import OWN_EMBEDDINGS, HeadConfig
 from draft_trainer.drafters.eagle3.head import Eagle3Head
 from draft_trainer.drafters.eagle3.layouts import MODELOPT, PLAIN, SPECULATORS, Document, Layout
+from slipstream.checkpoints import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    check_maps,
+    d2t_of,
+    load_tensors,
+    read_layout,
+    text_config,
+    weight_files,
+)
 from slipstream.errors import RefusedError
 from slipstream.hub import read_json
+from slipstream.layers import AUX_LAYERS
 
 # In this order: the first that recognises a config.json has it.
 _LAYOUTS = (SPECULATORS, MODELOPT, PLAIN)
@@ -94,7 +96,7 @@ class Eagle3(Drafter):
             with_t2d=t2d is not None or layout.write is None,
             as_stored=served == document
             and {*names.values(), *maps} == stored.keys()
-            and (directory / WEIGHTS_FILE).is_file(),
+            and weight_files(directory) == [directory / WEIGHTS_FILE],
         )
 
     def save(
@@ -126,7 +128,7 @@ class Eagle3(Drafter):
             theirs, _, _, document = _read_config(like, None)
             if theirs != config:
                 raise _refused(like / CONFIG_FILE, theirs, config)
-            stored = tensor_names(like)
+            stored = read_layout(like).keys()
             document, layer = _with_dtype(document, dtype_name), _layer_prefix(stored)
             with_t2d = "t2d" in stored
         tensors = {name: t.detach().to("cpu", dtype) for name, t in draft.state_dict().items()}
@@ -143,7 +145,7 @@ def _check_fits_policy(config: HeadConfig, policy: Mapping[str, Any]) -> None:
     for name, found, expected, fits in (
         ("vocab_size", config.vocab_size, vocab, config.vocab_size == vocab),
         ("target_hidden_size", (own := config.target_hidden_size), width, own == width),
-        (LAYER_IDS, deepest, f"at most {depth}", deepest <= depth),
+        (AUX_LAYERS, deepest, f"at most {depth}", deepest <= depth),
     ):
         if not fits:
             raise RefusedError(
@@ -189,8 +191,7 @@ def _read_config(
 def _refuse_policy(directory: Path, document: Document) -> None:
     architectures = document.get("architectures")
     names = ", ".join(map(str, architectures if isinstance(architectures, list) else ()))
-    nested = document.get("text_config")
-    text = nested if isinstance(nested, dict) else document
+    text = text_config(document)
     layers = text.get("num_hidden_layers", text.get("n_layer"))
     if names and "eagle" not in names.lower() and isinstance(layers, int) and layers > 1:
         found = f"a policy ({names}, {layers} layers)"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
+from draft_trainer.checkpoints.policy import size_of
+from draft_trainer.drafters.block import BlockShape
 from draft_trainer.drafters.draft import DraftShape
+from draft_trainer.drafters.fields import Refuse
 from draft_trainer.drafters.rope import Rope
-from slipstream.errors import RefusedError
+from slipstream.layers import AUX_LAYERS, check_layers
 
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 OWN_EMBEDDINGS = "has_own_embed_tokens"
 """vLLM's field, and ours: the checkpoint has embeddings that are not a copy of the policy's."""
 
@@ -42,6 +43,8 @@ _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "pard_token": (None,),
     "tie_word_embeddings": (False, None),
 }
+# Of fields that a file may lack.
+_DEFAULTS = {"hidden_act": "silu", "num_hidden_layers": 1}
 _SIZES = (
     "hidden_size",
     "target_hidden_size",
@@ -54,8 +57,6 @@ _SIZES = (
     "max_position_embeddings",
 )
 
-# Far above any model's, and far below what overflows when sizes are multiplied.
-_BEYOND = 1 << 24
 _MOST_LAYERS = 64
 
 _OTHERS = {
@@ -63,6 +64,8 @@ _OTHERS = {
     "EagleLlama": "; EAGLE-1 takes the final state alone, and accepts less than EAGLE-3",
 }
 """Why other EAGLE heads are not trained, by what their architecture's name has."""
+
+_refuse = Refuse("config.json", "use a draft that the trainer can represent")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +112,7 @@ class HeadConfig(DraftShape):
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _BEYOND:
-                _refuse(name, value, f"a whole number above 0 and below {_BEYOND}")
+            size_of(vars(self), name, "the draft's")
         if self.num_attention_heads % self.num_key_value_heads:
             _refuse("num_key_value_heads", self.num_key_value_heads, "a divisor of the query heads")
         if not self.qk_norm and self.hidden_size % self.num_attention_heads:
@@ -126,13 +127,27 @@ class HeadConfig(DraftShape):
         if self.target_hidden_size != self.hidden_size and not self.own_embeddings:
             _refuse(OWN_EMBEDDINGS, False, "true: the policy's embeddings have another width")
         ids = self.aux_layer_ids
-        if not ids or ids[0] < 0 or any(a >= b for a, b in pairwise(ids)):
-            # vLLM sorts them and drops repetitions, whatever the order in fc.
-            _refuse(LAYER_IDS, list(ids), "at least one layer, ascending, each once")
+        # vLLM sorts them and drops repetitions, whatever the order in fc.
+        check_layers(ids, f"{_refuse.file} {AUX_LAYERS}", _refuse.next_step)
         if len(ids) > _MOST_LAYERS:
-            _refuse(LAYER_IDS, f"{len(ids)} layers", f"at most {_MOST_LAYERS}")
+            _refuse(AUX_LAYERS, f"{len(ids)} layers", f"at most {_MOST_LAYERS}")
         if self.qk_norm and self.mlp_bias:
             _refuse("mlp_bias", True, "false: vLLM's Qwen3 drafts have no MLP bias")
+
+    @property
+    def block(self) -> BlockShape:
+        """Its decoder layer, as far as the input's width does not matter."""
+        return BlockShape(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=self.rms_norm_eps,
+            rope=self.rope,
+            qk_norm=self.qk_norm,
+            qkv_bias=self.attention_bias,
+        )
 
     @property
     def max_row_tokens(self) -> int | None:
@@ -159,15 +174,13 @@ class HeadConfig(DraftShape):
         if not architectures or any(name not in known for name in architectures):
             why = next((w for name, w in _OTHERS.items() if name in str(architectures)), "")
             _refuse("architectures", architectures, f"[{known[0]}]{why}")
-        for name, allowed in _FIXED_VALUES.items():
-            if name in config and config[name] not in allowed:
-                _refuse(name, config[name], allowed[0])
+        _refuse.other_values({**_DEFAULTS, **config}, _FIXED_VALUES)
         eagle = config.get("eagle_config") or {}
         if eagle.get("use_aux_hidden_state", True) is not True:
             _refuse("eagle_config.use_aux_hidden_state", eagle["use_aux_hidden_state"], True)
-        layer_ids = config.get(LAYER_IDS)
+        layer_ids = config.get(AUX_LAYERS)
         if not layer_ids:
-            _refuse(LAYER_IDS, layer_ids, "the auxiliary layers' numbers, at top level")
+            _refuse(AUX_LAYERS, layer_ids, "the auxiliary layers' numbers, at top level")
         for name in ("num_aux_hidden_states", "num_aux_layers"):
             if config.get(name) not in (None, len(layer_ids)):
                 _refuse(name, config[name], f"{len(layer_ids)}, as many as layer ids")
@@ -219,7 +232,7 @@ class HeadConfig(DraftShape):
             "attention_bias": self.attention_bias,
             "mlp_bias": self.mlp_bias,
             "tie_word_embeddings": False,
-            LAYER_IDS: list(self.aux_layer_ids),
+            AUX_LAYERS: list(self.aux_layer_ids),
             # Without it vLLM assumes three layers whatever the list above says.
             "num_aux_hidden_states": len(self.aux_layer_ids),
             "norm_before_residual": self.norm_before_residual,
@@ -260,9 +273,3 @@ def _required(config: Mapping[str, Any], name: str) -> Any:
     if value is None:
         _refuse(name, "nothing", "a value")
     return value
-
-
-def _refuse(name: str, found: object, expected: object) -> NoReturn:
-    raise RefusedError(
-        f"config.json {name}", found, expected, "use a draft that the trainer can represent"
-    )

@@ -25,10 +25,11 @@ from torch.nn import functional as F
 
 from draft_trainer.drafters.attention import ttt_attention
 from draft_trainer.drafters.batch import Batch, ahead
-from draft_trainer.drafters.block import MLP, Norm
+from draft_trainer.drafters.block import MLP, Attention
 from draft_trainer.drafters.draft import Draft
 from draft_trainer.drafters.eagle3.config import HeadConfig
-from draft_trainer.drafters.ops import linear, rotate_heads, swiglu_linear
+from draft_trainer.drafters.ops import linear, swiglu_linear
+from draft_trainer.drafters.rope import Rotary
 from slipstream.errors import RefusedError
 
 
@@ -46,42 +47,18 @@ class FrozenEmbedding(nn.Module):
         return F.embedding(token_ids, self.weight)
 
 
-class Attention(nn.Module):
-    """Projections of the attention."""
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        width, bias = 2 * config.hidden_size, config.attention_bias
-        queries = config.num_attention_heads * config.head_dim
-        keys = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(width, queries, bias=bias)
-        self.k_proj = nn.Linear(width, keys, bias=bias)
-        self.v_proj = nn.Linear(width, keys, bias=bias)
-        # vLLM's Qwen3 attention has no output bias, whatever attention_bias says.
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias and not config.qk_norm)
-        self.q_norm = Norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = Norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-
-    def heads_normed(self, qkv: Tensor) -> Tensor:
-        """[B, T, heads, D] with every query and key head normed, where the head has such norms."""
-        if self.q_norm is None or self.k_norm is None:
-            return qkv
-        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
-        return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
-
-
 class DecoderLayer(nn.Module):
     """The head's only layer (``midlayer`` in checkpoints)."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = Norm(size, eps)
-        self.hidden_norm = Norm(size, eps)
-        self.post_attention_layernorm = Norm(size, eps)
-        self.self_attn = Attention(config)
+        shape, size = config.block, config.hidden_size
+        self.input_layernorm = shape.norm()
+        self.hidden_norm = shape.norm()
+        self.post_attention_layernorm = shape.norm()
+        # vLLM's Qwen3 attention has no output bias, whatever attention_bias says.
+        output_bias = config.attention_bias and not config.qk_norm
+        self.self_attn = Attention(shape, 2 * size, output_bias)
         self.mlp = MLP(size, config.intermediate_size, config.mlp_bias)
 
 
@@ -103,24 +80,22 @@ class Eagle3Head(Draft):
     def __init__(self, config: HeadConfig, draft_vocab_ids: Tensor | None = None) -> None:
         super().__init__(draft_vocab_ids)
         self.config: HeadConfig = config
-        size, eps, target = config.hidden_size, config.rms_norm_eps, config.target_hidden_size
+        shape, size, target = config.block, config.hidden_size, config.target_hidden_size
         width = len(config.aux_layer_ids) * target
-        self.input_norm = Norm(width, eps) if config.norm_before_fc else None
+        self.input_norm = shape.norm(width) if config.norm_before_fc else None
         self.fc_norm = (
-            nn.ModuleList(Norm(target, eps) for _ in config.aux_layer_ids)
+            nn.ModuleList(shape.norm(target) for _ in config.aux_layer_ids)
             if config.fc_norm
             else None
         )
         self.fc = nn.Linear(width, size, bias=False)
         self.midlayer = DecoderLayer(config)
-        self.norm = Norm(size, eps)
+        self.norm = shape.norm()
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.embed_tokens = (
             FrozenEmbedding(config.vocab_size, size) if config.own_embeddings else None
         )
-        # Not a buffer: ``head.to(bfloat16)`` must not round the rotary angles.
-        self._inv_freq = config.rope.inverse_frequencies(config.head_dim)
-        self._attention_scale = config.rope.attention_scale()
+        self.rotary = Rotary(config.rope, config.head_dim)
 
     def fuse(self, aux: Tensor) -> Tensor:
         """The first step's hidden state, from the auxiliary states.
@@ -139,14 +114,6 @@ class Eagle3Head(Draft):
             aux = torch.cat(normed, dim=-1)
         return self.fc(aux)
 
-    def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [B, T, 1, rotary_dim / 2] in ``dtype``, of positions [B, T]."""
-        if self._inv_freq.device != positions.device:
-            # Once: a GPU's host waits for such a copy.
-            self._inv_freq = self._inv_freq.to(positions.device)
-        angles = positions.to(dtype)[..., None, None] * self._inv_freq.to(dtype)
-        return angles.cos() * self._attention_scale, angles.sin() * self._attention_scale
-
     def normed(self, output: Tensor) -> Tensor:
         """See ``Draft.normed``."""
         return self.norm(output)
@@ -160,8 +127,8 @@ class Eagle3Head(Draft):
         self._check_window(batch.token_ids.shape[1] + steps - 1)
         config, layer, dtype = self.config, self.midlayer, self.norm.weight.dtype
         attention, mlp = layer.self_attn, layer.mlp
-        wide = torch.promote_types(dtype, torch.float32)
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        sizes = [heads, kv_heads, kv_heads]
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         # The layer's input is the embedding's half first, the hidden state's second.
         qkv_of_embeds, qkv_of_hidden = torch.cat([p.weight for p in projections]).split(
@@ -181,10 +148,12 @@ class Eagle3Head(Draft):
             normed = layer.hidden_norm(hidden)
             residual = normed if config.norm_before_residual else hidden
             tokens_in = ahead(tokens_in, 1)
-            qkv = linear(normed, qkv_of_hidden) + tokens_in
-            qkv = attention.heads_normed(qkv.unflatten(-1, (-1, config.head_dim)))
-            qkv = rotate_heads(qkv, heads + kv_heads, *self.rotary(positions + step, wide))
-            q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
+            qkv = (linear(normed, qkv_of_hidden) + tokens_in).unflatten(-1, (-1, config.head_dim))
+            if config.qk_norm:
+                q, k, v = qkv.split(sizes, dim=2)
+                qkv = torch.cat([*attention.normed(q, k), v], dim=2)
+            qkv = self.rotary(qkv, positions + step, heads + kv_heads)
+            q, k, v = qkv.split(sizes, dim=2)
             if prefix is None:
                 prefix = (k, v)
                 q, residual, positions, tokens_in = (

@@ -18,20 +18,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from draft_trainer.checkpoints.policy import read_policy_config, size_of
-from draft_trainer.drafters.eagle3.config import (
-    ARCHITECTURES,
-    LAYER_IDS,
-    OWN_EMBEDDINGS,
-    HeadConfig,
-)
-from slipstream.errors import RefusedError
-from slipstream.layers import default_aux_layers
+from draft_trainer.drafters.eagle3.config import ARCHITECTURES, OWN_EMBEDDINGS, HeadConfig
+from draft_trainer.drafters.fields import Refuse
+from slipstream.layers import AUX_LAYERS, ambiguous_layers, default_aux_layers
 
 Document = dict[str, Any]
 """A config.json."""
+
+_refuse = Refuse("config.json", "give a draft that vLLM's EAGLE-3 classes serve")
 
 
 @dataclass(frozen=True)
@@ -65,9 +62,9 @@ def default_layer_ids(document: Mapping[str, Any], policy: Path | None) -> list[
         RefusedError: the policy is unknown, or too shallow.
     """
     if policy is None:
-        refuse(
-            LAYER_IDS,
-            document.get(LAYER_IDS),
+        _refuse(
+            AUX_LAYERS,
+            document.get(AUX_LAYERS),
             "the auxiliary layers, at top level, L meaning after L decoder layers",
             "add them, or name the policy's folder (draft.policy of a trainer), on whose depth "
             "vLLM's default depends",
@@ -83,50 +80,37 @@ def counted(document: Document, ids: list[int]) -> Document:
     return {**document, "num_aux_hidden_states": len(ids)}
 
 
-def refuse(
-    field: str,
-    found: object,
-    expected: object,
-    next_step: str = "give a draft that vLLM's EAGLE-3 classes serve",
-) -> NoReturn:
-    """Raise RefusedError for a field of config.json."""
-    raise RefusedError(f"config.json {field}", found, expected, next_step)
-
-
 def _matches(document: Mapping[str, Any]) -> bool:
     return "architectures" in document and "speculators_model_type" not in document
 
 
 def _read(document: Document, policy: Path | None) -> tuple[HeadConfig, Document]:
     eagle = dict(document.get("eagle_config") or {})
-    nested = eagle.pop(LAYER_IDS, None) or eagle.pop("layer_ids", None)
-    ids = document.get(LAYER_IDS)
+    nested = eagle.pop(AUX_LAYERS, None) or eagle.pop("layer_ids", None)
+    ids = document.get(AUX_LAYERS)
     if ids and nested and list(nested) != list(ids):
-        refuse(f"eagle_config.{LAYER_IDS}", nested, f"{ids}, as at top level")
+        _refuse(f"eagle_config.{AUX_LAYERS}", nested, f"{ids}, as at top level")
     if not ids:
-        document = {**document, LAYER_IDS: _nested_ids(nested, document, policy)}
+        document = {**document, AUX_LAYERS: _nested_ids(nested, document, policy)}
         if "eagle_config" in document:
             document["eagle_config"] = eagle
-    document = counted(document, document[LAYER_IDS])
+    document = counted(document, document[AUX_LAYERS])
     return HeadConfig.from_dict(document), document
 
 
 def _nested_ids(nested: object, document: Document, policy: Path | None) -> list[int]:
     """The layers that ``eagle_config`` means, which only the policy's depth can tell.
 
-    SpecForge and SGLang count the outputs of layers from 0. vLLM's V1 runner reads the same list
-    as "after L layers", and its V2 runner does not read it. An off-by-one here trains without an
-    error, so only the two defaults, which differ at every depth, are taken.
+    Only the two defaults, vLLM's and that of SpecForge and SGLang, are taken: they differ at every
+    depth.
     """
     if not nested:
         return default_layer_ids(document, policy)
-    expected = f"{LAYER_IDS} at top level, L meaning after L decoder layers"
-    advice = "move it there: add 1 to each where 0 means the output of the first layer"
     if policy is None or not isinstance(nested, list):
-        refuse(f"eagle_config.{LAYER_IDS}", nested, expected, advice)
+        raise ambiguous_layers(_refuse.file, nested)
     default = list(default_aux_layers(size_of(read_policy_config(policy), "num_hidden_layers")))
     if nested not in (default, [layer - 1 for layer in default]):
-        refuse(f"eagle_config.{LAYER_IDS}", nested, expected, advice)
+        raise ambiguous_layers(_refuse.file, nested)
     return default
 
 
@@ -155,7 +139,7 @@ _AGREED = {
     "norm_output": False,
     "draft_vocab_size": None,
 }
-_AROUND = (*_FLAGS, "draft_vocab_size", "target_hidden_size", LAYER_IDS, OWN_EMBEDDINGS)
+_AROUND = (*_FLAGS, "draft_vocab_size", "target_hidden_size", AUX_LAYERS, OWN_EMBEDDINGS)
 _DRAFT_LENGTH = 3
 
 
@@ -166,13 +150,13 @@ def _matches_speculators(document: Mapping[str, Any]) -> bool:
 def _read_speculators(document: Document, policy: Path | None) -> tuple[HeadConfig, Document]:
     kind = document["speculators_model_type"]
     if kind != "eagle3":
-        refuse("speculators_model_type", kind, "eagle3")
+        _refuse("speculators_model_type", kind, "eagle3")
     if not isinstance(document.get(LAYER), dict):
-        refuse(LAYER, document.get(LAYER), "an object")
-    if not document.get(LAYER_IDS):
-        document = {**document, LAYER_IDS: default_layer_ids(document, policy)}
+        _refuse(LAYER, document.get(LAYER), "an object")
+    if not document.get(AUX_LAYERS):
+        document = {**document, AUX_LAYERS: default_layer_ids(document, policy)}
     # vLLM passes every field of the nested object on to the draft's class.
-    document = {**document, LAYER: counted(document[LAYER], document[LAYER_IDS])}
+    document = {**document, LAYER: counted(document[LAYER], document[AUX_LAYERS])}
     return HeadConfig.from_dict(_flat(document)), document
 
 
@@ -181,13 +165,13 @@ def _flat(document: Document) -> Document:
     flat = {**document[LAYER]}
     model_type = flat.setdefault("model_type", "llama")
     if model_type not in ARCHITECTURES:
-        refuse(f"{LAYER}.model_type", model_type, f"one of {list(ARCHITECTURES)}")
+        _refuse(f"{LAYER}.model_type", model_type, f"one of {list(ARCHITECTURES)}")
     flat["architectures"] = [ARCHITECTURES[model_type][0]]
     for name in _AROUND:
         if document.get(name) is not None:
             flat[name] = document[name]
         elif name == "norm_before_residual":
-            refuse(name, "nothing", "true or false: speculators and vLLM differ in the default")
+            _refuse(name, "nothing", "true or false: speculators and vLLM differ in the default")
         elif name in _AGREED:
             flat[name] = _AGREED[name]
     if document.get("embed_requires_grad"):
@@ -197,7 +181,7 @@ def _flat(document: Document) -> Document:
 
 def _write_speculators(config: HeadConfig, dtype_name: str, policy: Path | None) -> Document:
     if config.norm_before_fc and config.fc_norm:
-        refuse("fc_norm", True, "false: speculators has it or norm_before_fc, not both")
+        _refuse("fc_norm", True, "false: speculators has it or norm_before_fc, not both")
     flat = config.to_dict(dtype_name)
     around = {name: flat.pop(name) for name in _AROUND if name in flat}
     del flat["architectures"], flat["rope_theta"]
@@ -238,14 +222,14 @@ SPECULATORS = Layout(
 )
 
 
-# Fields of eagle_config that no other exporter writes, with the values that EAGLE-3 has.
+# Fields of eagle_config that no other exporter writes, with the values that EAGLE-3 has. Heads of
+# parallel drafting are refused as unknown tensors, and how many there are is not read.
 _EAGLE_3 = {
     "use_input_layernorm_in_first_layer": (True, None),
     "use_last_layernorm": (True,),
     "use_mtp_layernorm": (False, None),
     "next_layer_regular": (True, None),
     "parallel_draft_step": (1, None),
-    "parallel_draft_heads_num_layers": (1, None),
 }
 
 
@@ -257,19 +241,16 @@ def _matches_modelopt(document: Mapping[str, Any]) -> bool:
 def _read_modelopt(document: Document, policy: Path | None) -> tuple[HeadConfig, Document]:
     eagle = document["eagle_config"]
     if eagle.get("use_aux_hidden_state") is not True:
-        refuse("eagle_config.use_aux_hidden_state", eagle.get("use_aux_hidden_state"), True)
-    for name, allowed in _EAGLE_3.items():
-        # Heads of parallel drafting are refused as unknown tensors; their number is not read.
-        if name != "parallel_draft_heads_num_layers" and eagle.get(name) not in allowed:
-            refuse(f"eagle_config.{name}", eagle.get(name), allowed[0])
-    outputs = eagle.get(LAYER_IDS)
+        _refuse("eagle_config.use_aux_hidden_state", eagle.get("use_aux_hidden_state"), True)
+    _refuse.other_values(eagle, _EAGLE_3, "eagle_config.")
+    outputs = eagle.get(AUX_LAYERS)
     if not outputs:
-        refuse(f"eagle_config.{LAYER_IDS}", outputs, "the auxiliary layers, the first being 0")
+        _refuse(f"eagle_config.{AUX_LAYERS}", outputs, "the auxiliary layers, the first being 0")
     ids = [layer + 1 for layer in outputs]
-    if document.get(LAYER_IDS) not in (None, ids):
-        refuse(LAYER_IDS, document[LAYER_IDS], f"{ids}, one above eagle_config's")
+    if document.get(AUX_LAYERS) not in (None, ids):
+        _refuse(AUX_LAYERS, document[AUX_LAYERS], f"{ids}, one above eagle_config's")
     flat = {name: value for name, value in document.items() if name != "eagle_config"}
-    flat = counted({**flat, LAYER_IDS: ids}, ids)
+    flat = counted({**flat, AUX_LAYERS: ids}, ids)
     return HeadConfig.from_dict(flat), flat
 
 

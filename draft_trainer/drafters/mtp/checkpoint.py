@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draft_trainer.checkpoints.draft import CONFIG_FILE, load_tensors, weight_files
 from draft_trainer.checkpoints.policy import read_policy_config
 from draft_trainer.drafters.draft import Checkpoint, DraftShape, OneLayout
 from draft_trainer.drafters.mtp.config import FAMILIES, MtpConfig
 from draft_trainer.drafters.mtp.head import MtpHead
+from slipstream.checkpoints import CONFIG_FILE, load_tensors, text_config, weight_files
 from slipstream.errors import RefusedError
 from slipstream.hub import read_json
 
@@ -39,7 +39,7 @@ class Mtp(OneLayout):
         document = read_json(directory / CONFIG_FILE, _ADVICE)
         config: MtpConfig = self.shape_of(directory, document)
         if policy is not None:
-            theirs, ours = read_policy_config(policy), document.get("text_config") or document
+            theirs, ours = read_policy_config(policy), text_config(document)
             for name in _SIZES:
                 if ours.get(name) != theirs.get(name):
                     expected = f"{theirs.get(name)}, for this policy"

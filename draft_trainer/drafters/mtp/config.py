@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from draft_trainer.checkpoints.policy import size_of
 from draft_trainer.drafters.block import BlockShape
 from draft_trainer.drafters.draft import StoredShape
+from draft_trainer.drafters.fields import Refuse
 from draft_trainer.drafters.mtp.experts import ExpertsShape
 from draft_trainer.drafters.rope import Rope
-from slipstream.errors import RefusedError
+from slipstream.checkpoints import text_config
 
 PARTS = ("fc.", "embed_norm.", "hidden_norm.", "layer.", "norm.")
 """What the names of parameters begin with in ``MtpHead``."""
@@ -99,6 +100,11 @@ _FIXED_VALUES: dict[str, tuple[Any, ...]] = {
 _NO_BIAS = dict.fromkeys(("attention_bias", "bias", "use_bias"), (False, None))
 # Multimodal rotary sections: a text's tokens have the same position in each of them.
 _MROPE = ("mrope_section", "mrope_interleaved")
+_refuse = Refuse(
+    "the policy's config.json",
+    f"MTP heads of {', '.join(FAMILIES)} are supported; for this policy, adapt an EAGLE-3 "
+    'draft (draft.kind = "eagle3")',
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +129,7 @@ class MtpConfig(StoredShape):
     @property
     def prefix(self) -> str:
         """What every tensor's name begins with in the checkpoint."""
-        text = self.document.get("text_config") or self.document
-        return FAMILIES[self.family].prefix.format(**text)
+        return FAMILIES[self.family].prefix.format(**text_config(self.document))
 
     def stored(self, name: str) -> str:
         """The name in the checkpoint of a tensor of ``MtpHead``."""
@@ -139,14 +144,11 @@ class MtpConfig(StoredShape):
             RefusedError: a field is missing, or the policy's head is one that is not represented:
                 with latent attention, with experts, with several modules.
         """
-        text: Mapping[str, Any] = document.get("text_config") or document
+        text = text_config(document)
         family = FAMILIES[name := _family(document, text)]
         qwen2, qwen3_next, glm = (family.block == b for b in ("qwen2", "qwen3_next", "glm4_moe"))
         # vLLM's Qwen2 has biases whatever the config.json says, and GLM's block as it says.
-        fixed = _FIXED_VALUES if qwen2 or glm else _FIXED_VALUES | _NO_BIAS
-        for field, allowed in fixed.items():
-            if text.get(field) not in allowed:
-                _refuse(field, text.get(field), allowed[0])
+        _refuse.other_values(text, _FIXED_VALUES if qwen2 or glm else _FIXED_VALUES | _NO_BIAS)
         for field in family.modules:
             if text.get(field, 1) != 1:
                 _refuse(field, text[field], "1: vLLM's V1 runner runs the first module alone")
@@ -207,13 +209,3 @@ def _rope(text: Mapping[str, Any], family: Family) -> Rope:
         # transformers' default for these is a quarter or half, and not the whole.
         _refuse("partial_rotary_factor", "nothing", "a number")
     return rope
-
-
-def _refuse(name: str, found: object, expected: object) -> NoReturn:
-    raise RefusedError(
-        f"the policy's config.json {name}",
-        found,
-        expected,
-        f"MTP heads of {', '.join(FAMILIES)} are supported; for this policy, adapt an EAGLE-3 "
-        'draft (draft.kind = "eagle3")',
-    )

@@ -2,7 +2,7 @@
 
 Not a part of the tests. Run once per trainer, in an environment that has it (speculators 0.9.0,
 specforge 0.2.0, nvidia-modelopt 0.47.0): ``python make.py TRAINER FOLDER``, "policy" being first.
-``expected.safetensors`` holds one sequence and the first step's logits on it, in float32.
+Beside each, ``NAME.safetensors`` holds one sequence and the first step's logits on it, in float32.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def save_expected(
     with torch.no_grad():
         out = {"logits": logits(aux, embeds, positions)[:, :TOKENS]}
     out |= {"aux": aux, "embeds": embeds, "positions": positions}
-    save_file({k: v[0].contiguous() for k, v in out.items()}, folder / "expected.safetensors")
+    save_file({k: v[0].contiguous() for k, v in out.items()}, folder.with_suffix(".safetensors"))
 
 
 def policy(folder: Path) -> None:

@@ -1,0 +1,178 @@
+"""A new draft for a policy: its sizes, its vocabulary, its first weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draft_trainer.checkpoints.policy import PolicyCheckpoint, size_of
+from draft_trainer.drafters.block import Norm
+from draft_trainer.drafters.dflash.config import ARCHITECTURE, NESTED, DflashConfig
+from draft_trainer.drafters.dflash.head import DflashHead
+from draft_trainer.drafters.draft import Draft
+from draft_trainer.drafters.eagle3.head import Eagle3Head, HeadConfig
+from draft_trainer.drafters.rope import Rope
+from slipstream.checkpoints import check_draft_vocabulary
+from slipstream.errors import RefusedError
+from slipstream.layers import check_layers, choose_aux_layers
+
+
+def choose_draft_vocabulary(counts: Tensor, size: int, allowed: Tensor) -> Tensor:
+    """The tokens that were sampled most often; of equally frequent ones the lower ids.
+
+    Args:
+        counts: int64 [vocab], how often each token was sampled.
+        size: how many to choose.
+        allowed: int64, ascending: ids that may be chosen (those with a recorded lm_head row).
+
+    Returns:
+        int64 [size], ascending.
+
+    Raises:
+        RefusedError: fewer are allowed.
+    """
+    if not 1 <= size <= len(allowed):
+        raise RefusedError(
+            "--draft-vocab", size, f"1 to {len(allowed)}, the tokens to choose from", "lower it"
+        )
+    order = counts[allowed].sort(descending=True, stable=True).indices
+    return allowed[order[:size]].sort().values
+
+
+def init_draft(
+    policy: PolicyCheckpoint,
+    draft_vocab_ids: Tensor | None,
+    *,
+    aux_layer_ids: tuple[int, ...] | None = None,
+    intermediate_size: int | None = None,
+    seed: int = 0,
+) -> Eagle3Head:
+    """A new EAGLE-3 head: random layer, the policy's output rows and final norm.
+
+    Args:
+        policy: whose draft it is.
+        draft_vocab_ids: int [draft_vocab], ascending target ids; None for the full vocabulary.
+        aux_layer_ids: auxiliary layers ("after L layers"); ``choose_aux_layers`` if None.
+        intermediate_size: width of the MLP; the policy's if None.
+        seed: of the random weights.
+
+    Returns:
+        The head, float32.
+
+    Raises:
+        RefusedError: a size is missing, or a layer or the vocabulary is not the policy's.
+    """
+    sizes = _sizes(policy.config, intermediate_size)
+    vocab = sizes["vocab_size"]
+    config = HeadConfig(
+        **sizes,
+        target_hidden_size=sizes["hidden_size"],
+        draft_vocab_size=vocab if draft_vocab_ids is None else len(draft_vocab_ids),
+        aux_layer_ids=_layers(policy.config, aux_layer_ids, first=0),
+        rope=Rope.from_dict(policy.config),
+    )
+    rows = policy.lm_head
+    if draft_vocab_ids is not None:
+        check_draft_vocabulary(draft_vocab_ids, config.draft_vocab_size, vocab, "draft_vocab_ids")
+        rows = rows[draft_vocab_ids.long()]
+        # A full vocabulary has no map, however it was asked for.
+        draft_vocab_ids = None if config.full_vocabulary else draft_vocab_ids
+    head = Eagle3Head(config, draft_vocab_ids)
+    _start(head, head.fc, head.norm, policy, seed)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(rows)
+    return head
+
+
+def init_dflash(
+    policy: PolicyCheckpoint,
+    mask_token_id: int,
+    *,
+    layers: int = 2,
+    aux_layer_ids: tuple[int, ...] | None = None,
+    intermediate_size: int | None = None,
+    seed: int = 0,
+) -> DflashHead:
+    """A new DFlash draft: random layers, the policy's final norm.
+
+    Args:
+        policy: whose draft it is.
+        mask_token_id: one of its tokens that no text has.
+        layers: decoder layers; drafts for large policies have five.
+        aux_layer_ids: auxiliary layers ("after L layers"); ``choose_aux_layers`` if None.
+        intermediate_size: width of the MLPs; the policy's if None.
+        seed: of the random weights.
+
+    Returns:
+        The draft, float32.
+
+    Raises:
+        RefusedError: a size is missing, or a layer or the mask token is not the policy's.
+    """
+    ids = _layers(policy.config, aux_layer_ids, first=1)
+    rope = Rope.from_dict(policy.config)
+    document = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        **_sizes(policy.config, intermediate_size),
+        "num_hidden_layers": layers,
+        "rope_theta": rope.theta,
+        "rope_parameters": rope.to_dict(),
+        "tie_word_embeddings": False,
+        # Places that other tools train with, the first token's included.
+        "block_size": 16,
+        NESTED: {"mask_token_id": mask_token_id, "target_layer_ids": [one - 1 for one in ids]},
+    }
+    draft = DflashHead(DflashConfig.from_dict(document))
+    _start(draft, draft.fc, draft.norm, policy, seed)
+    return draft
+
+
+def _layers(
+    policy: Mapping[str, Any], given: tuple[int, ...] | None, first: int
+) -> tuple[int, ...]:
+    """The auxiliary layers that were asked for, or else chosen; from ``first`` on."""
+    depth = size_of(policy, "num_hidden_layers")
+    chosen = choose_aux_layers(depth)
+    next_step = f"leave the option out, which chooses {','.join(map(str, chosen))}"
+    # The residual stream after the last layer is the input of no layer: it cannot be captured.
+    return check_layers(given or chosen, "--aux-layers", next_step, first, depth - 1)
+
+
+def _sizes(policy: Mapping[str, Any], intermediate_size: int | None) -> dict[str, Any]:
+    """A draft's sizes and epsilon by their names in config.json, as the policy's own layers."""
+    hidden, heads = size_of(policy, "hidden_size"), size_of(policy, "num_attention_heads")
+    if not isinstance(eps := policy.get("rms_norm_eps"), float):
+        raise RefusedError(
+            "the policy's config.json rms_norm_eps", eps, "a number", "write the draft's by hand"
+        )
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate_size or size_of(policy, "intermediate_size"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(policy.get("num_key_value_heads") or heads),
+        "head_dim": int(policy.get("head_dim") or hidden // heads),
+        "vocab_size": size_of(policy, "vocab_size"),
+        "max_position_embeddings": size_of(policy, "max_position_embeddings"),
+        "rms_norm_eps": eps,
+    }
+
+
+def _start(draft: Draft, fc: nn.Linear, norm: Norm, policy: PolicyCheckpoint, seed: int) -> None:
+    """Random matrices, but for ``fc``, which starts near the mean of the auxiliary states.
+
+    So the layers see hidden states of the policy's own scale from the first step.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+        hidden, layers = fc.out_features, fc.in_features // fc.out_features
+        fc.weight.mul_(0.1).add_(torch.eye(hidden).repeat(1, layers) / layers)
+        norm.weight.copy_(policy.final_norm)
