@@ -21,19 +21,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from policy_bridge.bridge import DisabledBridge, PolicyBridge
     from policy_bridge.config import BridgeConfig, ModulePaths
-    from policy_bridge.selection import (
-        Candidate,
-        MostRejected,
-        Selector,
-        UniformRandom,
-    )
     from policy_bridge.stats import BridgeStats, SyncResult
     from policy_bridge.sync import PolicySyncError
 
 _HOMES = {
     "bridge": ("DisabledBridge", "PolicyBridge"),
     "config": ("BridgeConfig", "ModulePaths"),
-    "selection": ("Candidate", "MostRejected", "Selector", "UniformRandom"),
     "stats": ("BridgeStats", "SyncResult"),
     "sync": ("PolicySyncError",),
 }
@@ -41,15 +34,11 @@ _HOMES = {
 __all__ = [
     "BridgeConfig",
     "BridgeStats",
-    "Candidate",
     "DisabledBridge",
     "ModulePaths",
-    "MostRejected",
     "PolicyBridge",
     "PolicySyncError",
-    "Selector",
     "SyncResult",
-    "UniformRandom",
 ]
 
 

@@ -28,7 +28,7 @@ from policy_bridge.guard import (
 )
 from policy_bridge.model import WeightWatch, find_modules
 from policy_bridge.outbox import Outbox
-from policy_bridge.selection import Selector, UniformRandom, bytes_per_token
+from policy_bridge.selection import bytes_per_token
 from policy_bridge.session import PolicyMatrices, PolicySnapshot, Session
 from policy_bridge.stats import BridgeStats, Counters, SyncResult, flat, flat_status
 from policy_bridge.sync import NullSyncWindow, PolicySyncError, SyncWindow, TrainerProbe
@@ -115,15 +115,12 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         model: a Hugging Face causal language model, recognised by structure, or any module
             whose parts ``config.modules`` names; wrapped by DDP, PEFT or fully_shard, or not.
         config: addresses, bounds and deadlines.
-        selector: which sequences to send; uniform random by default.
 
     Raises:
         RefusedError: (strict) the model's parts are not found, or it cannot be captured.
     """
 
-    def __init__(
-        self, model: nn.Module, config: BridgeConfig, selector: Selector | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, config: BridgeConfig) -> None:
         self._model = model
         self._config = config
         self._counters = Counters()
@@ -132,7 +129,6 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             find_modules, model, config.modules, config.logit_scale, config.logit_soft_cap
         )
         self._matrices = PolicyMatrices(self._modules) if self._modules is not None else None
-        self._selector = selector or UniformRandom()
         self._draw = random.Random(config.seed).random
         self._outbox = Outbox(config.outbox_bytes, self._counters)
         self._copier, self._device = Copier(torch.device("cpu")), "cpu"
@@ -441,7 +437,6 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
             forwards=forwards,
             draw=self._draw,
             states_dtype=states_dtype,
-            selector=self._selector,
             next_id=self._next_id,
             offer=lambda sample, rank: outbox.put(sample, rank),
             takes=lambda size, rank: outbox.takes(size, version, rank),

@@ -30,7 +30,7 @@ from policy_bridge.hooks import ForwardTap
 from policy_bridge.logits import is_sharded
 from policy_bridge.model import PolicyModules
 from policy_bridge.outbox import PRIORITIES
-from policy_bridge.selection import Candidate, Selector, bytes_per_token, choose
+from policy_bridge.selection import Candidate, bytes_per_token, choose
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
@@ -101,7 +101,6 @@ class Capture:
         forwards: how many passes will be shipped, if known.
         draw: gives each candidate its lot.
         states_dtype: what the states are sent in; None keeps theirs.
-        selector: chooses.
         next_id: a fresh sample id.
         offer: hands a sample over with its priority, 0 to ``PRIORITIES`` - 1.
         probe: compare the policy's own logits with what follows from its states.
@@ -124,7 +123,6 @@ class Capture:
     forwards: int | None = None
     draw: Callable[[], float] = random.random
     states_dtype: torch.dtype | None = None
-    selector: Selector
     next_id: Callable[[], str]
     offer: Callable[[Sample, int], bool]
     sampling: pb.SamplingParameters = field(default_factory=pb.SamplingParameters)
@@ -176,7 +174,6 @@ class Capture:
         position_ids: torch.Tensor | None = None,
         sampled_logprobs: torch.Tensor | None = None,
         sampled_logits: torch.Tensor | None = None,
-        acceptance: torch.Tensor | Sequence[float] | None = None,
         prompt_lengths: torch.Tensor | Sequence[int] | None = None,
         rollout_versions: torch.Tensor | Sequence[int] | int | None = None,
     ) -> None:
@@ -197,8 +194,6 @@ class Capture:
                 refuses samples whose teacher is not a distribution for them. None: computed, for
                 the chosen rows where the weights are at hand.
             sampled_logits: float, same shapes, logits before temperature. None: computed.
-            acceptance: how well the draft did on each sequence, row by row; read by
-                ``MostRejected``. None: not known.
             prompt_lengths: tokens of each sequence before its completion: the completions of a
                 prompt are held out of training together. None: those before the first true of its
                 loss mask, which is wrong where that leaves out the beginning of completions.
@@ -260,7 +255,6 @@ class Capture:
                 position_ids=self._own(position_ids),
                 logprobs=self._own(_aligned("sampled_logprobs", sampled_logprobs, shape)),
                 logits=self._own(_aligned("sampled_logits", sampled_logits, shape)),
-                acceptance=self._own(acceptance),
                 prompt_lengths=self._own(prompt_lengths),
                 rollout_versions=self._own(rollout_versions),
                 number=self._recorded,
@@ -389,7 +383,7 @@ class Capture:
     def _thin_out(self, records: list[Record]) -> None:
         """Keep what would be sent of the passes so far if there were no others, as copies."""
         found, kept, left = self._candidates(records), {}, self.device_bytes // 2
-        for candidate in choose(self.selector, list(found), self.budget_bytes):
+        for candidate in choose(found, self.budget_bytes):
             record = found[candidate]
             left -= candidate.tokens * record.token_bytes
             if left < 0:
@@ -409,7 +403,7 @@ class Capture:
         found = self._candidates(records)
         self._kept, self._kept_bytes = {}, 0
         # Choices are made one after the other: what the last one left is known here.
-        wanted = choose(self.selector, list(found), self.budget_bytes // passes_left)
+        wanted = choose(found, self.budget_bytes // passes_left)
         self.budget_bytes -= sum(candidate.nbytes for candidate in wanted)
         self.counters.add(
             chosen_samples=len(wanted),

@@ -48,7 +48,7 @@ class Record:
         states: of the pass.
         token_ids, loss_mask, attention_mask, position_ids, logprobs, logits: [B, S], see
             ``Capture.ship``.
-        acceptance, prompt_lengths, rollout_versions: one number a sequence, see ``Capture.ship``.
+        prompt_lengths, rollout_versions: one number a sequence, see ``Capture.ship``.
         number: of the pass in its window, from 0 up.
         at: row and column of the pass that the first element of these tensors is.
         spans: the sequences, once the record is on the host.
@@ -62,7 +62,6 @@ class Record:
     position_ids: torch.Tensor | None
     logprobs: torch.Tensor | None
     logits: torch.Tensor | None
-    acceptance: torch.Tensor | Sequence[float] | None
     prompt_lengths: torch.Tensor | Sequence[int] | None = None
     rollout_versions: torch.Tensor | Sequence[int] | int | None = None
     number: int = 0
@@ -205,14 +204,10 @@ def state_dtype(wanted: torch.dtype | None, state: torch.Tensor) -> torch.dtype:
 def candidates_of(
     record: Record, token_bytes: int, max_sample_tokens: int, draw: Callable[[], float]
 ) -> list[Candidate]:
-    """Every sequence (or window of it) of a pass that could be sent; ``draw`` gives it its lot.
-
-    Raises RefusedError: an acceptance that does not fit the pass.
-    """
-    scores = scores_of("acceptance", record.acceptance, len(record.spans))
+    """Every sequence (or window of it) of a pass that could be sent; ``draw`` gives it its lot."""
     return [
         candidate
-        for span, acceptance in zip(record.spans, scores, strict=True)
+        for span in record.spans
         for candidate in windows(
             forward=record.number,
             row=span.row,
@@ -220,7 +215,6 @@ def candidates_of(
             loss_mask=record.loss_mask[span.row, span.start : span.end].numpy(),
             token_bytes=token_bytes,
             max_tokens=max_sample_tokens,
-            acceptance=acceptance,
             draw=draw,
         )
     ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -43,7 +42,6 @@ class Candidate:
         fresh: columns from here on are not in an earlier window; >= ``start``.
         targets: tokens of the loss mask that are ``fresh``.
         nbytes: what shipping it costs.
-        acceptance: the draft's on this sequence, as the caller gave it; None if it did not.
         lot: uniform in [0, 1), drawn once: the random order of a window's candidates, the same
             in every call.
     """
@@ -56,7 +54,6 @@ class Candidate:
     fresh: int
     targets: int
     nbytes: int
-    acceptance: float | None = None
     lot: float = 0.0
 
     @property
@@ -65,80 +62,20 @@ class Candidate:
         return self.end - self.start
 
 
-class Selector(Protocol):
-    """Chooses candidates within a budget. Anything callable like this will do."""
+def choose(candidates: Iterable[Candidate], budget_bytes: int) -> list[Candidate]:
+    """What is sent: candidates in the order of their lots, for as long as they fit.
 
-    def __call__(self, candidates: Sequence[Candidate], budget_bytes: int) -> Sequence[int]:
-        """Indices into ``candidates``, each once, whose bytes sum to the budget at most.
-
-        Most wanted first: when the outbox must shed, the last of them go first. In a window whose
-        passes outgrow ``device_bytes`` it is called several times: with what it chose of the passes
-        before among the candidates. A choice by a fixed order of the candidates is then the same
-        as one over all passes at once.
-        """
-        ...
-
-
-def fill(order: Iterable[int], candidates: Sequence[Candidate], budget_bytes: int) -> list[int]:
-    """The indices of ``order`` that fit, in that order.
-
-    One that no longer fits is passed over and smaller ones still get their chance,
-    so the budget is filled and short sequences are slightly preferred.
+    One that no longer fits is passed over and smaller ones still get their chance, so the budget is
+    filled and short sequences are slightly preferred. When the outbox must shed, the last of them
+    go first. In a window whose passes outgrow ``device_bytes`` this is called several times, with
+    what it chose of the passes before among the candidates: because their order is fixed, that is
+    the same as one choice over all passes at once.
     """
     chosen, left = [], budget_bytes
-    for index in order:
-        if candidates[index].nbytes <= left:
-            chosen.append(index)
-            left -= candidates[index].nbytes
-    return chosen
-
-
-class UniformRandom:
-    """Takes candidates in the order of their lots for as long as they fit."""
-
-    def __call__(self, candidates: Sequence[Candidate], budget_bytes: int) -> list[int]:
-        """See ``Selector``."""
-        lots = [one.lot for one in candidates]
-        return fill(sorted(range(len(lots)), key=lots.__getitem__), candidates, budget_bytes)
-
-
-class MostRejected:
-    """Takes the sequences on which the draft was accepted least; equals in random order.
-
-    ``Capture.ship`` must be given ``acceptance``, for example each rollout's mean
-    acceptance length.
-    """
-
-    def __call__(self, candidates: Sequence[Candidate], budget_bytes: int) -> list[int]:
-        """See ``Selector``. Raises RefusedError where no acceptance was given."""
-
-        def order(index: int) -> tuple[float, float]:
-            value = candidates[index].acceptance
-            if value is None:
-                step = "pass acceptance to capture.ship, or choose another selector"
-                raise RefusedError("acceptance", "none", "a number for every sequence", step)
-            return value, candidates[index].lot
-
-        return fill(sorted(range(len(candidates)), key=order), candidates, budget_bytes)
-
-
-def choose(
-    selector: Selector, candidates: Sequence[Candidate], budget_bytes: int
-) -> list[Candidate]:
-    """What ``selector`` picked, in its order, checked.
-
-    Raises:
-        RefusedError: it picked an index twice, one that does not exist, or over budget.
-    """
-    indices = list(selector(candidates, budget_bytes))
-    if len(set(indices)) != len(indices) or not all(0 <= i < len(candidates) for i in indices):
-        expected = f"indices below {len(candidates)}, each once"
-        raise RefusedError("selector", indices, expected, "fix the selector")
-    chosen = [candidates[index] for index in indices]
-    total = sum(candidate.nbytes for candidate in chosen)
-    if total > budget_bytes:
-        expected = f"at most {budget_bytes} bytes"
-        raise RefusedError("selector", f"{total} bytes", expected, "fix the selector")
+    for candidate in sorted(candidates, key=lambda one: one.lot):
+        if candidate.nbytes <= left:
+            chosen.append(candidate)
+            left -= candidate.nbytes
     return chosen
 
 
@@ -158,7 +95,6 @@ def windows(
     loss_mask: Sequence[bool] | NDArray[np.bool_],
     token_bytes: int,
     max_tokens: int,
-    acceptance: float | None = None,
     draw: Callable[[], float] = lambda: 0.0,
 ) -> list[Candidate]:
     """One sequence from column ``start`` on, as candidates of at most ``max_tokens`` tokens.
@@ -186,7 +122,6 @@ def windows(
                     fresh=start + fresh,
                     targets=targets,
                     nbytes=(end - begin) * token_bytes,
-                    acceptance=acceptance,
                     lot=draw(),
                 )
             )

@@ -25,7 +25,6 @@ from policy_bridge.adapters.completions import CompletionsClient
 from policy_bridge.capture import Capture
 from policy_bridge.config import ModulePaths
 from policy_bridge.model import PolicyModules, find_modules, watched
-from policy_bridge.selection import UniformRandom
 from policy_bridge.session import Session
 from slipstream.errors import RefusedError
 from slipstream.layers import choose_aux_layers
@@ -127,7 +126,6 @@ class Recorder:
             budget_bytes=sys.maxsize,
             forwards=1,
             states_dtype=self._states_dtype,
-            selector=UniformRandom(),
             next_id=lambda: f"offline-{next(self._numbers)}",
             offer=self._write,
         )

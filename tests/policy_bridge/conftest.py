@@ -60,11 +60,9 @@ def connect(model: Qwen3ForCausalLM, trainer: FakeTrainer) -> Iterator[Connect]:
             address = servers[0].address
         settings = {"max_backoff_seconds": 0.1, "drain_seconds": 0.2, **settings}
         used = settings.pop("model", model)
-        selector = settings.pop("selector", None)
         bridge = PolicyBridge(
             used,  # type: ignore[arg-type]
             BridgeConfig(trainer=address, run_id="test", **settings),  # type: ignore[arg-type]
-            selector,  # type: ignore[arg-type]
         )
         bridges.append(bridge)
         if wait:

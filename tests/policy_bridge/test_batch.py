@@ -70,7 +70,7 @@ def test_a_packed_batch_is_captured_sequence_by_sequence() -> None:
     with torch.no_grad():
         with together.open() as capture:
             model(**packed, use_cache=False)
-            capture.ship(**packed, loss_mask=loss, acceptance=[1.5, 2.5, 3.5])
+            capture.ship(**packed, loss_mask=loss, prompt_lengths=[3, 2, 4])
         for row, ids in enumerate(rows):
             with alone.open() as capture:
                 model(ids[None], use_cache=False)

@@ -217,7 +217,6 @@ def test_what_the_loop_uses_again_is_copied_on_a_device(side: Copier) -> None:
         "sampled_logits": torch.rand(2, 9),
         "prompt_lengths": torch.tensor([2, 2]),
         "rollout_versions": torch.tensor([5, 6]),
-        "acceptance": torch.tensor([1.0, 2.0]),
     }
     found = []
     for overwritten in (False, True):

@@ -159,7 +159,7 @@ def test_on_a_device_nothing_waits_but_the_side(monkeypatch: pytest.MonkeyPatch)
         streams.note("copy")
 
     def fail() -> int:
-        raise RefusedError("selector", "late", "early", "hurry")
+        raise RefusedError("choice", "late", "early", "hurry")
 
     assert runner.submit(choose, copy)
     assert runner.wait_idle(DEADLINE)

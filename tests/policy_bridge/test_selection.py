@@ -1,4 +1,4 @@
-"""The byte budget, the windows, and the pluggable choice."""
+"""The byte budget, the windows, and the choice."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ import torch
 from policy_bridge.selection import (
     CONTEXT_TOKENS,
     Candidate,
-    MostRejected,
-    UniformRandom,
     bytes_per_token,
     choose,
     windows,
 )
-from slipstream.errors import RefusedError
 from slipstream.sample import Sample
 
 from .conftest import HIDDEN, Connect, batch, make_model, ship
@@ -32,17 +29,23 @@ def candidates(sizes: Sequence[int], seed: int = 0) -> list[Candidate]:
     return [Candidate(0, row, 0, n, 0, 0, n, n * 10, lot=draw()) for row, n in enumerate(sizes)]
 
 
-def test_uniform_random_fills_the_budget_in_the_order_of_lots() -> None:
+def test_the_choice_fills_the_budget_in_the_order_of_lots() -> None:
     pool = candidates([5] * 20)
-    first = choose(UniformRandom(), pool, 500)
+    first = choose(pool, 500)
     assert len(first) == 10 and sum(c.nbytes for c in first) == 500
-    assert first == choose(UniformRandom(), pool[::-1], 500)
-    assert [c.row for c in first] != [
-        c.row for c in choose(UniformRandom(), candidates([5] * 20, 1), 500)
+    assert first == choose(pool[::-1], 500)
+    assert [c.row for c in first] != [c.row for c in choose(candidates([5] * 20, 1), 500)]
+
+
+def test_what_does_not_fit_is_passed_over() -> None:
+    pool = [
+        replace(one, lot=lot) for one, lot in zip(candidates([6, 5, 4]), (0, 1, 2), strict=True)
     ]
+    assert [c.row for c in choose(pool, 100)] == [0, 2]
+    assert choose(pool, 30) == []
 
 
-def test_uniform_random_is_uniform() -> None:
+def test_the_choice_is_uniform() -> None:
     """Null: each of 20 equal candidates is chosen with probability 1/2 per draw.
 
     Over 2000 draws a count has standard deviation 22; 6 of those in any of 20
@@ -50,49 +53,26 @@ def test_uniform_random_is_uniform() -> None:
     """
     counts = [0] * 20
     for seed in range(2000):
-        for index in UniformRandom()(candidates([5] * 20, seed), 500):
-            counts[index] += 1
+        for chosen in choose(candidates([5] * 20, seed), 500):
+            counts[chosen.row] += 1
     assert sum(counts) == 20_000
     assert all(abs(count - 1000) < 6 * 22.4 for count in counts)
-
-
-def test_the_most_rejected_come_first_and_equals_by_chance() -> None:
-    accepted = (2.5, 1.0, 3.0, 1.5, 1.0)
-    orders = set()
-    for seed in range(16):
-        pool = [
-            replace(one, acceptance=score)
-            for one, score in zip(candidates([5] * 5, seed), accepted, strict=True)
-        ]
-        orders.add(tuple(MostRejected()(pool, 1000)))
-        assert sorted(MostRejected()(pool, 100)) == [1, 4]
-    assert orders == {(1, 4, 3, 0, 2), (4, 1, 3, 0, 2)}
-    with pytest.raises(RefusedError, match="acceptance"):
-        MostRejected()(candidates([5]), 100)
 
 
 def test_the_order_of_the_choice_is_the_order_of_shedding() -> None:
     priorities: list[tuple[int, int]] = []
     model, data = qwen3(), batch((9, 9, 9, 9))
-    windows = Windows(model, selector=MostRejected())
+    lots = iter((0.3, 0.1, 0.4, 0.2))
 
     def offer(sample: Sample, priority: int) -> bool:
         rows = data["input_ids"].tolist()
         priorities.append((rows.index(sample.token_ids.tolist()), priority))
         return True
 
-    with torch.no_grad(), windows.open(offer=offer) as capture:
+    with torch.no_grad(), Windows(model).open(offer=offer, draw=lots.__next__) as capture:
         model(data["input_ids"])
-        capture.ship(
-            data["input_ids"], loss_mask=data["loss_mask"], acceptance=torch.tensor([3, 1, 4, 2.0])
-        )
+        capture.ship(data["input_ids"], loss_mask=data["loss_mask"])
     assert priorities == [(1, 15), (3, 11), (0, 7), (2, 3)]
-
-
-@pytest.mark.parametrize("answer", [[0, 0], [9], [-1], [0, 1, 2]])
-def test_a_selector_that_breaks_the_rules_is_refused(answer: list[int]) -> None:
-    with pytest.raises(RefusedError, match="selector"):
-        choose(lambda _, __: answer, candidates([5, 5, 5]), 100)
 
 
 def cut(length: int, max_tokens: int, completion_from: int = 0) -> list[Candidate]:
@@ -168,18 +148,6 @@ def test_the_budget_holds_over_micro_batches(
             capture.ship(data["input_ids"][rows], loss_mask=data["loss_mask"][rows])
     assert bridge.flush(DEADLINE)
     assert len(trainer.samples) == 6
-
-
-def test_a_selector_of_ones_own(trainer: FakeTrainer, connect: Connect) -> None:
-    def longest(pool: Sequence[Candidate], budget_bytes: int) -> list[int]:
-        return [max(range(len(pool)), key=lambda i: pool[i].tokens)]
-
-    model, data = make_model(), batch((8, 13, 9))
-    bridge = connect(model=model, selector=longest, version=1)
-    ship(bridge, model, data)
-    assert bridge.flush(DEADLINE)
-    (sample,) = trainer.samples.values()
-    assert trainer.tensor(sample, "token_ids").tolist() == data["input_ids"][1].tolist()
 
 
 def test_long_sequences_arrive_as_windows(trainer: FakeTrainer, connect: Connect) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from policy_bridge import BridgeConfig, ModulePaths, MostRejected, PolicyBridge
+from policy_bridge import BridgeConfig, ModulePaths, PolicyBridge
 from policy_bridge.capture import Capture, NullCapture
 from policy_bridge.stats import Counters
 from slipstream.errors import RefusedError
@@ -40,10 +40,10 @@ def wrong_positions(
     run(model, data, capture, position_ids=torch.full_like(data["input_ids"], 3))
 
 
-def wrong_acceptance(
+def wrong_prompt_lengths(
     model: torch.nn.Module, data: dict[str, torch.Tensor], capture: Capture
 ) -> None:
-    run(model, data, capture, acceptance=[1.0])
+    run(model, data, capture, prompt_lengths=[1.0])
 
 
 def no_forward(model: torch.nn.Module, data: dict[str, torch.Tensor], capture: Capture) -> None:
@@ -59,7 +59,7 @@ CALLS = {
     "loss_mask": wrong_mask,
     "sampled_logprobs": wrong_logprobs,
     "position_ids": wrong_positions,
-    "acceptance": wrong_acceptance,
+    "prompt_lengths": wrong_prompt_lengths,
     "capture.ship": no_forward,
 }
 
@@ -79,7 +79,6 @@ def test_a_call_that_does_not_fit_costs_its_window(
         with torch.no_grad(), bridge.capture() as taken:
             CALLS[field](model, data, taken)  # type: ignore[arg-type]
             assert not any(m._forward_hooks for m in model.modules()) or field in (
-                "acceptance",
                 "input_ids",
                 "position_ids",
             )
@@ -113,8 +112,8 @@ def test_a_wrong_call_in_every_step_is_logged_once(
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("acceptance", [None, 1.0]),
-        ("acceptance", torch.tensor(1.0)),
+        ("prompt_lengths", [None, 1.0]),
+        ("prompt_lengths", torch.tensor(1.0)),
         ("prompt_lengths", [[1], [2]]),
         ("rollout_versions", torch.tensor(1)),
         ("rollout_versions", [0, -1]),
@@ -290,15 +289,6 @@ def test_mistakes_in_handling_the_bridge_raise_in_both_modes(
     for call in (bridge.capture, bridge.sync(2).__enter__):
         with pytest.raises(RefusedError, match="closed"):
             call()
-
-
-def test_a_selector_that_lacks_its_numbers_costs_the_window(
-    trainer: FakeTrainer, connect: Connect
-) -> None:
-    model, data = make_model(), batch((8,))
-    bridge = connect(model=model, selector=MostRejected(), version=1)
-    ship(bridge, model, data)
-    assert bridge.stats().capture_off_reason.startswith("acceptance: found none")
 
 
 def test_logits_are_compared_in_the_first_window_that_has_any(

@@ -19,7 +19,6 @@ from policy_bridge.capture import Capture
 from policy_bridge.config import ModulePaths
 from policy_bridge.copier import Copier, Staging
 from policy_bridge.model import PolicyModules, find_modules, watched
-from policy_bridge.selection import Selector, UniformRandom
 from policy_bridge.session import Session
 from policy_bridge.stats import Counters
 from slipstream.sample import Sample
@@ -42,7 +41,6 @@ class Windows:
     model: nn.Module
     layers: Sequence[int] = LAYERS
     paths: ModulePaths = field(default_factory=ModulePaths)
-    selector: Selector = field(default_factory=UniformRandom)
     budget_bytes: int = sys.maxsize
     training: bool = False
     samples: list[Sample] = field(default_factory=list)
@@ -66,7 +64,6 @@ class Windows:
             "moved": watched(self.modules.weights()),
             "temperature": 1.0,
             "budget_bytes": self.budget_bytes,
-            "selector": self.selector,
             "next_id": lambda: str(next(self._numbers)),
             "offer": self._take,
             "counters": self.counters,
