@@ -29,7 +29,7 @@ from rollout_server.checkpoint import (
 )
 from rollout_server.control import DRAFT, POLICY, Committed, RolloutControl, Weights
 from rollout_server.draft_length import LengthChooser, LengthControl, calibrate
-from rollout_server.engine import Description, Engine, VllmEngine
+from rollout_server.engine import Description, VllmEngine
 from rollout_server.metrics import CommitCounts, Observed, RolloutCollector, negotiate
 from rollout_server.peers import Peers
 from rollout_server.plugins import API, Settings, is_active
@@ -84,7 +84,7 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
     if settings.speculation == "auto":
         refuse_fixed_lengths(runner, Sources(installed_source), vllm_version)
         chooser = LengthChooser(settings.draft_length, most)
-        await calibrate(engine, engine.step_sums, _load(engine.client), chooser)
+        await calibrate(engine, _load(engine.client), chooser)
     elif getattr(config.speculative_config, "num_speculative_tokens_per_batch_size", None):
         # The launcher's schedule only names the lengths that graphs are captured for.
         await engine.set_draft_lengths([settings.draft_length] * (most + 1))
@@ -170,7 +170,7 @@ def _load(client: Any) -> Callable[[int, int], Awaitable[None]]:
 
 
 async def control_plane(
-    engine: Engine,
+    engine: VllmEngine,
     store: ContentStore,
     settings: Settings,
     policy_layout: Layout,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout_server.acceptance import AcceptanceTracker
-from rollout_server.engine import Engine, UntrustedEngineError
+from rollout_server.engine import UntrustedEngineError, VllmEngine
 from rollout_server.reload import Change, Result
 from rollout_server.store import ContentStore, Key, StagedTensor, WeightSource
 from slipstream.errors import RefusedError, StatusCode
@@ -87,7 +87,7 @@ class RolloutControl:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: VllmEngine,
         store: ContentStore,
         tracker: AcceptanceTracker,
         committed: Committed,

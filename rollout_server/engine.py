@@ -1,4 +1,4 @@
-"""The engine as the control plane sees it: a Protocol, and vLLM behind it."""
+"""vLLM's engine as the control plane sees it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rollout_server.read_back import SAME
 from rollout_server.reload import Change, Result
@@ -43,56 +43,14 @@ class UntrustedEngineError(Exception):
     """The weights in memory are unknown: the server must stop serving."""
 
 
-class Engine(Protocol):
-    """What the control plane needs of an engine.
-
-    Every call has a deadline, and raises RefusedError where the engine does not answer.
-    """
-
-    async def describe(self) -> Description: ...
-
-    async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
-        """Make a draft's standby copy while the engine generates.
-
-        Returns:
-            Empty, or why the commit will have to load it.
-        """
-        ...
-
-    async def check_transfer(self, transfer: str) -> str:
-        """Why vLLM's weight-transfer engine could not take an update (JSON); empty if it could."""
-        ...
-
-    async def apply(self, changes: Sequence[Change]) -> Result:
-        """Apply all or none.
-
-        Raises:
-            RefusedError: nothing was applied.
-            UntrustedEngineError: what was applied is unknown.
-        """
-        ...
-
-    async def set_speculation(self, enabled: bool) -> float:
-        """Propose drafts, or none; answers the seconds that the engine was paused."""
-        ...
-
-    async def set_draft_lengths(self, lengths: Sequence[int]) -> None:
-        """Tokens to draft, by the number of requests in a step, from the next step on."""
-        ...
-
-    async def read_back(self) -> str:
-        """Why the draft in the workers' memory is not the one committed; empty if it is."""
-        ...
-
-    def is_alive(self) -> bool: ...
-
-
 class VllmEngine:
-    """``Engine`` over vLLM's ``AsyncLLM``: one engine core, or one for each data-parallel rank.
+    """vLLM's ``AsyncLLM``: one engine core, or one for each data-parallel rank.
 
     Every call goes to all of them. Each takes it between two of its steps, so with several a draft
     is live on one some steps before it is on the next; they hold their steps while a policy is
     replaced, because with expert parallelism they compute one step together.
+
+    Every call has a deadline, and raises RefusedError where the engine does not answer.
     """
 
     def __init__(self, client: Any) -> None:
@@ -104,6 +62,7 @@ class VllmEngine:
         return len(self.client.engine_core.core_engines)
 
     async def describe(self) -> Description:
+        """What the workers say about the models in memory."""
         workers = await self._call_workers(CALL_SECONDS, "describe")
         return Description(
             any(worker["shares_embedding"] for worker in workers),
@@ -114,6 +73,11 @@ class VllmEngine:
         )
 
     async def prepare(self, source: WeightSource, keep: WeightSource | None) -> str:
+        """Make a draft's standby copy while the engine generates.
+
+        Returns:
+            Empty, or why the commit will have to load it.
+        """
         messages = source.to_message(), None if keep is None else keep.to_message()
         began, pause = time.monotonic(), 0.002
         while time.monotonic() - began < PREPARE_SECONDS:
@@ -126,10 +90,17 @@ class VllmEngine:
         return f"not ready in {PREPARE_SECONDS:.0f} s"
 
     async def check_transfer(self, transfer: str) -> str:
+        """Why vLLM's weight-transfer engine could not take an update (JSON); empty if it could."""
         found = await self._call_workers(CALL_SECONDS, "check_transfer", transfer)
         return "; ".join(dict.fromkeys(text for text in found if text))
 
     async def apply(self, changes: Sequence[Change]) -> Result:
+        """Apply all or none.
+
+        Raises:
+            RefusedError: nothing was applied.
+            UntrustedEngineError: what was applied is unknown.
+        """
         client = self.client
         held = self.cores > 1 and any(change.kind == "policy" for change in changes)
         if held:
@@ -159,6 +130,7 @@ class VllmEngine:
         return result
 
     async def set_speculation(self, enabled: bool) -> float:
+        """Propose drafts, or none; answers the seconds that the engine was paused."""
         if not enabled and self.cores > 1 and self.client.vllm_config.model_config.is_moe:
             # The ranks compute each step of the draft together, and idle ones always do: vLLM's
             # dummy batch runs it. A rank that leaves it out would have the others wait for ever.
@@ -172,9 +144,11 @@ class VllmEngine:
         return max(await self._call(CALL_SECONDS, "set_speculation", enabled, CALL_SECONDS))
 
     async def set_draft_lengths(self, lengths: Sequence[int]) -> None:
+        """Tokens to draft, by the number of requests in a step, from the next step on."""
         await self._call(CALL_SECONDS, "set_draft_lengths", list(lengths))
 
     async def read_back(self) -> str:
+        """Why the draft in the workers' memory is not the one committed; empty if it is."""
         found = await self._call_workers(CALL_SECONDS, "read_back")
         wrong = [f"worker {n}: {state}" for n, state in enumerate(found) if state != SAME]
         return f"draft read back from memory: {', '.join(wrong)}" if wrong else ""
@@ -190,6 +164,7 @@ class VllmEngine:
         return sums
 
     def is_alive(self) -> bool:
+        """Whether the engine runs and has not failed."""
         return bool(self.client.is_running) and not self.client.errored
 
     async def _apply_on_all(self, changes: Sequence[Change]) -> Result:

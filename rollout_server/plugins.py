@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rollout_server.acceptance import AcceptanceTracker
@@ -83,23 +84,11 @@ def register_general() -> None:
     vllm_patches.install()
 
 
-class InertEndpoint:
-    """Satisfies vLLM's ``EndpointPlugin`` and does nothing."""
-
-    name = "slipstream"
-    required_tasks: Any = ("generate",)
-
-    def attach_router(self, app: Any) -> None:
-        """No routes."""
-
-    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """No state."""
-
-
 def make_endpoint_plugin() -> Any:
     """``vllm.endpoint_plugins``: the control plane, in the API server."""
     if not is_active():
-        return InertEndpoint()
+        # vLLM leaves out a plug-in that is for none of its server's tasks.
+        return SimpleNamespace(name="slipstream", required_tasks=())
     from rollout_server.app import ControlPlaneEndpoint
 
     return ControlPlaneEndpoint()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
 from rollout_server.app import control_plane as build
 from rollout_server.checkpoint import read_layout
-from rollout_server.engine import Engine
 from rollout_server.plugins import Settings
 from rollout_server.reload import Result
 from rollout_server.service import ControlServer
@@ -21,7 +21,7 @@ def _no_metrics(kind: str, outcome: str, result: Result | None) -> None: ...
 
 
 async def control_plane(
-    engine: Engine,
+    engine: Any,
     store: ContentStore,
     draft_dir: Path,
     access: Access,
@@ -31,7 +31,7 @@ async def control_plane(
     """What makes a server of one and the same state, again after each that was stopped.
 
     Args:
-        engine: takes what is committed.
+        engine: takes what is committed: it has the methods of ``VllmEngine``.
         store: of what is staged.
         draft_dir: the draft that it starts with; it serves as the policy's layout too.
         access: who may use it.

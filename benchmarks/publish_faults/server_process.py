@@ -64,7 +64,7 @@ class Fault:
 
 
 class MemoryEngine:
-    """``rollout_server.engine.Engine`` over a dictionary."""
+    """The methods of ``VllmEngine`` over a dictionary."""
 
     def __init__(self, fault: Fault) -> None:
         self._fault = fault

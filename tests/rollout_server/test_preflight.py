@@ -195,7 +195,7 @@ def test_a_plug_in_without_the_mark_does_nothing() -> None:
     """As in a user's own vLLM in the same environment; it must not even import torch."""
     code = (
         "import sys; from rollout_server import plugins; plugins.register_general();"
-        "plugins.make_endpoint_plugin();"
+        "assert plugins.make_endpoint_plugin().required_tasks == ();"
         "assert not {'torch', 'vllm', 'grpc'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
