@@ -12,20 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import REGISTRY
-from safetensors.torch import load_file
 
 from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
 from rollout_server.checkpoint import (
-    VOCABULARY_MAPS,
     Expected,
-    Layout,
-    TensorLayout,
     check_finite,
     quantization,
     read_config,
-    read_layout,
     read_manifest,
-    weight_files,
 )
 from rollout_server.control import DRAFT, POLICY, Committed, RolloutControl, Weights
 from rollout_server.draft_length import LengthChooser, LengthControl, calibrate
@@ -40,6 +34,13 @@ from rollout_server.step_costs import CostWatch, StepCosts
 from rollout_server.store import ContentStore, WeightSource, make_directory
 from rollout_server.vllm_patches import EMBEDDING
 from rollout_server.vllm_versions import DRAFT_LENGTHS_V2, Sources, installed_source
+from slipstream.checkpoints import (
+    VOCABULARY_MAPS,
+    Layout,
+    TensorLayout,
+    load_tensors,
+    read_layout,
+)
 from slipstream.errors import RefusedError
 from slipstream.security import NONE
 from slipstream.tensors import spec_of
@@ -92,7 +93,7 @@ async def _start(settings: Settings, engine: VllmEngine, state: Any, args: Any) 
         engine,
         store,
         settings,
-        read_layout(settings.model_dir, "model"),
+        read_layout(settings.model_dir),
         API.tracker,
         commits.committed,
         pb.ServerState(model=str(args.model), http_port=int(args.port)),
@@ -216,9 +217,7 @@ def _stage_first_draft(draft_dir: Path, store: ContentStore) -> Weights:
         RefusedError: it does not fit into the store, or has values that are not finite.
     """
     manifest = read_manifest(draft_dir)
-    tensors = {
-        name: tensor for path in weight_files(draft_dir) for name, tensor in load_file(path).items()
-    }
+    tensors = load_tensors(draft_dir)
     version, against = 0, None
     if manifest is not None:
         version = manifest.draft_version

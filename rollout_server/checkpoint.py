@@ -1,4 +1,4 @@
-"""Reads checkpoint directories without loading tensors, and checks that a stage fits one.
+"""Checks that the server's checkpoints can be replaced, and that a stage fits one.
 
 A stage is compared with the checkpoint that the server was started with: whatever has its names
 and shapes goes through the same weight loaders, sharded or not.
@@ -12,44 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from google.protobuf import json_format
-from safetensors import SafetensorError, safe_open
 
+from slipstream import checkpoints
+from slipstream.checkpoints import (
+    CONFIG_FILE,
+    DTYPES,
+    MANIFEST_FILE,
+    Layout,
+    TensorLayout,
+    read_layout,
+    text_config,
+)
 from slipstream.errors import RefusedError, StatusCode
-from slipstream.hub import indexed_files, read_json
+from slipstream.hub import read_json
 from slipstream.tensors import dtype_from_wire
 from slipstream.v1 import release_pb2, tensor_pb2
 
-_SAFETENSORS_DTYPES = {
-    "F32": "float32",
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "I64": "int64",
-    "I32": "int32",
-    "BOOL": "bool",
-}
-_STAGED_DTYPES = frozenset(_SAFETENSORS_DTYPES.values())
-_NESTED_CONFIGS = ("text_config", "llm_config", "language_config")
 _FLOATS = ("float32", "bfloat16", "float16")
-_ADVICE = "write the file again"
-VOCABULARY_MAPS = ("d2t", "t2d")
-
-
-@dataclass(frozen=True)
-class TensorLayout:
-    """A tensor without its values.
-
-    Attributes:
-        dtype: torch's name without "torch."; the file's own ("F8_E4M3") if it cannot be staged.
-        shape: sizes, outermost first.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-Layout = Mapping[str, TensorLayout]
-"""Every tensor of a checkpoint, by name."""
 
 
 def read_config(directory: Path, option: str) -> dict[str, Any]:
@@ -57,57 +36,12 @@ def read_config(directory: Path, option: str) -> dict[str, Any]:
 
     Raises RefusedError: no directory, no such file, or not a JSON object.
     """
-    path = directory / "config.json"
+    path = directory / CONFIG_FILE
     if not path.is_file():
         found = "nothing there" if not directory.exists() else "without config.json"
         next_step = "give a checkpoint directory, or the name of a model on the hub"
         raise RefusedError(option, f"{directory}: {found}", "config.json", next_step)
-    return read_json(path, _ADVICE)
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those its index names, else all of them.
-
-    Raises RefusedError: the index is damaged, or names a file that is not beside it.
-    """
-    indexed = indexed_files(directory, _ADVICE)
-    return sorted(directory.glob("*.safetensors")) if indexed is None else indexed
-
-
-def read_layout(directory: Path, option: str) -> dict[str, TensorLayout]:
-    """Names, dtypes and shapes of every tensor of a checkpoint.
-
-    Raises RefusedError: no safetensors file, or a damaged one.
-    """
-    files = weight_files(directory)
-    if not files:
-        raise RefusedError(
-            option,
-            f"{directory} without model.safetensors",
-            "a safetensors file",
-            "save them as safetensors",
-        )
-    layout: dict[str, TensorLayout] = {}
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            found = f"unreadable ({error})"
-            raise RefusedError(str(path), found, "a safetensors file", _ADVICE) from error
-        for name, tensor in slices.items():
-            dtype = _SAFETENSORS_DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
-            layout[name] = TensorLayout(dtype, tuple(tensor.get_shape()))
-    return layout
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a configuration, which multimodal models nest."""
-    for name in _NESTED_CONFIGS:
-        nested = config.get(name)
-        if isinstance(nested, Mapping):
-            return nested
-    return config
+    return read_json(path, "write the file again")
 
 
 def quantization(config: Mapping[str, Any], layout: Layout) -> str:
@@ -121,17 +55,17 @@ def quantization(config: Mapping[str, Any], layout: Layout) -> str:
         method = given.get("quant_method") if isinstance(given, Mapping) else None
         return f"quantization_config ({method or 'of an unnamed method'})"
     for name, tensor in layout.items():
-        if tensor.dtype not in _STAGED_DTYPES:
+        if tensor.dtype not in DTYPES.values():
             return f"{name} is {tensor.dtype}"
     return ""
 
 
 def read_draft_layout(directory: Path) -> dict[str, TensorLayout]:
-    """``read_layout`` of a draft.
+    """Every tensor of a draft, by name.
 
-    Raises RefusedError: as that, or it is quantized, so that no stage could replace it.
+    Raises RefusedError: unreadable, or it is quantized, so that no stage could replace it.
     """
-    layout = read_layout(directory, "--draft")
+    layout = read_layout(directory)
     quantized = quantization(read_config(directory, "--draft"), layout)
     if quantized:
         expected, next_step = "unquantized weights", "save the draft in bfloat16"
@@ -140,24 +74,10 @@ def read_draft_layout(directory: Path) -> dict[str, TensorLayout]:
 
 
 def read_manifest(directory: Path) -> release_pb2.ReleaseManifest | None:
-    """``manifest.json`` of a release, or None for a checkpoint from elsewhere.
-
-    Raises RefusedError: there is one and it cannot be read.
-    """
-    path = directory / "manifest.json"
-    if not path.exists():
+    """Of a release, or None for a checkpoint from elsewhere. Raises RefusedError: unreadable."""
+    if not (directory / MANIFEST_FILE).exists():
         return None
-    try:
-        return json_format.Parse(
-            path.read_text(), release_pb2.ReleaseManifest(), ignore_unknown_fields=True
-        )
-    except (json_format.ParseError, UnicodeDecodeError) as error:
-        raise RefusedError(
-            str(path),
-            f"unreadable ({error})",
-            "a ReleaseManifest as JSON",
-            "write the release again",
-        ) from error
+    return checkpoints.read_manifest(directory, "write the release again", of_newer=True)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from rollout_server.checkpoint import weight_files
+from slipstream.checkpoints import weight_files
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import ChunkAssembler, bytes_of, dtype_from_wire
 from slipstream.v1 import tensor_pb2

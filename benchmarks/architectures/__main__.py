@@ -28,7 +28,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.architectures.policies import POLICIES, policy_of
 from benchmarks.gate_calibration.__main__ import counters_of, rollouts
 from benchmarks.harness import Target, end_on_sigterm, finish, options, say, table, write
-from draft_trainer.checkpoints.draft import WEIGHTS_FILE
 from draft_trainer.drafters.acceptance import expected_acceptance
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.offline.fit import PLOT_FILE
@@ -38,6 +37,7 @@ from examples.arithmetic_grpo.make_draft import DRAFT_LENGTH, record, run
 from examples.arithmetic_grpo.sampling import held_out_problems, prompt_ids
 from examples.local_services import RolloutServer
 from examples.task import Task
+from slipstream.checkpoints import WEIGHTS_FILE
 
 MINUTES = 2.0
 """Of pretraining, for the policy that is not a converted one."""

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_trainer.checkpoints.draft import WEIGHTS_FILE
 from draft_trainer.config import PublishConfig
 from draft_trainer.counters import Counters
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.releases.fleet import Fleet
 from draft_trainer.releases.publisher import Publisher
 from draft_trainer.releases.registry import Registry, open_promotions
+from slipstream.checkpoints import WEIGHTS_FILE
 from slipstream.v1 import release_pb2
 
 NOISE = 1.0

@@ -8,11 +8,11 @@ from typing import Any
 
 from rollout_server.acceptance import AcceptanceGuard, AcceptanceTracker
 from rollout_server.app import control_plane as build
-from rollout_server.checkpoint import read_layout
 from rollout_server.plugins import Settings
 from rollout_server.reload import Result
 from rollout_server.service import ControlServer
 from rollout_server.store import ContentStore
+from slipstream.checkpoints import read_layout
 from slipstream.security import Access, ClientCredentials
 from slipstream.v1 import rollout_server_pb2 as pb
 
@@ -40,7 +40,7 @@ async def control_plane(
     """
     tracker = tracker or AcceptanceTracker()
     settings = Settings(draft_dir, draft_dir, access, peers=peers)
-    layout = read_layout(draft_dir, "draft")
+    layout = read_layout(draft_dir)
     del layout["t2d"]
     shown = pb.ServerState(model="policy", http_port=1)
     control, service = await build(engine, store, settings, layout, tracker, _no_metrics, shown)

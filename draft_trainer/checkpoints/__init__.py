@@ -1,1 +1,1 @@
-"""Checkpoints as users have them, read: of drafts in every layout, and of policies."""
+"""Checkpoints of policies, read for a new draft; ``slipstream.checkpoints`` reads any."""

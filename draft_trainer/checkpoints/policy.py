@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from slipstream.checkpoints import CONFIG_FILE, load_tensors, read_layout, text_config
 from slipstream.errors import RefusedError
 from slipstream.hub import read_json
+from slipstream.layers import AUX_LAYERS
 
 MOST_SIZE, MOST_LAYERS = 1 << 24, 1 << 10
 """Far above any model's, and far below what exhausts memory."""
@@ -25,7 +26,7 @@ class PolicyCheckpoint:
     """A policy on disk.
 
     Attributes:
-        config: of the language model: ``config.json``, or its ``text_config``.
+        config: of the language model: ``config.json``, or what it nests.
         lm_head: [vocab, H], memory-mapped.
         final_norm: [H].
     """
@@ -43,33 +44,32 @@ def read_policy(directory: Path) -> PolicyCheckpoint:
     """
     config = read_policy_config(directory)
     vocab, hidden = (size_of(config, name) for name in ("vocab_size", "hidden_size"))
-    files = _tensor_files(directory)
+    names = read_layout(directory).keys()
     heads = ["lm_head.weight"]
     if config.get("tie_word_embeddings"):
         heads.append("embed_tokens.weight")
     return PolicyCheckpoint(
         config,
-        _tensor(directory, files, heads, [vocab, hidden]),
-        _tensor(directory, files, ("norm.weight",), [hidden]),
+        _tensor(directory, names, heads, [vocab, hidden]),
+        _tensor(directory, names, ("norm.weight",), [hidden]),
     )
 
 
 def read_policy_config(directory: Path) -> dict[str, Any]:
     """The language model's part of a policy's config.json. Raises as ``read_policy``."""
-    path = directory / "config.json"
+    path = directory / CONFIG_FILE
     config = read_json(path, _ADVICE)
-    for name in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "speculators_model_type"):
+    for name in ("draft_vocab_size", AUX_LAYERS, "speculators_model_type"):
         if name in config:
             raise _refused(str(path), f"{name}, so a draft", "the policy itself")
-    text_config = config.get("text_config", config)
-    return text_config if isinstance(text_config, dict) else config
+    return dict(text_config(config))
 
 
 def read_embeddings(directory: Path) -> Tensor:
     """A policy's input embeddings [vocab, H], memory-mapped. Raises as ``read_policy``."""
     config = read_policy_config(directory)
     shape = [size_of(config, "vocab_size"), size_of(config, "hidden_size")]
-    return _tensor(directory, _tensor_files(directory), ("embed_tokens.weight",), shape)
+    return _tensor(directory, read_layout(directory).keys(), ("embed_tokens.weight",), shape)
 
 
 def size_of(config: Mapping[str, Any], name: str, whose: str = "the policy's") -> int:
@@ -80,31 +80,18 @@ def size_of(config: Mapping[str, Any], name: str, whose: str = "the policy's") -
     return value
 
 
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """The file of every tensor, by the tensor's name."""
-    found = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt") as file:
-                found.update(dict.fromkeys(file.keys(), path))
-        except (OSError, SafetensorError) as error:
-            raise _refused(str(path), error, "a safetensors file") from error
-    return found
-
-
 def _tensor(
-    directory: Path, files: Mapping[str, Path], names: Sequence[str], shape: list[int]
+    directory: Path, held: Collection[str], names: Sequence[str], shape: list[int]
 ) -> Tensor:
     for name in (prefix + name for name in names for prefix in _PREFIXES):
-        if name in files:
-            with safe_open(files[name], "pt") as file:
-                tensor = file.get_tensor(name)
+        if name in held:
+            tensor = load_tensors(directory, name)[name]
             if list(tensor.shape) != shape or not tensor.is_floating_point():
                 found = f"{tensor.dtype} {list(tensor.shape)}"
-                raise _refused(f"{files[name]}: {name}", found, f"floating point {shape}")
+                raise _refused(f"{directory}: {name}", found, f"floating point {shape}")
             return tensor
     raise _refused(
-        str(directory), f"{len(files)} tensors, no {' or '.join(names)}", "the policy's weights"
+        str(directory), f"{len(held)} tensors, no {' or '.join(names)}", "the policy's weights"
     )
 
 

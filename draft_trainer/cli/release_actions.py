@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from google.protobuf import json_format
 from tyro.conf import Positional, arg, subcommand
 
 from draft_trainer.cli.releases import (
@@ -183,16 +182,14 @@ def _model_card(manifest: Manifest) -> str:
 def _write_as_released(folder: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE
-    from draft_trainer.releases.release import MANIFEST_FILE
+    from slipstream.checkpoints import CONFIG_FILE, WEIGHTS_FILE, write_manifest
 
     (folder / CONFIG_FILE).write_text(manifest.config_json)
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / WEIGHTS_FILE).chmod(0o644)
     # The same tensors, but the file around them may be some bytes longer or shorter.
     manifest.weights_bytes = (folder / WEIGHTS_FILE).stat().st_size
-    text = json_format.MessageToJson(manifest, preserving_proto_field_name=True)
-    (folder / MANIFEST_FILE).write_text(text + "\n")
+    write_manifest(folder, manifest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +250,7 @@ class Import(Reading):
 def _import_requests(
     checkpoint: Checkpoint, origin: str, gate: bool
 ) -> Iterator[pb.ImportReleaseRequest]:
-    from draft_trainer.checkpoints.draft import CONFIG_FILE, load_tensors
+    from slipstream.checkpoints import CONFIG_FILE, load_tensors
     from slipstream.tensors import chunks_of, spec_of
 
     with TemporaryDirectory() as temporary:

@@ -25,7 +25,6 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from draft_trainer.checkpoints.draft import WEIGHTS_FILE
 from draft_trainer.checkpoints.policy import read_policy
 from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.drafters.acceptance import expected_acceptance
@@ -46,6 +45,7 @@ from draft_trainer.training.optimizer import Schedule
 from draft_trainer.training.pace import BATCH_TOKENS
 from draft_trainer.training.ranks import Ranks, shares
 from draft_trainer.training.state import Facts, StateStore, head_facts
+from slipstream.checkpoints import WEIGHTS_FILE
 from slipstream.errors import RefusedError
 from slipstream.tensors import digest
 

@@ -19,13 +19,13 @@ from tempfile import TemporaryDirectory
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE, pickles
 from draft_trainer.drafters import Checkpoint, Draft, Drafter
 from draft_trainer.ingest.run import Run, Runs
 from draft_trainer.releases.gate import Gate
 from draft_trainer.releases.promotions import Promotions
 from draft_trainer.releases.registry import Registry
 from draft_trainer.releases.retention import Retention
+from slipstream.checkpoints import CONFIG_FILE, WEIGHTS_FILE, pickles
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.tensors import ChunkAssembler
 from slipstream.v1 import draft_trainer_pb2 as pb

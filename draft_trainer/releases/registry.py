@@ -23,7 +23,6 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE
 from draft_trainer.config import DraftConfig
 from draft_trainer.drafters import DRAFTERS, Draft, Drafter
 from draft_trainer.files import folder_written_whole
@@ -41,6 +40,7 @@ from draft_trainer.releases.release import (
     write_manifest,
 )
 from draft_trainer.state import State
+from slipstream.checkpoints import CONFIG_FILE, WEIGHTS_FILE
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.v1 import release_pb2
 

@@ -11,20 +11,23 @@ import re
 import time
 from pathlib import Path
 
-from google.protobuf import json_format
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE, pickles
+from slipstream import checkpoints
+from slipstream.checkpoints import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE, pickles
 from slipstream.errors import RefusedError, StatusCode
 from slipstream.metrics import code_version
 from slipstream.tensors import spec_of
 from slipstream.v1 import release_pb2
 
-MANIFEST_FILE = "manifest.json"
 FILES = (CONFIG_FILE, WEIGHTS_FILE, MANIFEST_FILE)
 _NAME = re.compile(r"release-([0-9]{6,19})")
+_NEXT = (
+    "restore the release from a copy, or serve another one: draft-trainer releases promote N "
+    "(with --registry DIR while no trainer runs)"
+)
 
 
 def folder_name(version: int) -> str:
@@ -70,8 +73,7 @@ def write_manifest(path: Path, manifest: release_pb2.ReleaseManifest) -> None:
     manifest.weights_bytes = weights.stat().st_size
     manifest.created_at = time.time()
     manifest.code_version = code_version()
-    text = json_format.MessageToJson(manifest, preserving_proto_field_name=True)
-    (path / MANIFEST_FILE).write_text(text + "\n")
+    checkpoints.write_manifest(path, manifest)
 
 
 def read_manifest(path: Path, version: int) -> release_pb2.ReleaseManifest:
@@ -81,13 +83,10 @@ def read_manifest(path: Path, version: int) -> release_pb2.ReleaseManifest:
         RefusedError: DATA_LOSS, with the file and what differs.
     """
     check_names(path)
-    file = path / MANIFEST_FILE
-    try:
-        manifest = json_format.Parse(file.read_text(), release_pb2.ReleaseManifest())
-    except (OSError, UnicodeDecodeError, json_format.ParseError, RecursionError) as error:
-        raise damaged(file, str(error)) from error
+    manifest = checkpoints.read_manifest(path, _NEXT, StatusCode.DATA_LOSS, of_newer=False)
     if manifest.draft_version != version:
-        raise damaged(file, f"draft_version {manifest.draft_version}", f"{version}, as the folder")
+        found = f"draft_version {manifest.draft_version}"
+        raise damaged(path / MANIFEST_FILE, found, f"{version}, as the folder")
     try:
         config_json = (path / CONFIG_FILE).read_text()
         size = (path / WEIGHTS_FILE).stat().st_size
@@ -138,11 +137,4 @@ def same_content(path: Path, other: Path) -> bool:
 
 def damaged(path: Path, found: str, expected: str = "the bytes that were released") -> RefusedError:
     """What is raised for a release that is not what was released."""
-    return RefusedError(
-        str(path),
-        found,
-        expected,
-        "restore the release from a copy, or serve another one: draft-trainer releases promote N "
-        "(with --registry DIR while no trainer runs)",
-        StatusCode.DATA_LOSS,
-    )
+    return RefusedError(str(path), found, expected, _NEXT, StatusCode.DATA_LOSS)

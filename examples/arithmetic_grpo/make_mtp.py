@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draft_trainer.checkpoints.draft import CONFIG_FILE, WEIGHTS_FILE
 from draft_trainer.drafters import DRAFTERS, Draft
 from draft_trainer.drafters.draft_model.config import PARALLEL_TOKEN
+from slipstream.checkpoints import CONFIG_FILE, WEIGHTS_FILE
 
 
 def policy_with_mtp(policy: Path, out: Path) -> Path:

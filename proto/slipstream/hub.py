@@ -1,4 +1,4 @@
-"""Resolves names on the Hugging Face hub, and reads the JSON files of a checkpoint folder."""
+"""Resolves names on the Hugging Face hub, and reads JSON files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from slipstream.errors import RefusedError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-INDEX_FILE = "model.safetensors.index.json"
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -61,23 +60,3 @@ def read_json(path: Path, next_step: str, expected: str = "a JSON object") -> di
     if not isinstance(document, dict):
         raise RefusedError(str(path), type(document).__name__, expected, next_step)
     return document
-
-
-def indexed_files(directory: Path, next_step: str) -> list[Path] | None:
-    """The safetensors files that a checkpoint's index names; None: it has no index.
-
-    Raises RefusedError: the index is damaged, or names a file that is not beside it.
-    """
-    path = directory / INDEX_FILE
-    if not path.is_file():
-        return None
-    expected = "an object with a weight_map"
-    document = read_json(path, next_step, expected)
-    try:
-        names = sorted(set(document["weight_map"].values()))
-    except (KeyError, AttributeError, TypeError) as error:
-        raise RefusedError(str(path), repr(error), expected, next_step) from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise RefusedError(str(path), repr(name), "names of files beside it", next_step)
-    return [directory / name for name in names]

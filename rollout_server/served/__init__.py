@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rollout_server.checkpoint import read_config, read_layout, read_manifest
+from rollout_server.checkpoint import read_config, read_manifest
 from rollout_server.served.dflash import ARCHITECTURE, Dflash
 from rollout_server.served.draft_model import DraftModel
 from rollout_server.served.eagle3 import Eagle3
 from rollout_server.served.mtp import Mtp
 from rollout_server.served.served import Served, WithoutWeights
+from slipstream.checkpoints import read_layout
 from slipstream.errors import RefusedError
 
 SERVED: dict[str, Served] = {
@@ -51,7 +52,7 @@ def served_by(kind: str | None, draft_dir: Path | None) -> Served:
         if not kind and ARCHITECTURE in names:
             kind = Dflash.name
         if not kind:
-            layout = read_layout(draft_dir, "--draft")
+            layout = read_layout(draft_dir)
             known = (
                 name
                 for name, served in SERVED.items()

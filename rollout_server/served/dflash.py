@@ -6,12 +6,12 @@ parameters is replaced with them (``served.derived``).
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 from rollout_server.checkpoint import read_draft_layout
 from rollout_server.served.served import Served, check_sizes
 from slipstream.errors import RefusedError
+from slipstream.layers import check_layers
 
 ARCHITECTURE = "DFlashDraftModel"
 _SIZES = ("hidden_size", "vocab_size")
@@ -37,14 +37,12 @@ class Dflash(Served):
             int(model["vocab_size"]),
             int(model.get("num_hidden_layers") or 0),
         )
-        mask, layers = block.get("mask_token_id"), block.get("target_layer_ids") or []
+        mask = block.get("mask_token_id")
         if not isinstance(mask, int) or not 0 <= mask < vocab:
             expected = f"a token of the model, 0 to {vocab - 1}"
             raise RefusedError(f"{path}: dflash_config.mask_token_id", mask, expected, _NEXT)
-        ascending = all(one < other for one, other in pairwise(layers))
-        if not layers or not ascending or layers[0] < 0 or layers[-1] >= depth:
-            expected = f"ascending outputs of layers, counted from 0 to {depth - 1}"
-            raise RefusedError(f"{path}: dflash_config.target_layer_ids", layers, expected, _NEXT)
+        field = f"{path}: dflash_config.target_layer_ids"
+        layers = check_layers(block.get("target_layer_ids"), field, _NEXT, last=depth - 1)
         if (draft_dir / "mask_embedding.pt").exists():
             raise RefusedError(
                 f"{draft_dir / 'mask_embedding.pt'}",
@@ -64,5 +62,5 @@ class Dflash(Served):
         width, fc = len(layers) * int(model["hidden_size"]), layout.get("fc.weight")
         if fc is None or fc.shape != (draft["hidden_size"], width):
             found = "absent" if fc is None else list(fc.shape)
-            expected = f"[{draft['hidden_size']}, {width}] for layers {layers}"
+            expected = f"[{draft['hidden_size']}, {width}] for layers {[*layers]}"
             raise RefusedError(f"{draft_dir}: fc.weight", found, expected, _NEXT)

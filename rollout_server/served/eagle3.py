@@ -6,26 +6,22 @@ An out-of-range layer or a wrong vocabulary map vLLM does not find at all.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-
-from rollout_server.checkpoint import (
+from rollout_server.checkpoint import read_config, read_draft_layout
+from rollout_server.served.served import Served
+from slipstream.checkpoints import (
+    VOCABULARY_MAPS,
     Layout,
-    read_config,
-    read_draft_layout,
+    check_maps,
+    load_tensors,
     read_layout,
     text_config,
-    weight_files,
 )
-from rollout_server.served.served import Served
 from slipstream.errors import RefusedError
-from slipstream.layers import default_aux_layers
+from slipstream.layers import AUX_LAYERS, ambiguous_layers, check_layers, default_aux_layers
 
-_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _OTHER_DRAFT = "give the draft that was trained for this model"
 
 
@@ -49,7 +45,7 @@ def check_draft_fits(model_dir: Path, draft_dir: Path) -> None:
     """
     model = text_config(read_config(model_dir, "MODEL"))
     # Of any dtypes: a quantized model takes drafts, too.
-    read_layout(model_dir, "MODEL")
+    read_layout(model_dir)
     hidden, depth, vocab = (
         _size(model, name, model_dir) for name in ("hidden_size", "num_hidden_layers", "vocab_size")
     )
@@ -67,7 +63,7 @@ def check_draft_fits(model_dir: Path, draft_dir: Path) -> None:
         make = f"draft-trainer init --policy {draft_dir} --out DIR"
         step = f"give its draft, or make one: {make}"
         raise RefusedError(f"--draft {draft_dir}", found_kind, "an EAGLE-3 draft", step)
-    layers = _aux_layers(config, depth, path)
+    layers = _aux_layers(config, depth, f"{path}:")
     fc, width = layout.get("fc.weight"), len(layers) * hidden
     if fc is None or len(fc.shape) != 2 or fc.shape[1] != width:
         raise RefusedError(
@@ -92,34 +88,17 @@ def _size(model: Mapping[str, Any], name: str, directory: Path) -> int:
     return value
 
 
-def _aux_layers(config: Mapping[str, Any], num_layers: int, path: str) -> tuple[int, ...]:
-    nested: Mapping[str, Any] = config.get("eagle_config") or {}
-    ids = config.get(_AUX_LAYERS) or nested.get(_AUX_LAYERS)
+def _aux_layers(config: Mapping[str, Any], depth: int, where: str) -> tuple[int, ...]:
+    nested = (config.get("eagle_config") or {}).get(AUX_LAYERS)
+    ids = config.get(AUX_LAYERS) or nested
     if ids is None:
-        return default_aux_layers(num_layers)
+        return default_aux_layers(depth)
     # A policy of fewer than 8 layers has no default that the nested list could mean.
-    usual = num_layers >= 8 and tuple(ids) == default_aux_layers(num_layers)
-    if not config.get(_AUX_LAYERS) and not usual:
-        # Frameworks that write the list there count the outputs of layers from 0. vLLM reads it as
-        # "after L layers" and serves states of one layer earlier; only acceptance drops.
-        raise RefusedError(
-            f"{path}: eagle_config.{_AUX_LAYERS}",
-            list(ids),
-            f"{_AUX_LAYERS} at top level, L meaning after L layers",
-            "move it there, adding 1 to each where 0 means the output of the first layer; "
-            "`draft-trainer releases import` does it where the meaning is certain",
-        )
-    layers = tuple(int(layer) for layer in ids)
-    ascending = all(a < b for a, b in pairwise(layers))
-    if not layers or not ascending or layers[0] < 0 or layers[-1] > num_layers:
-        raise RefusedError(
-            f"{path}: {_AUX_LAYERS}",
-            list(layers),
-            f"ascending, each from 0 to {num_layers} (the model has {num_layers} layers; "
-            "L means after L layers)",
-            _OTHER_DRAFT,
-        )
-    return layers
+    usual = depth >= 8 and tuple(ids) == default_aux_layers(depth)
+    if not config.get(AUX_LAYERS) and not usual:
+        raise ambiguous_layers(where, nested)
+    next_step = f"{_OTHER_DRAFT}; L means after L of its {depth} layers"
+    return check_layers(ids, f"{where} {AUX_LAYERS}", next_step, last=depth)
 
 
 def _check_vocabulary(rows: int, vocab: int, layout: Layout, draft_dir: Path) -> None:
@@ -135,35 +114,9 @@ def _check_vocabulary(rows: int, vocab: int, layout: Layout, draft_dir: Path) ->
     if rows > vocab:
         field = f"{draft_dir / 'config.json'}: draft_vocab_size"
         raise RefusedError(field, rows, f"at most {vocab}", "fix the configuration")
-    maps = {}
-    for path in weight_files(draft_dir):
-        with safe_open(path, framework="pt") as file:
-            for name in {"d2t", "t2d"} & set(file.keys()):
-                maps[name] = file.get_tensor(name)
+    maps = load_tensors(draft_dir, VOCABULARY_MAPS)
     if rows < vocab:
-        _check_maps(maps, rows, vocab, draft_dir)
+        check_maps(maps.get("d2t"), maps.get("t2d"), rows, vocab, str(draft_dir))
     elif "d2t" in maps:
         found, next_step = "present with a full vocabulary", "save the draft without d2t and t2d"
         raise RefusedError(f"{draft_dir}: d2t", found, "absent (vLLM cannot load it)", next_step)
-
-
-def _check_maps(maps: Mapping[str, torch.Tensor], rows: int, vocab: int, draft_dir: Path) -> None:
-    d2t = maps.get("d2t")
-    if d2t is None or d2t.shape != (rows,) or d2t.is_floating_point():
-        found = "absent" if d2t is None else f"{d2t.dtype} {list(d2t.shape)}"
-        expected = f"int64 [{rows}]: target id minus draft id"
-        raise RefusedError(f"{draft_dir}: d2t", found, expected, "save the draft with this map")
-    ids = torch.arange(rows) + d2t.long()
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab or bool((ids.diff() <= 0).any()):
-        found = f"target ids from {int(ids.min())} to {int(ids.max())}"
-        expected = f"strictly ascending ids from 0 to {vocab - 1}"
-        raise RefusedError(
-            f"{draft_dir}: d2t", found, expected, "d2t holds offsets: write it again"
-        )
-    t2d = maps.get("t2d")
-    if t2d is not None and (
-        t2d.shape != (vocab,) or not torch.equal(t2d.bool().nonzero().flatten(), ids)
-    ):
-        found = f"{int(t2d.bool().sum())} ids that are not those of d2t"
-        expected = f"bool [{vocab}], true at the {rows} ids of d2t"
-        raise RefusedError(f"{draft_dir}: t2d", found, expected, "write both maps from one list")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollout_server.checkpoint import read_draft_layout, text_config
+from rollout_server.checkpoint import read_draft_layout
 from rollout_server.served.served import Config, Served, check_path, check_sizes
+from slipstream.checkpoints import text_config
 from slipstream.errors import RefusedError
 
 _SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rollout_server.checkpoint import read_config, read_layout, text_config
+from rollout_server.checkpoint import read_config
+from slipstream.checkpoints import read_layout, text_config
 from slipstream.errors import RefusedError
 
 
@@ -63,7 +64,7 @@ def check_sizes(
     """
     model = text_config(read_config(model_dir, "MODEL"))
     draft = text_config(read_config(draft_dir, "--draft"))
-    read_layout(model_dir, "MODEL")
+    read_layout(model_dir)
     for name in names:
         if draft.get(name) is None or draft.get(name) != model.get(name):
             field, expected = f"{draft_dir / 'config.json'}: {name}", f"{model.get(name)}"

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draft_trainer.checkpoints.draft import d2t_of
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.drafters.eagle3.head import Eagle3Head
+from slipstream.checkpoints import d2t_of
 from tests.draft_trainer.synthetic import HIDDEN, VOCAB, draft_vocab_ids, head
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from draft_trainer.checkpoints.draft import d2t_of
 from draft_trainer.releases.registry import Registry
+from slipstream.checkpoints import d2t_of
 from slipstream.v1 import release_pb2
 from tests.draft_trainer.synthetic import draft_vocab_ids, head
 

@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 
 from rollout_server import app
 from rollout_server.acceptance import AcceptanceTracker
-from rollout_server.checkpoint import read_layout
 from rollout_server.engine import Description
 from rollout_server.plugins import Settings
 from rollout_server.preflight import check_paths, check_port_free
 from rollout_server.served.eagle3 import check_draft_fits
 from rollout_server.store import ContentStore, make_directory
+from slipstream.checkpoints import read_layout
 from slipstream.errors import RefusedError
 from slipstream.security import open_to_all
 from slipstream.tensors import spec_of
@@ -98,7 +98,7 @@ def test_a_policy_too_shallow_for_the_default_layers(
         (lambda d: edit_config(d, vocab_size=127), "vocab_size: found 127, expected 128"),
         (lambda d: edit_config(d, draft_vocab_size=95), "lm_head.weight"),
         (lambda d: edit_tensors(d, lambda t: t.pop("lm_head.weight")), "lm_head.weight: found abs"),
-        (lambda d: edit_tensors(d, lambda t: t.pop("d2t")), "d2t: found absent"),
+        (lambda d: edit_tensors(d, lambda t: t.pop("d2t")), "d2t: found nothing"),
         (lambda d: edit_tensors(d, lambda t: t["d2t"].add_(40)), "target ids"),
         (lambda d: edit_tensors(d, lambda t: t["t2d"].logical_not_()), "t2d"),
     ],
@@ -259,7 +259,7 @@ async def test_quantized_and_nested_models_take_drafts_and_only_these(
     settings = Settings(model, reduced, open_to_all())
     control, service = await app.control_plane(
         Describes(),  # type: ignore[arg-type]
-        *(store, settings, read_layout(model, "MODEL"), AcceptanceTracker()),
+        *(store, settings, read_layout(model), AcceptanceTracker()),
         *(lambda *_: None, pb.ServerState()),
     )
     service.workers.close()

@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from rollout_server.app import _expected_draft, _expected_policy
-from rollout_server.checkpoint import read_layout
 from rollout_server.control import DRAFT, Weights
 from rollout_server.engine import Description
 from rollout_server.served import SERVED, WithoutWeights, served_by
 from rollout_server.served.derived import unaccounted
 from rollout_server.service import refuse_shared
 from rollout_server.store import ContentStore, WeightSource
+from slipstream.checkpoints import read_layout
 from slipstream.errors import RefusedError
 from slipstream.tensors import spec_of
 
@@ -104,7 +104,7 @@ def test_the_head_of_glm_is_the_layer_after_the_policys(tmp_path: Path) -> None:
     mtp.check(model, release)
     with pytest.raises(RefusedError, match=r"1 others, such as model.layers.2.shared_head.head"):
         mtp.check(model, write(tmp_path / "copied", head | copy, model_type="glm4_moe"))
-    layout, seen = read_layout(model, "MODEL"), Description(True, ("lm_head.weight",), "float32")
+    layout, seen = read_layout(model), Description(True, ("lm_head.weight",), "float32")
     expected = _expected_policy(layout, seen, mtp, config)
     assert expected.layout.keys() == policy.keys()
 
@@ -184,7 +184,7 @@ def test_stages_of_an_mtp_head_and_of_its_policy(tmp_path: Path) -> None:
         with pytest.raises(RefusedError):
             expected.check([*specs, spec_of(name.removeprefix("model."), tensor)])
     # A training loop has no head: its policy is the rest of the checkpoint.
-    policy = _expected_policy(read_layout(model, "MODEL"), seen, SERVED["mtp"], MODEL)
+    policy = _expected_policy(read_layout(model), seen, SERVED["mtp"], MODEL)
     whole = [spec_of(name, tensor) for name, tensor in POLICY.items()]
     policy.check(whole)
     with pytest.raises(RefusedError, match=r"mtp.fc.weight"):

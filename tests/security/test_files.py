@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from draft_trainer.kernels.library import _check_own
-from rollout_server.checkpoint import read_layout
 from rollout_server.store import ContentStore, make_directory
+from slipstream.checkpoints import read_layout
 from slipstream.errors import RefusedError
 from slipstream.shm import SharedFile
 from tests.draft_trainer.rig import SPEC, make_config, rollouts, running, write_draft
@@ -71,11 +71,11 @@ def test_a_checkpoint_names_files_beside_it_alone(tmp_path: Path, name: object) 
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"fc.weight": name}}))
     with pytest.raises(RefusedError, match="names of files beside it"):
-        read_layout(folder, "--draft")
+        read_layout(folder)
     for broken in ("{", "[]", '{"weight_map": 5}'):
         index.write_text(broken)
         with pytest.raises(RefusedError, match="an object with a weight_map"):
-            read_layout(folder, "--draft")
+            read_layout(folder)
 
 
 @pytest.mark.parametrize(
