@@ -1,8 +1,8 @@
 """``LocalTrainer``: a draft trainer in the policy's own process, for notebooks and single machines.
 
-It is what ``draft-trainer serve`` starts, without gRPC between the two, so it keeps the same
-guarantees; a ``PolicyBridge`` feeds it by its address. Its training takes turns with the caller's
-Python code, which a process of its own does not.
+It is what ``draft-trainer serve`` starts, on free ports of the loopback interface, so it keeps the
+same guarantees; a ``PolicyBridge`` feeds it by its address. Its training takes turns with the
+caller's Python code, which a process of its own does not.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
     Args:
         draft: the draft to start with: a folder, or its name on the Hugging Face hub.
         config: more of the trainer's configuration, by section as in its TOML file. Without
-            ``draft.registry`` releases are in a temporary folder that ends with the block. With
-            ``server.port`` it listens there, as ``draft-trainer serve`` does, for `draft-trainer
-            status` and `top`; 0: on a free port. A page's port that is not named is a free one.
+            ``draft.registry`` releases are in a temporary folder that ends with the block. Ports
+            that are not named are free ones.
 
     Attributes:
-        address: of the trainer, for ``BridgeConfig``.
+        address: host:port of the trainer, for ``BridgeConfig`` and for `draft-trainer status` and
+            `top`.
         url: of the trainer's page.
         releases: folder of the releases.
 
@@ -55,7 +55,7 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
                 "start draft-trainer serve, and give every rank a PolicyBridge",
             )
         sections = {name: dict(section) for name, section in (config or {}).items()}
-        server = sections["server"] = {"metrics_port": 0} | sections.get("server", {})
+        sections["server"] = {"port": 0, "metrics_port": 0} | sections.get("server", {})
         initial = str(local_folder(str(draft), "draft"))
         with ExitStack() as owned:
             own = sections["draft"] = {"initial": initial} | sections.get("draft", {})
@@ -66,7 +66,7 @@ class LocalTrainer(AbstractContextManager["LocalTrainer"]):
             training = settings.training
             owned.enter_context(using_kernels(training.cpu_kernels))
             ranks = Ranks.join(training.rank_timeout_s, training.device)
-            trainer = TrainerServer(settings, ranks, in_process="port" not in server)
+            trainer = TrainerServer(settings, ranks)
             owned.callback(_stop, trainer)
             trainer.start()
             logger.info("%s", trainer.ready_line)

@@ -70,20 +70,12 @@ _STOP_SECONDS = 5.0
 class TrainerServer:
     """The running trainer. Owns every thread, connection and port of it.
 
-    Args:
-        config: all of it.
-        ranks: this process among those that train together.
-        in_process: it takes calls of this process alone, and opens no port for gRPC.
-
     Raises:
         RefusedError: the draft, the registry or a port cannot be used; nothing is left running.
     """
 
-    def __init__(
-        self, config: TrainerConfig, ranks: Ranks | None = None, in_process: bool = False
-    ) -> None:
+    def __init__(self, config: TrainerConfig, ranks: Ranks | None = None) -> None:
         self._config = config
-        self._in_process = in_process
         ranks = ranks or Ranks()
         self.died = threading.Event()
         """Set when the training thread ended by itself."""
@@ -321,7 +313,6 @@ class TrainerServer:
             SERVICE,
             max_message_bytes=server.max_message_bytes,
             keepalive_s=server.keepalive_s,
-            in_process=self._in_process,
         )
         pb_grpc.add_DraftTrainerServicer_to_server(self._service, self._grpc.grpc)
         return self._grpc.bind(server.host, server.port, "server.port")

@@ -15,7 +15,6 @@ import grpc
 import torch
 
 from slipstream.errors import RefusedError, clean
-from slipstream.inprocess import LocalChannel, is_in_process
 from slipstream.security import NONE, ClientCredentials
 from slipstream.tensors import chunks_of, spec_of
 from slipstream.tls import Followed
@@ -59,8 +58,6 @@ def open_channel(
 ) -> grpc.Channel:
     """A lazy channel to ``host:port``; connects on the first call.
 
-    ``in-process:N`` is a server of this process (``slipstream.inprocess``).
-
     Raises:
         RefusedError: a file of ``credentials`` cannot be used, or its token would cross a network
             without TLS.
@@ -71,9 +68,7 @@ def open_channel(
     if credentials.server_name:
         options = (*options, ("grpc.ssl_target_name_override", credentials.server_name))
     tls, token = credentials.tls(), credentials.token()
-    if is_in_process(address):
-        channel = LocalChannel(address)
-    elif tls is None:
+    if tls is None:
         channel = grpc.insecure_channel(address, options=options)
     else:
         channel = grpc.secure_channel(address, tls, options=options)

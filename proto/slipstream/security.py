@@ -21,7 +21,6 @@ from typing import NamedTuple
 import grpc
 
 from slipstream.errors import Refusals, RefusedError, StatusCode
-from slipstream.inprocess import is_in_process
 from slipstream.tls import Followed, OptionName, TlsFiles, TlsPaths, read_ca, read_file
 
 
@@ -372,8 +371,7 @@ class ClientCredentials:
         if self.token_file is None or self.ca is not None or self.allow_plaintext:
             return
         # A DNS name can be another machine's at the next look-up.
-        inside = address.startswith("unix:") or is_in_process(address)
-        local = inside or is_loopback(address.rpartition(":")[0])
+        local = address.startswith("unix:") or is_loopback(address.rpartition(":")[0])
         if local and not address.startswith("dns:"):
             return
         raise RefusedError(

@@ -35,7 +35,6 @@ from grpc_reflection.v1alpha import reflection
 from slipstream.client import MAX_MESSAGE_BYTES, OPTIONS
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.guard import Guard
-from slipstream.inprocess import LocalServer
 from slipstream.security import Access
 
 T = TypeVar("T")
@@ -211,8 +210,6 @@ class Health(health_pb2_grpc.HealthServicer):
 class GrpcServer:
     """A ``grpc.aio`` server with health and reflection. Made and used on one event loop.
 
-    ``in_process``: it opens no port and takes calls of this process alone.
-
     Attributes:
         grpc: to register the service with.
         health: nothing is serving yet.
@@ -227,18 +224,13 @@ class GrpcServer:
         *,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         keepalive_s: float = 20.0,
-        in_process: bool = False,
     ) -> None:
         self._access = access
         self._names = ("", service)
-        self.grpc: Any = (
-            LocalServer(guard)
-            if in_process
-            else grpc.aio.server(
-                interceptors=(guard,),
-                options=server_options(max_message_bytes, keepalive_s),
-                maximum_concurrent_rpcs=MAX_CALLS,
-            )
+        self.grpc = grpc.aio.server(
+            interceptors=(guard,),
+            options=server_options(max_message_bytes, keepalive_s),
+            maximum_concurrent_rpcs=MAX_CALLS,
         )
         self.health = Health((*self._names, *more_health))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
@@ -250,8 +242,6 @@ class GrpcServer:
 
         Raises RefusedError: the port cannot be had.
         """
-        if isinstance(self.grpc, LocalServer):
-            return self.grpc.address
         host = f"[{host}]" if ":" in host and not host.startswith("[") else host
         at, tls = f"{host}:{port}", self._access.tls
         try:
