@@ -163,7 +163,11 @@ class LoopThread:
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """The standard health service. The stock one keeps a record of every name that is watched."""
+    """The standard health service.
+
+    grpc_health 1.85 has one that holds a change back while an answer to a watcher is being written,
+    has no ``List``, and refuses an unknown name without saying which are known.
+    """
 
     def __init__(self, names: Collection[str]) -> None:
         self._serving = dict.fromkeys(names, False)

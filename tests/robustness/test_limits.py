@@ -259,7 +259,7 @@ def test_health_keeps_nothing_of_names_that_are_not_served_and_tells_every_watch
         first, second = (health.Watch(health_pb2.HealthCheckRequest(), None) for _ in range(2))
         status = health_pb2.HealthCheckResponse
         assert (await anext(first)).status == (await anext(second)).status == status.NOT_SERVING
-        # The stock servicer forgets all watchers of a name when one of them leaves.
+        # Older stock servicers forget all watchers of a name when one of them leaves.
         await first.aclose()
         changed = asyncio.ensure_future(anext(second))
         await asyncio.sleep(0)
