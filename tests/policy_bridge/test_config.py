@@ -1,4 +1,4 @@
-"""Configuration, the import's cost, and the bridge that is off."""
+"""Configuration, what the import loads, and the bridge that is off."""
 
 from __future__ import annotations
 
@@ -16,23 +16,17 @@ from slipstream.errors import RefusedError
 from .conftest import batch, make_model, ship
 
 
-def test_the_import_is_light_and_keeps_to_its_room() -> None:
-    # What is not loaded takes no time: nothing but the standard library, until a name is used.
+def test_the_import_keeps_to_its_room() -> None:
     code = """
 import json, sys
-before = set(sys.modules)
 import policy_bridge
-packages = {name.partition(".")[0] for name in set(sys.modules) - before}
-policy_bridge.PolicyBridge, policy_bridge.DisabledBridge
 banned = {"vllm", "ray", "transformers", "draft_trainer", "rollout_server"}
-print(json.dumps([sorted(packages - sys.stdlib_module_names), sorted(banned & set(sys.modules))]))
+print(json.dumps(sorted(banned & set(sys.modules))))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
-    packages, banned = json.loads(done.stdout)
-    assert packages == ["policy_bridge"]
-    assert banned == []
+    assert json.loads(done.stdout) == []
 
 
 @pytest.mark.parametrize(("cuda", "step", "outbox"), [(False, 64, 256), (True, 1024, 2048)])
