@@ -438,6 +438,14 @@ def check_tensors(
         raise RefusedError(f"{where}: {name}", found, expected, next_step)
 
 
+def check_fits(found: Mapping[str, object], policy: Mapping[str, Any], next_step: str) -> None:
+    """Raise RefusedError where a draft's sizes, by their names, are not those of this policy."""
+    for name, value in found.items():
+        if value != policy.get(name):
+            expected = f"{policy.get(name)}, for this policy"
+            raise RefusedError(f"the draft's {name}", value, expected, next_step)
+
+
 _WRONG_VALUES = (
     *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )

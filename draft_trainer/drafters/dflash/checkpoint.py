@@ -7,7 +7,7 @@ from pathlib import Path
 from draft_trainer.checkpoints.policy import read_policy_config
 from draft_trainer.drafters.dflash.config import DflashConfig
 from draft_trainer.drafters.dflash.head import DflashHead
-from draft_trainer.drafters.draft import Checkpoint, OneLayout
+from draft_trainer.drafters.draft import Checkpoint, OneLayout, check_fits
 from slipstream.checkpoints import CONFIG_FILE, WEIGHTS_FILE, load_tensors, pickles
 from slipstream.errors import RefusedError
 from slipstream.hub import read_json
@@ -30,14 +30,9 @@ class Dflash(OneLayout):
         config: DflashConfig = self.shape_of(directory, document)
         if policy is not None:
             theirs = read_policy_config(policy)
+            sizes = {"hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
+            check_fits(sizes, theirs, _ADVICE)
             depth = theirs.get("num_hidden_layers")
-            for field, found, expected in (
-                ("hidden_size", config.target_hidden_size, theirs.get("hidden_size")),
-                ("vocab_size", config.vocab_size, theirs.get("vocab_size")),
-            ):
-                if found != expected:
-                    expected = f"{expected}, for this policy"
-                    raise RefusedError(f"the draft's {field}", found, expected, _ADVICE)
             if not isinstance(depth, int) or config.aux_layer_ids[-1] >= depth:
                 raise RefusedError(
                     "the draft's target_layer_ids",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from draft_trainer.checkpoints.policy import read_policy_config, size_of
-from draft_trainer.drafters.draft import Checkpoint, OneLayout
+from draft_trainer.drafters.draft import Checkpoint, OneLayout, check_fits
 from draft_trainer.drafters.draft_model.config import POLICY_WIDTH, LmConfig
 from draft_trainer.drafters.draft_model.model import DraftLm
 from slipstream.checkpoints import CONFIG_FILE, load_tensors
@@ -27,12 +27,9 @@ class DraftModel(OneLayout):
         document = dict(found)
         if policy is not None:
             theirs = read_policy_config(policy)
-            vocab, width = size_of(theirs, "vocab_size"), size_of(theirs, "hidden_size")
-            if document.get("vocab_size") != vocab:
-                expected = f"{vocab}, for this policy"
-                field, advice = "the draft's vocab_size", "give a model with its tokenizer"
-                raise RefusedError(field, document.get("vocab_size"), expected, advice)
-            document[POLICY_WIDTH] = width
+            next_step = "give a model with its tokenizer"
+            check_fits({"vocab_size": document.get("vocab_size")}, theirs, next_step)
+            document[POLICY_WIDTH] = size_of(theirs, "hidden_size")
         elif POLICY_WIDTH not in document:
             raise RefusedError(
                 f"{directory}: {POLICY_WIDTH}", "nothing", "the policy's", "set draft.policy"

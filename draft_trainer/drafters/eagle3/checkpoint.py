@@ -15,6 +15,7 @@ from draft_trainer.drafters.draft import (
     Checkpoint,
     Draft,
     Drafter,
+    check_fits,
     check_tensors,
     reading_config,
     tensor_shapes,
@@ -141,16 +142,12 @@ class Eagle3(Drafter):
 def _check_fits_policy(config: HeadConfig, policy: Mapping[str, Any]) -> None:
     """Refuse a draft whose vocabulary, width or layers are not those of this config.json."""
     depth, deepest = size_of(policy, "num_hidden_layers"), config.aux_layer_ids[-1]
-    vocab, width = size_of(policy, "vocab_size"), size_of(policy, "hidden_size")
-    for name, found, expected, fits in (
-        ("vocab_size", config.vocab_size, vocab, config.vocab_size == vocab),
-        ("target_hidden_size", (own := config.target_hidden_size), width, own == width),
-        (AUX_LAYERS, deepest, f"at most {depth}", deepest <= depth),
-    ):
-        if not fits:
-            raise RefusedError(
-                f"the draft's {name}", found, f"{expected}, for this policy", "give its draft"
-            )
+    width, next_step = size_of(policy, "hidden_size"), "give its draft"
+    sizes = {"vocab_size": config.vocab_size, "target_hidden_size": config.target_hidden_size}
+    check_fits(sizes, {**policy, "target_hidden_size": width}, next_step)
+    if deepest > depth:
+        expected = f"at most {depth}, for this policy"
+        raise RefusedError(f"the draft's {AUX_LAYERS}", deepest, expected, next_step)
 
 
 def _is_copy_of_the_policys(embeddings: Tensor, policy: Path | None, where: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from draft_trainer.checkpoints.policy import read_policy_config
-from draft_trainer.drafters.draft import Checkpoint, DraftShape, OneLayout
+from draft_trainer.drafters.draft import Checkpoint, DraftShape, OneLayout, check_fits
 from draft_trainer.drafters.mtp.config import FAMILIES, MtpConfig
 from draft_trainer.drafters.mtp.head import MtpHead
 from slipstream.checkpoints import CONFIG_FILE, load_tensors, text_config, weight_files
@@ -39,19 +39,14 @@ class Mtp(OneLayout):
         document = read_json(directory / CONFIG_FILE, _ADVICE)
         config: MtpConfig = self.shape_of(directory, document)
         if policy is not None:
-            theirs, ours = read_policy_config(policy), text_config(document)
-            for name in _SIZES:
-                if ours.get(name) != theirs.get(name):
-                    expected = f"{theirs.get(name)}, for this policy"
-                    raise _refused(f"the draft's {name}", ours.get(name), expected)
+            ours = text_config(document)
+            check_fits(
+                {name: ours.get(name) for name in _SIZES}, read_policy_config(policy), _ADVICE
+            )
         stored = load_tensors(directory, config.prefix)
         for copy in FAMILIES[config.family].copies:
             stored.pop(config.prefix + copy, None)
         if not stored:
             expected = f"tensors {config.prefix}*, which a policy with an MTP head has"
-            raise _refused(directory, "none of them", expected)
+            raise RefusedError(str(directory), "none of them", expected, _ADVICE)
         return self.checkpoint(directory, config, stored, document)
-
-
-def _refused(field: object, found: object, expected: object) -> RefusedError:
-    return RefusedError(str(field), found, expected, _ADVICE)
