@@ -22,7 +22,6 @@ from policy_bridge.outbox import LOST, BlockFile, Entry, Outbox, file_bytes, fli
 from policy_bridge.session import Announcer, PolicySnapshot, Session, decode_session
 from policy_bridge.stats import Counters
 from policy_bridge.stream import StateStream
-from slipstream.checksum import KINDS
 from slipstream.errors import RefusedError, clean, refused_from
 from slipstream.layers import encode_layers
 from slipstream.shm import MemoryLostError, SharedFile, remove_stale
@@ -331,7 +330,6 @@ class Connection:
         other = before is not None and not before.same_shape(session)
         self._announcer.open_session(session, forget=other)
         self._counters.add(connects=1)
-        self._outbox.checksum_kind = next(kind for kind in KINDS if kind in session.checksums)
         with self._changed:
             self.session = session
         if other:

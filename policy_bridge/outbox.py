@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from policy_bridge.stats import Counters
-from slipstream.checksum import KINDS, Bytes, checksum_of
+from slipstream.checksum import Bytes, checksum_of
 from slipstream.sample import Sample
 from slipstream.shm import HEADER_BYTES, FreeList, MemoryLostError, SharedFile
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -107,7 +107,7 @@ class Entry:
         block = np.empty(self.nbytes, dtype=np.uint8)
         packed = self.header.packed
         self.blocks.file.read_into(packed.span.offset, block)
-        if checksum_of(block, packed.checksum_kind) != packed.checksum:
+        if checksum_of(block) != packed.checksum:
             raise MemoryLostError.of("a block with other bytes", "the bytes that were written")
         return block
 
@@ -123,14 +123,12 @@ class Outbox:
 
     Attributes:
         damage: why the last file that was lost was given up; empty before that.
-        checksum_kind: of blocks that are put from now on.
     """
 
     def __init__(self, capacity_bytes: int, counters: Counters) -> None:
         self._capacity = capacity_bytes
         self._counters = counters
         self.damage = ""
-        self.checksum_kind = KINDS[0]
         self._blocks = BlockFile(SharedFile.anonymous(file_bytes(capacity_bytes)))
         self._changed = threading.Condition()
         self._held: dict[str, Entry] = {}
@@ -160,8 +158,7 @@ class Outbox:
         block = sample.block[:nbytes].numpy()
         header = pb.VerifierStates()
         header.CopyFrom(sample.header)
-        header.packed.checksum_kind = self.checksum_kind
-        header.packed.checksum = checksum_of(block, header.packed.checksum_kind)
+        header.packed.checksum = checksum_of(block)
         header.packed.span.bytes = nbytes
         # Once more where the first file is lost.
         for _ in range(2):

@@ -45,7 +45,6 @@ class Session:
         max_tokens: longest sample the trainer takes.
         latest_policy_version: the highest it knows; None if none.
         rollout_servers: host:port of each server that it publishes to.
-        checksums: that the trainer can verify.
     """
 
     session_id: str
@@ -54,7 +53,6 @@ class Session:
     max_tokens: int
     latest_policy_version: int | None
     rollout_servers: tuple[str, ...]
-    checksums: tuple[int, ...] = (pb.CHECKSUM_KIND_CRC32,)
 
     def same_shape(self, other: Session) -> bool:
         """Whether states captured for one session fit the other."""
@@ -106,7 +104,6 @@ def decode_session(response: pb.OpenRunResponse, policy: PolicyModules) -> Sessi
         max_tokens=response.max_tokens_per_sample,
         latest_policy_version=response.latest_policy_version if known else None,
         rollout_servers=tuple(response.rollout_servers),
-        checksums=(*response.checksums, pb.CHECKSUM_KIND_CRC32),
     )
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from policy_bridge.session import Session, decode_session
 from policy_bridge.stream import StateStream
-from slipstream.checksum import KINDS, checksum_of
+from slipstream.checksum import checksum_of
 from slipstream.client import open_channel
 from slipstream.sample import Sample
 from slipstream.tensors import SCHEMA_VERSION
@@ -53,7 +53,7 @@ class OtherSender:
         request = pb.StreamStatesRequest()
         header = request.batch.samples.add()
         header.CopyFrom(sample.header)
-        header.packed.checksum_kind, header.packed.checksum = KINDS[0], checksum_of(block, KINDS[0])
+        header.packed.checksum = checksum_of(block)
         header.packed.span.CopyFrom(pb.Span(memory=pb.MEMORY_PAYLOAD, bytes=len(block)))
         if damage:
             block[len(block) // 2] ^= 1

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.robustness.services import EXAMPLE
-from slipstream.checksum import CRC32, checksum_of
+from slipstream.checksum import checksum_of
 from slipstream.sample import Sample, header_of, layout_of
 from slipstream.tensors import SCHEMA_VERSION, chunks_of, frame, spec_of
 from slipstream.v1 import draft_trainer_pb2 as pb
@@ -95,8 +95,7 @@ def batch(samples: Sequence[pb.VerifierStates]) -> pb.StreamStatesRequest:
         made.sampled_logprobs[1:] = logits.log_softmax(1).gather(1, chosen)[:, 0]
         packed.span.memory, packed.span.offset = pb.MEMORY_PAYLOAD, len(payload)
         packed.span.bytes = layout.nbytes
-        packed.checksum_kind = CRC32
-        packed.checksum = checksum_of(made.block.numpy(), CRC32)
+        packed.checksum = checksum_of(made.block.numpy())
         payload += made.block.numpy().tobytes()
     return pb.StreamStatesRequest(batch=pb.SampleBatch(samples=samples), payload=payload)
 

@@ -229,7 +229,7 @@ class Ingest:
             advice = "lay the block out as docs/wire.md says"
             raise RefusedError("packed.span.bytes", packed.span.bytes, wanted, advice)
         memories.read(packed.span, block)
-        checksum = checksum_of(block, packed.checksum_kind)
+        checksum = checksum_of(block)
         if checksum != packed.checksum:
             found, advice = f"{packed.checksum:#x}", "send it again"
             raise RefusedError("packed.checksum", found, f"{checksum:#x}", advice)
@@ -237,7 +237,7 @@ class Ingest:
             arrived = Sample(header, torch.from_numpy(block))
             check_scales(arrived.scales)
             decode_float8(arrived, sample)
-            kept.packed.checksum = checksum_of(sample.block.numpy(), packed.checksum_kind)
+            kept.packed.checksum = checksum_of(sample.block.numpy())
         check_contents(sample, self.expected)
         return sample
 

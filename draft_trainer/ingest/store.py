@@ -440,8 +440,7 @@ class SampleStore:
                 *_, header, start, size = columns
                 block = self._arena.view(start, size)
                 sample = Sample(pb.VerifierStates.FromString(header), torch.from_numpy(block))
-                packed = sample.header.packed
-                if checksum_of(block[: sample.nbytes], packed.checksum_kind) == packed.checksum:
+                if checksum_of(block[: sample.nbytes]) == sample.header.packed.checksum:
                     found.append(sample)
                     continue
             damaged.append(number)

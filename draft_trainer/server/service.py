@@ -26,7 +26,6 @@ from draft_trainer.releases.registry import Registry
 from draft_trainer.releases.retention import Retention, list_uses
 from draft_trainer.server.status import Status
 from draft_trainer.server.stream import StateStream
-from slipstream.checksum import KINDS
 from slipstream.errors import RefusedError, StatusCode, clean
 from slipstream.guard import CHUNK_MESSAGE_BYTES, Limit
 from slipstream.layers import encode_layers
@@ -138,7 +137,6 @@ class DraftTrainerService(pb_grpc.DraftTrainerServicer):
             latest_policy_version=session.run.latest_policy_version,
             rollout_servers=self.publisher.fleet.refresh(),
             schema_version=SCHEMA_VERSION,
-            checksums=KINDS,
         )
 
     async def StreamStates(

@@ -1,31 +1,16 @@
 """Checksums of blocks, and the check that their floats are finite.
 
-XXH3 where the peers have ``xxhash``; a training image without it uses CRC-32. numpy, zlib and
-xxhash release the interpreter's lock while they work.
+numpy and xxhash release the interpreter's lock while they work.
 """
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from slipstream.errors import RefusedError
-from slipstream.v1 import draft_trainer_pb2 as pb
-
-try:
-    from xxhash import xxh3_64_intdigest
-except ModuleNotFoundError:
-    xxh3_64_intdigest = None  # type: ignore[assignment]
+from xxhash import xxh3_64_intdigest
 
 Bytes = NDArray[np.uint8]
-
-CRC32, XXH3_64 = pb.CHECKSUM_KIND_CRC32, pb.CHECKSUM_KIND_XXH3_64
-
-KINDS: tuple[pb.ChecksumKind, ...] = (CRC32,) if xxh3_64_intdigest is None else (XXH3_64, CRC32)
-"""What this process can compute, the fastest first."""
 
 # As signed integers +inf and the positive NaNs are the largest values of a float's format, as
 # unsigned integers -inf and the negative NaNs are: two maxima tell exactly.
@@ -38,18 +23,9 @@ _INFINITY: dict[torch.dtype, tuple[type, int, type, int]] = {
 }
 
 
-def checksum_of(block: Bytes, kind: int) -> int:
-    """The checksum of uint8 [n]. Raises RefusedError: a kind that this process cannot compute."""
-    if kind == XXH3_64 and xxh3_64_intdigest is not None:
-        return xxh3_64_intdigest(block)  # type: ignore[arg-type]
-    if kind == CRC32:
-        return zlib.crc32(block)  # type: ignore[arg-type]
-    raise RefusedError(
-        "packed.checksum_kind",
-        kind,
-        " or ".join(map(pb.ChecksumKind.Name, KINDS)),
-        "use one of these",
-    )
+def checksum_of(block: Bytes) -> int:
+    """XXH3 of uint8 [n], 64 bits, seed 0."""
+    return xxh3_64_intdigest(block)  # type: ignore[arg-type]
 
 
 def all_finite(data: Bytes, dtype: torch.dtype) -> bool:

@@ -220,8 +220,8 @@ def _check_shape(shape: tuple[int, ...], field: str) -> None:
         raise RefusedError(f"{field}.shape", list(shape), "sizes >= 0", "send the real shape")
 
 
-SCHEMA_VERSION = 4
-"""4: batches alone carry samples; sampling parameters and the form of the logits."""
+SCHEMA_VERSION = 5
+"""5: every block has an XXH3 checksum."""
 
 
 def check_schema(found: int, whose: str, upgrade: str) -> None:

@@ -16,7 +16,7 @@ from draft_trainer.config import TrainerConfig
 from draft_trainer.config_file import parse_config
 from draft_trainer.drafters.eagle3.checkpoint import Eagle3
 from draft_trainer.server.app import TrainerServer
-from slipstream.checksum import KINDS, checksum_of
+from slipstream.checksum import checksum_of
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError, refused_from
 from slipstream.sample import Sample
@@ -230,7 +230,7 @@ def request_of(sample: Sample) -> pb.StreamStatesRequest:
     block = sample.block.numpy()
     packed = request.batch.samples[0].packed
     packed.span.CopyFrom(pb.Span(memory=pb.MEMORY_PAYLOAD, bytes=len(block)))
-    packed.checksum_kind, packed.checksum = KINDS[0], checksum_of(block, KINDS[0])
+    packed.checksum = checksum_of(block)
     request.payload = block.tobytes()
     return request
 

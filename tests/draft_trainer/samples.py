@@ -13,7 +13,7 @@ from torch import Tensor
 from draft_trainer.config import ReplayConfig
 from draft_trainer.ingest.database import key_of
 from draft_trainer.ingest.store import SampleStore
-from slipstream.checksum import KINDS, checksum_of
+from slipstream.checksum import checksum_of
 from slipstream.sample import Sample, header_of, layout_of
 
 WIDTH = 8
@@ -51,7 +51,7 @@ def received(
 def sealed(sample: Sample) -> Sample:
     """The same, with the checksum of its block in its header."""
     packed = sample.header.packed
-    packed.checksum_kind, packed.checksum = KINDS[0], checksum_of(sample.block.numpy(), KINDS[0])
+    packed.checksum = checksum_of(sample.block.numpy())
     return sample
 
 

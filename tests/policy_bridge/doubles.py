@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 import torch
 
-from slipstream.checksum import KINDS, checksum_of
+from slipstream.checksum import checksum_of
 from slipstream.errors import RefusedError, abort_with
 from slipstream.layers import encode_layers
 from slipstream.sample import Sample
@@ -116,7 +116,6 @@ class FakeTrainer(pb_grpc.DraftTrainerServicer):
             latest_policy_version=max(self.tensors) if self.tensors else None,
             rollout_servers=self.rollout_servers,
             schema_version=self.schema_version,
-            checksums=KINDS,
         )
 
     def AnnouncePolicy(self, requests, context):  # type: ignore[no-untyped-def]
@@ -222,7 +221,7 @@ def received(header: pb.VerifierStates, payload: bytes) -> Sample:
     start = packed.span.offset
     assert packed.span.memory == pb.MEMORY_PAYLOAD
     block = np.frombuffer(payload[start : start + packed.span.bytes], np.uint8).copy()
-    assert checksum_of(block, packed.checksum_kind) == packed.checksum
+    assert checksum_of(block) == packed.checksum
     sample = Sample(header, torch.from_numpy(block))
     assert sample.nbytes == packed.span.bytes
     return sample
