@@ -14,8 +14,11 @@ import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
+from typing import Any
+
+from google.protobuf import json_format
 
 from draft_trainer.drafters import DraftShape
 from draft_trainer.drafters.policy import PolicyHead, PolicyHeads
@@ -42,49 +45,44 @@ MAX_RUN_ID_CHARACTERS = 256
 _MOST_VERSION = (1 << 63) - 1
 
 
-@dataclass(frozen=True)
-class PolicySizes:
-    """What a ``PolicySpec`` says that must not change within a run; see there."""
+def policy_of(spec: pb.PolicySpec) -> pb.PolicySpec:
+    """What of a policy must not change within a run: all but its name, a scale of 0 as 1.
 
-    hidden_size: int
-    vocab_size: int
-    num_hidden_layers: int
-    logit_scale: float = 1.0
-    logit_soft_cap: float = 0.0
-    lm_head_bias: bool = False
+    Raises RefusedError: a scale or a cap that is none.
+    """
+    for name in ("logit_scale", "logit_soft_cap"):
+        value = getattr(spec, name)
+        if not (math.isfinite(value) and value >= 0.0):
+            advice = "send the policy's, or leave it out"
+            raise RefusedError(f"policy.{name}", value, "a finite number >= 0", advice)
+    policy = pb.PolicySpec()
+    policy.CopyFrom(spec)
+    policy.DiscardUnknownFields()
+    policy.ClearField("model_name")
+    policy.logit_scale = LogitForm.of(spec).scale
+    return policy
 
-    @property
-    def form(self) -> LogitForm:
-        """What the policy does to the output of its lm_head."""
-        return LogitForm(self.logit_scale, self.logit_soft_cap)
 
-    @classmethod
-    def of(cls, spec: pb.PolicySpec) -> PolicySizes:
-        """From the message. Raises RefusedError: a scale or a cap that is none."""
-        for name in ("logit_scale", "logit_soft_cap"):
-            value = getattr(spec, name)
-            if not (math.isfinite(value) and value >= 0.0):
-                advice = "send the policy's, or leave it out"
-                raise RefusedError(f"policy.{name}", value, "a finite number >= 0", advice)
-        form, sizes = LogitForm.of(spec), (spec.hidden_size, spec.vocab_size)
-        return cls(*sizes, spec.num_hidden_layers, form.scale, form.soft_cap, spec.lm_head_bias)
+def _facts(policy: pb.PolicySpec) -> dict[str, Any]:
+    """A policy as the store keeps it and refusals show it."""
+    return json_format.MessageToDict(policy, preserving_proto_field_name=True)
 
 
 class Run:
-    """One run: its policy's sizes, its known policy versions, its samples.
+    """One run: its policy, its known policy versions, its samples.
 
     Args:
         run_id: the client's.
-        sizes: of its policy.
+        policy: as ``policy_of`` has it.
         store: holds its samples and policy versions, maybe from before a restart.
         max_policy_lag: samples of versions older than the newest by more are refused.
     """
 
     def __init__(
-        self, run_id: str, sizes: PolicySizes, store: SampleStore, max_policy_lag: int
+        self, run_id: str, policy: pb.PolicySpec, store: SampleStore, max_policy_lag: int
     ) -> None:
         self.run_id = run_id
-        self.sizes = sizes
+        self.policy = policy
         self.store = store
         self.heads = PolicyHeads(max_policy_lag + 1)
         self._max_policy_lag = max_policy_lag
@@ -100,7 +98,7 @@ class Run:
             except RefusedError as error:
                 logger.error("policy version %d is dropped with its samples: %s", version, error)
                 continue
-            head = PolicyHead(version, *tensors, form=sizes.form)
+            head = PolicyHead(version, *tensors, form=LogitForm.of(policy))
             self.heads.add(head, tuple(map(bytes.fromhex, names)))
         store.keep_versions(run_id, self.heads.versions, reason="damaged")
         self._forget_old()
@@ -147,7 +145,7 @@ class Run:
                 "ask again later",
                 StatusCode.FAILED_PRECONDITION,
             )
-        specs = checked_specs(header.tensors, draft, self.sizes.lm_head_bias)
+        specs = checked_specs(header.tensors, draft, self.policy.lm_head_bias)
         digests = tuple(spec.sha256 for spec in specs.values())
         if self._is_known(version, digests):
             return
@@ -175,7 +173,8 @@ class Run:
             kept = [self._matrices.keep(*pair) for pair in zip(head.tensors, digests, strict=True)]
             names = [each.hex() for each in digests]
             self.store.put_policy(self.run_id, head.policy_version, names)
-            self.heads.add(PolicyHead(head.policy_version, *kept, form=self.sizes.form), digests)
+            form = LogitForm.of(self.policy)
+            self.heads.add(PolicyHead(head.policy_version, *kept, form=form), digests)
             self._forget_old()
 
     def draw(self, max_tokens: int) -> Drawn:
@@ -259,8 +258,8 @@ class Runs:
         found = store.run
         self._run: Run | None = None
         if found is not None:
-            run_id, sizes = found
-            self._run = Run(run_id, PolicySizes(**sizes), store, max_policy_lag)
+            run_id, facts = found
+            self._run = Run(run_id, pb.PolicySpec(**facts), store, max_policy_lag)
 
     @property
     def current(self) -> Run | None:
@@ -285,16 +284,15 @@ class Runs:
             raise RefusedError(
                 "run_id", f"{length} characters", f"1 to {MAX_RUN_ID_CHARACTERS}", "choose an id"
             )
-        sizes = PolicySizes.of(request.policy)
-        check_fit(sizes, self._draft)
+        policy = policy_of(request.policy)
+        check_fit(policy, self._draft)
         with self._opening:
             run = self._run
             if run is None or run.run_id != request.run_id:
-                run = self._begin(request.run_id, sizes)
-            elif run.sizes != sizes:
-                raise RefusedError(
-                    "policy", sizes, f"{run.sizes}, run {run.run_id!r}'s", "open another run id"
-                )
+                run = self._begin(request.run_id, policy)
+            elif run.policy != policy:
+                expected = f"{_facts(run.policy)}, run {run.run_id!r}'s"
+                raise RefusedError("policy", _facts(policy), expected, "open another run id")
             session = Session(uuid.uuid4().hex, run, request.client)
             with self._lock:
                 self._sessions[session.session_id] = session
@@ -342,7 +340,7 @@ class Runs:
         self._sessions.move_to_end(session_id)
         return self._sessions[session_id]
 
-    def _begin(self, run_id: str, sizes: PolicySizes) -> Run:
+    def _begin(self, run_id: str, policy: pb.PolicySpec) -> Run:
         with self._lock:
             streams = self._streaming.total()
             if self._run is not None and streams:
@@ -352,15 +350,15 @@ class Runs:
                 raise RefusedError("run_id", run_id, expected, advice, code)
             # No stream of the run before opens any more.
             self._sessions.clear()
-        self._store.begin(run_id, asdict(sizes))
+        self._store.begin(run_id, _facts(policy))
         # The store holds it no more, also where the new one cannot be made.
         self._run = None
-        self._run = Run(run_id, sizes, self._store, self._max_policy_lag)
+        self._run = Run(run_id, policy, self._store, self._max_policy_lag)
         return self._run
 
 
-def check_fit(policy: PolicySizes, draft: DraftShape) -> None:
-    """Raise RefusedError unless a policy of these sizes can be captured for this draft."""
+def check_fit(policy: pb.PolicySpec, draft: DraftShape) -> None:
+    """Raise RefusedError unless such a policy can be captured for this draft."""
     width, vocab, deepest = (
         draft.target_hidden_size,
         draft.vocab_size,

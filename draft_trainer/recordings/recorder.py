@@ -344,12 +344,12 @@ class Recorder:
         number = max((int(match.group(1)) for match in found if match), default=-1) + 1
         facts = RecordingFacts(
             run_id=run.run_id,
-            hidden_size=run.sizes.hidden_size,
-            vocab_size=run.sizes.vocab_size,
-            num_hidden_layers=run.sizes.num_hidden_layers,
+            hidden_size=run.policy.hidden_size,
+            vocab_size=run.policy.vocab_size,
+            num_hidden_layers=run.policy.num_hidden_layers,
             aux_layer_ids=self._draft.aux_layer_ids,
-            logit_scale=run.sizes.logit_scale,
-            logit_soft_cap=run.sizes.logit_soft_cap,
+            logit_scale=run.policy.logit_scale,
+            logit_soft_cap=run.policy.logit_soft_cap,
         )
         folder = self._directory / f"run-{number:06d}"
         # Another trainer may have taken the number meanwhile: its folder stays its own.

@@ -44,7 +44,7 @@ from draft_trainer.drafters.mtp.checkpoint import Mtp
 from draft_trainer.drafters.mtp.config import FAMILIES, MtpConfig
 from draft_trainer.drafters.mtp.head import MtpHead
 from draft_trainer.drafters.policy import PolicyHeads
-from draft_trainer.ingest.run import PolicySizes, check_fit
+from draft_trainer.ingest.run import check_fit, policy_of
 from draft_trainer.offline.data import fit_config
 from draft_trainer.offline.fit import Fit
 from draft_trainer.offline.record import Recorder
@@ -54,6 +54,7 @@ from draft_trainer.training.ranks import Ranks
 from examples.arithmetic_grpo.make_mtp import new_head, policy_with_mtp
 from examples.arithmetic_grpo.sampling import solutions
 from slipstream.errors import RefusedError
+from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import release_pb2
 from tests.draft_trainer.synthetic import HIDDEN, QWEN, VOCAB, Policy, learned
 
@@ -411,11 +412,12 @@ def test_foreign_and_incomplete_heads(tmp_path: Path) -> None:
 
 
 def test_a_policy_whose_logits_vllm_does_not_make_is_refused() -> None:
-    shape, sizes = MtpConfig.from_dict(QWEN), (HIDDEN, VOCAB, 2)
-    check_fit(PolicySizes(*sizes), shape)
+    shape = MtpConfig.from_dict(QWEN)
+    sizes = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_hidden_layers": 2}
+    check_fit(policy_of(pb.PolicySpec(**sizes)), shape)
     for changes in ({"logit_scale": 0.5}, {"logit_soft_cap": 30.0}, {"lm_head_bias": True}):
         with pytest.raises(RefusedError, match=f"policy.{next(iter(changes))}"):
-            check_fit(PolicySizes(*sizes, **changes), shape)
+            check_fit(policy_of(pb.PolicySpec(**sizes, **changes)), shape)
 
 
 @pytest.mark.parametrize("document", [QWEN, GLM], ids=["qwen3_next", "glm4_moe"])

@@ -21,7 +21,7 @@ from torch import Tensor
 from draft_trainer.config import RecordingConfig, ReplayConfig
 from draft_trainer.counters import Counters, by_label, total
 from draft_trainer.drafters.policy import PolicyHead
-from draft_trainer.ingest.run import PolicySizes, Run
+from draft_trainer.ingest.run import Run, policy_of
 from draft_trainer.ingest.store import SampleStore
 from draft_trainer.recordings import recorder as recording_writer
 from draft_trainer.recordings.recorder import Recorder, RecordingWriter
@@ -42,7 +42,8 @@ PATIENT = {"offer_timeout_s": 60.0}
 def new_run(folder: Path, run_id: str) -> Run:
     store = SampleStore(folder, ReplayConfig(capacity_bytes=1 << 20))
     store.begin(run_id, {})
-    return Run(run_id, PolicySizes(HIDDEN, VOCAB, 8), store, 2)
+    sizes = pb.PolicySpec(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=8)
+    return Run(run_id, policy_of(sizes), store, 2)
 
 
 class Rig:

@@ -90,7 +90,7 @@ def test_runs(tmp_path: Path) -> None:
         client.open("one")
         error = refusal(lambda: client.open("one", spec(num_hidden_layers=9)))
         assert error.field == "policy"
-        assert "num_hidden_layers=9" in error.found and "num_hidden_layers=8" in error.expected
+        assert "'num_hidden_layers': 9" in error.found and "_layers': 8" in error.expected
         client.announce(7)
         with Stream(client) as stream:
             assert stream.send(rollouts(1, version=7)[0]).status == pb.ACK_STATUS_ACCEPTED

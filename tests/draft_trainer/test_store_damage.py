@@ -16,13 +16,15 @@ import torch
 
 from draft_trainer.drafters.policy import PolicyHead
 from draft_trainer.ingest.database import FILE
-from draft_trainer.ingest.run import PolicySizes, Run
+from draft_trainer.ingest.run import Run
 from draft_trainer.ingest.store import ARENA, SampleStore
+from slipstream.v1 import draft_trainer_pb2 as pb
 from tests.draft_trainer.samples import all_drawn, is_intact, open_store, put
 
 CAPACITY = 1 << 20
 SAMPLES = 400
 NAMES = [f"s{i}" for i in range(SAMPLES)]
+POLICY = pb.PolicySpec(hidden_size=4, vocab_size=9, num_hidden_layers=6)
 
 
 @pytest.fixture
@@ -307,7 +309,7 @@ def test_a_damaged_policy_matrix_costs_the_samples_of_its_versions(
 ) -> None:
     store = reopen()
     store.begin("run", {})
-    run = Run("run", PolicySizes(4, 9, 6), store, max_policy_lag=4)
+    run = Run("run", POLICY, store, max_policy_lag=4)
     embed = torch.randn(9, 4)
     for version in (1, 2, 3):
         run.add_policy(PolicyHead(version, torch.randn(6, 4), embed))
@@ -318,7 +320,7 @@ def test_a_damaged_policy_matrix_costs_the_samples_of_its_versions(
     store.close()
     flip(tmp_path / "policies" / f"{damaged}.safetensors", 100)
     store = reopen()
-    run = Run("run", PolicySizes(4, 9, 6), store, max_policy_lag=4)
+    run = Run("run", POLICY, store, max_policy_lag=4)
     assert run.heads.versions == (1, 3) and evicted == {"damaged": 3}
     assert torch.equal(run.heads.get(3).embed_tokens, embed)
     assert sorted(all_drawn(store)) == [f"{name}{version}" for name in "abc" for version in (1, 3)]
@@ -330,7 +332,7 @@ def test_samples_of_a_version_that_was_pushed_out_are_stale_after_a_kill_not_dam
 ) -> None:
     store = reopen()
     store.begin("run", {})
-    run = Run("run", PolicySizes(4, 9, 6), store, max_policy_lag=0)
+    run = Run("run", POLICY, store, max_policy_lag=0)
     run.add_policy(PolicyHead(1, torch.randn(6, 4), torch.randn(9, 4)))
     for name in "abc":
         put(store, name, 1)
@@ -342,7 +344,7 @@ def test_samples_of_a_version_that_was_pushed_out_are_stale_after_a_kill_not_dam
     store.close()
     store = reopen()
     store.rewind(0, 0)
-    run = Run("run", PolicySizes(4, 9, 6), store, max_policy_lag=0)
+    run = Run("run", POLICY, store, max_policy_lag=0)
     assert run.heads.versions == (2,) and evicted == {"stale": 3}
 
 
