@@ -19,13 +19,7 @@ from policy_bridge.config import FLOAT8, BridgeConfig
 from policy_bridge.connection import Connection
 from policy_bridge.copier import Copier
 from policy_bridge.fleet import RolloutFleet
-from policy_bridge.guard import (
-    CaptureGuard,
-    Cause,
-    check_temperature,
-    sampling_of,
-    thread_ended,
-)
+from policy_bridge.guard import CaptureGuard, Cause, check_temperature, thread_ended
 from policy_bridge.model import WeightWatch, find_modules
 from policy_bridge.outbox import Outbox
 from policy_bridge.selection import bytes_per_token
@@ -34,6 +28,7 @@ from policy_bridge.stats import BridgeStats, Counters, SyncResult, flat, flat_st
 from policy_bridge.sync import NullSyncWindow, PolicySyncError, SyncWindow, TrainerProbe
 from slipstream.client import open_channel
 from slipstream.errors import RefusedError
+from slipstream.sampling import sampling_of
 from slipstream.v1 import draft_trainer_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)

@@ -10,13 +10,11 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from policy_bridge.config import BridgeConfig
 from slipstream.errors import RefusedError
-from slipstream.v1 import draft_trainer_pb2 as pb
 
 if TYPE_CHECKING:
     from policy_bridge.connection import Connection
@@ -27,20 +25,6 @@ logger = logging.getLogger(__name__)
 
 MAX_REFUSALS_IN_A_ROW = 16
 """Refused samples without an accepted one after which no more of a version are sent."""
-
-MOST_BIASED = 256
-"""Tokens in a ``logit_bias``."""
-# Least and most, and whether the least itself is a value.
-_RANGES = {
-    "top_p": (0.0, 1.0, False),
-    "top_k": (-1.0, 2.0**31, True),
-    "min_p": (0.0, 1.0, True),
-    "repetition_penalty": (0.0, 1e6, False),
-    "presence_penalty": (-2.0, 2.0, True),
-    "frequency_penalty": (-2.0, 2.0, True),
-}
-SAMPLING = (*_RANGES, "logit_bias")
-"""Names of sampling parameters, vLLM's own, beside the temperature."""
 
 
 class Cause(Enum):
@@ -72,44 +56,6 @@ def check_temperature(temperature: float) -> None:
     if not math.isfinite(number) or number <= 0:
         step = "pass the rollouts' temperature"
         raise RefusedError("temperature", repr(temperature), "a finite number > 0", step)
-
-
-def sampling_of(values: Mapping[str, object]) -> pb.SamplingParameters:
-    """Checked sampling parameters, by vLLM's names; None and absent change nothing.
-
-    Raises:
-        RefusedError: an unknown name, or a value that vLLM refuses.
-    """
-    made = pb.SamplingParameters()
-    for name, value in values.items():
-        if name not in SAMPLING:
-            step = "leave out what does not change the distribution"
-            raise RefusedError(f"sampling.{name}", "unknown", f"one of {SAMPLING}", step)
-        if value is None:
-            continue
-        if name == "logit_bias":
-            _set_bias(made, value)
-            continue
-        least, most, closed = _RANGES[name]
-        number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
-        if number is None or not least <= number <= most or (number == least and not closed):
-            expected = f"a number {'from' if closed else 'above'} {least:g} to {most:g}"
-            raise RefusedError(f"sampling.{name}", repr(value), expected, "pass the rollouts' own")
-        # vLLM's -1 and 0 are both all tokens.
-        setattr(made, name, max(int(number), 0) if name == "top_k" else number)
-    return made
-
-
-def _set_bias(made: pb.SamplingParameters, value: object) -> None:
-    try:
-        biased = dict(value)  # type: ignore[call-overload]
-        if len(biased) > MOST_BIASED:
-            raise ValueError(f"{len(biased)} tokens")
-        for token, bias in biased.items():
-            made.logit_bias[int(token)] = float(bias)
-    except (TypeError, ValueError) as error:
-        expected = f"a number for each of at most {MOST_BIASED} token ids"
-        raise RefusedError("sampling.logit_bias", error, expected, "fix the value") from error
 
 
 class CaptureGuard:

@@ -18,14 +18,13 @@ from slipstream.checksum import all_finite
 from slipstream.errors import RefusedError
 from slipstream.layers import decode_layers
 from slipstream.sample import FLOAT8, STATE_DTYPES, Layout, Sample, layout_of
+from slipstream.sampling import check_sampling
 from slipstream.tensors import LARGEST, dtype_to_wire
 from slipstream.v1 import draft_trainer_pb2 as pb
 from slipstream.v1 import tensor_pb2
 
 MAX_ID_CHARACTERS = 256
 PROMPT_BYTES = 16
-MOST_BIASED = 256
-_LEAST = 1e-6  # of what must be above 0
 LOGPROB_TOLERANCE = 1e-3
 """log p may exceed 0 by rounding of a float32 log-sum-exp, not by more."""
 
@@ -88,7 +87,7 @@ def check_header(header: pb.VerifierStates, expected: Expected) -> Layout:
             expected_version = f"at most {header.policy_version}, that of the states"
             advice = "sync the version that samples before its states are captured"
             raise RefusedError("rollout_policy_version", sampled, expected_version, advice)
-    _check_sampling(header.sampling, expected.vocab_size)
+    check_sampling(header.sampling, expected.vocab_size)
     packed, hidden = header.packed, expected.hidden_size
     if not 3 <= packed.tokens <= expected.max_tokens:
         raise RefusedError(
@@ -109,29 +108,6 @@ def check_header(header: pb.VerifierStates, expected: Expected) -> Layout:
             "logits_dtype", header.logits_dtype, "a floating dtype, or 0", "send the policy's"
         )
     return layout_of(packed.tokens, len(layers), hidden, _DTYPES[packed.states_dtype])
-
-
-def _check_sampling(sampling: pb.SamplingParameters, vocab_size: int) -> None:
-    """Refuse what vLLM would not have sampled with."""
-    penalty = (-2.0, 2.0)
-    for name, least, most in (
-        ("top_p", _LEAST, 1.0),
-        ("min_p", 0.0, 1.0),
-        ("repetition_penalty", _LEAST, math.inf),
-        ("presence_penalty", *penalty),
-        ("frequency_penalty", *penalty),
-    ):
-        value = getattr(sampling, name)
-        given = name not in ("top_p", "repetition_penalty") or sampling.HasField(name)
-        if given and not (least <= value <= most and math.isfinite(value)):
-            expected = f"a number within [{least:g}, {most:g}]"
-            raise RefusedError(f"sampling.{name}", value, expected, "send the rollout's")
-    bias = sampling.logit_bias
-    if len(bias) > MOST_BIASED or not all(
-        0 <= token < vocab_size and math.isfinite(value) for token, value in bias.items()
-    ):
-        expected = f"finite numbers for at most {MOST_BIASED} tokens below {vocab_size}"
-        raise RefusedError("sampling.logit_bias", f"{len(bias)} of them", expected, "send those")
 
 
 def kept_layout(arriving: Layout) -> Layout:

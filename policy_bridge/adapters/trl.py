@@ -21,7 +21,7 @@ import torch
 from policy_bridge.adapters.completions import Rollouts
 from policy_bridge.bridge import DisabledBridge, PolicyBridge
 from policy_bridge.capture import Capture, NullCapture
-from policy_bridge.guard import SAMPLING
+from slipstream.sampling import SAMPLING
 
 
 def whole_policy(trainer: Any) -> Mapping[str, torch.Tensor]:

@@ -10,8 +10,8 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from policy_bridge import BridgeConfig, PolicyBridge
-from policy_bridge.guard import sampling_of
 from slipstream.errors import RefusedError
+from slipstream.sampling import sampling_of
 
 from .conftest import Connect, batch, make_model, ship, sync
 from .doubles import DEADLINE, FakeTrainer

@@ -1,0 +1,75 @@
+"""What a rollout was sampled with beside its temperature, checked alike by bridge and trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from slipstream.errors import RefusedError, clean
+from slipstream.v1 import draft_trainer_pb2 as pb
+
+MOST_BIASED = 256
+"""Tokens in a ``logit_bias``."""
+
+_LEAST = 1e-6  # of what must be above 0
+_RANGES = {
+    "top_p": (_LEAST, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (_LEAST, math.inf),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+SAMPLING = (*_RANGES, "top_k", "logit_bias")
+"""Names of sampling parameters, vLLM's own."""
+
+
+def sampling_of(values: Mapping[str, object]) -> pb.SamplingParameters:
+    """Checked sampling parameters, by vLLM's names; None and absent change nothing.
+
+    Raises:
+        RefusedError: an unknown name, or a value that vLLM refuses.
+    """
+    made = pb.SamplingParameters()
+    for name, value in values.items():
+        if name not in SAMPLING:
+            step = "leave out what does not change the distribution"
+            raise RefusedError(f"sampling.{name}", "unknown", f"one of {SAMPLING}", step)
+        try:
+            if value is not None:
+                _set(made, name, value)
+        except (TypeError, ValueError, OverflowError) as error:
+            found, step = clean(repr(value)), "pass the rollouts' own"
+            expected = "a number" if name in _RANGES else "what vLLM takes"
+            raise RefusedError(f"sampling.{name}", found, expected, step) from error
+    check_sampling(made)
+    return made
+
+
+def _set(made: pb.SamplingParameters, name: str, value: object) -> None:
+    if isinstance(value, bool):
+        raise TypeError(name)
+    if name == "logit_bias":
+        for token, bias in dict(value).items():  # type: ignore[call-overload]
+            made.logit_bias[int(token)] = float(bias)
+    elif name == "top_k":
+        # vLLM's -1 and 0 are both all tokens.
+        made.top_k = 0 if value == -1 else int(value)  # type: ignore[call-overload]
+    else:
+        setattr(made, name, value)
+
+
+def check_sampling(sampling: pb.SamplingParameters, vocab_size: int = 1 << 31) -> None:
+    """Raise RefusedError for what vLLM would not have sampled with."""
+    for field, value in sampling.ListFields():
+        if field.name not in _RANGES:
+            continue
+        least, most = _RANGES[field.name]
+        if not (least <= value <= most and math.isfinite(value)):
+            expected = f"a number within [{least:g}, {most:g}]"
+            raise RefusedError(f"sampling.{field.name}", value, expected, "send the rollout's")
+    bias = sampling.logit_bias
+    if len(bias) > MOST_BIASED or not all(
+        0 <= token < vocab_size and math.isfinite(value) for token, value in bias.items()
+    ):
+        expected = f"finite numbers for at most {MOST_BIASED} tokens below {vocab_size}"
+        raise RefusedError("sampling.logit_bias", f"{len(bias)} of them", expected, "send those")
