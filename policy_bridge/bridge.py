@@ -144,6 +144,8 @@ class PolicyBridge(AbstractContextManager["PolicyBridge"]):
         self._window_open = False
         self._last_window: Capture | None = None
         self._closed = False
+        # Two: a sync passes over a trainer that has not answered its probe yet, and a question for
+        # ``metrics`` is nearly always open.
         self._probe = TrainerProbe(self._trainer, config.rpc_seconds)
         self._status = TrainerProbe(self._trainer, config.rpc_seconds)
         # Without the policy's parts there is nothing to open a run with.
