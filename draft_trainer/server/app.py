@@ -324,7 +324,11 @@ class TrainerServer:
 
     async def _keep_history(self) -> None:
         while True:
-            await self._workers.run(self._status.keep_snapshot)
+            try:
+                await self._workers.run(self._status.keep_snapshot)
+            except RuntimeError:
+                # No thread can be had: one may be by the next time.
+                logger.exception("a snapshot of the status was not kept")
             await asyncio.sleep(SNAPSHOT_SECONDS)
 
     async def _stop_serving(self, grace: float) -> None:

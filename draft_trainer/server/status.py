@@ -202,7 +202,10 @@ class Status:
     def policy_announced(self, run: Run) -> None:
         """A policy version was registered."""
         latest = run.latest_policy_version
-        if latest is not None and self.policy_clock.registered(latest):
+        if latest is None or run is not self.runs.current:
+            return
+        self.policy_clock.began(run.run_id)
+        if self.policy_clock.registered(latest):
             self.counters.policy_announcements.inc()
             self.events.note(console.EVENT_KIND_POLICY_ANNOUNCED, policy_version=latest)
 

@@ -6,13 +6,14 @@ import logging
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import pytest
 from rich.console import Console
 
 from draft_trainer.cli.top import DASH, Seen, number, picture, shares
+from draft_trainer.counters import Counters
 from draft_trainer.releases import canary
 from draft_trainer.releases.client import Failure
 from draft_trainer.releases.fleet import Fleet
@@ -115,6 +116,23 @@ def test_a_restarted_trainer_counts_from_its_start(clock: Clock) -> None:
     assert times.newest_at is None
     assert not times.registered(8), "the bridge registers it again"
     assert times.behind_seconds(3) == 0.0
+
+
+def test_a_late_announcement_of_the_run_before_is_none_of_this_one() -> None:
+    old, new = (
+        SimpleNamespace(run_id=name, latest_policy_version=version)
+        for name, version in (("old", 500), ("new", 1))
+    )
+    noted: list[int] = []
+    here: Any = SimpleNamespace(
+        runs=SimpleNamespace(current=new),
+        policy_clock=PolicyClock("old"),
+        counters=Counters(),
+        events=SimpleNamespace(note=lambda kind, policy_version: noted.append(policy_version)),
+    )
+    for run in (old, new, old):
+        status.Status.policy_announced(here, run)
+    assert noted == [1]
 
 
 def test_the_fleets_changes_are_events_once(tmp_path: Path) -> None:
