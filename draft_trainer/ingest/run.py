@@ -89,8 +89,10 @@ class Run:
         self._registering = threading.Lock()
         self._matrices = MatrixFiles(store.folder / POLICIES)
         if known := store.policies():
-            # A version is forgotten while samples of it wait, drawn, for a saved state. Where a
-            # kill undid those draws they are stale, not damaged.
+            # Stale, not damaged: versions beyond a lag that was lowered since, and samples of
+            # forgotten versions that waited, drawn, for a saved state when a kill undid the draws.
+            oldest = known[-1][0] - max_policy_lag
+            known = [(version, names) for version, names in known if version >= oldest]
             store.keep_versions(run_id, [version for version, _ in known])
         for version, names in known:
             try:

@@ -348,6 +348,19 @@ def test_samples_of_a_version_that_was_pushed_out_are_stale_after_a_kill_not_dam
     assert run.heads.versions == (2,) and evicted == {"stale": 3}
 
 
+def test_samples_beyond_a_lag_that_was_lowered_are_stale(
+    reopen: Callable[[], SampleStore], evicted: Counter[str]
+) -> None:
+    store = reopen()
+    store.begin("run", {})
+    run = Run("run", POLICY, store, max_policy_lag=4)
+    for version in range(1, 6):
+        run.add_policy(PolicyHead(version, torch.randn(6, 4), torch.randn(9, 4)))
+        put(store, f"{version}", version)
+    run = Run("run", POLICY, store, max_policy_lag=1)
+    assert run.heads.versions == (4, 5) and evicted == {"stale": 3}
+
+
 def test_damaged_facts_are_as_if_they_were_not_there(
     reopen: Callable[[], SampleStore], caplog: pytest.LogCaptureFixture
 ) -> None:
