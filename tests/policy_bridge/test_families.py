@@ -302,6 +302,16 @@ def test_only_what_is_finite_is_compared() -> None:
         check_logprobs(torch.tensor([math.nan, -50.0]), torch.zeros(2))
 
 
+def test_tokens_that_every_row_masks_are_left_out_of_the_comparison() -> None:
+    """Otherwise every window of such a policy would be compared, and its loop wait for it."""
+    own = torch.randn(4, 8)
+    masked = own.clone()
+    masked[:, 5:] = -math.inf
+    assert check_logits(masked, own, LogitForm(), torch.float32, None)
+    with pytest.raises(RefusedError, match="times 2"):
+        check_logits(2 * masked, own, LogitForm(), torch.float32, None)
+
+
 def test_a_form_that_cannot_be_is_refused() -> None:
     for name, value in (("logit_scale", 0.0), ("logit_soft_cap", -1.0), ("logit_scale", True)):
         settings: dict[str, Any] = {"trainer": "127.0.0.1:1", "run_id": "r", name: value}
