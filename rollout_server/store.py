@@ -239,7 +239,11 @@ class WeightSource:
             raise OSError("these weights came by vLLM's weight-transfer engine; none are held here")
         for tensor in self.tensors:
             yield tensor.name, tensor.map()
-        for path in weight_files(Path(self.directory)) if self.directory else ():
+        try:
+            files = weight_files(Path(self.directory)) if self.directory else []
+        except RefusedError as error:
+            raise OSError(str(error)) from error
+        for path in files:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict: it has no __iter__)
                     yield name, file.get_tensor(name)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from rollout_server.read_back import ASLEEP, DIFFERS, SAME, ReadBack
@@ -277,11 +278,17 @@ def test_a_reload_that_ends_in_the_middle_gives_the_old_weights_back(
     assert not different(drafts.outputs(), before)
 
 
-def test_what_cannot_be_prepared_says_why(drafts: Drafts) -> None:
+def test_what_cannot_be_prepared_says_why(drafts: Drafts, tmp_path: Path) -> None:
     standby = drafts.standby()
+    (tmp_path / "empty").mkdir()
+    save_file({}, tmp_path / "empty" / "model.safetensors")
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "training_args.bin").touch()
     for source, why in (
         (torn_weights(drafts), "No such file"),
-        (WeightSource(drafts.sources[0].directory + "/none"), "no tensor"),
+        (WeightSource(str(tmp_path / "none")), "No such file"),
+        (WeightSource(str(tmp_path / "empty")), "no tensor"),
+        (WeightSource(str(tmp_path / "pickled")), "a pickle"),
     ):
         while (state := standby.prepare(source, None)) == WORKING:
             join()
