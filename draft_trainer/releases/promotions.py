@@ -47,11 +47,10 @@ class Batch:
 
     def since(self, before: Batch) -> Batch:
         """What a server counted since ``before``; all of it where the server began anew."""
-        if self.drafts < before.drafts:
-            return self
-        return self + Batch(
+        grown = self + Batch(
             *(tuple(-n for n in counts) for counts in (before.tried, before.accepted))
         )
+        return grown if min((*grown.tried, *grown.accepted), default=0) >= 0 else self
 
 
 def _sums(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:

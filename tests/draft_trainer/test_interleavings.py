@@ -126,6 +126,15 @@ def test_what_was_drafted_before_a_trial_does_not_count(make_rig: Callable[..., 
     assert rig.served == [1] and rig.promotions.now.good == (0, 1)
 
 
+@pytest.mark.parametrize("tried", [60, 140], ids=["fewer steps", "more steps"])
+def test_a_count_that_fell_is_of_a_server_that_began_anew(tried: int) -> None:
+    """It may have taken more steps since than before, with a worse draft."""
+    before, now = Batch((100, 100), (80, 60)), Batch((tried, tried), (20, 10))
+    assert now.since(before) == now
+    assert (before + now).since(before) == now
+    assert now.since(Batch((), ())) == now
+
+
 def test_each_side_of_a_trial_gets_half_of_the_error_rate() -> None:
     """On as many steps as would do with all of it, there is no verdict yet."""
     config = CanaryConfig()
