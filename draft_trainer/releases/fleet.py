@@ -240,6 +240,7 @@ class DraftLag:
         self._policy_version: int | None = None
         self._lock = threading.Lock()
         self._told: dict[str, bool] = {}
+        self._failed: dict[str, str] = {}
 
     def fresh(self, state: pb.ServerState, policy_version: int | None = None) -> bool:
         """Whether a server's draft may propose for ``policy_version`` (the one it has now).
@@ -282,8 +283,15 @@ class DraftLag:
         # A server that may draft and does not has found that it does not pay.
         if self._told.get(client.address) == enabled and enabled >= state.speculation_enabled:
             return
-        if client.set_speculation(enabled) is not None:
+        failure = client.set_speculation(enabled)
+        if failure is not None:
+            # Asked again in every round; said once.
+            if self._failed.get(client.address) != failure.text:
+                self._failed[client.address] = failure.text
+                switch = "on" if enabled else "off"
+                logger.warning("speculation was not turned %s: %s", switch, failure.text)
             return
+        self._failed.pop(client.address, None)
         # Commits and the reconciler apply it at the same time.
         with self._lock:
             self._told[client.address] = enabled

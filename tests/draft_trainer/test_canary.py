@@ -311,6 +311,21 @@ def test_a_server_that_may_draft_and_does_not_is_told_once(
     assert told() == [("True",), ("False",)]
 
 
+def test_a_server_that_cannot_stop_drafting_is_named_once(
+    make_rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_rig(2, max_draft_lag=2)
+    rig.publisher.promote(1, pin=False)
+    rig.doubles[0].faults.speculation = True
+    for double in rig.doubles:
+        double.state.policy_version = 14
+    for _ in range(3):
+        rig.heal()
+    refused = [r.getMessage() for r in caplog.records if "was not turned off" in r.getMessage()]
+    assert len(refused) == 1 and rig.doubles[0].address in refused[0]
+    assert [double.state.speculation_enabled for double in rig.doubles] == [True, False]
+
+
 def test_a_large_fleet_reports_no_more_a_second_than_a_small_one(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
