@@ -6,9 +6,10 @@ prefix-cache salt, count of verification steps) happens in one of these.
 
 from __future__ import annotations
 
+import inspect
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -81,17 +82,25 @@ class PrefixCacheSalt:
             engine_core.request_block_hasher = self._hash_salted
             engine_core.scheduler.add_request = self._add_salted
 
-    def advance(self) -> None:
-        """From now on no request that has not begun hits a block that exists."""
+    def advance(self, policy: bool = True) -> None:
+        """From now on no request that has not begun hits a block that exists.
+
+        Args:
+            policy: the weights are other ones, so nothing that a KV connector found counts.
+        """
         self._calls += 1
         if self._hash is None:
+            return
+        connected = policy and self._scheduler.connector is not None
+        if connected and not _skips_connectors(type(self._scheduler).schedule):
+            # Under its old salt what such a request reads stays in it; under the new one, others
+            # would hit it.
             return
         for request in self._scheduler.requests.values():
             # A preempted request with output has begun; its first tokens are the old policy's.
             if request.num_computed_tokens == 0 and request.num_output_tokens == 0:
                 self._hash_again(request)
-                if self._scheduler.connector is not None:
-                    request.skip_reading_prefix_cache = True
+                request.skip_reading_prefix_cache |= connected
 
     def _hash_salted(self, request: Any) -> Any:
         if not hasattr(request, _SALT):
@@ -116,6 +125,12 @@ class PrefixCacheSalt:
         setattr(request, _SALT, (calls, own))
         if calls:
             request.cache_salt = f"slipstream-{self._id}-{calls}:{own or ''}"
+
+
+def _skips_connectors(schedule: Callable[..., Any]) -> bool:
+    """Whether vLLM takes nothing from a KV connector for requests that skip reading the cache
+    (https://github.com/vllm-project/vllm/pull/57269)."""
+    return "skip_reading_prefix_cache" in inspect.getsource(schedule)
 
 
 MOST_UNDRAFTED = 1 / 8
@@ -328,7 +343,7 @@ class EngineHooks:
         seconds = self._rpc("slipstream_set_speculation", timeout, (enabled,))
         self._switch.set(enabled)
         if enabled and self._switch.too_much_undrafted():
-            self._new_salt()
+            self._new_salt(policy=False)
         self._clock.interrupted()
         return float(max(seconds))
 
@@ -351,13 +366,13 @@ class EngineHooks:
             result = result.taken_back(undone)
         requests: dict[str, int] = {}
         if not result.error and any(change.kind == "policy" for change in changes):
-            self._new_salt()
+            self._new_salt(policy=True)
             requests = self._requests.at_commit()
         self._clock.interrupted()
         return replace(result, steps_before=(steps_before,), requests=requests)
 
-    def _new_salt(self) -> None:
-        self._salt.advance()
+    def _new_salt(self, policy: bool) -> None:
+        self._salt.advance(policy)
         self._switch.undrafted = 0
 
 

@@ -98,15 +98,44 @@ def test_only_a_preempted_request_without_output_begins_anew_at_a_commit() -> No
     assert answering.block_hashes == before and answering.cache_salt is None
 
 
-def test_a_waiting_request_is_computed_whole_where_a_connector_may_keep_its_old_hashes() -> None:
+def with_connector(schedule: Any) -> Caching:
+    """An engine core with a KV connector, over a vLLM with such a scheduler."""
     core = Caching()
+    kind = type("Scheduler", (SimpleNamespace,), {"schedule": schedule})
+    core.scheduler = core.salt._scheduler = kind(**vars(core.scheduler))
     core.scheduler.connector = object()
+    return core
+
+
+def skips(request: Any) -> bool:
+    return bool(request.skip_reading_prefix_cache)
+
+
+def test_a_waiting_request_is_computed_whole_where_a_connector_may_keep_its_old_hashes() -> None:
+    core = with_connector(skips)
     waiting, answering = core.enter(TOKENS), core.enter(TOKENS[:8])
     answering.append_output_token_ids(TOKENS[8:])
+    core.salt.advance(policy=False)
+    assert not skips(waiting), "what the connector found is of the live policy"
     core.salt.advance()
-    assert waiting.skip_reading_prefix_cache
-    assert not answering.skip_reading_prefix_cache
-    assert not core.enter(TOKENS).skip_reading_prefix_cache
+    assert skips(waiting) and not skips(answering)
+    new = core.enter(TOKENS)
+    assert not skips(new) and waiting.block_hashes == new.block_hashes
+
+
+def test_it_keeps_its_salt_where_vllm_would_read_from_the_connector_all_the_same() -> None:
+    core = with_connector(lambda self: None)
+    waiting = core.enter(TOKENS)
+    before = waiting.block_hashes[:]
+    core.salt.advance()
+    assert waiting.block_hashes == before and not skips(waiting)
+    assert not set(core.enter(TOKENS).block_hashes) & set(before)
+
+
+def test_vllm_takes_nothing_from_a_connector_for_a_request_that_skips_reading() -> None:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    assert rollout_server.engine_core._skips_connectors(AsyncScheduler.schedule)
 
 
 def test_salts_of_two_engines_never_meet() -> None:
@@ -292,6 +321,7 @@ def hooks() -> EngineHooks:
             running=[drafting, SimpleNamespace(spec_token_ids=[])],
             requests={},
             add_request=lambda request: None,
+            connector=None,
             pause_state=PauseState.UNPAUSED,
         ),
     )
