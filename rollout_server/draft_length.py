@@ -211,6 +211,7 @@ class LengthControl:
         self._off_since, self._retry_after = 0.0, RETRY_SECONDS
         # The calibration says nothing of the load of now.
         self._timed = dict.fromkeys((OFF, 0, *chooser.lengths), -math.inf)
+        self._tried = dict(self._timed)
 
     async def update(self, sums: StepSums) -> None:
         """With the newest measurements. Raises RefusedError: the engine did not answer."""
@@ -235,14 +236,16 @@ class LengthControl:
                 oldest = self._oldest(chooser.in_use())
                 if now - self._timed[oldest] > LATELY_SECONDS:
                     chooser.table, chooser.speed_up = before
-                    await self._refresh(oldest, now, max(steps.values()))
+                    if now - self._tried[oldest] > LATELY_SECONDS:
+                        await self._refresh(oldest, now, max(steps.values()))
                     return
         if chooser.table != self._live:
             await self._set_lengths(chooser.table)
             self._live, self._off_since = chooser.table, now
             logger.info("draft lengths: %s", _words(chooser.table))
         oldest = self._oldest(self._timed)
-        if steps and chooser.table and now - self._timed[oldest] >= REFRESH_SECONDS:
+        since = max(self._timed[oldest], self._tried[oldest])
+        if steps and chooser.table and now - since >= REFRESH_SECONDS:
             await self._refresh(oldest, now, max(steps.values()))
 
     def _oldest(self, lengths: Iterable[int]) -> int:
@@ -251,7 +254,8 @@ class LengthControl:
 
     async def _refresh(self, length: int, now: float, step_seconds: float) -> None:
         """Take a few steps of a length; the next update reads them."""
-        self._timed[length] = now
+        # Steps that also read prompts are not timed: there may be no other ones.
+        self._tried[length] = now
         self.chooser.doubt(length)
         try:
             await self._set_lengths(

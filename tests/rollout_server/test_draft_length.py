@@ -346,6 +346,23 @@ def test_lengths_do_not_change_for_a_cost_of_another_load(monkeypatch: pytest.Mo
     assert len(measured) <= 4
 
 
+def test_lengths_that_could_not_be_timed_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step of the measurement also read a prompt."""
+    monkeypatch.setattr("rollout_server.draft_length.asyncio.sleep", no_sleep)
+    server = Server(FRESH)
+    for _ in range(10):
+        server.serve(60)
+    server.spend(LATELY_SECONDS + 1)
+    server.told.clear()
+    for _ in range(6):
+        server.serve(30, slower=2.0)
+    told = [-1 if lengths is None else lengths[1] for lengths in server.told]
+    tried = [k for k in told if k != 3]
+    assert tried and len({*tried}) == len(tried), "each once in a while"
+    table = server.control.chooser.table
+    assert table is not None and table[1] == 3
+
+
 class Engine:
     """Counts the steps of each calibration batch."""
 
