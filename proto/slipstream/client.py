@@ -63,7 +63,10 @@ def open_channel(
             without TLS.
     """
     own = (("grpc.use_local_subchannel_pool", 1),) if own_connection else ()
-    options: tuple[tuple[str, int | str], ...] = (*OPTIONS, *own)
+    # A proxy that the environment names cannot reach this machine's own addresses.
+    local = address.startswith(("127.", "localhost:", "[::1]:"))
+    direct = (("grpc.enable_http_proxy", 0),) if local else ()
+    options: tuple[tuple[str, int | str], ...] = (*OPTIONS, *own, *direct)
     credentials.check_address(address, "address")
     if credentials.server_name:
         options = (*options, ("grpc.ssl_target_name_override", credentials.server_name))

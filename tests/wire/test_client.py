@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -31,6 +32,25 @@ def test_a_call_on_a_closed_channel_is_an_error_and_no_crash(tmp_path: Path) -> 
     ):
         with pytest.raises(ValueError, match="closed"):
             call()
+
+
+def test_this_machine_is_reached_without_the_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        for host in ("127.0.0.1", "localhost"):
+            with open_channel(f"{host}:{port}") as channel, pytest.raises(grpc.RpcError) as answer:
+                pb_grpc.RolloutServerStub(channel).GetState(pb.GetStateRequest(), timeout=20)
+            assert answer.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    finally:
+        server.stop(None)
 
 
 SETTINGS, PING, GOAWAY = 4, 6, 7
