@@ -87,7 +87,9 @@ def weight_files(directory: Path) -> list[Path]:
     """
     if (directory / _INDEX_FILE).is_file():
         return _indexed_files(directory)
-    found, pickled = sorted(directory.glob("*.safetensors")), pickles(directory)
+    # Hidden ones are not weights: archives from macOS have ``._model.safetensors``.
+    found = sorted(f for f in directory.glob("*.safetensors") if not f.name.startswith("."))
+    pickled = pickles(directory)
     if pickled and not found:
         raise RefusedError(
             str(directory / pickled[0]),
