@@ -6,6 +6,7 @@ prefix-cache salt, count of verification steps) happens in one of these.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 import uuid
@@ -65,7 +66,7 @@ class PrefixCacheSalt:
     vLLM hashes a prompt in its thread for input, before the engine core takes the request. One that
     was hashed before a call and has not begun is hashed again: when it is added, or at the call if
     it waits. A KV connector may have looked up one that waits, and keeps what it found by the old
-    hashes: such a request is computed whole.
+    hashes: such a request is computed whole, or keeps its salt where vLLM would take that anyway.
 
     Hashes are the same in every process, and stores behind KV connectors outlive this one or are
     shared: the salt also names this engine core. The number alone would stand for other weights
@@ -127,6 +128,7 @@ class PrefixCacheSalt:
             request.cache_salt = f"slipstream-{self._id}-{calls}:{own or ''}"
 
 
+@functools.cache
 def _skips_connectors(schedule: Callable[..., Any]) -> bool:
     """Whether vLLM takes nothing from a KV connector for requests that skip reading the cache
     (https://github.com/vllm-project/vllm/pull/57269)."""
