@@ -7,6 +7,7 @@ which vLLM's child processes inherit. Nothing here imports torch or vLLM before 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -79,9 +80,20 @@ def register_general() -> None:
 
     from rollout_server import engine_core, vllm_patches, worker
 
+    log_with_vllm()
     worker.install(Worker)
     engine_core.install(EngineCore)
     vllm_patches.install()
+
+
+def log_with_vllm() -> None:
+    """Give Slipstream's messages the level and the handlers of vLLM's, which configures no other
+    logger: below a warning they would not be printed."""
+    for name in ("rollout_server", "slipstream"):
+        logger = logging.getLogger(name)
+        logger.parent = logging.getLogger("vllm")
+        # Forgets the levels that were looked up before.
+        logger.setLevel(logging.NOTSET)
 
 
 def make_endpoint_plugin() -> Any:
